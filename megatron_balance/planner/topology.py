@@ -1,0 +1,119 @@
+"""What the planner must know of a run: its ranks and its memory cap. No policy here.
+
+Words are Megatron's: a *micro-batch* is one forward-backward pass of one model replica, a *slot* is
+the index of a micro-batch within a data-parallel rank. `original_seq_len` counts the tokens of a
+sample, `padded_seq_len` what it occupies once padded for context and sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks of one training run, in Megatron's terms.
+
+    Attributes:
+        dp_size: data-parallel ranks that load different samples (context-parallel ranks not counted).
+        cp_size: context-parallel ranks that share one sample.
+        tp_size: tensor-parallel ranks.
+        pp_size: pipeline stages.
+        ep_size: expert-parallel ranks.
+        etp_size: tensor-parallel ranks of an expert (`--expert-tensor-parallel-size`).
+        vpp_size: model chunks a pipeline stage holds (virtual pipeline).
+        microbatch_multiple: num_microbatches must be a multiple of it
+            (`microbatch_group_size_per_vp_stage` under interleaving).
+        sequence_parallel: activations are split over tensor-parallel ranks along the sequence.
+        fully_sharded: weights are gathered in every micro-batch (FSDP, ZeRO-3).
+
+    Raises:
+        BalanceError: a size is not a positive integer.
+    """
+
+    dp_size: int
+    _: KW_ONLY
+    cp_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    etp_size: int = 1
+    vpp_size: int = 1
+    microbatch_multiple: int = 1
+    sequence_parallel: bool = False
+    fully_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BalanceError(f"Topology.{field.name} is {value!r}: it must be an integer of at least 1.")
+
+    @property
+    def token_multiple(self) -> int:
+        """Every sequence is padded to a multiple of this many tokens.
+
+        Context parallelism cuts a sequence into `2*cp_size` chunks (two a rank, for causal balance);
+        sequence parallelism then splits each rank's share over `tp_size`.
+        """
+        for_cp = 2 * self.cp_size if self.cp_size > 1 else 1
+        for_sp = self.tp_size if self.sequence_parallel else 1
+        return for_cp * for_sp
+
+    @property
+    def ep_span(self) -> int:
+        """Data-parallel ranks that exchange tokens with one another in every MoE layer.
+
+        Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism,
+        and forms expert groups of `etp_size*ep_size` consecutive ranks, so that a group reaches over
+        `etp_size*ep_size / (tp_size*cp_size)` data-parallel ranks. (megatron.core.parallel_state,
+        RankGenerator with order tp-cp-ep-dp-pp.)
+        """
+        if self.ep_size == 1:
+            return 1
+        span = -(-self.etp_size * self.ep_size // (self.tp_size * self.cp_size))
+        return min(max(span, 1), self.dp_size)
+
+    def padded_seq_len(self, original_seq_len: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens a sequence occupies once padded. `[num_samples]` → `[num_samples]`, tokens."""
+        multiple = self.token_multiple
+        return -(-original_seq_len // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one micro-batch may hold: a number of tokens, or a number of samples.
+
+    Attributes:
+        max_tokens_per_gpu: tokens a GPU may hold in a micro-batch (`--max-tokens-per-gpu`). A micro-batch
+            then holds at most `max_tokens_per_gpu * cp_size` tokens of `padded_seq_len`, and as many
+            samples as fit. A longer sample runs alone.
+        micro_batch_size: samples a micro-batch holds at most when there is no token cap
+            (`--balance-data` without `--use-dynamic-batch-size`).
+
+    Raises:
+        BalanceError: none or both are given, or one is not a positive integer.
+    """
+
+    max_tokens_per_gpu: int | None = None
+    _: KW_ONLY
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
+            raise BalanceError("Limits takes either max_tokens_per_gpu or micro_batch_size, not both, not neither.")
+        for name in ("max_tokens_per_gpu", "micro_batch_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise BalanceError(f"Limits.{name} is {value!r}: it must be an integer of at least 1.")
+
+    def max_tokens_per_microbatch(self, topology: Topology) -> int | None:
+        """The cap of a micro-batch over its context-parallel ranks, tokens; None where samples are counted."""
+        return None if self.max_tokens_per_gpu is None else self.max_tokens_per_gpu * topology.cp_size
