@@ -1,0 +1,65 @@
+"""Run a Megatron training script with the balance flags, unedited.
+
+    torchrun --nproc-per-node 8 -m megatron_balance.launch pretrain_gpt.py ARGS
+    torchrun --nproc-per-node 2 -m megatron_balance.launch --cpu -m megatron_balance.mcore.pretrain_sft ARGS
+
+Everything after the script belongs to the script. `--cpu` lets it run without a GPU, for trying things out.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_balance.errors import BalanceError
+
+USAGE = "usage: python -m megatron_balance.launch [--cpu] (SCRIPT | -m MODULE) [ARGS ...]"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Hook Megatron, then run the script as `__main__`.
+
+    Args:
+        argv: the arguments after the program's name; `sys.argv[1:]` by default.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    cpu = arguments[:1] == ["--cpu"]
+    if cpu:
+        del arguments[0]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(USAGE if not arguments else 0)
+    as_module = arguments[0] == "-m"
+    if as_module:
+        del arguments[0]
+    if not arguments or (not as_module and not Path(arguments[0]).is_file()):
+        raise SystemExit(f"megatron_balance: there is no script {arguments[0] if arguments else ''!r}. {USAGE}")
+    target, *rest = arguments
+    try:
+        _hook_megatron(cpu=cpu)
+        sys.argv = [target, *rest]
+        if as_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))  # as Python does for a script
+            runpy.run_path(target, run_name="__main__")
+    except BalanceError as error:
+        raise SystemExit(f"megatron_balance: {error}") from error
+
+
+def _hook_megatron(*, cpu: bool) -> None:
+    from megatron_balance.mcore import install
+
+    if cpu:
+        from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
+
+        enable_cpu()
+        install()
+        patch_megatron()
+    else:
+        install()
+
+
+if __name__ == "__main__":
+    main()

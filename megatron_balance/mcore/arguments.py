@@ -1,0 +1,197 @@
+"""The flags, and what they mean once: `BalanceConfig`. Megatron's namespace goes no further than this file.
+
+    --use-dynamic-batch-size   pack what a rank loaded into micro-batches of at most max_tokens_per_gpu*cp_size tokens
+    --balance-data             move samples between data-parallel ranks, so that each carries the same cost
+    --balance-by-flops         the cost is FLOPs, not tokens, and packing is number partitioning, not first-fit
+
+The three combine; by-flops requires dynamic batching, which is what gives it something to pack.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.planner.topology import Limits, Topology
+
+OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
+ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
+
+
+def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags, and check them right after parsing. Use as Megatron's `extra_args_provider`.
+
+    Adding them twice adds them once, so that the hook and the provider can both be in use.
+    """
+    if "--balance-data" in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(title="balance")
+    group.add_argument(
+        "--use-dynamic-batch-size",
+        action="store_true",
+        help="Pack the samples of a step into as few micro-batches as fit --max-tokens-per-gpu, in place of "
+        "--micro-batch-size samples each.",
+    )
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=int,
+        default=None,
+        help="Most tokens of a micro-batch on one GPU; a micro-batch holds this times --context-parallel-size. "
+        "A longer sample runs alone.",
+    )
+    group.add_argument(
+        "--balance-data",
+        action="store_true",
+        help="Move samples between data-parallel ranks within a step, so that every rank carries the same cost.",
+    )
+    group.add_argument(
+        "--balance-by-flops",
+        action="store_true",
+        help="Count FLOPs of this run's model in place of tokens, and pack micro-batches by number partitioning "
+        "in place of first-fit. Requires --use-dynamic-batch-size.",
+    )
+    group.add_argument(
+        "--balance-objective",
+        choices=OBJECTIVES,
+        default="auto",
+        help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP), or in "
+        "a pipeline. auto reads it from the parallel sizes.",
+    )
+    group.add_argument(
+        "--balance-algorithm",
+        choices=ALGORITHMS,
+        default="auto",
+        help="auto: level packing with --balance-by-flops, else first-fit.",
+    )
+    _check_after_parsing(parser)
+    return parser
+
+
+def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
+    """Have this parser refuse flags that cannot work together before anything is initialised."""
+    parse_known_args = parser.parse_known_args
+
+    def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
+        parsed, unknown = parse_known_args(args, namespace, **rest)
+        BalanceConfig.from_megatron_args(parsed)
+        return parsed, unknown
+
+    parser.parse_known_args = checked  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """What the flags of a run ask for.
+
+    Attributes:
+        use_dynamic_batch_size: pack by tokens.
+        max_tokens_per_gpu: the cap, tokens; None without dynamic batching.
+        balance_data: move samples between ranks.
+        balance_by_flops: FLOPs are the cost.
+        objective: one of OBJECTIVES.
+        algorithm: one of ALGORITHMS.
+    """
+
+    use_dynamic_batch_size: bool = False
+    max_tokens_per_gpu: int | None = None
+    balance_data: bool = False
+    balance_by_flops: bool = False
+    objective: str = "auto"
+    algorithm: str = "auto"
+
+    @classmethod
+    def from_megatron_args(cls, args: Any) -> BalanceConfig:
+        """Read and check the flags.
+
+        Args:
+            args: Megatron's namespace, parsed; it need not be validated yet.
+
+        Raises:
+            BalanceError: flags that cannot work together; names the flag, the value and the remedy.
+        """
+        config = cls(
+            use_dynamic_batch_size=args.use_dynamic_batch_size,
+            max_tokens_per_gpu=args.max_tokens_per_gpu,
+            balance_data=args.balance_data,
+            balance_by_flops=args.balance_by_flops,
+            objective=args.balance_objective,
+            algorithm=args.balance_algorithm,
+        )
+        if config.balance_by_flops and not config.use_dynamic_batch_size:
+            raise BalanceError(
+                "--balance-by-flops is set without --use-dynamic-batch-size: add --use-dynamic-batch-size and "
+                "--max-tokens-per-gpu, or drop --balance-by-flops."
+            )
+        if config.use_dynamic_batch_size and (config.max_tokens_per_gpu is None or config.max_tokens_per_gpu < 1):
+            raise BalanceError(
+                f"--use-dynamic-batch-size needs --max-tokens-per-gpu above 0, and it is {config.max_tokens_per_gpu}: "
+                "give the most tokens that fit a GPU's memory, --seq-length for a start."
+            )
+        if config.active and not args.calculate_per_token_loss:
+            raise BalanceError(
+                "--calculate-per-token-loss is not set, and balancing changes which samples share a micro-batch: add "
+                "--calculate-per-token-loss, without which loss and gradients would depend on it."
+            )
+        return config
+
+    @property
+    def active(self) -> bool:
+        """Whether any flag asks for something."""
+        return self.use_dynamic_batch_size or self.balance_data
+
+    def limits(self, *, micro_batch_size: int) -> Limits:
+        """What a micro-batch may hold."""
+        if self.use_dynamic_batch_size:
+            return Limits(self.max_tokens_per_gpu)
+        return Limits(micro_batch_size=micro_batch_size)
+
+    @property
+    def partition_algorithm(self) -> str:
+        """The planner's algorithm: number partitioning by FLOPs, first-fit by tokens, unless one is named."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        return "auto" if self.balance_by_flops or not self.use_dynamic_batch_size else "first_fit"
+
+
+def cost_model_from_megatron_args(args: Any, *, by_flops: bool) -> CostModel:
+    """Tokens, or the FLOPs of the model that the run's own arguments describe."""
+    if not by_flops:
+        return CostModel.tokens()
+    return CostModel.from_shape(ModelShape.from_megatron_args(args), ep_size=args.expert_model_parallel_size)
+
+
+def topology_from_megatron_args(args: Any) -> Topology:
+    """The ranks of a run, from validated arguments."""
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    group_size = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    return Topology(
+        args.data_parallel_size,
+        cp_size=args.context_parallel_size,
+        tp_size=args.tensor_model_parallel_size,
+        pp_size=args.pipeline_model_parallel_size,
+        ep_size=args.expert_model_parallel_size,
+        etp_size=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        vpp_size=args.virtual_pipeline_model_parallel_size or 1,
+        microbatch_multiple=group_size if interleaved else 1,
+        sequence_parallel=bool(args.sequence_parallel),
+        fully_sharded=bool(args.use_megatron_fsdp or args.use_torch_fsdp2),
+    )
+
+
+def why_stock(args: Any) -> str | None:
+    """Why a run with balance flags must stay as it is, or None.
+
+    Args:
+        args: Megatron's namespace, parsed.
+    """
+    graphs = getattr(args, "cuda_graph_impl", "none") != "none"
+    if graphs or getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
+        return "CUDA graphs replay fixed shapes (--cuda-graph-impl), and balanced micro-batches differ in length"
+    if getattr(args, "hybrid_context_parallel", False):
+        return "--hybrid-context-parallel has a scheduler of its own"
+    return None

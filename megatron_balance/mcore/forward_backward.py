@@ -1,0 +1,164 @@
+"""Megatron's forward-backward schedules, fed with balanced micro-batches.
+
+The wrapper pulls what the step would have read, balances it, and calls the schedule Megatron chose with
+another iterator and another number of micro-batches. `get_num_microbatches()` is left alone: the learning
+rate, consumed samples and resuming count what was loaded.
+
+Invariants: whatever of Megatron's state is changed for a step is restored after it, also when it fails;
+evaluation (`forward_only`) passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.mcore.arguments import (
+    BalanceConfig,
+    cost_model_from_megatron_args,
+    topology_from_megatron_args,
+    why_stock,
+)
+from megatron_balance.mcore.balancer import BalancedStep, Groups, StepBalancer
+from megatron_balance.mcore.step_log import StepLog
+
+Schedule = Callable[..., Any]
+
+
+class BalancedForwardBackward:
+    """Stands in for `get_forward_backward_func`'s result while a run balances.
+
+    Attributes:
+        last_step: the data of the newest step, for logs and tests.
+    """
+
+    def __init__(self, balancer: StepBalancer, *, args: Any) -> None:
+        self.balancer = balancer
+        self.last_step: BalancedStep | None = None
+        self._args = args
+        self._log = StepLog(log_interval=args.log_interval, enabled=dist.get_rank() == 0)
+
+    def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
+        """Run one step.
+
+        Args:
+            schedule: Megatron's, for this run's pipeline.
+            arguments: what `train_step` or `evaluate` passes it, all by keyword.
+        """
+        if arguments.get("forward_only"):
+            return schedule(**arguments)
+        iterators = arguments["data_iterator"]
+        source = _first_iterator(iterators)
+        if not _reads_data():
+            source = None
+        step = self.balancer.balance(source, num_microbatches=arguments["num_microbatches"])
+        if not isinstance(step, BalancedStep):
+            self._log.warn_once(
+                "the data has no cu_seqlens: its samples all have one length and there is nothing to balance. "
+                "Training goes on as without --balance-*; use packed (thd) data such as --sft to balance it."
+            )
+            return schedule(**{**arguments, "data_iterator": _hand_out(iterators, lambda: iter(step))})
+        self.last_step = step
+        self._log.step(step)
+        arguments |= {
+            "data_iterator": _hand_out(iterators, lambda: iter(step.microbatches or ())),
+            "num_microbatches": step.num_microbatches,
+            "micro_batch_size": 1,
+            "forward_step_func": self._with_microbatch_shape(arguments["forward_step_func"], step.microbatch_tokens),
+        }
+        with _variable_seq_lengths(arguments["model"]):
+            return schedule(**arguments)
+
+    def _with_microbatch_shape(self, forward_step_func: Schedule, microbatch_tokens: list[int]) -> Schedule:
+        """Have Megatron's arguments tell each micro-batch's own shape while it runs.
+
+        Tensor-parallel ranks allocate their receive buffers by them (`get_batch_on_this_tp_rank`), and MoE
+        layers view activations by seq_length.
+        """
+        args = self._args
+        slots: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
+
+        @functools.wraps(forward_step_func)
+        def forward_step(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
+            slot = slots[id(model)]
+            slots[id(model)] += 1
+            stock = args.seq_length, args.micro_batch_size
+            args.seq_length, args.micro_batch_size = microbatch_tokens[slot], 1
+            try:
+                return forward_step_func(data_iterator, model, *rest, **keywords)
+            finally:
+                args.seq_length, args.micro_batch_size = stock
+
+        return forward_step
+
+
+def _first_iterator(iterators: Any) -> Iterator[Any] | None:
+    """The iterator to pull from: chunks of a virtual pipeline all read the same rows."""
+    candidates = iterators if isinstance(iterators, list) else [iterators]
+    return next((iterator for iterator in candidates if iterator is not None), None)
+
+
+def _hand_out(iterators: Any, make: Callable[[], Iterator[Any]]) -> Any:
+    """As many new iterators as there were; every chunk of a virtual pipeline reads its own."""
+    if isinstance(iterators, list):
+        return [make() for _ in iterators]
+    return make()
+
+
+@contextlib.contextmanager
+def _variable_seq_lengths(model: Any) -> Iterator[None]:
+    """Pipeline stages tell each other the shape of every activation. validate_args forces this off."""
+    from megatron.core.utils import get_model_config
+
+    chunks = model if isinstance(model, list) else [model]
+    configs = [get_model_config(chunk) for chunk in chunks]
+    stock = [config.variable_seq_lengths for config in configs]
+    for config in configs:
+        config.variable_seq_lengths = True
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, stock, strict=True):
+            config.variable_seq_lengths = value
+
+
+def _reads_data() -> bool:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
+    """What balances this run, or None where it stays stock.
+
+    Args:
+        args: Megatron's validated arguments.
+    """
+    from megatron.core import parallel_state
+
+    if not hasattr(args, "balance_data"):  # a script that parses no Megatron arguments
+        return None
+    config = BalanceConfig.from_megatron_args(args)
+    if not config.active:
+        return None
+    reason = why_stock(args)
+    if reason is not None:
+        StepLog(log_interval=1, enabled=dist.get_rank() == 0).warn_once(f"{reason}: training goes on without balancing.")
+        return None
+    dp_group = parallel_state.get_data_parallel_group()
+    model_group = parallel_state.get_model_parallel_group()
+    balancer = StepBalancer(
+        config,
+        topology=topology_from_megatron_args(args),
+        limits=config.limits(micro_batch_size=args.micro_batch_size),
+        cost_model=cost_model_from_megatron_args(args, by_flops=config.balance_by_flops),
+        groups=Groups(dp_group=dp_group, model_group=model_group if model_group.size() > 1 else None),
+        device=torch.device("cuda" if dist.get_backend(dp_group) == "nccl" else "cpu"),
+    )
+    return BalancedForwardBackward(balancer, args=args)

@@ -1,0 +1,118 @@
+"""The two hooks in Megatron, in a checked table.
+
+    from megatron_balance.mcore import install
+    patches = install()      # before Megatron parses arguments
+    patches.undo()
+
+Without a balance flag the second hook hands back Megatron's own function: the run is stock.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.arguments import add_balance_args
+from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
+from megatron_balance.patching import Function, Hook, Patches
+from megatron_balance.patching import install as install_hooks
+
+SUPPORTED_VERSIONS = ("0.19",)
+"""Megatron Core releases on which the tests run."""
+
+
+def _with_balance_arguments(add_megatron_arguments: Function) -> Function:
+    @functools.wraps(add_megatron_arguments)
+    def wrapper(parser: Any) -> Any:
+        return add_balance_args(add_megatron_arguments(parser))
+
+    return wrapper
+
+
+def _with_balanced_schedule(get_forward_backward_func: Function) -> Function:
+    @functools.wraps(get_forward_backward_func)
+    def wrapper(*positional: Any, **keywords: Any) -> Function:
+        schedule = get_forward_backward_func(*positional, **keywords)
+        balanced = _of_this_run()
+        return schedule if balanced is None else functools.partial(balanced, schedule)
+
+    return wrapper
+
+
+HOOKS = (
+    Hook(
+        target="megatron.training.arguments:add_megatron_arguments",
+        bound_in=("megatron.training.arguments",),
+        parameters=("parser",),
+        wrap=_with_balance_arguments,
+        why="the flags reach every script; parse_args looks the function up when it is called",
+        until="Megatron reads extra arguments from an entry point",
+    ),
+    Hook(
+        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        bound_in=("megatron.training.training",),
+        parameters=("pp_size", "vp_size"),
+        wrap=_with_balanced_schedule,
+        why="train() asks it for the schedule of every step and passes the data iterator to that",
+        until="core/datasets/data_schedule.py's scheduler_map (0.20) takes schedulers from outside",
+    ),
+)
+
+_patches: Patches | None = None
+_balanced: tuple[Any, BalancedForwardBackward | None] | None = None  # of these arguments
+
+
+def install() -> InstalledHooks:
+    """Hook Megatron in this process. Installing twice installs once.
+
+    Raises:
+        BalanceError: Megatron is missing, of another version, or a target has moved; nothing is changed then.
+    """
+    global _patches
+    if _patches is None:
+        version = _megatron_version()
+        if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+            raise BalanceError(
+                f"megatron-core is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
+                f"megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.* or train without --balance-*."
+            )
+        _patches = install_hooks(HOOKS, version=version)
+    return InstalledHooks()
+
+
+class InstalledHooks:
+    """The hooks of this process."""
+
+    def undo(self) -> None:
+        """Take the hooks out and forget the run they served."""
+        global _patches, _balanced
+        if _patches is not None:
+            _patches.undo()
+        _patches = _balanced = None
+
+
+def current() -> BalancedForwardBackward | None:
+    """What balances the run of this process, once its first step has begun; None in a stock run."""
+    return None if _balanced is None else _balanced[1]
+
+
+def _of_this_run() -> BalancedForwardBackward | None:
+    """Built once for a run's arguments: evaluation asks for a schedule again and again."""
+    from megatron.training import get_args
+
+    global _balanced
+    args = get_args()
+    if _balanced is None or _balanced[0] is not args:
+        _balanced = args, balanced_forward_backward(args)
+    return _balanced[1]
+
+
+def _megatron_version() -> str:
+    try:
+        from megatron.core.package_info import __version__
+    except ModuleNotFoundError as error:
+        raise BalanceError(
+            "megatron-core is not installed: pip install 'megatron-balance[megatron]', or put Megatron-LM on PYTHONPATH."
+        ) from error
+    return __version__

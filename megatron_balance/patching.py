@@ -1,0 +1,115 @@
+"""The checked patch engine: a table of hooks, installed together or not at all, and undone.
+
+A hook is a row: what is wrapped, what of it is relied on, where its name is bound, why, and when the row
+can go. Installing checks every row first. A target that is missing, has other parameters, or was bound
+by value somewhere the row does not name, fails on every rank before training, with the version seen.
+
+Invariants: either every hook of a table is installed or none; installing twice installs once; `undo()`
+restores the very objects that were there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One function to wrap.
+
+    Attributes:
+        target: `module:function` where it is defined.
+        bound_in: modules whose attribute of that name is replaced: those that look it up when they call it.
+        parameters: parameters of the target that the wrapper relies on.
+        wrap: takes the function, returns what stands in its place.
+        why: what the hook is for.
+        until: when it can go.
+    """
+
+    target: str
+    bound_in: tuple[str, ...]
+    parameters: tuple[str, ...]
+    wrap: Callable[[Function], Function]
+    why: str
+    until: str
+
+
+@dataclass(frozen=True)
+class _Binding:
+    module: Any
+    name: str
+    original: Function
+    wrapped: Function
+
+
+class Patches:
+    """Hooks that are in place. `undo()` takes them out, last first."""
+
+    def __init__(self, bindings: list[_Binding]) -> None:
+        self._bindings = bindings
+
+    def undo(self) -> None:
+        """Put the original functions back.
+
+        Raises:
+            BalanceError: someone else has wrapped one of them since; nothing is changed then.
+        """
+        for binding in self._bindings:
+            if getattr(binding.module, binding.name) is not binding.wrapped:
+                raise BalanceError(
+                    f"{binding.module.__name__}.{binding.name} was replaced after it was hooked: undo that change first."
+                )
+        while self._bindings:
+            binding = self._bindings.pop()
+            setattr(binding.module, binding.name, binding.original)
+
+
+def install(hooks: Sequence[Hook], *, version: str) -> Patches:
+    """Check all hooks, then put them in place.
+
+    Args:
+        hooks: the table.
+        version: the version of the patched package, for messages.
+
+    Raises:
+        BalanceError: a target is missing or not as expected; nothing is changed then.
+    """
+    bindings: list[_Binding] = []
+    for hook in hooks:
+        module_name, name = hook.target.split(":")
+        target = getattr(_import(module_name, hook=hook, version=version), name, None)
+        if not callable(target):
+            raise _moved(hook, f"{module_name} has no function {name}", version)
+        missing = [parameter for parameter in hook.parameters if parameter not in inspect.signature(target).parameters]
+        if missing:
+            raise _moved(hook, f"it no longer takes {', '.join(missing)}", version)
+        wrapped = hook.wrap(target)
+        for bound_in in hook.bound_in:
+            module = _import(bound_in, hook=hook, version=version)
+            if getattr(module, name, None) is not target:
+                raise _moved(hook, f"{bound_in}.{name} is not that function (replaced, or imported otherwise)", version)
+            bindings.append(_Binding(module, name, target, wrapped))
+    for binding in bindings:
+        setattr(binding.module, binding.name, binding.wrapped)
+    return Patches(bindings)
+
+
+def _import(name: str, *, hook: Hook, version: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise _moved(hook, f"there is no module {error.name}", version) from error
+
+
+def _moved(hook: Hook, what: str, version: str) -> BalanceError:
+    return BalanceError(
+        f"cannot hook {hook.target} in version {version}: {what}. Use a supported version or train without --balance-*."
+    )

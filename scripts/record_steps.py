@@ -1,0 +1,75 @@
+"""Train with pretrain_sft and write what every step did, rank by rank: for the quickstart, tests and benchmarks.
+
+    torchrun … -m megatron_balance.launch [--cpu] scripts/record_steps.py RECORD_DIR ARGS
+
+Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds and CPU seconds of Megatron's train_step, loss
+and gradient norm in full precision, the number of micro-batches and, where the step was balanced, the
+lengths and the schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_balance.mcore import hooks, pretrain_sft
+from megatron_balance.patching import Function, Hook, install
+
+
+def main() -> None:
+    """Record while the script trains."""
+    directory = Path(sys.argv.pop(1))
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"rank{os.environ['RANK']}.jsonl").open("w") as out:
+        train_step = Hook(
+            target="megatron.training.training:train_step",
+            bound_in=("megatron.training.training",),
+            parameters=(),
+            wrap=functools.partial(_recorded, out=out),
+            why="times a step as the user waits for it, and reads its loss before it is rounded for the log",
+            until="Megatron has callbacks around a step",
+        )
+        patches = install([train_step], version="of this environment")
+        try:
+            pretrain_sft.main()
+        finally:
+            patches.undo()
+
+
+def _recorded(train_step: Function, *, out: TextIO) -> Function:
+    @functools.wraps(train_step)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = train_step(*positional, **keywords)
+        row = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+        losses, grad_norm = result[0], result[5]
+        row |= {name.replace(" ", "_"): float(value) for name, value in losses.items()}
+        row |= {"grad_norm": None if grad_norm is None else float(grad_norm), **_plan()}
+        print(json.dumps(row), file=out, flush=True)
+        return result
+
+    return wrapper
+
+
+def _plan() -> dict[str, Any]:
+    balanced = hooks.current()
+    step = balanced.last_step if balanced is not None else None
+    if step is None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        return {"num_microbatches": get_num_microbatches()}
+    plan: dict[str, Any] = {"num_microbatches": step.num_microbatches, "plan_seconds": step.plan_seconds}
+    plan["exchange_seconds"] = step.exchange_seconds
+    if step.schedule is not None:
+        plan["lengths"] = step.schedule.lengths.tolist()
+        plan["ranks"] = [[list(slot) for slot in slots] for slots in step.schedule.ranks]
+    return plan
+
+
+if __name__ == "__main__":
+    main()
