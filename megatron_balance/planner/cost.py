@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.flops import causal_pairs, fwd_flops_by_part
+from megatron_balance.planner.model_shape import ModelShape
 
 MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a handful of them never leaves int64."""
@@ -77,7 +79,7 @@ class CostModel:
         for name, value in coefficients.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise BalanceError(
-                    f"CostModel.{name} is {value!r}: it must be a non-negative integer (scale and round fractions first)."
+                    f"CostModel.{name} is {value!r}: it must be a non-negative integer (scale and round fractions)."
                 )
         if not any(coefficients.values()):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
@@ -87,12 +89,46 @@ class CostModel:
         """The cost is the number of tokens."""
         return cls(linear=1)
 
+    @classmethod
+    def from_shape(cls, shape: ModelShape, *, ep_size: int = 1, recompute: bool = False) -> CostModel:
+        """The cost is the FLOPs of training on the sample: forward and backward, whole model.
+
+        A GEMM runs three times (forward, gradient of its input, of its weights). The attention core runs 3.5
+        times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
+        2307.08691), and half a FLOP per squared token, where heads are odd, is rounded up. Recomputed layers
+        run forward once more; the output layer is never recomputed.
+
+        Args:
+            shape: the model.
+            ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
+            recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
+        """
+        extra = int(recompute)
+        linear = quadratic = expert_linear = 0
+        windows: dict[int, int] = {}
+        for part, flops in fwd_flops_by_part(shape).items():
+            gemm_passes = 3 if part == "lm_head" else 3 + extra
+            linear += gemm_passes * flops.linear
+            expert_linear += gemm_passes * flops.expert_linear
+            quadratic += flops.quadratic
+            for window, coefficient in flops.windows:
+                windows[window] = windows.get(window, 0) + coefficient
+
+        def core(coefficient: int) -> int:
+            return -(-coefficient * (7 + 2 * extra) // 2)
+
+        return cls(
+            linear=linear if ep_size > 1 else linear + expert_linear,
+            quadratic=core(quadratic),
+            expert_linear=expert_linear if ep_size > 1 else 0,
+            windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
+        )
+
     def __call__(self, length: int) -> int:
         """Cost of one sample of `length` tokens on its own rank, unscaled, exact."""
         cost = self.linear * length + self.quadratic * length**2 + self.per_sequence
         for window, coefficient in self.windows:
-            pairs = 2 * window * length - window * (window - 1) if window < length else length**2
-            cost += coefficient * pairs
+            cost += coefficient * causal_pairs(length, window=window)
         return cost
 
     def sample_costs(self, lengths: NDArray[np.int64]) -> SampleCosts:
@@ -102,8 +138,8 @@ class CostModel:
             lengths: `[num_samples]` int64, padded tokens.
 
         Returns:
-            SampleCosts: int64 costs, divided by the smallest power of two that keeps
-            their sum below 2**62. A sample that costs anything keeps a cost of at least 1.
+            SampleCosts: int64 costs, divided by a power of two so that, rounding included,
+            their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
         """
         unique, inverse = np.unique(lengths, return_inverse=True)
         # Python integers: a long sample of a large model passes int64 before it is scaled.

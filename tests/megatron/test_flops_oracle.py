@@ -1,0 +1,292 @@
+"""FLOPs against two independent counts: Megatron's own formula, and the weights of Hugging Face's models.
+
+Megatron's `num_floating_point_operations` is linear in the tokens and in the squared lengths of a batch, so
+(1 token, 0 squares) gives its linear coefficient and (0, 1) its quadratic one, times 3 for the backward pass.
+Where it is not what a model computes, the difference is asserted: if one of these tests fails after an
+upgrade, upstream has mended its formula and the docstring in planner/flops.py must follow.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from megatron_balance.planner.flops import attention_flops, fwd_flops, gated_delta_net_flops, mamba_flops
+from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.planner.presets import PRESETS
+
+pytest.importorskip("megatron.training")
+arguments = pytest.importorskip("megatron.training.arguments")
+training = pytest.importorskip("megatron.training.training")
+
+
+def namespace(shape: ModelShape, **changes: Any) -> Namespace:
+    """What Megatron's formula reads, from a shape."""
+    args: dict[str, Any] = asdict(shape)
+    optional = ("num_experts", "moe_latent_size", "q_lora_rank", "hybrid_layer_pattern", "mtp_num_layers")
+    args |= {name: args[name] or None for name in optional}
+    args["moe_layer_freq"] = list(shape.moe_layer_freq) or 1
+    args["linear_attention_freq"] = list(shape.linear_attention_freq) or None
+    args["experimental_attention_variant"] = "gated_delta_net" if shape.linear_attention_freq else None
+    args["group_query_attention"] = not shape.multi_latent_attention
+    args["swiglu"] = shape.gated_linear_unit
+    args["quick_geglu"] = False
+    return Namespace(**(args | changes))
+
+
+def megatron_flops(args: Namespace) -> tuple[float, float]:
+    """Megatron's forward FLOPs per token and per squared token."""
+    linear = training.num_floating_point_operations(
+        args, 1, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=1
+    )
+    quadratic = training.num_floating_point_operations(
+        args, 1, seqlen_squared_sum_in_batch=1, total_real_tokens_in_batch=0
+    )
+    return linear / 3, quadratic / 3
+
+
+def our_flops(shape: ModelShape) -> tuple[int, int]:
+    """Ours, with windows counted in full as Megatron does."""
+    flops = fwd_flops(shape)
+    return flops.linear + flops.expert_linear, flops.quadratic + sum(c for _, c in flops.windows)
+
+
+def count(shape: ModelShape, kind: str) -> int:
+    layers = (*shape.decoder_layers(), *shape.mtp_layers())
+    return sum(kind in (layer.mixer, layer.mlp) for layer in layers)
+
+
+def router(shape: ModelShape) -> int:
+    """Ours counts the router's GEMM, Megatron does not."""
+    return 2 * shape.hidden_size * shape.num_experts * count(shape, "moe")
+
+
+def mla_norms(shape: ModelShape) -> int:
+    """Megatron counts the norms of MLA's latent vectors and no other, ours none."""
+    return 2 * (shape.q_lora_rank + shape.kv_lora_rank) * count(shape, "mla")
+
+
+def assert_flops(ours: tuple[float, float], theirs: tuple[float, float]) -> None:
+    assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
+
+
+DENSE = [name for name in PRESETS if name.startswith(("Qwen2.5", "Qwen3-4B", "Qwen3-8B", "Llama"))] + ["Nemotron-H-8B"]
+MOE = ["Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"]
+WINDOWED = ["gemma-3-12b", "gpt-oss-20b"]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_presets_agree(name: str) -> None:
+    shape = ModelShape.preset(name)
+    assert_flops(our_flops(shape), megatron_flops(namespace(shape)))
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_moe_presets_agree_but_for_the_router(name: str) -> None:
+    shape = ModelShape.preset(name)
+    linear, quadratic = our_flops(shape)
+    assert router(shape) > 0
+    assert_flops((linear - router(shape), quadratic), megatron_flops(namespace(shape)))
+
+
+def test_mla_agrees_but_for_the_norms_and_the_router() -> None:
+    shape = ModelShape.preset("DeepSeek-V3")
+    linear, quadratic = our_flops(shape)
+    assert_flops((linear - router(shape) + mla_norms(shape), quadratic), megatron_flops(namespace(shape)))
+    plain = replace(shape, q_lora_rank=0)
+    linear, quadratic = our_flops(plain)
+    assert_flops((linear - router(plain) + mla_norms(plain), quadratic), megatron_flops(namespace(plain)))
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_megatron_counts_windows_as_full_attention(name: str) -> None:
+    shape = ModelShape.preset(name)
+    linear, quadratic = our_flops(shape)
+    assert fwd_flops(shape).quadratic < quadratic
+    assert_flops((linear - router(shape), quadratic), megatron_flops(namespace(shape)))
+
+
+@pytest.mark.parametrize("latent", [0, 512])
+@pytest.mark.parametrize("gated", [True, False])
+def test_shared_experts_and_latent_experts_agree_but_for_the_router(latent: int, gated: bool) -> None:
+    shape = replace(
+        ModelShape.preset("Qwen3-30B-A3B"),
+        moe_latent_size=latent,
+        moe_shared_expert_intermediate_size=768,
+        moe_layer_freq=(0, 1, 1) * 16,
+        gated_linear_unit=gated,
+    )
+    linear, quadratic = our_flops(shape)
+    assert_flops((linear - router(shape), quadratic), megatron_flops(namespace(shape)))
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_megatron_adds_three_norms_to_each_mtp_depth(depths: int) -> None:
+    shape = replace(ModelShape.preset("DeepSeek-V3"), mtp_num_layers=depths)
+    linear, quadratic = our_flops(shape)
+    known = -router(shape) + mla_norms(shape) + 6 * shape.hidden_size * depths
+    assert_flops((linear + known, quadratic), megatron_flops(namespace(shape)))
+
+
+def test_megatron_takes_the_mtp_layer_after_a_linear_pattern_for_linear() -> None:
+    """The layer it builds (get_gpt_mtp_block_spec) is the decoder's last, which here has full attention."""
+    shape = replace(ModelShape.preset("Qwen3-Next-80B-A3B"), mtp_num_layers=1)
+    linear, quadratic = our_flops(shape)
+    full, linear_layer = attention_flops(shape), gated_delta_net_flops(shape)
+    known = -router(shape) + 6 * shape.hidden_size - full.linear + linear_layer.linear
+    args = namespace(shape, linear_attention_freq=4)
+    assert_flops((linear + known, quadratic - full.quadratic), megatron_flops(args))
+
+
+def test_megatron_squares_the_value_heads_of_a_delta_net() -> None:
+    shape = replace(ModelShape.preset("Qwen3-Next-80B-A3B"), linear_key_head_dim=64)
+    linear, quadratic = our_flops(shape)
+    state = 8 * shape.linear_num_value_heads * shape.linear_value_head_dim
+    known = state * (shape.linear_value_head_dim - shape.linear_key_head_dim) * count(shape, "gated_delta_net")
+    assert known > 0
+    assert_flops((linear - router(shape) + known, quadratic), megatron_flops(namespace(shape)))
+
+
+def test_megatron_takes_mamba_for_twice_as_wide_as_the_model() -> None:
+    shape = ModelShape.preset("Nemotron-3-Nano-30B-A3B")
+    linear, quadratic = our_flops(shape)
+    # 84 heads of 64 are twice the hidden size; the model has 64, which Megatron uses for the heads' own columns.
+    wide = mamba_flops(replace(shape, mamba_num_heads=84)).linear - mamba_flops(shape).linear
+    known = (wide - 2 * shape.hidden_size * 20) * count(shape, "mamba")
+    assert known > 0
+    assert_flops((linear - router(shape) + known, quadratic), megatron_flops(namespace(shape)))
+
+
+def test_megatron_forgets_the_mtp_projection_of_a_hybrid_model() -> None:
+    shape = ModelShape.preset("Nemotron-H-8B")
+    with_depth = replace(shape, hybrid_layer_pattern=shape.hybrid_layer_pattern + "/*-", mtp_num_layers=1)
+    linear, quadratic = our_flops(with_depth)
+    assert_flops((linear - 4 * shape.hidden_size**2, quadratic), megatron_flops(namespace(with_depth)))
+
+
+def test_megatron_forgets_mla_in_a_hybrid_model() -> None:
+    latent = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    shape = replace(
+        ModelShape.preset("Nemotron-H-8B"),
+        hybrid_layer_pattern="M-+-",
+        num_layers=4,
+        multi_latent_attention=True,
+        **latent,
+    )
+    without = replace(shape, hybrid_layer_pattern="M--", num_layers=3)
+    assert our_flops(shape)[1] > 0
+    assert_flops(our_flops(without), megatron_flops(namespace(shape)))
+
+
+def test_megatron_knows_the_gate_of_swiglu_only() -> None:
+    shape = ModelShape.preset("Qwen3-8B")
+    args = namespace(shape, swiglu=False, quick_geglu=True)
+    assert ModelShape.from_megatron_args(args) == shape
+    assert_flops(our_flops(replace(shape, gated_linear_unit=False)), megatron_flops(args))
+
+
+# The real parser -----------------------------------------------------------------------------------------------------
+
+RUN = """--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 2 --lr 1e-4
+    --train-iters 1 --tokenizer-type NullTokenizer --position-embedding-type rope --transformer-impl local
+    --distributed-backend gloo --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm"""
+
+QWEN3_30B = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
+    --group-query-attention --num-query-groups 4 --kv-channels 128 --swiglu --vocab-size 151936
+    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"""
+
+DEEPSEEK = """--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --swiglu
+    --vocab-size 129280 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
+    --qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048
+    --moe-shared-expert-intermediate-size 2048 --moe-layer-freq [0]*3+[1]*58"""
+
+QWEN3_NEXT = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16
+    --group-query-attention --num-query-groups 2 --kv-channels 256 --attention-output-gate --swiglu
+    --vocab-size 151936 --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512
+    --moe-shared-expert-intermediate-size 512 --experimental-attention-variant gated_delta_net
+    --linear-attention-freq 4"""
+
+GPT_OSS = """--num-layers 24 --hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64
+    --group-query-attention --num-query-groups 8 --kv-channels 64 --quick-geglu --vocab-size 201088
+    --num-experts 32 --moe-router-topk 4 --window-size 127,0 --window-attn-skip-freq 2"""
+
+NEMOTRON = """--hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 8 --kv-channels 128 --squared-relu --vocab-size 131072
+    --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"""
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, text: str) -> Namespace:
+    monkeypatch.setattr(sys, "argv", ["train", *RUN.split(), *text.split()])
+    return arguments.parse_args()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Qwen3-30B-A3B", QWEN3_30B),
+        ("DeepSeek-V3", DEEPSEEK),
+        ("Qwen3-Next-80B-A3B", QWEN3_NEXT),
+        ("gpt-oss-20b", GPT_OSS),
+        ("Nemotron-H-8B", NEMOTRON),
+    ],
+)
+def test_the_real_parser_gives_the_preset(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    args = parse(monkeypatch, text)
+    expected = fwd_flops(ModelShape.preset(name))
+    assert fwd_flops(ModelShape.from_megatron_args(args)) == expected
+
+
+def test_the_defaults_of_validate_args_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --swiglu --num-experts 4 --moe-layer-freq 2"
+    args = parse(monkeypatch, text + " --moe-router-topk 2 --vocab-size 1000")
+    before = ModelShape.from_megatron_args(args)
+    arguments.validate_args(args)
+    assert ModelShape.from_megatron_args(args) == before
+    assert (before.ffn_hidden_size, before.kv_channels, before.moe_ffn_hidden_size) == (256, 24, 256)
+    assert before.padded_vocab_size == 1024
+
+
+# Weights of the real models ------------------------------------------------------------------------------------------
+
+
+def delta_net_state(shape: ModelShape) -> int:
+    """What a gated delta net computes without a weight matrix, less the shared expert's gate, which we leave out."""
+    values = shape.linear_num_value_heads * shape.linear_value_head_dim
+    keys = shape.linear_num_key_heads * shape.linear_key_head_dim
+    state = 8 * shape.linear_key_head_dim * values + 2 * shape.linear_conv_kernel_dim * (2 * keys + values)
+    shared_gate = 2 * shape.hidden_size * count(shape, "moe") if shape.linear_attention_freq else 0
+    return state * count(shape, "gated_delta_net") - shared_gate
+
+
+def mamba_scan(shape: ModelShape) -> int:
+    return 7 * shape.mamba_num_heads * shape.mamba_head_dim * shape.mamba_state_dim * count(shape, "mamba")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_linear_flops_are_two_a_weight(name: str) -> None:
+    """Every matrix of the model on the meta device, experts by the share a token visits."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    shape = ModelShape.preset(name)
+    config = dict(PRESETS[name])
+    try:
+        config_class = transformers.CONFIG_MAPPING[config.pop("model_type")]
+    except KeyError:
+        pytest.skip(f"transformers {transformers.__version__} is older than {name}")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config_class(**config))
+    weights = 0
+    for parameter_name, parameter in model.named_parameters(remove_duplicate=False):
+        if "embed" in parameter_name or parameter_name.endswith("bias"):
+            continue
+        if ".experts." in parameter_name:
+            assert parameter.dim() == 3
+            weights += parameter.numel() * shape.moe_router_topk // shape.num_experts
+        elif parameter.dim() == 2:
+            weights += parameter.numel()
+    linear, _ = our_flops(shape)
+    assert linear == 2 * weights + delta_net_state(shape) + mamba_scan(shape)

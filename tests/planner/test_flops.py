@@ -1,0 +1,392 @@
+"""FLOPs by hand, and against a plain count of the GEMMs that shares no code with the package."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.flops import (
+    FlopsPolynomial,
+    calculate_fwd_flops,
+    causal_pairs,
+    fwd_flops,
+    fwd_flops_by_part,
+    gated_delta_net_flops,
+    linear_coefficient,
+    lm_head_flops,
+    mamba_flops,
+    mixer_flops,
+    mla_flops,
+    moe_flops,
+)
+from megatron_balance.planner.megatron_args import parse_layer_pattern
+from megatron_balance.planner.model_shape import Layer, ModelShape
+
+DENSE = ModelShape(
+    hidden_size=8,
+    num_layers=2,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=3,
+    ffn_hidden_size=16,
+    padded_vocab_size=10,
+    gated_linear_unit=True,
+)
+MLA = replace(
+    DENSE,
+    multi_latent_attention=True,
+    q_lora_rank=5,
+    kv_lora_rank=6,
+    qk_head_dim=3,
+    qk_pos_emb_head_dim=2,
+    v_head_dim=4,
+)
+EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
+DELTA_NET = {
+    "linear_key_head_dim": 2,
+    "linear_value_head_dim": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA = {"mamba_state_dim": 2, "mamba_head_dim": 3, "mamba_num_groups": 2, "mamba_num_heads": 4}
+
+
+def gemm(*sizes: int) -> int:
+    """A product of an m x n by an n x k matrix."""
+    m, n, k = sizes
+    return 2 * m * n * k
+
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+
+def test_dense_layers_gemm_by_gemm() -> None:
+    length = 7
+    projections = gemm(length, 8, 12) + 2 * gemm(length, 8, 6) + gemm(length, 12, 8)
+    # QKᵀ and PV of 4 heads of 3, half of each masked.
+    core = (4 * gemm(length, 3, length) + 4 * gemm(length, length, 3)) // 2
+    mlp = 2 * gemm(length, 8, 16) + gemm(length, 16, 8)
+    head = gemm(length, 8, 10)
+    assert calculate_fwd_flops([length], DENSE) == 2 * (projections + core + mlp) + head
+
+
+def test_no_gate_is_two_gemms() -> None:
+    gated, plain = (
+        fwd_flops_by_part(DENSE)["dense"],
+        fwd_flops_by_part(replace(DENSE, gated_linear_unit=False))["dense"],
+    )
+    assert (gated.linear, plain.linear) == (2 * 2 * 3 * 8 * 16, 2 * 2 * 2 * 8 * 16)
+
+
+def test_output_gate_is_one_more_query_projection() -> None:
+    gated = replace(DENSE, attention_output_gate=True)
+    assert fwd_flops(gated).linear - fwd_flops(DENSE).linear == 2 * gemm(1, 8, 12)
+
+
+def test_mla_gemm_by_gemm() -> None:
+    down = gemm(1, 8, 5) + gemm(1, 8, 6 + 2)
+    up = gemm(1, 5, 4 * (3 + 2)) + gemm(1, 6, 4 * (3 + 4))
+    output = gemm(1, 4 * 4, 8)
+    assert mla_flops(MLA) == FlopsPolynomial(linear=down + up + output, quadratic=4 * (5 + 4))
+    without_lora = gemm(1, 8, 4 * 5) - gemm(1, 8, 5) - gemm(1, 5, 20)
+    assert mla_flops(replace(MLA, q_lora_rank=0)).linear == mla_flops(MLA).linear + without_lora
+
+
+def test_moe_keeps_routed_experts_apart() -> None:
+    shape = replace(DENSE, **EXPERTS, moe_shared_expert_intermediate_size=5)
+    local = gemm(1, 8, 6) + 3 * gemm(1, 8, 5)
+    assert moe_flops(shape) == FlopsPolynomial(linear=local, expert_linear=2 * 3 * gemm(1, 8, 12))
+    latent = replace(shape, moe_latent_size=4)
+    assert moe_flops(latent) == FlopsPolynomial(linear=local + 2 * gemm(1, 8, 4), expert_linear=2 * 3 * gemm(1, 4, 12))
+
+
+def test_gated_delta_net_by_hand() -> None:
+    shape = replace(DENSE, **DELTA_NET, linear_attention_freq=(1, 0))
+    in_proj = gemm(1, 8, 4 + 4 + 12 + 12 + 4 + 4)
+    convolution = gemm(1, 4, 4 + 4 + 12)
+    state = 4 * 4 * gemm(1, 2, 3)
+    assert gated_delta_net_flops(shape).linear == in_proj + convolution + state + gemm(1, 12, 8)
+    assert fwd_flops(shape).quadratic == 2 * 12
+
+
+def test_mamba_by_hand() -> None:
+    shape = replace(DENSE, **MAMBA, hybrid_layer_pattern="M*")
+    in_proj = gemm(1, 8, 12 + 12 + 4 + 4 + 4)
+    assert mamba_flops(shape).linear == in_proj + 7 * 12 * 2 + gemm(1, 12, 8)
+    assert mixer_flops(shape, layer=Layer(None, "dense")) == FlopsPolynomial()
+
+
+def test_each_mtp_depth_is_a_projection_a_layer_and_a_head() -> None:
+    layer = fwd_flops(replace(DENSE, num_layers=3)).linear - fwd_flops(DENSE).linear
+    deeper = fwd_flops(replace(DENSE, mtp_num_layers=2))
+    assert deeper.linear - fwd_flops(DENSE).linear == 2 * (layer + gemm(1, 16, 8) + lm_head_flops(DENSE).linear)
+    assert deeper.quadratic == 2 * fwd_flops(DENSE).quadratic
+
+
+def test_windows_count_their_pairs() -> None:
+    length, window = 11, 4
+    seen = sum(min(position + 1, window) for position in range(length))
+    assert causal_pairs(length, window=window) == 2 * seen
+    shape = replace(DENSE, window_size=(3, 0), window_attn_skip_freq=(1, 0))
+    assert fwd_flops(shape).windows == ((4, 2 * 12),)
+    assert fwd_flops(shape).quadratic == 2 * 12
+
+
+def test_a_window_without_a_left_bound_is_none() -> None:
+    assert fwd_flops(replace(DENSE, window_size=(-1, 0))) == fwd_flops(DENSE)
+
+
+# Properties ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    """Models of every kind of layer, in random patterns."""
+    sizes = st.integers(1, 9)
+    num_layers = draw(st.integers(1, 5))
+    bits = st.lists(st.integers(0, 1), min_size=num_layers, max_size=num_layers).map(tuple)
+    groups = draw(st.integers(1, 3))
+    fields: dict[str, Any] = {
+        "hidden_size": draw(sizes),
+        "num_layers": num_layers,
+        "num_attention_heads": groups * draw(st.integers(1, 3)),
+        "num_query_groups": groups,
+        "kv_channels": draw(sizes),
+        "ffn_hidden_size": draw(sizes),
+        "padded_vocab_size": draw(sizes),
+        "gated_linear_unit": draw(st.booleans()),
+        "attention_output_gate": draw(st.booleans()),
+        "multi_latent_attention": draw(st.booleans()),
+        "q_lora_rank": draw(st.integers(0, 4)),
+        "kv_lora_rank": draw(sizes),
+        "qk_head_dim": draw(sizes),
+        "qk_pos_emb_head_dim": draw(sizes),
+        "v_head_dim": draw(sizes),
+        **EXPERTS,
+        **DELTA_NET,
+        **MAMBA,
+        "moe_layer_freq": draw(bits),
+        "moe_latent_size": draw(st.integers(0, 3)),
+        "window_size": draw(st.none() | st.tuples(st.integers(0, 20), st.just(0))),
+        "window_attn_skip_freq": draw(bits),
+    }
+    if draw(st.booleans()):
+        main = draw(st.text("M*G-E+", min_size=num_layers, max_size=num_layers))
+        depth = draw(st.text("M*-", min_size=1, max_size=3))
+        fields["mtp_num_layers"] = draw(st.integers(0, 2))
+        fields["hybrid_layer_pattern"] = main + f"/{depth}" * fields["mtp_num_layers"]
+    else:
+        fields["linear_attention_freq"] = draw(bits)
+        fields["mtp_num_layers"] = draw(st.integers(0, num_layers))
+    return ModelShape(**fields)
+
+
+@given(shapes(), st.lists(st.integers(0, 100), max_size=5))
+def test_the_polynomial_is_the_sum_over_layers_and_sequences(shape: ModelShape, seqlens: list[int]) -> None:
+    flops = fwd_flops(shape)
+    expected = 0
+    for length in seqlens:
+        pairs = sum(
+            c * (2 * sum(min(p + 1, w) for p in range(length)) if w < length else length**2) for w, c in flops.windows
+        )
+        expected += (flops.linear + flops.expert_linear) * length + flops.quadratic * length**2 + pairs
+    assert calculate_fwd_flops(seqlens, shape) == expected
+    assert sum(part(length) for part in fwd_flops_by_part(shape).values() for length in seqlens) == expected
+
+
+@given(shapes(), st.integers(0, 200))
+def test_a_longer_sequence_costs_more(shape: ModelShape, length: int) -> None:
+    assert calculate_fwd_flops([length + 1], shape) > calculate_fwd_flops([length], shape)
+
+
+@given(shapes())
+def test_a_window_never_costs_much_more_than_full_attention(shape: ModelShape) -> None:
+    full = fwd_flops(replace(shape, window_size=None))
+    windowed = fwd_flops(shape)
+    for length in (1, 5, 50):
+        # L² leaves out the diagonal, which the window's exact count has.
+        assert windowed(length) <= full(length) + full.quadratic * length
+
+
+def test_lengths_of_numpy_do_not_overflow() -> None:
+    shape = ModelShape.preset("Qwen2.5-72B")
+    lengths = np.array([8192, 8192], dtype=np.int32)
+    assert calculate_fwd_flops(lengths.tolist(), shape) == calculate_fwd_flops(lengths, shape)
+    assert calculate_fwd_flops([2**31], shape) > 2**63
+
+
+# The coefficient that slime and verl use -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficient"), [("Qwen2.5-0.5B", 22971), ("Qwen3-8B", 51324), ("Qwen2.5-72B", 109037)]
+)
+def test_linear_coefficient_of_dense_models(name: str, coefficient: int) -> None:
+    assert round(linear_coefficient(ModelShape.preset(name))) == coefficient
+
+
+def test_linear_coefficient_counts_the_router() -> None:
+    """15407, the figure often given, comes from Megatron's formula, which leaves the router out."""
+    shape = ModelShape.preset("Qwen3-30B-A3B")
+    router = 2 * shape.hidden_size * shape.num_experts * shape.num_layers / fwd_flops(shape).quadratic
+    assert round(linear_coefficient(shape)) == 15471
+    assert round(linear_coefficient(shape) - router) == 15407
+
+
+def test_linear_coefficient_describes_the_flops() -> None:
+    shape = ModelShape.preset("Qwen3-4B")
+    quadratic = fwd_flops(shape).quadratic
+    for length in (1, 4096, 131072):
+        workload = linear_coefficient(shape) * length + length**2
+        assert calculate_fwd_flops([length], shape) == pytest.approx(quadratic * workload, rel=1e-12)
+
+
+def test_linear_coefficient_of_long_sequences_in_windows() -> None:
+    shape = ModelShape.preset("gpt-oss-20b")
+    quadratic, length = fwd_flops(shape).quadratic, 10**7
+    workload = linear_coefficient(shape) * length + length**2
+    assert calculate_fwd_flops([length], shape) == pytest.approx(quadratic * workload, rel=1e-4)
+
+
+def test_linear_coefficient_needs_full_attention() -> None:
+    with pytest.raises(BalanceError, match="calculate_fwd_flops"):
+        linear_coefficient(replace(DENSE, window_size=(3, 0)))
+
+
+# Shapes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"hidden_size": 8.0}, "hidden_size is 8.0"),
+        ({"num_layers": True}, "num_layers is True"),
+        ({"num_query_groups": 3}, "num_query_groups is 3: it must divide"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0: a dense layer needs it"),
+        ({"num_experts": 4}, "moe_router_topk is 0: a moe layer needs it"),
+        ({**EXPERTS, "moe_router_topk": 7}, "moe_router_topk is 7.*num_experts, 6"),
+        ({**EXPERTS, "moe_layer_freq": (1,)}, r"moe_layer_freq is \(1,\).*2 layers"),
+        ({**EXPERTS, "moe_layer_freq": (1, 2)}, "one 0 or 1"),
+        ({"linear_attention_freq": (0, 1)}, "linear_key_head_dim is 0: a gated_delta_net layer"),
+        ({"multi_latent_attention": True}, "kv_lora_rank is 0: a mla layer"),
+        ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
+        ({"hybrid_layer_pattern": "D*"}, "hybrid_layer_pattern has .'D'"),
+        ({"hybrid_layer_pattern": "***"}, "3 layers"),
+        ({"hybrid_layer_pattern": "*-/*"}, "1 depths"),
+        ({"hybrid_layer_pattern": "M-"}, "mamba_state_dim is 0: a mamba layer"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        replace(DENSE, **change)
+
+
+def test_hybrid_patterns_follow_megatrons_symbols() -> None:
+    shape = replace(
+        DENSE,
+        **MAMBA,
+        **EXPERTS,
+        num_layers=4,
+        hybrid_layer_pattern="M-|*E/*-/*-",
+        mtp_num_layers=2,
+        window_size=(1, 0),
+    )
+    assert shape.decoder_layers() == (
+        Layer("mamba", None),
+        Layer(None, "dense"),
+        Layer("attention", None, 2),
+        Layer(None, "moe"),
+    )
+    assert shape.mtp_layers() == (Layer("attention", None, 2), Layer(None, "dense")) * 2
+
+
+def test_an_mtp_layer_is_the_last_one_with_its_own_number() -> None:
+    shape = replace(
+        DENSE, **EXPERTS, moe_layer_freq=(0, 1), window_size=(3, 0), window_attn_skip_freq=(1, 0), mtp_num_layers=1
+    )
+    assert shape.decoder_layers() == (Layer("attention", "dense", 4), Layer("attention", "moe", 0))
+    assert shape.mtp_layers() == (Layer("attention", "moe", 4),)
+
+
+# Megatron's arguments, without Megatron ------------------------------------------------------------------------------
+
+ARGS: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "padded_vocab_size": 128,
+    "num_query_groups": 1,
+    "group_query_attention": False,
+}
+
+
+def test_arguments_not_given_take_megatrons_defaults() -> None:
+    shape = ModelShape.from_megatron_args(Namespace(**ARGS))
+    assert (shape.num_query_groups, shape.kv_channels, shape.ffn_hidden_size) == (4, 16, 256)
+    assert not shape.gated_linear_unit
+    assert ModelShape.from_megatron_args(Namespace(**ARGS, swiglu=True)).ffn_hidden_size == 128
+    assert ModelShape.from_megatron_args(Namespace(**{**ARGS, "group_query_attention": True})).num_query_groups == 1
+
+
+@pytest.mark.parametrize("freq", [2, "2", [1, 0, 1, 0], "[1,0]*2", "([1]+[0])*2"])
+def test_moe_layer_freq_in_all_its_forms(freq: object) -> None:
+    args = Namespace(**ARGS, num_experts=4, moe_router_topk=2, moe_layer_freq=freq)
+    shape = ModelShape.from_megatron_args(args)
+    assert shape.moe_layer_freq == (1, 0, 1, 0)
+    assert shape.moe_ffn_hidden_size == 256
+
+
+def test_linear_attention_and_windows_leave_every_nth_layer_full() -> None:
+    args = Namespace(**ARGS, window_size=(7, 0), window_attn_skip_freq=2)
+    assert [layer.window for layer in ModelShape.from_megatron_args(args).decoder_layers()] == [8, 0, 8, 0]
+    linear = {"experimental_attention_variant": "gated_delta_net", **DELTA_NET}
+    args = Namespace(**ARGS, **linear, linear_attention_freq="4")
+    assert ModelShape.from_megatron_args(args).linear_attention_freq == (1, 1, 1, 0)
+    with pytest.raises(BalanceError, match="--linear-attention-freq is not given"):
+        ModelShape.from_megatron_args(Namespace(**ARGS, **linear))
+
+
+def test_a_hybrid_pattern_says_how_many_layers_there_are() -> None:
+    hybrid = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 1, "mamba_num_heads": None}
+    shape = ModelShape.from_megatron_args(
+        Namespace(**ARGS, **hybrid, hybrid_layer_pattern="M-|M*/*-", mtp_num_layers=3)
+    )
+    assert (shape.num_layers, shape.mtp_num_layers, shape.mamba_num_heads) == (4, 1, 8)
+
+
+def test_the_vocabulary_is_padded_as_megatron_pads_it() -> None:
+    args = {**ARGS, "padded_vocab_size": None, "vocab_size": 1000, "tensor_model_parallel_size": 4}
+    shape = ModelShape.from_megatron_args(Namespace(**args, make_vocab_size_divisible_by=128))
+    assert shape.padded_vocab_size == 1024
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": None}, "--num-layers is not given"),
+        ({"padded_vocab_size": None}, "--vocab-size is not given"),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant is 'dsa'"),
+        ({"heterogeneous_layers_config_path": "x.json"}, "--heterogeneous-layers-config-path is given"),
+        ({"num_experts": 4, "moe_layer_freq": "[1]*2**9"}, "--moe-layer-freq is"),
+        ({"num_experts": 4, "moe_layer_freq": "import os"}, "--moe-layer-freq is 'import os'"),
+    ],
+)
+def test_arguments_that_cannot_be_counted_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        ModelShape.from_megatron_args(Namespace(**{**ARGS, **change}))
+
+
+def test_layer_patterns_as_text() -> None:
+    assert parse_layer_pattern("3", name="moe_layer_freq") == 3
+    assert parse_layer_pattern("[0]*3+[1]*2", name="moe_layer_freq") == [0, 0, 0, 1, 1]
+    assert parse_layer_pattern("2*[1, 0]", name="moe_layer_freq") == [1, 0, 1, 0]
