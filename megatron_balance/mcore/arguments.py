@@ -162,7 +162,11 @@ def cost_model_from_megatron_args(args: Any, *, by_flops: bool) -> CostModel:
     """Tokens, or the FLOPs of the model that the run's own arguments describe."""
     if not by_flops:
         return CostModel.tokens()
-    return CostModel.from_shape(ModelShape.from_megatron_args(args), ep_size=args.expert_model_parallel_size)
+    return CostModel.from_shape(
+        ModelShape.from_megatron_args(args),
+        ep_size=args.expert_model_parallel_size,
+        recompute=args.recompute_granularity == "full",
+    )
 
 
 def topology_from_megatron_args(args: Any) -> Topology:

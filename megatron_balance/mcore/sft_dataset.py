@@ -97,14 +97,12 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample, length = self.sample(index), self.length(index)
-        padding = self.seq_length - length if self.pad_to_seq_length else 0
-        tokens = np.pad(sample.tokens[: length + 1], (0, padding), constant_values=self.pad_token)
-        loss_mask = np.pad(sample.learned[1 : length + 1].astype(np.float32), (0, padding))
-        total = length + padding
+        total = self.seq_length if self.pad_to_seq_length else length
+        padding = (0, total - length)
         return {
-            "tokens": torch.from_numpy(tokens[:-1].copy()),
-            "labels": torch.from_numpy(tokens[1:].copy()),
-            "loss_mask": torch.from_numpy(loss_mask),
+            "tokens": torch.from_numpy(np.pad(sample.tokens[:length], padding, constant_values=self.pad_token)),
+            "labels": torch.from_numpy(np.pad(sample.tokens[1 : length + 1], padding, constant_values=self.pad_token)),
+            "loss_mask": torch.from_numpy(np.pad(sample.learned[1 : length + 1].astype(np.float32), padding)),
             "position_ids": torch.arange(total),
             "cu_seqlens": torch.tensor([0, total], dtype=torch.int32),
             "max_seqlen": torch.tensor(total, dtype=torch.int32),

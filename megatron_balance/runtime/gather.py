@@ -1,0 +1,219 @@
+"""Every rank learns the lengths of all samples, and all agree that they may go on.
+
+What one rank finds wrong with its own data it must not raise alone: its peers would wait for it for ever. So it
+travels in the header, and every rank raises the same error.
+
+Collectives: one all_gather of `HEADER_FIELDS + INLINE_LENGTHS` int64 a rank (1 KiB). A second one carries the other
+lengths where some rank has more than `INLINE_LENGTHS` samples. One more carries schemas or error texts, where some
+rank has no samples or is at fault. All ranks decide on these from the same header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.sample import Sample, SampleSchema
+
+NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES = range(5)
+HEADER_FIELDS = 8  # three spare
+INLINE_LENGTHS = 120
+NO_SCHEMA = -1  # hashes are not negative
+MAX_RANKS_NAMED = 8  # an error on a thousand ranks must stay readable
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredLengths:
+    """The samples of all ranks; a sample's id is its index here.
+
+    Attributes:
+        lengths: int64 `[num_samples]`, tokens (`original_seq_len`), in the order (rank, local index).
+        home_ranks: int64 `[num_samples]`, the rank in the group that loaded the sample.
+        num_samples_per_rank: int64 `[dp_size]`.
+        offset: id of this rank's first sample.
+        schema: of all samples; None where no rank has any.
+    """
+
+    lengths: NDArray[np.int64]
+    home_ranks: NDArray[np.int64]
+    num_samples_per_rank: NDArray[np.int64]
+    offset: int
+    schema: SampleSchema | None
+
+
+def gather_sample_lengths(
+    samples: Sequence[Sample],
+    *,
+    group: dist.ProcessGroup,
+    fingerprint: int = 0,
+    problem: str | None = None,
+    device: torch.device | str = "cpu",
+) -> GatheredLengths:
+    """`gather_lengths` of these samples; samples that differ among themselves raise on every rank."""
+    schema = None
+    try:
+        schema = SampleSchema.shared_by(samples)
+    except BalanceError as error:
+        problem = problem or str(error)
+    lengths = [sample.length for sample in samples]
+    return gather_lengths(lengths, group=group, schema=schema, fingerprint=fingerprint, problem=problem, device=device)
+
+
+def gather_lengths(
+    local_lengths: ArrayLike,
+    *,
+    group: dist.ProcessGroup,
+    schema: SampleSchema | None = None,
+    fingerprint: int = 0,
+    problem: str | None = None,
+    device: torch.device | str = "cpu",
+) -> GatheredLengths:
+    """Gather the lengths of all ranks, and check that the ranks agree.
+
+    Args:
+        local_lengths: `[num_local_samples]`, tokens; may be empty.
+        group: the data-parallel ranks (without context parallelism: those that load different samples).
+        schema: of this rank's samples; None only where it has none, and then the others' is adopted.
+        fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
+        problem: what this rank found wrong with its own data. It raises here, on every rank.
+        device: where the collective's buffers live: `cuda` for NCCL.
+
+    Raises:
+        BalanceError: on every rank alike, naming the ranks: a problem on some rank, different fingerprints, different
+            schemas.
+    """
+    lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
+    if problem is None:
+        problem = _own_problem(lengths, schema)
+    if problem is not None:
+        lengths = lengths[:0]
+    detail = b"" if schema is None else schema.to_bytes()
+    if problem is not None:
+        detail = problem.encode()
+
+    header = np.zeros(HEADER_FIELDS + INLINE_LENGTHS, dtype=np.int64)
+    header[NUM_SAMPLES] = len(lengths)
+    header[FINGERPRINT] = fingerprint
+    header[SCHEMA_HASH] = NO_SCHEMA if schema is None else schema.hash()
+    header[FAILED] = problem is not None
+    header[DETAIL_NBYTES] = len(detail)
+    inline = lengths[:INLINE_LENGTHS]
+    header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
+    headers = _all_gather(header, group=group, device=device)
+
+    fingerprints = headers[:, FINGERPRINT]
+    if (fingerprints != fingerprints[0]).any():
+        seen = "; ".join(f"{value:#x} on {_ranks(fingerprints == value)}" for value in _distinct(fingerprints))
+        raise BalanceError(
+            f"Ranks were started with different --balance-* flags or versions (fingerprints {seen}): "
+            "give every rank the same command line and the same installation."
+        )
+
+    failed = headers[:, FAILED] != 0
+    hashes = headers[:, SCHEMA_HASH]
+    if failed.any() or (hashes != hashes[0]).any():
+        details = _all_gather_bytes(detail, nbytes=headers[:, DETAIL_NBYTES], group=group, device=device)
+        if failed.any():
+            texts = (f"rank {rank}: {details[rank].decode()}" for rank in np.flatnonzero(failed)[:MAX_RANKS_NAMED])
+            raise BalanceError(f"{_ranks(failed)} cannot go on. " + " | ".join(texts))
+        schema = _agreed_schema(hashes, details)
+
+    num_samples_per_rank = headers[:, NUM_SAMPLES]
+    num_more = int(num_samples_per_rank.max()) - INLINE_LENGTHS
+    padded = headers[:, HEADER_FIELDS:]
+    if num_more > 0:
+        rest = np.zeros(num_more, dtype=np.int64)
+        rest[: max(len(lengths) - INLINE_LENGTHS, 0)] = lengths[INLINE_LENGTHS:]
+        padded = np.concatenate([padded, _all_gather(rest, group=group, device=device)], axis=1)
+    present = np.arange(padded.shape[1]) < num_samples_per_rank[:, None]
+    return GatheredLengths(
+        lengths=padded[present],
+        home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_samples_per_rank),
+        num_samples_per_rank=num_samples_per_rank,
+        offset=int(num_samples_per_rank[: group.rank()].sum()),
+        schema=schema,
+    )
+
+
+def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
+    """Check that all ranks computed the same schedule. One all_gather of one int64.
+
+    Args:
+        digest: a hash of the schedule, in [0, 2**63).
+        group: the ranks that planned.
+        device: where the collective's buffers live: `cuda` for NCCL.
+
+    Raises:
+        BalanceError: on every rank alike, naming the ranks that differ from rank 0.
+    """
+    digests = _all_gather(np.array([digest], dtype=np.int64), group=group, device=device)[:, 0]
+    differ = digests != digests[0]
+    if differ.any():
+        raise BalanceError(
+            f"{_ranks(differ)} planned another schedule than rank 0: the planner saw other lengths, other flags or "
+            "another numpy there."
+        )
+
+
+def _own_problem(lengths: NDArray[np.int64], schema: SampleSchema | None) -> str | None:
+    if (lengths < 0).any():
+        return f"a sample's length is {lengths.min()}: it must be at least 0."
+    if len(lengths) and schema is None:
+        return f"{len(lengths)} samples and no schema: give the schema of the samples."
+    return None
+
+
+def _agreed_schema(hashes: NDArray[np.int64], details: Sequence[bytes]) -> SampleSchema:
+    """The one schema of the ranks that have one; raises where there are two."""
+    known = np.flatnonzero(hashes != NO_SCHEMA)
+    reference_rank = known[0]
+    reference = SampleSchema.from_bytes(details[reference_rank])
+    differing = [value for value in _distinct(hashes[known]) if value != hashes[reference_rank]]
+    if differing:
+        phrases: list[str] = []
+        for value in differing[:MAX_RANKS_NAMED]:
+            schema = SampleSchema.from_bytes(details[int(np.argmax(hashes == value))])
+            phrases.append(f"on {_ranks(hashes == value)} " + ", ".join(schema.differences(reference)))
+        raise BalanceError(f"Samples differ from those of rank {reference_rank}: " + "; ".join(phrases) + ".")
+    return reference
+
+
+def _distinct(values: NDArray[np.int64]) -> list[int]:
+    """The values in the order in which they first occur."""
+    return list(dict.fromkeys(values.tolist()))
+
+
+def _ranks(mask: NDArray[np.bool_]) -> str:
+    """`rank 3` or `ranks 1, 2 and 7 more`."""
+    ranks = np.flatnonzero(mask).tolist()
+    named = ", ".join(map(str, ranks[:MAX_RANKS_NAMED]))
+    more = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
+
+
+def _all_gather(row: NDArray[np.int64], *, group: dist.ProcessGroup, device: torch.device | str) -> NDArray[np.int64]:
+    """int64 `[n]` of every rank → `[group_size, n]`."""
+    return _all_gather_tensor(torch.from_numpy(row), group=group, device=device).numpy()
+
+
+def _all_gather_bytes(
+    data: bytes, *, nbytes: NDArray[np.int64], group: dist.ProcessGroup, device: torch.device | str
+) -> list[bytes]:
+    """The bytes of every rank, of which every rank already knows the number: `nbytes` int64 `[group_size]`."""
+    row = torch.zeros(int(nbytes.max()), dtype=torch.uint8)
+    row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = _all_gather_tensor(row, group=group, device=device)
+    return [bytes(rows[rank, :count].tolist()) for rank, count in enumerate(nbytes)]
+
+
+def _all_gather_tensor(row: torch.Tensor, *, group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
+    """`[n]` of every rank → `[group_size, n]`, on the CPU."""
+    gathered = torch.empty(group.size() * row.numel(), dtype=row.dtype, device=device)
+    dist.all_gather_into_tensor(gathered, row.to(device), group=group)
+    return gathered.view(group.size(), -1).cpu()

@@ -1,0 +1,143 @@
+"""Samples → one packed (`thd`) micro-batch, as Megatron 0.19's `get_batch` expects it from a data iterator.
+
+Every tensor has a leading batch dimension of 1. Each sequence is padded to a multiple of `token_multiple`:
+
+- Without context parallelism the padding counts into the sequence: `cu_seqlens` are the cumulative padded lengths.
+  Megatron's `get_batch_on_this_tp_rank` carries `cu_seqlens_padded` to the other tensor-parallel ranks only when
+  cp_size > 1, so that a pack that needs it would be read differently there.
+- With context parallelism `cu_seqlens` are the cumulative real lengths and `cu_seqlens_padded` says where sequences
+  start.
+
+`max_seqlen` is the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE makes
+`max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
+real length / cp_size real tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
+
+# Not part of a Sample: they describe the pack and are made anew with it.
+DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+
+
+def pack_microbatch(
+    samples: Sequence[Sample], *, token_multiple: int = 1, cp_size: int = 1, pad_token_id: int = 0
+) -> dict[str, Tensor]:
+    """Pack samples into one thd micro-batch.
+
+    Padding has loss_mask 0, `pad_token_id` as token and label, the position within its sequence as position_ids (so
+    that they stay below the padded length) and 0 under every other key. A sample of length 0 occupies nothing and adds
+    no sequence, since kernels want cu_seqlens to rise; where all samples are such, the pack is a masked dummy.
+
+    Args:
+        samples: at least one; all of one schema, on one device.
+        token_multiple: `Topology.token_multiple`, tokens.
+        cp_size: context-parallel ranks.
+        pad_token_id: a token id that the model has.
+
+    Returns:
+        Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
+        where the samples have none; per-sample keys `[num_sequences, *shape]`; `cu_seqlens` int32
+        `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded`, likewise; `max_seqlen` int32 `[1]`.
+
+    Raises:
+        BalanceError: no samples, or padding in samples without loss_mask (it would be trained on).
+    """
+    if not samples:
+        raise BalanceError("pack_microbatch got no samples: use dummy_microbatch for a slot without any.")
+    present = [sample for sample in samples if sample.length]
+    if not present:
+        schema = SampleSchema.of(samples[0])
+        return dummy_microbatch(schema, token_multiple=token_multiple, cp_size=cp_size, pad_token_id=pad_token_id)
+
+    lengths = [sample.length for sample in present]
+    padded_lengths = [-(-length // token_multiple) * token_multiple for length in lengths]
+    device = present[0].device
+    batch: dict[str, Tensor] = {}
+    for name in present[0].per_token:
+        pieces = [sample.per_token[name] for sample in present]
+        batch[name] = _padded(name, pieces, padded_lengths=padded_lengths, pad_token_id=pad_token_id).unsqueeze(0)
+    if lengths != padded_lengths and "loss_mask" not in batch:
+        raise BalanceError(
+            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to a multiple of {token_multiple} "
+            "tokens needs one: without it the padding would be trained on."
+        )
+    if "position_ids" not in batch:
+        counting = torch.arange(max(padded_lengths), device=device)
+        batch["position_ids"] = torch.cat([counting[:length] for length in padded_lengths]).unsqueeze(0)
+    for name in present[0].per_sample:
+        batch[name] = torch.stack([sample.per_sample[name] for sample in present])
+
+    if cp_size > 1:
+        batch["cu_seqlens"] = _cu_seqlens(lengths, device=device)
+        batch["cu_seqlens_padded"] = _cu_seqlens(padded_lengths, device=device)
+    else:
+        batch["cu_seqlens"] = _cu_seqlens(padded_lengths, device=device)
+    batch["max_seqlen"] = torch.tensor([max(padded_lengths)], dtype=torch.int32, device=device)
+    return batch
+
+
+def dummy_microbatch(
+    schema: SampleSchema,
+    *,
+    token_multiple: int = 1,
+    cp_size: int = 1,
+    pad_token_id: int = 0,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """A micro-batch that trains nothing, for a rank with fewer samples than slots.
+
+    One sequence of `token_multiple` tokens, the fewest that are legal, all with loss_mask 0; per-sample keys are zeros.
+    Its keys, shapes and dtypes are those of `pack_microbatch` with samples of this schema.
+
+    Raises:
+        BalanceError: the schema has no loss_mask, so that nothing could be masked.
+    """
+    if not any(key.name == "loss_mask" and key.per_token for key in schema.keys):
+        raise BalanceError(
+            f"Samples have no loss_mask (they have {[key.name for key in schema.keys]}): a dummy micro-batch, for a "
+            "rank with fewer samples than slots, cannot be masked without."
+        )
+
+    def filled(key: KeySpec) -> Tensor:
+        if not key.per_token:
+            return torch.zeros(key.shape, dtype=key.dtype, device=device)
+        nothing = torch.empty(0, *key.shape, dtype=key.dtype, device=device)
+        return _padded(key.name, [nothing], padded_lengths=[token_multiple], pad_token_id=pad_token_id)
+
+    sample = Sample(
+        {key.name: filled(key) for key in schema.keys if key.per_token},
+        per_sample={key.name: filled(key) for key in schema.keys if not key.per_token},
+    )
+    return pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)
+
+
+def _padded(name: str, pieces: Sequence[Tensor], *, padded_lengths: Sequence[int], pad_token_id: int) -> Tensor:
+    """`[length, *trailing]` of every sequence → `[total_padded_tokens, *trailing]`, in one copy."""
+    first = pieces[0]
+    gaps = [padded - len(piece) for piece, padded in zip(pieces, padded_lengths, strict=True)]
+    if not any(gaps):
+        return torch.cat(list(pieces))
+    trailing = first.shape[1:]
+    if name == "position_ids":
+        counting = torch.arange(max(padded_lengths), dtype=first.dtype, device=first.device)
+        counting = counting.view(-1, *(1 for _ in trailing)).expand(-1, *trailing)
+        pads = [counting[padded - gap : padded] for gap, padded in zip(gaps, padded_lengths, strict=True)]
+    else:
+        value = pad_token_id if name in ("tokens", "labels") else 0
+        constant = torch.full((max(gaps), *trailing), value, dtype=first.dtype, device=first.device)
+        pads = [constant[:gap] for gap in gaps]
+    return torch.cat([part for pair in zip(pieces, pads, strict=True) for part in pair])
+
+
+def _cu_seqlens(lengths: Sequence[int], *, device: torch.device) -> Tensor:
+    """Cumulative sums from 0: int32 `[1, num_sequences + 1]`."""
+    return torch.tensor([[0, *accumulate(lengths)]], dtype=torch.int32, device=device)

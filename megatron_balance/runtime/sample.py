@@ -1,0 +1,188 @@
+"""One sample, and what all samples of a run have in common.
+
+A rank that knows a sample's length and the schema knows the size and the place of every byte of it, so that no sizes
+travel with the samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence of tokens and what belongs to it.
+
+    Attributes:
+        per_token: tensors `[original_seq_len, *trailing]`: tokens, labels, loss_mask, position_ids and whatever else
+            has one entry a token.
+        per_sample: tensors of any fixed shape, 0-d included: one entry a sample.
+
+    Raises:
+        BalanceError: no per-token tensor, two of different lengths, or one key in both dicts.
+    """
+
+    per_token: Mapping[str, Tensor]
+    _: KW_ONLY
+    per_sample: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.per_token:
+            raise BalanceError("A Sample needs at least one per-token tensor: its length is read from there.")
+        first_name, first = next(iter(self.per_token.items()))
+        for name, tensor in self.per_token.items():
+            if tensor.dim() == 0:
+                raise BalanceError(f"Sample.per_token[{name!r}] is 0-d: it must be [original_seq_len, ...].")
+            if tensor.shape[0] != first.shape[0]:
+                raise BalanceError(
+                    f"Sample.per_token[{name!r}] has {tensor.shape[0]} tokens and {first_name!r} has {first.shape[0]}: "
+                    "all must have the same length."
+                )
+            if name in self.per_sample:
+                raise BalanceError(f"Sample key {name!r} is in per_token and in per_sample: it must be in one of them.")
+
+    @property
+    def length(self) -> int:
+        """Tokens (`original_seq_len`)."""
+        return next(iter(self.per_token.values())).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sample lives."""
+        return next(iter(self.per_token.values())).device
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """What every sample holds under one key.
+
+    Attributes:
+        name: the key.
+        dtype: of its tensors.
+        shape: trailing shape of a per-token key, whole shape of a per-sample key.
+        per_token: whether there is one entry a token.
+    """
+
+    name: str
+    _: KW_ONLY
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    per_token: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one token's entry, or of one sample's."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        """`int64` for `torch.int64`: the same in every torch version."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        axes = [*(["original_seq_len"] if self.per_token else []), *map(str, self.shape)]
+        return f"{self.dtype_name} [{', '.join(axes)}]"
+
+
+@dataclass(frozen=True)
+class SampleSchema:
+    """Keys, dtypes and shapes that all samples of a run share.
+
+    Attributes:
+        keys: in canonical order, whatever order they were given in: per-token keys by name, then per-sample keys.
+
+    Raises:
+        BalanceError: no per-token key, or a name that occurs twice.
+    """
+
+    keys: tuple[KeySpec, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(sorted(self.keys, key=lambda key: (not key.per_token, key.name))))
+        names = [key.name for key in self.keys]
+        if len(set(names)) != len(names):
+            raise BalanceError(f"A SampleSchema names a key twice: {names}.")
+        if not any(key.per_token for key in self.keys):
+            raise BalanceError(f"A SampleSchema needs at least one per-token key; it has {names}.")
+
+    @staticmethod
+    def of(sample: Sample) -> SampleSchema:
+        """The schema of one sample."""
+        per_token = [
+            KeySpec(name, dtype=tensor.dtype, shape=tuple(tensor.shape[1:]), per_token=True)
+            for name, tensor in sample.per_token.items()
+        ]
+        per_sample = [
+            KeySpec(name, dtype=tensor.dtype, shape=tuple(tensor.shape), per_token=False)
+            for name, tensor in sample.per_sample.items()
+        ]
+        return SampleSchema((*per_token, *per_sample))
+
+    @staticmethod
+    def shared_by(samples: Sequence[Sample]) -> SampleSchema | None:
+        """The one schema of all these samples, None where there are none.
+
+        Raises:
+            BalanceError: two samples differ; the message names the key.
+        """
+        if not samples:
+            return None
+        schema = SampleSchema.of(samples[0])
+        for index, sample in enumerate(samples):
+            if not schema.fits(sample):
+                difference = "; ".join(SampleSchema.of(sample).differences(schema))
+                raise BalanceError(f"Sample {index} differs from sample 0 of the same rank: {difference}.")
+        return schema
+
+    def fits(self, sample: Sample) -> bool:
+        """Whether the sample holds exactly these keys with these dtypes and shapes."""
+        if len(self.keys) != len(sample.per_token) + len(sample.per_sample):
+            return False
+        for key in self.keys:
+            tensor = (sample.per_token if key.per_token else sample.per_sample).get(key.name)
+            if tensor is None or tensor.dtype != key.dtype:
+                return False
+            if (tensor.shape[1:] if key.per_token else tensor.shape) != key.shape:
+                return False
+        return True
+
+    def differences(self, other: SampleSchema) -> Iterator[str]:
+        """What this schema has otherwise than `other`, a phrase for each key."""
+        ours, theirs = ({key.name: key for key in schema.keys} for schema in (self, other))
+        for name in sorted(ours.keys() | theirs.keys()):
+            here, there = ours.get(name), theirs.get(name)
+            if here != there:
+                yield f"{name!r} is {here or 'missing'} where the other has {there or 'no such key'}"
+
+    def hash(self) -> int:
+        """A number below 2**63 that is equal where the schemas are."""
+        return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:8], "big") >> 1
+
+    def to_bytes(self) -> bytes:
+        """JSON, so that a peer's bytes are read and never executed."""
+        rows = [[key.name, key.dtype_name, list(key.shape), key.per_token] for key in self.keys]
+        return json.dumps(rows, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> SampleSchema:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            BalanceError: a dtype that this torch does not have.
+        """
+        keys: list[KeySpec] = []
+        for name, dtype_name, shape, per_token in json.loads(data):
+            dtype = getattr(torch, dtype_name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise BalanceError(f"Key {name!r} has dtype {dtype_name!r}, which torch {torch.__version__} lacks.")
+            keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), per_token=per_token))
+        return SampleSchema(tuple(keys))

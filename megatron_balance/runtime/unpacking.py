@@ -1,0 +1,176 @@
+"""What a Megatron dataloader yields → samples: the inverse of packing.
+
+A row of a batch holds one or more sequences. Each becomes one Sample, without its trailing padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.packing import DERIVED_KEYS
+from megatron_balance.runtime.sample import Sample
+
+_TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
+    """One Sample for each sequence of a batch, row after row.
+
+    Trailing padding is stripped: the constant run of token ids at the end of a sequence whose loss_mask is 0. Attention
+    is causal, so that what is stripped changes no loss (Megatron 0.19's SFTDataset counts it into the last sequence of
+    a row, where it costs attention). One token always stays. Nothing is stripped where there is no loss_mask.
+
+    Args:
+        batch: `tokens` `[micro_batch_size, padded_seq_len]`; `cu_seqlens` `[micro_batch_size, k]`, rising from 0 and
+            right-padded with copies of the last value (without it a row is one sequence); `cu_seqlens_padded`,
+            likewise, where sequences start when `cu_seqlens` counts real tokens; `max_seqlen`, ignored. Another key is
+            per token where its shape begins like that of tokens, else per sample, with one entry a row or one a
+            sequence. Keys that are None are dropped.
+
+    Returns:
+        Samples whose tensors are views of the batch.
+
+    Raises:
+        BalanceError: naming the key and the row: cu_seqlens that does not begin at 0, falls or passes the row's end;
+            sequences that leave out tokens with a loss; labels of another length than tokens; NaN in loss_mask; a value
+            that is no tensor, or of a shape that fits neither rows nor sequences.
+    """
+    tensors = _checked_tensors(batch)
+    tokens = tensors["tokens"]
+    segments = _segments(tensors)
+    rows: dict[str, Tensor] = {}
+    sequences: dict[str, Tensor] = {}
+    per_token: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in DERIVED_KEYS:
+            continue
+        if tensor.shape[:2] == tokens.shape:
+            per_token[name] = tensor
+        elif tensor.dim() and len(tensor) == len(tokens):
+            rows[name] = tensor
+        elif tensor.dim() and len(tensor) == len(segments):
+            sequences[name] = tensor
+        else:
+            raise BalanceError(
+                f"{name} has shape {list(tensor.shape)}: it must begin with {list(tokens.shape)} (per token), "
+                f"{len(tokens)} (one a row) or {len(segments)} (one a sequence)."
+            )
+    samples: list[Sample] = []
+    for index, (row, start, stop) in enumerate(segments):
+        stop = _without_padding(tensors, row=row, start=start, stop=stop)
+        samples.append(
+            Sample(
+                {name: tensor[row, start:stop] for name, tensor in per_token.items()},
+                per_sample={name: tensor[row] for name, tensor in rows.items()}
+                | {name: tensor[index] for name, tensor in sequences.items()},
+            )
+        )
+    _check_loss_kept(tensors, samples=samples, segments=segments)
+    return samples
+
+
+def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The batch without None, checked key by key."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in batch.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise BalanceError(f"{name} is a {type(value).__name__}: only tensors travel between ranks; drop the key.")
+        tensors[name] = value
+    if "tokens" not in tensors or tensors["tokens"].dim() != 2:
+        raise BalanceError(
+            f"A batch needs tokens of shape [micro_batch_size, padded_seq_len]; it has "
+            f"{ {name: list(tensor.shape) for name, tensor in tensors.items()} }."
+        )
+    shape = tensors["tokens"].shape
+    for name in _TOKEN_KEYS:
+        if name in tensors and tensors[name].shape[:2] != shape:
+            raise BalanceError(
+                f"{name} has shape {list(tensors[name].shape)} and tokens {list(shape)}: the two must be of one length."
+            )
+    if "loss_mask" in tensors and torch.is_floating_point(tensors["loss_mask"]):
+        bad_rows = tensors["loss_mask"].isnan().flatten(1).any(1).nonzero().flatten().tolist()
+        if bad_rows:
+            raise BalanceError(f"Row {bad_rows[0]}: loss_mask holds NaN; it must be 0 or a weight.")
+    return tensors
+
+
+def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
+    """Row, start and stop of every sequence that has tokens."""
+    num_rows, num_tokens = tensors["tokens"].shape
+    if "cu_seqlens" not in tensors:
+        return [(row, 0, num_tokens) for row in range(num_rows)] if num_tokens else []
+    real = _checked_cu_seqlens("cu_seqlens", tensors)
+    padded = _checked_cu_seqlens("cu_seqlens_padded", tensors) if "cu_seqlens_padded" in tensors else real
+    if padded.shape != real.shape:
+        raise BalanceError(
+            f"cu_seqlens_padded has shape {list(padded.shape)} and cu_seqlens {list(real.shape)}: they must be equal."
+        )
+    starts, lengths, room = padded[:, :-1], real.diff(dim=1), padded.diff(dim=1)
+    # No room: the right padding of cu_seqlens_padded, whatever cu_seqlens itself is padded with.
+    present = (lengths > 0) & (room > 0)
+    too_long = ((lengths > room) & present).nonzero().tolist()
+    if too_long:
+        row, index = too_long[0]
+        raise BalanceError(
+            f"Row {row}: sequence {index} has {int(lengths[row, index])} tokens by cu_seqlens and room for "
+            f"{int(room[row, index])} by cu_seqlens_padded."
+        )
+    found = torch.stack([present.nonzero()[:, 0], starts[present], (starts + lengths)[present]], dim=1)
+    return [(row, start, stop) for row, start, stop in found.tolist()]
+
+
+def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """int64 `[micro_batch_size, k]`, each row rising from 0 and not past its end."""
+    num_rows, num_tokens = tensors["tokens"].shape
+    cu_seqlens = tensors[name].long()
+    if cu_seqlens.dim() != 2 or len(cu_seqlens) != num_rows or cu_seqlens.shape[1] == 0:
+        raise BalanceError(f"{name} has shape {list(cu_seqlens.shape)}: it must be [{num_rows}, num_sequences + 1].")
+    falls = (cu_seqlens.diff(dim=1) < 0).any(1)
+    for row in range(num_rows):
+        first, last = int(cu_seqlens[row, 0]), int(cu_seqlens[row, -1])
+        if first != 0:
+            raise BalanceError(f"Row {row}: {name} begins at {first}; it must begin at 0.")
+        if falls[row]:
+            raise BalanceError(f"Row {row}: {name} falls somewhere; it must rise.")
+        if last > num_tokens:
+            raise BalanceError(f"Row {row}: {name} ends at {last}, past the row's {num_tokens} tokens.")
+    return cu_seqlens
+
+
+def _without_padding(tensors: Mapping[str, Tensor], *, row: int, start: int, stop: int) -> int:
+    """Where the sequence ends without its masked, constant tail; at least one token stays."""
+    if "loss_mask" not in tensors:
+        return stop
+    tokens = tensors["tokens"][row, start:stop]
+    needed = (tokens != tokens[-1]) | _has_loss(tensors["loss_mask"][row, start:stop])
+    places = needed.nonzero()
+    return start + (int(places[-1]) + 1 if len(places) else 1)
+
+
+def _has_loss(loss_mask: Tensor) -> Tensor:
+    """`[num_tokens, *trailing]` → bool `[num_tokens]`."""
+    return (loss_mask != 0).flatten(1).any(1) if loss_mask.dim() > 1 else loss_mask != 0
+
+
+def _check_loss_kept(
+    tensors: Mapping[str, Tensor], *, samples: list[Sample], segments: list[tuple[int, int, int]]
+) -> None:
+    """No token with a loss lies outside every sequence, where it would be lost."""
+    if "loss_mask" not in tensors:
+        return
+    missing = [int((loss_mask != 0).sum()) for loss_mask in tensors["loss_mask"]]
+    for sample, (row, _, _) in zip(samples, segments, strict=True):
+        missing[row] -= int((sample.per_token["loss_mask"] != 0).sum())
+    for row, num_tokens in enumerate(missing):
+        if num_tokens:
+            raise BalanceError(
+                f"Row {row}: {num_tokens} tokens with loss_mask lie outside every sequence of cu_seqlens, and would be "
+                "lost."
+            )

@@ -1,0 +1,176 @@
+"""See it work, without a GPU: the same training under three policies, side by side.
+
+Trains a small model with Megatron's own loop on two data-parallel ranks, on the functions and classes of
+Python's standard library: stock, with --balance-data, and with --balance-data --balance-by-flops. Prints one
+table, writes build/quickstart/result.json, and fails where balancing changes a loss.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
+from training_run import ROOT, Recorded, largest_difference, train
+
+from megatron_balance import CostModel, Limits, ModelShape, Topology
+from megatron_balance.mcore.sft_dataset import SftDataset, builtin_samples
+from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
+
+OUT = ROOT / "build" / "quickstart"
+NUM_RANKS = 2
+GLOBAL_BATCH_SIZE = 32
+SEQ_LENGTH = 6144
+TRAIN_ITERS = 12
+WARM_UP_STEPS = 2  # the first steps pay for allocations
+SEED = 1234
+MAX_LOSS_DIFFERENCE = 1e-5
+
+SHAPE = ModelShape(
+    hidden_size=64,
+    num_layers=2,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    ffn_hidden_size=192,
+    gated_linear_unit=True,
+    padded_vocab_size=257,
+)
+FLAGS = (
+    f"--num-layers {SHAPE.num_layers} --hidden-size {SHAPE.hidden_size} --kv-channels {SHAPE.kv_channels} "
+    f"--num-attention-heads {SHAPE.num_attention_heads} --num-query-groups {SHAPE.num_query_groups} "
+    f"--ffn-hidden-size {SHAPE.ffn_hidden_size} --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} "
+    f"--global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {TRAIN_ITERS} --seed {SEED}"
+).split()
+
+PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
+POLICIES = {
+    "stock": "",
+    "balance_data": f"{PACKED} --balance-data",
+    "balance_by_flops": f"{PACKED} --balance-data --balance-by-flops",
+}
+
+
+def main() -> int:
+    """Train under each policy, compare, and report; the exit code says whether the losses agree."""
+    console = Console()
+    runs = {name: _train(name, flags.split(), console=console) for name, flags in POLICIES.items()}
+    result = {"policies": {name: _figures(run) for name, run in runs.items()}}
+    differences = {name: largest_difference(run, reference=runs["stock"], key="lm_loss") for name, run in runs.items()}
+    for name, difference in differences.items():
+        result["policies"][name]["max_loss_difference_to_stock"] = difference
+    (OUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    _print_table(result["policies"], console=console)
+    console.print(f"Written to {(OUT / 'result.json').relative_to(ROOT)}")
+    worst = max(differences.values())
+    if worst > MAX_LOSS_DIFFERENCE:
+        console.print(f"[red]A loss differs from stock by {worst:.1e} relatively: more than {MAX_LOSS_DIFFERENCE:.0e}.")
+        return 1
+    return 0
+
+
+def _train(name: str, flags: Sequence[str], *, console: Console) -> Recorded:
+    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
+    started = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"{name}: starting", total=TRAIN_ITERS)
+
+        def show(line: str) -> None:
+            iteration = re.search(r"iteration\s+(\d+)/", line)
+            if iteration:
+                progress.update(task, completed=int(iteration[1]), description=f"{name}: training")
+
+        run = train(OUT / name, [*FLAGS, *flags], num_ranks=NUM_RANKS, on_line=show)
+    console.print(f"{name}: {TRAIN_ITERS} steps in {time.monotonic() - started:.0f} s with start-up")
+    return run
+
+
+def _figures(run: Recorded) -> dict[str, Any]:
+    """What the table and result.json say of a run. Means are over the steps after the warm-up."""
+    steps = run.steps
+    metrics = [_metrics(index, step) for index, step in enumerate(steps)]
+    return {
+        "step_seconds": statistics.mean(step["seconds"] for step in steps[WARM_UP_STEPS:]),
+        "cpu_seconds_per_rank": [
+            statistics.mean(step["cpu_seconds"] for step in rank[WARM_UP_STEPS:]) for rank in run.ranks
+        ],
+        "planned_max_over_mean": statistics.mean(step.step_imbalance for step in metrics),
+        "planned_over_bound": statistics.mean(step.over_bound for step in metrics),
+        "lm_loss": [step["lm_loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+        "num_microbatches": [step["num_microbatches"] for step in steps],
+    }
+
+
+def _metrics(index: int, step: dict[str, Any]) -> ScheduleMetrics:
+    """How even a step was by FLOPs, whatever its policy counted."""
+    if "ranks" in step:
+        lengths, ranks = step["lengths"], step["ranks"]
+    else:
+        first = index * GLOBAL_BATCH_SIZE
+        lengths = [_dataset().length(first + sample) for sample in range(GLOBAL_BATCH_SIZE)]
+        # Megatron's sampler deals samples out one by one: sample i of a step goes to rank i % dp_size.
+        ranks = [[[sample] for sample in range(rank, GLOBAL_BATCH_SIZE, NUM_RANKS)] for rank in range(NUM_RANKS)]
+    return assignment_metrics(
+        ranks,
+        lengths=lengths,
+        cost_model=CostModel.from_shape(SHAPE),
+        topology=Topology(NUM_RANKS),
+        limits=Limits(SEQ_LENGTH),
+    )
+
+
+def _dataset(cache: list[SftDataset] = []) -> SftDataset:  # noqa: B006 - built once, on first use
+    if not cache:
+        rows = TRAIN_ITERS * GLOBAL_BATCH_SIZE
+        samples = builtin_samples()
+        cache.append(
+            SftDataset(
+                samples, num_samples=rows, seq_length=SEQ_LENGTH, pad_to_seq_length=False, pad_token=0, seed=SEED
+            )
+        )
+    return cache[0]
+
+
+def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> None:
+    table = Table(title=f"{NUM_RANKS} ranks, {GLOBAL_BATCH_SIZE} samples a step, at most {SEQ_LENGTH} tokens each")
+    for heading in (
+        "policy",
+        "step, s",
+        "busiest rank, CPU s",
+        "planned max/mean",
+        "over bound",
+        "micro-batches",
+        "largest loss difference",
+    ):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name, figures in policies.items():
+        counts = sorted(set(figures["num_microbatches"]))
+        table.add_row(
+            name,
+            f"{figures['step_seconds']:.3f}",
+            f"{max(figures['cpu_seconds_per_rank']):.3f}",
+            f"{figures['planned_max_over_mean']:.4f}",
+            f"{figures['planned_over_bound']:.4f}",
+            f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else str(counts[0]),
+            f"{figures['max_loss_difference_to_stock']:.1e}",
+        )
+    console.print(table)
+    stock = policies["stock"]
+    for name, figures in policies.items():
+        if name != "stock":
+            wall = stock["step_seconds"] / figures["step_seconds"]
+            cpu = max(stock["cpu_seconds_per_rank"]) / max(figures["cpu_seconds_per_rank"])
+            console.print(f"{name}: {wall:.2f}x as fast as stock; its busiest rank {1 / cpu:.2f}x the CPU seconds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""One recorded training run on this machine's CPU: the quickstart, the tests and the benchmarks start theirs here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CPU_FLAGS = (
+    "--transformer-impl local --spec megatron_balance.mcore.attention thd_block_spec --distributed-backend gloo "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
+).split()
+"""Megatron's fused kernels and NCCL need a GPU."""
+
+MODEL_FLAGS = (
+    "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--make-vocab-size-divisible-by 1"
+).split()
+"""A Llama-like model on bytes."""
+
+TRAINING_FLAGS = (
+    "--micro-batch-size 1 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 1 "
+    "--calculate-per-token-loss --eval-iters 0 --eval-interval 100000 --log-interval 1"
+).split()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run left behind.
+
+    Attributes:
+        ranks: for each rank that recorded, its steps (see record_steps.py).
+        output: everything all ranks printed.
+    """
+
+    ranks: list[list[dict[str, Any]]]
+    output: str
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps of a rank that knows the loss: of the last pipeline stage."""
+        return next(steps for steps in self.ranks if steps and "lm_loss" in steps[0])
+
+
+class RunFailed(RuntimeError):  # noqa: N818 - it says what happened
+    """A run that ended with an error; the message ends with what it printed last."""
+
+
+def train(
+    record: Path,
+    flags: Sequence[str],
+    *,
+    num_ranks: int,
+    timeout_seconds: float = 300,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> Recorded:
+    """Run pretrain_sft through the launcher and read its records.
+
+    Args:
+        record: folder for the records.
+        flags: added to the common ones.
+        num_ranks: processes on this machine.
+        timeout_seconds: after which the run is killed.
+        on_line: called with every line of output as it comes.
+
+    Raises:
+        RunFailed: the run ended with an error or was killed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", "megatron_balance.launch", "--cpu", str(ROOT / "scripts" / "record_steps.py"), str(record)]
+    command += [*CPU_FLAGS, *MODEL_FLAGS, *TRAINING_FLAGS, *flags]
+    # One thread a rank: ranks that share cores would slow each other down, and not evenly.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        # torchrun ends its workers when it is told to end; killed outright it would leave them.
+        killer = threading.Timer(timeout_seconds, process.terminate)
+        killer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            on_line(line)
+        killer.cancel()
+    output = "".join(lines)
+    if process.returncode:
+        raise RunFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-8000:]}")
+    records = [record / f"rank{rank}.jsonl" for rank in range(num_ranks)]
+    ranks = [[json.loads(line) for line in path.read_text().splitlines()] for path in records]
+    return Recorded(ranks=ranks, output=output)
+
+
+def largest_difference(run: Recorded, *, reference: Recorded, key: str) -> float:
+    """Largest relative difference of a figure over all steps."""
+    pairs = zip(run.steps, reference.steps, strict=True)
+    return max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for ours, theirs in pairs)

@@ -1,0 +1,84 @@
+"""Flags that cannot work together are refused when they are parsed, by Megatron's own parser."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_balance import BalanceError
+from megatron_balance.mcore import add_balance_args, hooks
+from megatron_balance.mcore.arguments import BalanceConfig, why_stock
+
+PER_TOKEN = "--calculate-per-token-loss"
+PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
+
+
+@pytest.fixture
+def parser() -> Iterator[argparse.ArgumentParser]:
+    from megatron.training import arguments
+
+    installed = hooks.install()
+    yield arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    installed.undo()
+
+
+def parse(parser: argparse.ArgumentParser, flags: str) -> BalanceConfig:
+    return BalanceConfig.from_megatron_args(parser.parse_args(flags.split()))
+
+
+def test_the_hook_brings_the_flags(parser: argparse.ArgumentParser) -> None:
+    config = parse(parser, f"{PER_TOKEN} {PACKED} --balance-data --balance-by-flops --balance-objective step")
+    assert config == BalanceConfig(
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=4096,
+        balance_data=True,
+        balance_by_flops=True,
+        objective="step",
+    )
+
+
+def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.ArgumentParser) -> None:
+    assert add_balance_args(parser) is parser
+    assert parse(parser, "") == BalanceConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{PER_TOKEN} --balance-by-flops", "--balance-by-flops is set without --use-dynamic-batch-size"),
+        (f"{PER_TOKEN} --use-dynamic-batch-size", "--max-tokens-per-gpu above 0, and it is None"),
+        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu 0", "--max-tokens-per-gpu above 0, and it is 0"),
+        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu -5", "above 0, and it is -5"),
+        ("--balance-data", "add --calculate-per-token-loss"),
+        (PACKED, "add --calculate-per-token-loss"),
+    ],
+)
+def test_flags_that_cannot_work(parser: argparse.ArgumentParser, flags: str, message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        parser.parse_args(flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--balance-objective fastest", "--balance-algorithm magic"])
+def test_unknown_choices(parser: argparse.ArgumentParser, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(flags.split())
+    assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--hybrid-context-parallel", "scheduler of its own"),
+        ("--cuda-graph-impl local", "CUDA graphs"),
+        ("--enable-cuda-graph", "CUDA graphs"),
+    ],
+)
+def test_runs_that_stay_stock(parser: argparse.ArgumentParser, flags: str, reason: str) -> None:
+    args = parser.parse_args(f"{PER_TOKEN} --balance-data {flags}".split())
+    assert reason in (why_stock(args) or "")
+
+
+def test_an_ordinary_run_is_balanced(parser: argparse.ArgumentParser) -> None:
+    assert why_stock(parser.parse_args(f"{PER_TOKEN} --balance-data".split())) is None

@@ -1,0 +1,95 @@
+"""The hook table: checked before anything changes, undone completely, invisible without a flag."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from dataclasses import replace
+
+import pytest
+
+from megatron_balance import BalanceError, patching
+from megatron_balance.mcore import hooks
+
+
+def test_install_and_undo_restore_the_very_functions() -> None:
+    from megatron.training import arguments, training
+
+    before = arguments.add_megatron_arguments, training.get_forward_backward_func
+    installed = hooks.install()
+    assert training.get_forward_backward_func is not before[1]
+    hooks.install()  # once more changes nothing
+    installed.undo()
+    assert (arguments.add_megatron_arguments, training.get_forward_backward_func) == before
+    installed.undo()  # nor does undoing twice
+
+
+def test_without_a_flag_megatron_gets_its_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import arguments, global_vars, training
+
+    installed = hooks.install()
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parser.parse_args([]))
+    try:
+        assert training.get_forward_backward_func(1, None) is schedules.forward_backward_no_pipelining
+        assert hooks.current() is None
+    finally:
+        installed.undo()
+
+
+def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_megatron_version", lambda: "0.12.1")
+    with pytest.raises(BalanceError, match=r"megatron-core is 0\.12\.1; .* tested on 0\.19"):
+        hooks.install()
+
+
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A package with one function, bound by value in a second module."""
+    origin, user = types.ModuleType("upstream_origin"), types.ModuleType("upstream_user")
+    origin.schedule = user.schedule = lambda batch, *, num_parts: num_parts  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "upstream_origin", origin)
+    monkeypatch.setitem(__import__("sys").modules, "upstream_user", user)
+    return user
+
+
+HOOK = patching.Hook(
+    target="upstream_origin:schedule",
+    bound_in=("upstream_user",),
+    parameters=("num_parts",),
+    wrap=lambda function: lambda *args, **keywords: -function(*args, **keywords),
+    why="a test",
+    until="it passes",
+)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (replace(HOOK, target="upstream_origin:gone"), "upstream_origin has no function gone"),
+        (replace(HOOK, target="upstream_gone:schedule"), "there is no module upstream_gone"),
+        (replace(HOOK, parameters=("num_parts", "weights")), "no longer takes weights"),
+        (replace(HOOK, bound_in=("upstream_user", "json")), "json.schedule is not that function"),
+    ],
+)
+def test_a_target_that_moved_fails_and_changes_nothing(
+    upstream: types.ModuleType, hook: patching.Hook, message: str
+) -> None:
+    before = upstream.schedule
+    with pytest.raises(BalanceError, match=message) as error:
+        patching.install([HOOK, hook], version="9.9")
+    assert "version 9.9" in str(error.value)
+    assert upstream.schedule is before
+
+
+def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.ModuleType) -> None:
+    patches = patching.install([HOOK], version="1.0")
+    assert upstream.schedule([], num_parts=2) == -2
+    ours = upstream.schedule
+    upstream.schedule = lambda *args, **keywords: 0  # type: ignore[attr-defined]
+    with pytest.raises(BalanceError, match="was replaced after it was hooked"):
+        patches.undo()
+    upstream.schedule = ours  # type: ignore[attr-defined]
+    patches.undo()
+    assert upstream.schedule([], num_parts=2) == 2

@@ -1,0 +1,248 @@
+"""What each rank of a test world does. Arguments and results are plain values: they pass through a pipe."""
+
+import hashlib
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
+from megatron_balance.runtime.sample import Sample, SampleSchema
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+)
+
+
+def random_bits(shape, dtype, rng) -> torch.Tensor:
+    """Any bits, NaN payloads among them: what arrives is compared as bits."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    data = rng.integers(0, 2 if dtype is torch.bool else 256, size=nbytes, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+
+
+def every_dtype_sample(length, rng) -> Sample:
+    per_token = {f"t_{dtype}": random_bits((length,), dtype, rng) for dtype in DTYPES}
+    per_token["t_matrix"] = random_bits((length, 3, 2), torch.bfloat16, rng)
+    per_token["t_nothing"] = random_bits((length, 0), torch.float32, rng)
+    per_token["t_strided"] = random_bits((length, 5), torch.int32, rng)[:, ::2]
+    per_sample = {f"s_{dtype}": random_bits((), dtype, rng) for dtype in DTYPES}
+    per_sample["s_matrix"] = random_bits((2, 3), torch.float64, rng).T
+    return Sample(per_token, per_sample=per_sample)
+
+
+def small_sample(length, rng) -> Sample:
+    return Sample(
+        {
+            "tokens": random_bits((length,), torch.int64, rng),
+            "loss_mask": random_bits((length,), torch.float32, rng),
+            "flag": random_bits((length,), torch.bool, rng),
+        },
+        per_sample={"weight": random_bits((), torch.float64, rng)},
+    )
+
+
+BUILDERS = {"every_dtype": every_dtype_sample, "small": small_sample}
+
+
+def checksum(sample: Sample) -> str:
+    """Of keys, dtypes, shapes and bits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted({**sample.per_token, **sample.per_sample}.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def counted_collectives():
+    """Counts the collectives that are issued, by name."""
+    names = ("all_to_all_single", "all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "barrier")
+    originals = {name: getattr(dist, name) for name in names}
+    counts: Counter[str] = Counter()
+
+    def counting(name):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _group(ranks=None) -> dist.ProcessGroup:
+    return dist.group.WORLD if ranks is None else dist.new_group(ranks)
+
+
+def _expect_error(call) -> str:
+    """The message of the BalanceError; it must come soon."""
+    start = time.monotonic()
+    try:
+        call()
+    except BalanceError as error:
+        assert time.monotonic() - start < 10
+        return str(error)
+    raise AssertionError("no BalanceError")
+
+
+def reroute(lengths, destinations, builder="small", seed=0, group=None) -> dict:
+    """Every sample arrives at its destination, once, with equal bits.
+
+    `lengths` is a list for each rank. All ranks draw all samples from one seed, so that each knows what it must get.
+    """
+    group = group or _group()
+    rng = np.random.default_rng(seed)
+    everything = [[BUILDERS[builder](length, rng) for length in of_rank] for of_rank in lengths]
+    flat = [sample for of_rank in everything for sample in of_rank]
+    mine = everything[group.rank()]
+    with counted_collectives() as counts:
+        gathered = gather_sample_lengths(mine, group=group)
+        assert gathered.lengths.tolist() == [length for of_rank in lengths for length in of_rank]
+        assert gathered.lengths.dtype == gathered.home_ranks.dtype == np.int64
+        assert gathered.home_ranks.tolist() == [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
+        assert gathered.offset == sum(len(of_rank) for of_rank in lengths[: group.rank()])
+        gather_counts = dict(counts)
+        counts.clear()
+        arrived = reroute_samples(
+            mine, destinations=np.array(destinations, dtype=np.int64), gathered=gathered, group=group
+        )
+        reroute_counts = dict(counts)
+    assert list(arrived) == [index for index, to in enumerate(destinations) if to == group.rank()]
+    for index, sample in arrived.items():
+        assert checksum(sample) == checksum(flat[index]), f"sample {index}"
+        for tensor in (*sample.per_token.values(), *sample.per_sample.values()):
+            assert not tensor.numel() or tensor.data_ptr() % tensor.dtype.itemsize == 0, "misaligned"
+    moved = any(to != home for to, home in zip(destinations, gathered.home_ranks, strict=True))
+    assert reroute_counts == ({"all_to_all_single": 1} if moved else {})
+    return {"ids": list(arrived), "gather": gather_counts}
+
+
+def reroute_in_subgroup(ranks, lengths, destinations) -> dict | None:
+    """The ranks outside the group only take part in making it."""
+    group = _group(ranks)
+    return reroute(lengths, destinations, group=group) if dist.get_rank() in ranks else None
+
+
+def random_schedules(num_schedules) -> int:
+    """Random lengths, counts and destinations; returns how many samples were moved and compared."""
+    rng = np.random.default_rng(7)
+    num_ranks = dist.get_world_size()
+    compared = 0
+    for seed in range(num_schedules):
+        counts = rng.integers(0, 6, size=num_ranks) * (rng.random(num_ranks) < 0.8)
+        lengths = [rng.integers(0, 40, size=count).tolist() for count in counts]
+        kind = rng.integers(3)
+        num_samples = int(counts.sum())
+        destinations = rng.integers(0, num_ranks if kind else 1, size=num_samples).tolist()
+        compared += len(reroute(lengths, destinations, seed=seed)["ids"])
+    return compared
+
+
+def gather_many(num_samples) -> dict:
+    """More lengths than the header holds, on rank 1 only."""
+    group = _group()
+    sample = Sample({"tokens": torch.zeros(1, dtype=torch.int64)})
+    lengths = np.arange(num_samples if group.rank() == 1 else 2) + 1
+    with counted_collectives() as counts:
+        gathered = gather_lengths(lengths, group=group, schema=SampleSchema.of(sample))
+    expected = [np.arange(num_samples if rank == 1 else 2) + 1 for rank in range(group.size())]
+    assert np.array_equal(gathered.lengths, np.concatenate(expected))
+    return dict(counts)
+
+
+def schemas_differ(kind) -> str:
+    """Rank 1's samples are of another kind."""
+    group = _group()
+    tokens, loss_mask = torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    per_token = {"tokens": tokens, "loss_mask": loss_mask}
+    if group.rank() == 1:
+        per_token = {
+            "dtype": {"tokens": tokens, "loss_mask": loss_mask.double()},
+            "key": {"tokens": tokens, "loss_mask": loss_mask, "advantages": loss_mask},
+            "shape": {"tokens": tokens, "loss_mask": loss_mask[:, None]},
+        }[kind]
+    samples = [Sample(per_token)] if group.rank() != 0 or kind != "key" else []
+    return _expect_error(lambda: gather_sample_lengths(samples, group=group))
+
+
+def fingerprints_differ() -> str:
+    group = _group()
+    fingerprint = 0xBEEF if group.rank() == 1 else 0x7FFFFFFFFFFFFFFF
+    return _expect_error(lambda: gather_lengths([], group=group, fingerprint=fingerprint))
+
+
+def one_rank_has_a_problem(kind) -> str:
+    group = _group()
+    sample = Sample({"tokens": torch.zeros(3, dtype=torch.int64)})
+    schema = SampleSchema.of(sample)
+    if group.rank() != 1:
+        return _expect_error(lambda: gather_lengths([3], group=group, schema=schema))
+    other = Sample({"tokens": torch.zeros(3, dtype=torch.int32)})
+    return _expect_error(
+        {
+            "told": lambda: gather_lengths([3], group=group, schema=schema, problem="the file ended — early"),
+            "mixed": lambda: gather_sample_lengths([sample, other], group=group),
+            "negative": lambda: gather_lengths([3, -4], group=group, schema=schema),
+            "no schema": lambda: gather_lengths([3], group=group),
+        }[kind]
+    )
+
+
+def schedules_differ() -> str:
+    group = _group()
+    check_same_schedule(2**63 - 1, group=group)
+    digest = 5 if group.rank() in (1, 3) else 6
+    return _expect_error(lambda: check_same_schedule(digest, group=group))
+
+
+def no_rank_has_samples() -> bool:
+    group = _group()
+    gathered = gather_lengths([], group=group)
+    assert gathered.schema is None
+    assert gathered.lengths.shape == (0,)
+    return reroute_samples([], destinations=np.zeros(0, dtype=np.int64), gathered=gathered, group=group) == {}
+
+
+def wrong_arguments() -> list[str]:
+    group = _group()
+    sample = small_sample(4, np.random.default_rng(0))
+    gathered = gather_sample_lengths([sample], group=group)
+    longer = small_sample(5, np.random.default_rng(0))
+    other = Sample({"tokens": sample.per_token["tokens"]})
+    stay = np.arange(group.size())
+
+    def rerouting(samples, destinations):
+        return lambda: reroute_samples(samples, destinations=destinations, gathered=gathered, group=group)
+
+    return [
+        _expect_error(rerouting([sample], stay[:1])),
+        _expect_error(rerouting([sample], stay + 1)),
+        _expect_error(rerouting([sample], stay - 1)),
+        _expect_error(rerouting([longer], stay)),
+        _expect_error(rerouting([other], stay)),
+    ]

@@ -1,0 +1,118 @@
+"""Samples moved between real gloo processes; the bodies are in exchange_cases.py."""
+
+import pytest
+
+from megatron_balance.runtime.gather import INLINE_LENGTHS
+
+
+def test_every_dtype_arrives_with_equal_bits(world4):
+    lengths = [[3, 0, 7], [1, 64], [5], [2, 2, 9, 0]]
+    world4.run("reroute", lengths=lengths, destinations=[1, 2, 3, 0, 3, 0, 3, 1, 1, 2], builder="every_dtype")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "destinations"),
+    [
+        pytest.param([[4, 5], []], [0, 1], id="a rank without samples receives"),
+        pytest.param([[4, 5], []], [0, 0], id="a rank without samples, nothing moves"),
+        pytest.param([[4, 5], [6]], [0, 0, 0], id="a rank receives nothing"),
+        pytest.param([[4, 5], [6]], [1, 1, 0], id="all change places"),
+        pytest.param([[4, 5], [6]], [0, 0, 1], id="all stay"),
+        pytest.param([[0], [0, 0]], [1, 0, 1], id="no tokens at all"),
+        pytest.param([[], [7]], [0], id="one sample, elsewhere"),
+    ],
+)
+def test_two_ranks(world2, lengths, destinations):
+    world2.run("reroute", lengths=lengths, destinations=destinations)
+
+
+def test_all_to_one_rank(world4):
+    results = world4.run("reroute", lengths=[[3, 1], [4], [1, 5], [9]], destinations=[2] * 6)
+    assert [result["ids"] for result in results] == [[], [], [0, 1, 2, 3, 4, 5], []]
+
+
+def test_group_of_one(world1):
+    world1.run("reroute", lengths=[[3, 0, 8]], destinations=[0, 0, 0], builder="every_dtype")
+
+
+@pytest.mark.parametrize("ranks", [[0, 2], [1, 3], [3, 1, 2]])
+def test_subgroup_speaks_of_ranks_within_it(world4, ranks):
+    lengths, destinations = [[3, 4], [5], [6, 1]][: len(ranks)], [1, 0, 0, 1, 0][: 3 if len(ranks) == 2 else 5]
+    results = world4.run("reroute_in_subgroup", ranks=ranks, lengths=lengths, destinations=destinations)
+    assert [result is not None for result in results] == [rank in ranks for rank in range(4)]
+
+
+def test_random_schedules(world4):
+    results = world4.run("random_schedules", num_schedules=300)
+    assert sum(results) > 2000
+
+
+def test_no_samples_anywhere(world2):
+    assert world2.run("no_rank_has_samples") == [True, True]
+
+
+def test_one_collective_gathers(world2):
+    for result in world2.run("reroute", lengths=[[1, 2], [3]], destinations=[1, 0, 0]):
+        assert result["gather"] == {"all_gather_into_tensor": 1}
+
+
+def test_a_second_collective_only_for_a_rank_without_samples(world2):
+    for result in world2.run("reroute", lengths=[[1, 2], []], destinations=[1, 0]):
+        assert result["gather"] == {"all_gather_into_tensor": 2}
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1, 400])
+def test_a_second_collective_only_for_many_samples(world2, excess):
+    for counts in world2.run("gather_many", num_samples=INLINE_LENGTHS + excess):
+        assert counts == {"all_gather_into_tensor": 2 if excess > 0 else 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "phrase"),
+    [
+        ("dtype", "rank 0: on rank 1 'loss_mask' is float64 [original_seq_len]"),
+        ("shape", "rank 0: on rank 1 'loss_mask' is float32 [original_seq_len, 1]"),
+        # Rank 0 has no samples here, so that rank 1 is the first to have a schema.
+        ("key", "rank 1: on ranks 2, 3 'advantages' is missing"),
+    ],
+)
+def test_different_schemas_raise_on_every_rank(world4, kind, phrase):
+    messages = world4.run("schemas_differ", kind=kind)
+    assert len(set(messages)) == 1
+    assert phrase in messages[0]
+
+
+def test_different_fingerprints_raise_on_every_rank(world4):
+    messages = world4.run("fingerprints_differ")
+    assert len(set(messages)) == 1
+    assert "0x7fffffffffffffff on ranks 0, 2, 3; 0xbeef on rank 1" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "phrase"),
+    [
+        ("told", "the file ended — early"),
+        ("mixed", "Sample 1 differs from sample 0"),
+        ("negative", "length is -4"),
+        ("no schema", "no schema"),
+    ],
+)
+def test_a_problem_on_one_rank_raises_on_every_rank(world2, kind, phrase):
+    messages = world2.run("one_rank_has_a_problem", kind=kind)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("rank 1 cannot go on. rank 1: ")
+    assert phrase in messages[0]
+
+
+def test_different_schedules_raise_on_every_rank(world4):
+    messages = world4.run("schedules_differ")
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("ranks 1, 3 planned another schedule")
+
+
+def test_wrong_arguments(world2):
+    for messages in world2.run("wrong_arguments"):
+        for message, phrase in zip(
+            messages, ["shape (1,)", "is 2", "is -1", "[5] tokens", "'flag' is missing"], strict=True
+        ):
+            assert phrase in message

@@ -1,0 +1,160 @@
+"""Samples → micro-batch → samples, and what Megatron 0.19 itself makes of the micro-batch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.runtime.unpacking import split_packed
+
+
+def build(length, *, first_token=1, positions=True, pad_id=0):
+    """A sample whose last token has a loss, so that no tail of it looks like padding.
+
+    The per-sample vector is longer than any pack here: one as long as the row is read as per token.
+    """
+    tokens = torch.arange(first_token, first_token + length)
+    loss_mask = (tokens % 3 != 0).float()
+    loss_mask[-1:] = 1.0
+    per_token = {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "loss_mask": loss_mask,
+        "advantages": torch.stack([tokens, -tokens], dim=1).to(torch.bfloat16),
+    }
+    if positions:
+        per_token["position_ids"] = torch.arange(length)
+    return Sample(
+        per_token, per_sample={"reward": torch.tensor(float(first_token)), "ids": torch.arange(length, length + 400)}
+    )
+
+
+def assert_equal(one: Sample, two: Sample):
+    for here, there in ((one.per_token, two.per_token), (one.per_sample, two.per_sample)):
+        assert here.keys() == there.keys()
+        for name in here:
+            assert here[name].dtype == there[name].dtype
+            assert torch.equal(here[name], there[name]), name
+
+
+lengths_of_samples = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+parallelism = st.sampled_from([(1, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (16, 4)])  # token_multiple, cp_size
+
+
+@settings(deadline=None)
+@given(lengths_of_samples, parallelism, st.booleans())
+def test_pack_then_split_gives_the_samples_back(lengths, parallel, positions):
+    token_multiple, cp_size = parallel
+    samples = [build(length, first_token=1 + 50 * i, positions=positions) for i, length in enumerate(lengths)]
+    batch = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size)
+    back = split_packed(batch)
+    present = [sample for sample in samples if sample.length]
+    if not present:
+        assert [sample.length for sample in back] == [1]
+        return
+    assert len(back) == len(present)
+    for before, after in zip(present, back, strict=True):
+        assert torch.equal(after.per_token["position_ids"], torch.arange(before.length))
+        if not positions:
+            per_token = {k: v for k, v in after.per_token.items() if k != "position_ids"}
+            after = Sample(per_token, per_sample=after.per_sample)
+        assert_equal(before, after)
+
+
+@settings(deadline=None)
+@given(lengths_of_samples, parallelism)
+def test_layout_is_legal(lengths, parallel):
+    token_multiple, cp_size = parallel
+    batch = pack_microbatch([build(length) for length in lengths], token_multiple=token_multiple, cp_size=cp_size)
+    total_tokens = batch["tokens"].shape[1]
+    assert batch["tokens"].shape[0] == 1
+    for name in ("labels", "loss_mask", "position_ids"):
+        assert batch[name].shape == batch["tokens"].shape
+    assert batch["advantages"].shape == (1, total_tokens, 2)
+    starts = batch["cu_seqlens_padded" if cp_size > 1 else "cu_seqlens"]
+    assert ("cu_seqlens_padded" in batch) == (cp_size > 1)
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        if name in batch:
+            assert batch[name].dtype == torch.int32
+            assert batch[name].shape == (1, starts.shape[1])
+            assert batch[name][0, 0] == 0
+            assert (batch[name].diff() > 0).all()
+    padded_lengths = starts.diff()
+    assert starts[0, -1] == total_tokens
+    assert (padded_lengths % token_multiple == 0).all()
+    assert batch["max_seqlen"].dtype == torch.int32
+    assert batch["max_seqlen"].tolist() == [padded_lengths.max()]
+    assert batch["reward"].shape == (starts.shape[1] - 1,)
+    assert batch["loss_mask"].sum() == sum(build(length).per_token["loss_mask"].sum() for length in lengths)
+    for start, length in zip(starts[0], padded_lengths[0], strict=False):
+        assert torch.equal(batch["position_ids"][0, start : start + length], torch.arange(int(length)))
+
+
+def test_padding_of_each_key():
+    batch = pack_microbatch([build(3), build(4, first_token=9)], token_multiple=4, pad_token_id=77)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 77, 9, 10, 11, 12]]
+    assert batch["labels"].tolist() == [[2, 3, 4, 77, 10, 11, 12, 13]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 0, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch["advantages"][0, 3].tolist() == [0, 0]
+    assert batch["cu_seqlens"].tolist() == [[0, 4, 8]]
+    assert batch["reward"].tolist() == [1, 9]
+
+
+def test_context_parallelism_tells_real_from_padded_lengths():
+    batch = pack_microbatch([build(3), build(4)], token_multiple=4, cp_size=2)
+    assert batch["cu_seqlens"].tolist() == [[0, 3, 7]]
+    assert batch["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
+    assert batch["max_seqlen"].tolist() == [4]
+
+
+def test_positions_that_do_not_begin_at_zero_are_padded_below_the_padded_length():
+    sample = Sample({**build(3).per_token, "position_ids": torch.tensor([5, 6, 7])})
+    assert pack_microbatch([sample], token_multiple=8)["position_ids"].tolist() == [[5, 6, 7, 3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(("token_multiple", "cp_size"), [(1, 1), (8, 1), (4, 2)])
+def test_dummy_has_the_form_of_any_other_pack(token_multiple, cp_size):
+    sample = build(5)
+    dummy = dummy_microbatch(SampleSchema.of(sample), token_multiple=token_multiple, cp_size=cp_size, pad_token_id=3)
+    real = pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)
+    assert dummy.keys() == real.keys()
+    for name in real:
+        assert dummy[name].dtype == real[name].dtype
+        assert dummy[name].dim() == real[name].dim()
+    assert dummy["tokens"].tolist() == [[3] * token_multiple]
+    assert dummy["position_ids"].tolist() == [list(range(token_multiple))]
+    assert dummy["loss_mask"].sum() == 0
+    assert dummy["cu_seqlens"].tolist() == [[0, token_multiple]]
+    assert dummy["max_seqlen"].tolist() == [token_multiple]
+
+
+def test_only_empty_samples_make_a_dummy():
+    batch = pack_microbatch([build(0), build(0)], token_multiple=4)
+    assert batch["tokens"].shape == (1, 4)
+    assert batch["loss_mask"].sum() == 0
+
+
+def test_what_cannot_be_packed():
+    no_mask = Sample({"tokens": torch.arange(3)})
+    assert pack_microbatch([no_mask])["tokens"].shape == (1, 3)
+    with pytest.raises(BalanceError, match="no loss_mask"):
+        pack_microbatch([no_mask], token_multiple=2)
+    with pytest.raises(BalanceError, match="no loss_mask"):
+        dummy_microbatch(SampleSchema.of(no_mask))
+    with pytest.raises(BalanceError, match="no samples"):
+        pack_microbatch([])
+
+
+@settings(deadline=None)
+@given(lengths_of_samples, parallelism)
+def test_megatron_keeps_the_pack_as_it_is(lengths, parallel):
+    flatten = pytest.importorskip("megatron.core.utils").flatten_batch_for_packed_sequences
+    token_multiple, cp_size = parallel
+    batch = pack_microbatch([build(length) for length in lengths], token_multiple=token_multiple, cp_size=cp_size)
+    flat = flatten(dict(batch))
+    for name in batch:
+        assert torch.equal(flat[name], batch[name]), name
