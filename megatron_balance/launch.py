@@ -36,13 +36,15 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments or (not as_module and not Path(arguments[0]).is_file()):
         raise SystemExit(f"megatron_balance: there is no script {arguments[0] if arguments else ''!r}. {USAGE}")
     target, *rest = arguments
+    sys.argv = [target, *rest]
+    if not as_module:
+        # As Python does for a script, and before Megatron is imported: it may lie beside the script.
+        sys.path[0] = str(Path(target).resolve().parent)
     try:
         _hook_megatron(cpu=cpu)
-        sys.argv = [target, *rest]
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(target).resolve().parent))  # as Python does for a script
             runpy.run_path(target, run_name="__main__")
     except BalanceError as error:
         raise SystemExit(f"megatron_balance: {error}") from error

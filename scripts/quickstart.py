@@ -27,11 +27,11 @@ from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
 
 OUT = ROOT / "build" / "quickstart"
 NUM_RANKS = 2
-GLOBAL_BATCH_SIZE = 32
-SEQ_LENGTH = 6144
+GLOBAL_BATCH_SIZE = 40
+SEQ_LENGTH = 4096
 TRAIN_ITERS = 12
 WARM_UP_STEPS = 2  # the first steps pay for allocations
-SEED = 1234
+SEED = 1  # of the order of samples: over other seeds stock lies 1.17 to 1.30 off the mean
 MAX_LOSS_DIFFERENCE = 1e-5
 
 SHAPE = ModelShape(
@@ -40,7 +40,7 @@ SHAPE = ModelShape(
     num_attention_heads=4,
     num_query_groups=2,
     kv_channels=16,
-    ffn_hidden_size=192,
+    ffn_hidden_size=128,
     gated_linear_unit=True,
     padded_vocab_size=257,
 )
@@ -63,7 +63,7 @@ def main() -> int:
     """Train under each policy, compare, and report; the exit code says whether the losses agree."""
     console = Console()
     runs = {name: _train(name, flags.split(), console=console) for name, flags in POLICIES.items()}
-    result = {"policies": {name: _figures(run) for name, run in runs.items()}}
+    result: dict[str, dict[str, Any]] = {"policies": {name: _figures(run) for name, run in runs.items()}}
     differences = {name: largest_difference(run, reference=runs["stock"], key="lm_loss") for name, run in runs.items()}
     for name, difference in differences.items():
         result["policies"][name]["max_loss_difference_to_stock"] = difference
@@ -144,14 +144,14 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
     table = Table(title=f"{NUM_RANKS} ranks, {GLOBAL_BATCH_SIZE} samples a step, at most {SEQ_LENGTH} tokens each")
     for heading in (
         "policy",
-        "step, s",
-        "busiest rank, CPU s",
-        "planned max/mean",
-        "over bound",
-        "micro-batches",
-        "largest loss difference",
+        "step\nseconds",
+        "busiest rank\nCPU seconds",
+        "planned\nmax/mean",
+        "over\nbound",
+        "micro-\nbatches",
+        "loss off\nby",
     ):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     for name, figures in policies.items():
         counts = sorted(set(figures["num_microbatches"]))
         table.add_row(
@@ -169,7 +169,7 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
         if name != "stock":
             wall = stock["step_seconds"] / figures["step_seconds"]
             cpu = max(stock["cpu_seconds_per_rank"]) / max(figures["cpu_seconds_per_rank"])
-            console.print(f"{name}: {wall:.2f}x as fast as stock; its busiest rank {1 / cpu:.2f}x the CPU seconds")
+            console.print(f"{name} against stock: {wall:.2f}x by the clock, {cpu:.2f}x by the busiest rank's CPU seconds")
 
 
 if __name__ == "__main__":

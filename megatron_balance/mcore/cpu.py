@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import types
 from collections.abc import Callable
 from typing import Any
@@ -49,8 +50,9 @@ def patch_megatron() -> None:
     import megatron.core.utils as core_utils
     from megatron_balance.mcore.context_parallel import thd_get_partitioned_indices
 
-    # The wheel ships the compiled helpers but no Makefile to build them again.
-    dataset_utils.compile_helpers = lambda: None
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        # The wheel ships the compiled helpers but no Makefile to build them again.
+        dataset_utils.compile_helpers = lambda: None
     if core_utils.tex is None:  # Transformer Engine's extension, which splits a batch for context parallelism
         core_utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
 

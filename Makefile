@@ -1,0 +1,37 @@
+# make            what there is
+# make quickstart plans, trains and compares on this machine; needs no GPU
+# make test       every test, and every example in the planner's docstrings
+# make lint       style, formatting, import contracts, types
+
+PYTHON := .venv/bin/python
+
+.PHONY: help .venv quickstart test lint clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+# The stamp is younger than what it was made from: an environment that is up to date is left alone.
+.venv: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@if ! $(PYTHON) -c '' 2>/dev/null; then \
+		python=$$(scripts/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv --clear .venv; \
+	fi
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[megatron,dev,report]'
+	@touch $@
+
+quickstart: .venv
+	$(PYTHON) scripts/quickstart.py
+
+test: .venv
+	$(PYTHON) -m pytest
+
+lint: .venv
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	.venv/bin/lint-imports --no-cache
+	$(PYTHON) -m pyright
+
+clean:
+	rm -rf .venv build dist megatron_balance.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

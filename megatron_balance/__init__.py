@@ -1,0 +1,26 @@
+"""Faster Megatron-LM training on samples of very different lengths.
+
+Each step, `build_data_schedule` plans which data-parallel rank runs which sample in which micro-batch. The
+names here are the planner's: importing them loads numpy, and neither torch nor Megatron.
+"""
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.flops import calculate_fwd_flops
+from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
+from megatron_balance.planner.topology import Limits, Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BalanceError",
+    "CostModel",
+    "DataSchedule",
+    "Limits",
+    "ModelShape",
+    "Topology",
+    "__version__",
+    "build_data_schedule",
+    "calculate_fwd_flops",
+]

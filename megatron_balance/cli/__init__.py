@@ -1,0 +1,80 @@
+"""The command `megatron-balance`.
+
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`, and a row in `_COMMANDS`. Its
+heavy imports belong inside `run`: `--help` should not wait for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from megatron_balance import __version__
+from megatron_balance.cli import plan
+from megatron_balance.errors import BalanceError
+
+_COMMANDS: dict[str, ModuleType] = {"plan": plan}
+
+_USAGE_ERROR = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong flag as every other error is reported: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BalanceError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = _Parser(
+        prog="megatron-balance",
+        description="Balances the data-parallel ranks of Megatron-LM when samples have very different lengths.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        summary = (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        command = subparsers.add_parser(
+            name,
+            help=summary,
+            description=summary + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.add_argument("--debug", action="store_true", help="show where an error comes from")
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0, or 2 where a flag or a file cannot be used.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = build_parser().parse_args(arguments)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader went away (`| head`): nobody is left to tell. What is buffered goes nowhere at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except BalanceError as error:
+        if "--debug" in arguments:
+            raise
+        # One line whatever a library put into its part of the message.
+        print("megatron-balance: " + " ".join(str(error).split()), file=sys.stderr)
+        return _USAGE_ERROR

@@ -1,0 +1,249 @@
+"""Length files of every kind, and the named synthetic distributions."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.lengths import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
+
+LENGTHS = [512, 7, 0, 32768, 7]
+
+
+def write_npy(file: Path, lengths: list[int]) -> None:
+    np.save(file, np.array(lengths, dtype=np.int32))
+
+
+def write_npz(file: Path, lengths: list[int]) -> None:
+    np.savez(file, length=np.array(lengths), prompt=np.zeros(len(lengths), dtype=np.int64))
+
+
+def write_jsonl(file: Path, lengths: list[int]) -> None:
+    file.write_text("".join(json.dumps({"id": i, "length": n}) + "\n" for i, n in enumerate(lengths)))
+
+
+def write_csv(file: Path, lengths: list[int]) -> None:
+    file.write_text("id,length\n" + "".join(f"{i},{n}\n" for i, n in enumerate(lengths)))
+
+
+def write_txt(file: Path, lengths: list[int]) -> None:
+    file.write_text("".join(f"{n}\n" for n in lengths))
+
+
+def write_parquet(file: Path, lengths: list[int]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"length": lengths, "text": ["x"] * len(lengths)}), file)
+
+
+WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
+    ".npy": write_npy,
+    ".npz": write_npz,
+    ".jsonl": write_jsonl,
+    ".csv": write_csv,
+    ".txt": write_txt,
+    ".parquet": write_parquet,
+}
+
+
+def write(tmp_path: Path, name: str, text: str) -> Path:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_every_format_gives_the_same_lengths_in_file_order(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"lengths{suffix}"
+    WRITERS[suffix](file, LENGTHS)
+    lengths = read_lengths(file)
+    assert lengths.dtype == np.int64
+    assert lengths.tolist() == LENGTHS
+    assert read_lengths(str(file)).tolist() == LENGTHS
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(lengths=st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=20))
+@pytest.mark.parametrize("suffix", [suffix for suffix in WRITERS if suffix != ".parquet"])
+def test_what_is_written_is_read(tmp_path: Path, suffix: str, lengths: list[int]) -> None:
+    file = tmp_path / f"lengths{suffix}"
+    WRITERS[suffix](file, lengths)
+    assert read_lengths(file).tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("numbers.jsonl", "512\n\n7\n"),
+        ("num_tokens.jsonl", '{"num_tokens": 512}\n{"num_tokens": 7.0}\n'),
+        ("no_header.csv", "512\n7\n"),
+        ("only_column.csv", "tokens_of_it\n512\n7\n"),
+        ("byte_order_mark.csv", "\ufefflength,x\n512,a\n7,b\n"),
+        ("upper.TXT", " 512 \n7"),
+    ],
+)
+def test_accepted_spellings(tmp_path: Path, name: str, text: str) -> None:
+    assert read_lengths(write(tmp_path, name, text)).tolist() == [512, 7]
+
+
+def test_key_chooses_array_column_and_field(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", prompt=np.array([1, 2]), response=np.array([3, 4]))
+    assert read_lengths(tmp_path / "a.npz", key="response").tolist() == [3, 4]
+    assert read_lengths(write(tmp_path, "a.csv", "prompt,response\n1,3\n2,4\n"), key="response").tolist() == [3, 4]
+    assert read_lengths(write(tmp_path, "a.jsonl", '{"r": 3, "length": 1}\n'), key="r").tolist() == [3]
+
+
+def test_a_single_array_and_whole_floats_need_no_key(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", anything=np.array([3.0, 4.0]))
+    assert read_lengths(tmp_path / "a.npz").tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.txt", "512\n-3\n", ["a.txt, line 2", "-3 is negative", "0 or more"]),
+        ("a.txt", "512\n\n1.5\n", ["line 3", "1.5 is not an integer"]),
+        ("a.txt", "nan\n", ["line 1", "nan is NaN"]),
+        ("a.txt", "7\nseven\n", ["line 2", "seven is not a number"]),
+        ("a.txt", f"{MAX_LENGTH + 1}\n", ["is above 2147483647"]),
+        ("a.txt", "\n \n", ["a.txt holds no lengths", "at least one sample"]),
+        ("a.jsonl", "7\n{broken\n", ["line 2 is not JSON"]),
+        ("a.jsonl", "7\ntrue\n", ["line 2", "True is not a number"]),
+        ("a.jsonl", "[1, 2]\n", ["line 1", "is not a number"]),
+        ("a.jsonl", "NaN\n", ["nan is NaN"]),
+        ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens'", "it has tokens", "--key"]),
+        ("a.csv", "", ["a.csv holds no lengths"]),
+        ("a.csv", "length\n", ["a.csv holds no lengths"]),
+        ("a.csv", "id,n\n1,2\n", ["2 columns: id, n", "--key"]),
+        ("a.csv", "1,2\n3,4\n", ["2 columns and no header"]),
+        ("a.csv", "id,length\n1,5\n2\n", ["line 3 has 1 columns"]),
+        ("a.csv", "id,length\n1,5\n2,-5\n", ["line 3", "-5 is negative"]),
+        ("a.csv", "id,length\n1,\n", ["line 2", "is not a number"]),
+        ("a.dat", "1\n", ["unknown suffix '.dat'", ".npy", ".parquet"]),
+        ("a.npy", "no array", ["is not an .npy array"]),
+        ("a.npy", "", ["is not an .npy array"]),
+        ("a.npz", "no archive", ["is not an .npz archive"]),
+        ("a.parquet", "no table", ["is not a parquet file"]),
+    ],
+)
+def test_a_wrong_file_is_named_with_place_value_and_remedy(
+    tmp_path: Path, name: str, text: str, said: list[str]
+) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(BalanceError) as caught:
+        read_lengths(write(tmp_path, name, text))
+    for part in [name, *said]:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.array([3, -1]), "index 1: -1 is negative"),
+        (np.array([3.0, np.nan]), "index 1: nan is NaN"),
+        (np.array([np.inf]), "index 0: inf is not an integer"),
+        (np.array([2.5]), "index 0: 2.5 is not an integer"),
+        (np.array([2**63], dtype=np.uint64), "is above 2147483647"),
+        (np.array([], dtype=np.int64), "holds no lengths"),
+        (np.ones((2, 3), dtype=np.int64), "shape [2, 3]"),
+        (np.array(["3"]), "lengths are integers"),
+        (np.array([True]), "lengths are integers"),
+        (np.array([3, None], dtype=object), "is not an .npy array"),
+    ],
+)
+def test_a_wrong_array_is_named(tmp_path: Path, array: np.ndarray, said: str) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(BalanceError, match=r"a\.npy") as caught:
+        read_lengths(tmp_path / "a.npy")
+    assert said in str(caught.value)
+
+
+def test_several_arrays_ask_for_a_key(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", prompt=np.array([1]), response=np.array([3]))
+    with pytest.raises(BalanceError, match=r"2 arrays: prompt, response; name the lengths with --key"):
+        read_lengths(tmp_path / "a.npz")
+    with pytest.raises(BalanceError, match=r"no array 'length' \(--key\); it has prompt, response"):
+        read_lengths(tmp_path / "a.npz", key="length")
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.txt", "1\n"), ("a.csv", "1\n")])
+def test_a_key_without_names_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(BalanceError, match="leave out --key"):
+        read_lengths(write(tmp_path, name, text), key="length")
+
+
+def test_npy_takes_no_key_and_no_archive(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1]))
+    with pytest.raises(BalanceError, match="leave out --key"):
+        read_lengths(tmp_path / "a.npy", key="length")
+    archive = io.BytesIO()
+    np.savez(archive, length=np.array([1]))
+    (tmp_path / "b.npy").write_bytes(archive.getvalue())
+    with pytest.raises(BalanceError, match=r"name it \.npz"):
+        read_lengths(tmp_path / "b.npy")
+
+
+def test_missing_file_folder_and_wrong_encoding(tmp_path: Path) -> None:
+    with pytest.raises(BalanceError, match="does not exist"):
+        read_lengths(tmp_path / "none.npy")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(BalanceError, match="is not a file"):
+        read_lengths(tmp_path / "folder.csv")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(BalanceError, match="is not UTF-8 text"):
+        read_lengths(tmp_path / "latin.txt")
+
+
+def test_null_in_parquet_is_no_length(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"length": [3, None]}), tmp_path / "a.parquet")
+    with pytest.raises(BalanceError, match="row 1: nan is NaN"):
+        read_lengths(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", SYNTHETIC_LENGTHS)
+def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name: str) -> None:
+    mixture = SYNTHETIC_LENGTHS[name]
+    lengths = synthetic_lengths(name, num_samples=5000, seed=3)
+    assert lengths.dtype == np.int64
+    assert lengths.shape == (5000,)
+    assert lengths.min() >= mixture.shortest
+    assert lengths.max() <= mixture.longest
+    assert np.array_equal(lengths, synthetic_lengths(name, num_samples=5000, seed=3))
+    assert not np.array_equal(lengths, synthetic_lengths(name, num_samples=5000, seed=4))
+    assert sum(mixture.weights) == pytest.approx(1.0, abs=1e-3)
+    assert len(mixture.weights) == len(mixture.mu) == len(mixture.sigma)
+
+
+def test_a_longer_draw_starts_with_the_shorter() -> None:
+    longer = synthetic_lengths("servegen_mlarge", num_samples=20000)
+    assert np.array_equal(longer[:100], synthetic_lengths("servegen_mlarge", num_samples=100))
+
+
+def test_synthetic_lengths_have_the_published_mean() -> None:
+    # Means of the real sets, tokens; the fit is within a few per cent, the draw within one.
+    for name, mean in {"gsm8k_sft": 157.6, "alpaca_eval": 362.6, "servegen_mlarge": 1072.5}.items():
+        assert synthetic_lengths(name, num_samples=50000).mean() == pytest.approx(mean, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_samples", "seed", "said"),
+    [
+        ("gsm8k", 5, 0, "there are alpaca_eval"),
+        ("gsm8k_sft", 0, 0, "num_samples is 0"),
+        ("gsm8k_sft", 5, -1, "--seed is -1"),
+    ],
+)
+def test_wrong_synthetic_request(name: str, num_samples: int, seed: int, said: str) -> None:
+    with pytest.raises(BalanceError, match=said):
+        synthetic_lengths(name, num_samples=num_samples, seed=seed)
