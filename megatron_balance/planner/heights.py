@@ -1,0 +1,80 @@
+"""How high each row of micro-batches should be filled, so that groups of ranks that meet end together.
+
+A group of e ranks runs M rows of e micro-batches one after another. Large samples that cannot share a
+micro-batch force some rows to be high. A group with a high row must have lower rows besides, so that the
+sum of its rows is that of the others.
+
+    1. forced heights go to groups as in the greedy method: the highest to the group of least forced height
+    2. what the forced rows cannot hold is poured over the other rows, group by group like water in
+       vessels that stand on their forced heights
+"""
+
+from __future__ import annotations
+
+from megatron_balance.planner.bounds import SlotFloor, slot_floor
+from megatron_balance.planner.partition import greedy
+from megatron_balance.planner.problem import Problem
+
+
+def target_heights(problem: Problem, *, num_microbatches: int, sync_span: int, apart: bool) -> list[int]:
+    """Target cost of every row of micro-batches.
+
+    Args:
+        problem: the global batch.
+        num_microbatches: rows of a group.
+        sync_span: ranks of a group.
+        apart: a group with a high row gets lower rows besides, for every row that is forced above the
+            even height; else only for those that the lower bound takes as forced.
+
+    Returns:
+        `[num_groups * num_microbatches]` costs, group by group, the high rows of a group first.
+    """
+    num_groups = problem.topology.dp_size // sync_span
+    num_rows = num_groups * num_microbatches
+    floor = slot_floor(problem, sync_span=sync_span)
+    forced = floor.forced_heights[:num_rows]
+    num_high = _num_high(floor, num_rows=num_rows, sync_span=sync_span) if apart else floor.num_high
+    high = forced[:num_high]
+    spread_cost = _spread_cost(floor, num_high)
+    high_of = greedy(high, num_parts=num_groups, max_count=num_microbatches)
+    bases = [sum(high[row] for row in rows) for rows in high_of]
+    open_rows = [num_microbatches - len(rows) for rows in high_of]
+    level = _water_level(bases, open_rows=open_rows, volume=-(-spread_cost // sync_span))
+    heights: list[int] = []
+    for rows, base, num_open in zip(high_of, bases, open_rows, strict=True):
+        even = max(0, -(-(level - base) // num_open)) if num_open else 0
+        heights += [high[row] for row in rows] + [even] * num_open
+    # Forced heights that the even ones do not cover: the samples exist and must stand somewhere.
+    lower = sorted(
+        (row for row in range(num_rows) if row % num_microbatches >= len(high_of[row // num_microbatches])),
+        key=lambda row: (-heights[row], row),
+    )
+    for row, height in zip(lower, forced[len(high) :], strict=False):
+        heights[row] = max(heights[row], height)
+    return heights
+
+
+def _spread_cost(floor: SlotFloor, num_high: int) -> int:
+    """Cost that the first `num_high` slots cannot hold."""
+    return floor.spread_cost + floor.held_costs[floor.num_high] - floor.held_costs[num_high]
+
+
+def _num_high(floor: SlotFloor, *, num_rows: int, sync_span: int) -> int:
+    """Rows whose forced height is above the even height of the rows behind them."""
+    for num_high, height in enumerate(floor.forced_heights[:num_rows]):
+        if height * (num_rows - num_high) * sync_span <= _spread_cost(floor, num_high):
+            return num_high
+    return min(len(floor.forced_heights), num_rows)
+
+
+def _water_level(bases: list[int], *, open_rows: list[int], volume: int) -> int:
+    """Level to which `volume` rises over vessels that stand on `bases`; those with no open row take none."""
+    vessels = sorted(base for base, num_open in zip(bases, open_rows, strict=True) if num_open)
+    level = vessels[0] if vessels else 0
+    for width, base in enumerate(vessels[1:], start=1):
+        step = (base - level) * width
+        if step >= volume:
+            return level - (-volume // width)
+        volume -= step
+        level = base
+    return level - (-volume // max(len(vessels), 1))

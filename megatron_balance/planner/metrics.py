@@ -1,0 +1,167 @@
+"""How good a plan is: imbalance, padding, room under the cap, samples moved.
+
+A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs), and an
+assignment that is no schedule at all, such as the stock order, can be judged beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.bounds import lower_bound, single_sample_floor
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.problem import build_problem, meeting_ranks, resolve_objective
+from megatron_balance.planner.schedule import DataSchedule, as_integers
+from megatron_balance.planner.topology import Limits, Topology
+
+
+@dataclass(frozen=True)
+class ScheduleMetrics:
+    """Figures of one plan.
+
+    Attributes:
+        objective: `step`, `microbatch` or `pipeline`.
+        predicted_cost: the objective's value, in units of the cost model (`2**cost_shift` taken back in).
+        lower_bound: what no plan can beat, same units.
+        over_bound: predicted_cost / lower_bound; 1.0 is perfect.
+        single_sample_floor: no plan brings step_imbalance below it, because of its largest sample.
+        step_imbalance: costliest rank over the mean rank.
+        microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
+            over the sum of the means.
+        padding_fraction: padding over padded tokens.
+        peak_tokens: padded tokens of the fullest micro-batch.
+        cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
+        num_over_cap: micro-batches of two samples or more over the cap (tokens or samples); 0 in a schedule.
+        num_microbatches: slots of a rank.
+        num_dummies: empty micro-batches, run as masked dummies.
+        moved_tokens: original tokens of samples off their home rank; None where homes are not known.
+    """
+
+    objective: str
+    predicted_cost: int
+    lower_bound: int
+    over_bound: float
+    single_sample_floor: float
+    step_imbalance: float
+    microbatch_imbalance: float
+    padding_fraction: float
+    peak_tokens: int
+    cap_headroom: float | None
+    num_over_cap: int
+    num_microbatches: int
+    num_dummies: int
+    moved_tokens: int | None
+
+
+def schedule_metrics(
+    schedule: DataSchedule, *, cost_model: CostModel | None = None, objective: str | None = None
+) -> ScheduleMetrics:
+    """Figures of a schedule.
+
+    Args:
+        schedule: the plan.
+        cost_model: judge by this one instead of the plan's own.
+        objective: judge by this one instead of the plan's own; slots stay in their order.
+    """
+    return assignment_metrics(
+        schedule.ranks,
+        lengths=schedule.lengths,
+        cost_model=cost_model or schedule.cost_model,
+        topology=schedule.topology,
+        limits=schedule.limits,
+        objective=objective or schedule.objective,
+        home_ranks=schedule.home_ranks,
+    )
+
+
+def assignment_metrics(
+    ranks: Sequence[Sequence[Sequence[int]]],
+    *,
+    lengths: Sequence[int] | NDArray[Any],
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str = "auto",
+    home_ranks: Sequence[int] | NDArray[Any] | None = None,
+) -> ScheduleMetrics:
+    """Figures of any assignment of all samples, a valid schedule or not.
+
+    Args:
+        ranks: `ranks[dp_rank][slot]` are sample ids. A rank with fewer slots than others idles through
+            dummies at its end.
+        lengths: `[num_samples]` original tokens.
+        cost_model: what a sample costs.
+        topology: the ranks.
+        limits: what a micro-batch may hold; only counted here, and used for the lower bound.
+        objective: as for `build_data_schedule`.
+        home_ranks: `[num_samples]` rank that loaded each sample.
+
+    Raises:
+        BalanceError: the ranks are not `dp_size`, or a sample is missing, doubled or unknown.
+    """
+    objective = resolve_objective(objective, topology=topology)
+    original = as_integers(lengths, name="lengths")
+    padded = topology.padded_seq_len(original)
+    if len(ranks) != topology.dp_size:
+        raise BalanceError(f"the assignment has {len(ranks)} ranks: it must have dp_size {topology.dp_size}.")
+    num_microbatches = max(1, *(len(slots) for slots in ranks))
+    slot_of = _slot_of(ranks, num_samples=original.size, num_microbatches=num_microbatches)
+    num_slots = topology.dp_size * num_microbatches
+
+    problem = build_problem(padded, cost_model=cost_model, topology=topology, limits=limits, objective=objective)
+    grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
+    predicted, bound = problem.predicted_cost(grid), lower_bound(problem)
+    of_groups = grid.reshape(-1, meeting_ranks(topology), num_microbatches)
+    mean = int(grid.sum()) / topology.dp_size
+
+    counts = np.bincount(slot_of, minlength=num_slots)
+    tokens = np.zeros(num_slots, dtype=np.int64)
+    np.add.at(tokens, slot_of, padded)
+    cap = limits.max_tokens_per_microbatch(topology)
+    over = counts > (limits.micro_batch_size or 0) if cap is None else (tokens > cap) & (counts > 1)
+    peak = int(tokens.max())
+
+    moved: int | None = None
+    if home_ranks is not None:
+        away = slot_of // num_microbatches != as_integers(home_ranks, name="home_ranks")
+        moved = int(original[away].sum())
+    return ScheduleMetrics(
+        objective=objective,
+        predicted_cost=predicted << problem.cost_shift,
+        lower_bound=bound << problem.cost_shift,
+        over_bound=predicted / bound if bound else 1.0,
+        single_sample_floor=single_sample_floor(problem),
+        step_imbalance=int(grid.sum(axis=1).max()) / mean if mean else 1.0,
+        microbatch_imbalance=int(of_groups.max(axis=1).sum(axis=1).max()) / mean if mean else 1.0,
+        padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
+        peak_tokens=peak,
+        cap_headroom=None if cap is None else 1 - peak / cap,
+        num_over_cap=int(over.sum()),
+        num_microbatches=num_microbatches,
+        num_dummies=int((counts == 0).sum()),
+        moved_tokens=moved,
+    )
+
+
+def _slot_of(ranks: Sequence[Sequence[Sequence[int]]], *, num_samples: int, num_microbatches: int) -> NDArray[np.int64]:
+    """`[num_samples]` `rank * num_microbatches + slot` of an assignment, once it is known to be whole."""
+    slot_of = np.full(num_samples, -1, dtype=np.int64)
+    for rank, slots in enumerate(ranks):
+        for slot, ids in enumerate(slots):
+            for sample in ids:
+                if not 0 <= sample < num_samples or slot_of[sample] >= 0:
+                    raise BalanceError(
+                        f"the assignment gives sample {sample} to rank {rank}: it must give each of "
+                        f"{num_samples} samples once."
+                    )
+                slot_of[sample] = rank * num_microbatches + slot
+    missing = np.flatnonzero(slot_of < 0)
+    if missing.size:
+        raise BalanceError(f"the assignment leaves out sample {missing[0]}: it must give each of {num_samples} once.")
+    return slot_of

@@ -1,0 +1,187 @@
+"""The planning problem as integers: what each sample costs, what a micro-batch holds, who waits for whom.
+
+Objectives, in the words of the time they stand for:
+
+    step        ranks meet once, at the gradient reduction: the largest sum over slots of a rank
+    microbatch  ranks meet in every micro-batch (experts spread over ranks, FSDP, ZeRO-3): the sum over
+                slots of the costliest rank, for the slowest group of ranks that meet
+    pipeline    one-forward-one-backward over `pp_size` stages: the largest makespan of a rank
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost import MAX_TOTAL_COST, CostModel
+from megatron_balance.planner.pipeline import pipeline_makespans
+from megatron_balance.planner.topology import Limits, Topology
+
+OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
+
+
+def resolve_objective(objective: str, *, topology: Topology) -> str:
+    """Chooses the objective that fits the topology where it is `auto`.
+
+    Raises:
+        BalanceError: there is no such objective.
+    """
+    if objective not in OBJECTIVES:
+        raise BalanceError(f"objective is {objective!r}: it must be one of {', '.join(OBJECTIVES)}.")
+    if objective != "auto":
+        return objective
+    if topology.ep_span > 1 or topology.fully_sharded:
+        return "microbatch"
+    return "pipeline" if topology.pp_size > 1 else "step"
+
+
+def meeting_ranks(topology: Topology) -> int:
+    """Neighbouring ranks that meet in every micro-batch, if any do: an expert-parallel group, else all."""
+    span = topology.ep_span
+    return topology.dp_size if topology.fully_sharded or span == 1 else span
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One global batch to plan.
+
+    Attributes:
+        costs: `[num_samples]` int64, what a sample costs its own rank.
+        shared_costs: `[num_samples]` int64, what it costs its expert-parallel group together.
+        weights: `[num_samples]` int64, room it takes in a micro-batch: padded tokens, or 1 where samples
+            are counted. An over-long sample weighs `capacity + 1`: it runs alone.
+        capacity: room of a micro-batch, tokens or samples.
+        counts_samples: `capacity` is a number of samples.
+        per_microbatch: cost of a micro-batch whatever it holds, in the units of `costs`.
+        cost_shift: costs are in units of `2**cost_shift` of the cost model's.
+        topology: the ranks.
+        objective: `step`, `microbatch` or `pipeline`.
+    """
+
+    costs: NDArray[np.int64]
+    _: KW_ONLY
+    shared_costs: NDArray[np.int64]
+    weights: NDArray[np.int64]
+    capacity: int
+    counts_samples: bool
+    per_microbatch: int
+    cost_shift: int
+    topology: Topology
+    objective: str
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the global batch."""
+        return self.costs.size
+
+    @property
+    def sync_span(self) -> int:
+        """Neighbouring data-parallel ranks that wait for one another in every micro-batch."""
+        return meeting_ranks(self.topology) if self.objective == "microbatch" else 1
+
+    def cost_grid(self, slot_of: NDArray[np.int64], *, num_microbatches: int) -> NDArray[np.int64]:
+        """Cost of every micro-batch.
+
+        A micro-batch costs its samples, plus `per_microbatch` (an empty one as well: its masked dummy runs),
+        plus its rank's even share, rounded up, of what the expert-parallel group computes in that slot.
+
+        Args:
+            slot_of: `[num_samples]` `rank * num_microbatches + slot` of each sample.
+            num_microbatches: slots of a rank.
+
+        Returns:
+            `[dp_size, num_microbatches]` int64.
+        """
+        dp_size, span = self.topology.dp_size, self.topology.ep_span
+        grid = np.full(dp_size * num_microbatches, self.per_microbatch, dtype=np.int64)
+        np.add.at(grid, slot_of, self.costs)
+        grid = grid.reshape(dp_size, num_microbatches)
+        if span > 1:
+            shared = np.zeros(dp_size * num_microbatches, dtype=np.int64)
+            np.add.at(shared, slot_of, self.shared_costs)
+            of_groups = shared.reshape(dp_size // span, span, num_microbatches).sum(axis=1)
+            grid += np.repeat(-(-of_groups // span), span, axis=0)
+        return grid
+
+    def predicted_cost(self, grid: NDArray[np.int64]) -> int:
+        """The objective's value for a cost grid `[dp_size, num_microbatches]`, in its units."""
+        if self.objective == "pipeline":
+            makespans = pipeline_makespans(grid, pp_size=self.topology.pp_size, vpp_size=self.topology.vpp_size)
+            return int(makespans.max())
+        of_groups = grid.reshape(-1, self.sync_span, grid.shape[1])
+        return int(of_groups.max(axis=1).sum(axis=1).max())
+
+
+def build_problem(
+    padded_lengths: NDArray[np.int64], *, cost_model: CostModel, topology: Topology, limits: Limits, objective: str
+) -> Problem:
+    """Turns lengths, a cost model, ranks and limits into integers.
+
+    Args:
+        padded_lengths: `[num_samples]` int64, tokens.
+        cost_model: what a sample costs.
+        topology: the ranks.
+        limits: what a micro-batch holds.
+        objective: `step`, `microbatch` or `pipeline`.
+
+    Raises:
+        BalanceError: expert-parallel groups do not divide the data-parallel ranks, or `per_microbatch`
+            is too large for int64.
+    """
+    span = topology.ep_span
+    if topology.dp_size % span:
+        raise BalanceError(
+            f"ep_size is {topology.ep_size}: expert-parallel groups of {span} data-parallel ranks "
+            f"do not divide dp_size {topology.dp_size}."
+        )
+    scaled = cost_model.sample_costs(padded_lengths)
+    capacity = limits.max_tokens_per_microbatch(topology)
+    counts_samples = capacity is None
+    if capacity is None:
+        assert limits.micro_batch_size is not None
+        capacity, weights = limits.micro_batch_size, np.ones_like(padded_lengths)
+    else:
+        weights = np.minimum(padded_lengths, capacity + 1)
+    costs, shared_costs = scaled.costs, scaled.expert_costs
+    if span == 1:
+        # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
+        costs, shared_costs = costs + shared_costs, np.zeros_like(shared_costs)
+    per_microbatch = cost_model.per_microbatch
+    if per_microbatch:
+        per_microbatch = max(per_microbatch >> scaled.shift, 1)
+    return Problem(
+        costs,
+        shared_costs=shared_costs,
+        weights=weights,
+        capacity=capacity,
+        counts_samples=counts_samples,
+        per_microbatch=per_microbatch,
+        cost_shift=scaled.shift,
+        topology=topology,
+        objective=objective,
+    )
+
+
+def check_total(problem: Problem, *, num_microbatches: int) -> None:
+    """Raises where the costs of `dp_size * num_microbatches` micro-batches leave int64."""
+    num_slots = problem.topology.dp_size * num_microbatches
+    total = int(problem.costs.sum()) + int(problem.shared_costs.sum()) + num_slots * (problem.per_microbatch + 1)
+    if total >= MAX_TOTAL_COST:
+        raise BalanceError(
+            f"CostModel.per_microbatch is {problem.per_microbatch}: with {num_slots} micro-batches the costs "
+            f"sum to {total}, which must stay below 2**62. Divide all coefficients by the same number."
+        )
+
+
+def restrict(problem: Problem, samples: NDArray[np.int64], *, topology: Topology) -> Problem:
+    """The problem of some of the samples on other ranks. `samples`: `[num_kept]` ids."""
+    return replace(
+        problem,
+        costs=problem.costs[samples],
+        shared_costs=problem.shared_costs[samples],
+        weights=problem.weights[samples],
+        topology=topology,
+    )

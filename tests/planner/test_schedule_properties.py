@@ -1,0 +1,133 @@
+"""Every schedule keeps every invariant: hypothesis over lengths, topologies, objectives, algorithms, modes."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.metrics import schedule_metrics
+from megatron_balance.planner.schedule import build_data_schedule
+from megatron_balance.planner.topology import Limits, Topology
+
+COST_MODELS = [
+    CostModel.tokens(),
+    CostModel(linear=100, quadratic=1),
+    CostModel(per_sequence=5),
+    CostModel(linear=3, quadratic=1, per_microbatch=1000, expert_linear=50, per_sequence=2),
+    # Costs beyond int64 before they are scaled.
+    CostModel(quadratic=10**14, per_microbatch=10**13, expert_linear=10**18),
+]
+
+
+def check_invariants(schedule):
+    """Asserts the list of invariants of `schedule.py`, one by one, with plain loops."""
+    num_samples, topology = len(schedule.lengths), schedule.topology
+    padded = [int(tokens) for tokens in topology.padded_seq_len(schedule.lengths)]
+    slots = [ids for rank in schedule.ranks for ids in rank]
+
+    # placed once
+    assert sorted(sample for ids in slots for sample in ids) == list(range(num_samples))
+    # even slots
+    assert len(schedule.ranks) == topology.dp_size
+    assert {len(rank) for rank in schedule.ranks} == {schedule.num_microbatches}
+    assert schedule.num_microbatches > 0
+    assert schedule.num_microbatches % topology.microbatch_multiple == 0
+    # cap
+    cap = schedule.limits.max_tokens_per_microbatch(topology)
+    for ids in slots:
+        if len(ids) > 1 and cap is not None:
+            assert sum(padded[sample] for sample in ids) <= cap
+            assert all(padded[sample] <= cap for sample in ids)
+        if len(ids) > 1 and cap is None:
+            assert len(ids) <= schedule.limits.micro_batch_size
+    # no empty slot
+    if schedule.move_samples:
+        assert num_samples < len(slots) or all(slots)
+    else:
+        for rank in schedule.ranks:
+            assert sum(map(len, rank)) < len(rank) or all(rank)
+    # ascending
+    assert all(list(ids) == sorted(ids) for ids in slots)
+    # home
+    if not schedule.move_samples:
+        homes = schedule.home_ranks.tolist()
+        assert all(homes[s] == r for r, rank in enumerate(schedule.ranks) for ids in rank for s in ids)
+    # honest costs
+    assert schedule.lower_bound <= schedule.predicted_cost
+    assert schedule.check() is schedule
+
+
+@st.composite
+def length_lists(draw, cap):
+    """Lengths of the kinds that break planners."""
+    count = draw(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]))
+    kind = draw(st.sampled_from(["zero", "equal", "short", "over-long", "giant", "awkward"]))
+    if kind == "zero":
+        return [0] * count
+    if kind == "equal":
+        return [draw(st.integers(1, cap + 1))] * count
+    if kind == "giant":
+        return [1] * count + [50 * cap]
+    if kind == "awkward":
+        one = st.sampled_from([0, 1, cap // 3 + 1, cap // 2, cap // 2 + 1, cap, cap + 1])
+    else:
+        one = st.integers(0, cap if kind == "short" else 3 * cap)
+    return draw(st.lists(one, min_size=count, max_size=count))
+
+
+@st.composite
+def planning_inputs(draw):
+    cap = draw(st.sampled_from([1, 7, 64, 512]))
+    lengths = draw(length_lists(cap))
+    ep_size = draw(st.sampled_from([1, 1, 2, 4]))
+    topology = Topology(
+        draw(st.sampled_from([1, 2, 4, 8] if ep_size > 1 else [1, 2, 3, 4, 5, 8])),
+        cp_size=draw(st.sampled_from([1, 1, 2])),
+        tp_size=draw(st.sampled_from([1, 2])),
+        pp_size=draw(st.sampled_from([1, 1, 2, 4])),
+        vpp_size=draw(st.sampled_from([1, 2])),
+        ep_size=1,
+        microbatch_multiple=draw(st.integers(1, 4)),
+        sequence_parallel=draw(st.booleans()),
+        fully_sharded=draw(st.sampled_from([False, False, False, True])),
+    )
+    if topology.dp_size % ep_size == 0:
+        topology = Topology(**{**vars(topology), "ep_size": ep_size})
+    options = {
+        "cost_model": draw(st.sampled_from(COST_MODELS)),
+        "topology": topology,
+        "limits": draw(st.sampled_from([Limits(cap), Limits(cap), Limits(micro_batch_size=1 + cap % 4)])),
+        "objective": draw(st.sampled_from(["auto", "step", "microbatch", "pipeline"])),
+        "algorithm": draw(st.sampled_from(["auto", "level_packing", "karmarkar_karp", "greedy", "first_fit"])),
+    }
+    if draw(st.booleans()):
+        ranks = st.integers(0, topology.dp_size - 1)
+        options["home_ranks"] = draw(st.lists(ranks, min_size=len(lengths), max_size=len(lengths)))
+        options["move_samples"] = draw(st.booleans())
+    return lengths, options
+
+
+@settings(max_examples=400, deadline=None)
+@given(planning_inputs())
+def test_every_schedule_keeps_every_invariant(inputs):
+    lengths, options = inputs
+    schedule = build_data_schedule(lengths, **options)
+    check_invariants(schedule)
+    assert build_data_schedule(lengths, **options).digest() == schedule.digest()
+
+    metrics = schedule_metrics(schedule)
+    assert metrics.num_over_cap == 0
+    assert metrics.predicted_cost == schedule.predicted_cost << schedule.cost_shift
+    assert metrics.num_dummies == sum(not ids for slots in schedule.ranks for ids in slots)
+    if not schedule.move_samples:
+        assert metrics.moved_tokens == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=60), st.integers(1, 8), st.integers(0, 10**6))
+def test_the_order_of_arrival_changes_no_cost(lengths, dp_size, seed):
+    options = {"cost_model": COST_MODELS[1], "topology": Topology(dp_size), "limits": Limits(512)}
+    rotation = seed % len(lengths)
+    one = build_data_schedule(lengths, **options)
+    other = build_data_schedule(lengths[rotation:] + lengths[:rotation], **options)
+    assert one.lower_bound == other.lower_bound
+    assert one.num_microbatches == other.num_microbatches
