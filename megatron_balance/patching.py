@@ -65,7 +65,7 @@ class Patches:
         for binding in self._bindings:
             if getattr(binding.module, binding.name) is not binding.wrapped:
                 raise BalanceError(
-                    f"{binding.module.__name__}.{binding.name} was replaced after it was hooked: undo that change first."
+                    f"{binding.module.__name__}.{binding.name} was replaced after it was hooked: undo that first."
                 )
         while self._bindings:
             binding = self._bindings.pop()

@@ -13,9 +13,9 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,20 +27,20 @@ from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
 
 OUT = ROOT / "build" / "quickstart"
 NUM_RANKS = 2
-GLOBAL_BATCH_SIZE = 40
+GLOBAL_BATCH_SIZE = 24
 SEQ_LENGTH = 4096
 TRAIN_ITERS = 12
 WARM_UP_STEPS = 2  # the first steps pay for allocations
-SEED = 1  # of the order of samples: over other seeds stock lies 1.17 to 1.30 off the mean
+SEED = 5  # of the order of samples; over others stock's busiest rank plans 1.18 to 1.38 times the mean
 MAX_LOSS_DIFFERENCE = 1e-5
 
 SHAPE = ModelShape(
-    hidden_size=64,
+    hidden_size=128,
     num_layers=2,
     num_attention_heads=4,
     num_query_groups=2,
-    kv_channels=16,
-    ffn_hidden_size=128,
+    kv_channels=32,
+    ffn_hidden_size=384,
     gated_linear_unit=True,
     padded_vocab_size=257,
 )
@@ -62,6 +62,7 @@ POLICIES = {
 def main() -> int:
     """Train under each policy, compare, and report; the exit code says whether the losses agree."""
     console = Console()
+    console.width = max(console.width, 100)  # a pipe has no width; the table needs one
     runs = {name: _train(name, flags.split(), console=console) for name, flags in POLICIES.items()}
     result: dict[str, dict[str, Any]] = {"policies": {name: _figures(run) for name, run in runs.items()}}
     differences = {name: largest_difference(run, reference=runs["stock"], key="lm_loss") for name, run in runs.items()}
@@ -99,6 +100,10 @@ def _figures(run: Recorded) -> dict[str, Any]:
     metrics = [_metrics(index, step) for index, step in enumerate(steps)]
     return {
         "step_seconds": statistics.mean(step["seconds"] for step in steps[WARM_UP_STEPS:]),
+        "busiest_cpu_seconds": statistics.mean(
+            max(step["cpu_seconds"] for step in ranks)
+            for ranks in zip(*(rank[WARM_UP_STEPS:] for rank in run.ranks), strict=True)
+        ),
         "cpu_seconds_per_rank": [
             statistics.mean(step["cpu_seconds"] for step in rank[WARM_UP_STEPS:]) for rank in run.ranks
         ],
@@ -141,7 +146,10 @@ def _dataset(cache: list[SftDataset] = []) -> SftDataset:  # noqa: B006 - built 
 
 
 def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> None:
-    table = Table(title=f"{NUM_RANKS} ranks, {GLOBAL_BATCH_SIZE} samples a step, at most {SEQ_LENGTH} tokens each")
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=f"{NUM_RANKS} ranks, {GLOBAL_BATCH_SIZE} samples a step, at most {SEQ_LENGTH} tokens each",
+    )
     for heading in (
         "policy",
         "step\nseconds",
@@ -157,7 +165,7 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
         table.add_row(
             name,
             f"{figures['step_seconds']:.3f}",
-            f"{max(figures['cpu_seconds_per_rank']):.3f}",
+            f"{figures['busiest_cpu_seconds']:.3f}",
             f"{figures['planned_max_over_mean']:.4f}",
             f"{figures['planned_over_bound']:.4f}",
             f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else str(counts[0]),
@@ -168,8 +176,10 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
     for name, figures in policies.items():
         if name != "stock":
             wall = stock["step_seconds"] / figures["step_seconds"]
-            cpu = max(stock["cpu_seconds_per_rank"]) / max(figures["cpu_seconds_per_rank"])
-            console.print(f"{name} against stock: {wall:.2f}x by the clock, {cpu:.2f}x by the busiest rank's CPU seconds")
+            cpu = stock["busiest_cpu_seconds"] / figures["busiest_cpu_seconds"]
+            console.print(
+                f"{name} against stock: {wall:.2f}x by the clock, {cpu:.2f}x by CPU seconds of the busiest rank"
+            )
 
 
 if __name__ == "__main__":

@@ -18,20 +18,20 @@ CPU_FLAGS = (
     "--transformer-impl local --spec megatron_balance.mcore.attention thd_block_spec --distributed-backend gloo "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
     "--no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
-).split()
+)
 """Megatron's fused kernels and NCCL need a GPU."""
 
 MODEL_FLAGS = (
     "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 "
     "--make-vocab-size-divisible-by 1"
-).split()
+)
 """A Llama-like model on bytes."""
 
 TRAINING_FLAGS = (
     "--micro-batch-size 1 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 1 "
     "--calculate-per-token-loss --eval-iters 0 --eval-interval 100000 --log-interval 1"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def train(
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += ["-m", "megatron_balance.launch", "--cpu", str(ROOT / "scripts" / "record_steps.py"), str(record)]
-    command += [*CPU_FLAGS, *MODEL_FLAGS, *TRAINING_FLAGS, *flags]
+    command += [*f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
     # One thread a rank: ranks that share cores would slow each other down, and not evenly.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
     lines: list[str] = []

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
 from megatron_balance.mcore.context_parallel import gather_sequences, split_sequences
 
 
@@ -91,7 +91,9 @@ class ThdAttention(MegatronModule):
         if dropout:
             raise NotImplementedError(f"--attention-dropout is {dropout}: ThdAttention has none; set it to 0.")
         if config.window_size is not None:
-            raise NotImplementedError("--window-size is set: ThdAttention has no sliding window; use Transformer Engine.")
+            raise NotImplementedError(
+                "--window-size is set: ThdAttention has no sliding window; use Transformer Engine."
+            )
         self.softmax_scale = softmax_scale
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 

@@ -79,9 +79,7 @@ def gather_sequences(local: Tensor, *, bounds: Sequence[int], group: dist.Proces
     Returns:
         `[total_tokens, ...]`.
     """
-    order = torch.cat(
-        [partitioned_indices(bounds, cp_size=group.size(), cp_rank=rank) for rank in range(group.size())]
-    )
+    order = torch.cat([partitioned_indices(bounds, cp_size=group.size(), cp_rank=rank) for rank in range(group.size())])
     inverse = torch.argsort(order).to(local.device)
     return _AllGather.apply(local, group).index_select(0, inverse)  # type: ignore[no-any-return]
 

@@ -48,6 +48,7 @@ def patch_megatron() -> None:
     """Replace the two Megatron functions that cannot work without a GPU machine's tools."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.utils as core_utils
+
     from megatron_balance.mcore.context_parallel import thd_get_partitioned_indices
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
@@ -227,15 +228,11 @@ def _stub_distributed() -> None:
     inner = dist.all_to_all_single
 
     @functools.wraps(inner)
-    def all_to_all_single(
-        output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, **rest: Any
-    ) -> Any:
+    def all_to_all_single(*positional: Any, **keywords: Any) -> Any:
         # Megatron's MoE dispatcher turns split sizes into integers only where tensors are on a GPU.
-        return inner(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), **rest)
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(keywords.get(name), torch.Tensor):
+                keywords[name] = keywords[name].tolist()
+        return inner(*positional, **keywords)
 
     dist.all_to_all_single = all_to_all_single
-    torch.distributed.all_to_all_single = all_to_all_single
-
-
-def _as_list(splits: Any) -> Any:
-    return splits.tolist() if isinstance(splits, torch.Tensor) else splits

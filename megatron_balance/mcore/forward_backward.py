@@ -8,6 +8,10 @@ Invariants: whatever of Megatron's state is changed for a step is restored after
 evaluation (`forward_only`) passes through.
 """
 
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib
@@ -149,7 +153,8 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         return None
     reason = why_stock(args)
     if reason is not None:
-        StepLog(log_interval=1, enabled=dist.get_rank() == 0).warn_once(f"{reason}: training goes on without balancing.")
+        log = StepLog(log_interval=args.log_interval, enabled=dist.get_rank() == 0)
+        log.warn_once(f"{reason}: training goes on without balancing.")
         return None
     dp_group = parallel_state.get_data_parallel_group()
     model_group = parallel_state.get_model_parallel_group()

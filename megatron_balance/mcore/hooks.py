@@ -113,6 +113,6 @@ def _megatron_version() -> str:
         from megatron.core.package_info import __version__
     except ModuleNotFoundError as error:
         raise BalanceError(
-            "megatron-core is not installed: pip install 'megatron-balance[megatron]', or put Megatron-LM on PYTHONPATH."
+            "megatron-core is not installed: pip install 'megatron-balance[megatron]' or set PYTHONPATH to it."
         ) from error
     return __version__

@@ -8,6 +8,10 @@ file (`--data-path FILE`) or, without one, the built-in corpus of byte-level tok
 it as they reach any script.
 """
 
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -16,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.core import mpu
 from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
@@ -32,6 +34,8 @@ from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from torch import Tensor
+
 from megatron_balance.mcore.sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
 
 BATCH_KEYS = (

@@ -56,7 +56,9 @@ def _samples_of(path: Path) -> Iterator[PromptResponse]:
 def _end_of_head(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
     """The line after the signature and, where there is one, the docstring."""
     body = node.body[0]
-    is_docstring = isinstance(body, ast.Expr) and isinstance(body.value, ast.Constant) and isinstance(body.value.value, str)
+    is_docstring = (
+        isinstance(body, ast.Expr) and isinstance(body.value, ast.Constant) and isinstance(body.value.value, str)
+    )
     if is_docstring:
         assert body.end_lineno is not None
         return body.end_lineno

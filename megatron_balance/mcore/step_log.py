@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from megatron_balance.mcore.balancer import BalancedStep
+from megatron_balance.planner.metrics import schedule_metrics
+from megatron_balance.planner.schedule import DataSchedule
 
 
 class StepLog:
@@ -21,50 +21,43 @@ class StepLog:
         self._num_steps = 0
         self._warned: set[str] = set()
 
-    def warn_once(self, message: str) -> None:
-        """Print a warning the first time it is given."""
-        if self._enabled and message not in self._warned:
+    def warn_once(self, message: str, *, topic: str | None = None) -> None:
+        """Print a warning the first time.
+
+        Args:
+            message: what is said.
+            topic: messages of one topic count as one; the message itself by default.
+        """
+        topic = topic or message
+        if self._enabled and topic not in self._warned:
             print(f"megatron_balance: WARNING: {message}", flush=True)
-        self._warned.add(message)
+        self._warned.add(topic)
 
     def step(self, step: BalancedStep) -> None:
         """Note a step."""
         schedule = step.schedule
         if not self._enabled or schedule is None:
             return
-        if len(schedule.oversized):
-            longest = int(schedule.padded_lengths.max())
-            limit = schedule.limits.max_tokens_per_microbatch(schedule.topology)
-            self.warn_once_about_oversized(longest, limit)
+        if schedule.oversized:
+            self.warn_once(_about_oversized(schedule), topic="oversized")
         self._num_steps += 1
         if self._num_steps % self._log_interval:
             return
-        loads = schedule.cost_grid.sum(axis=1)
-        moved = "" if schedule.home_ranks is None else f" | moved {self._moved_share(step):.0%} of tokens"
+        metrics = schedule_metrics(schedule)
+        moved = (metrics.moved_tokens or 0) / max(int(schedule.padded_lengths.sum()), 1)
         print(
-            f"megatron_balance: {schedule.objective} | planned max/mean {loads.max() / max(loads.mean(), 1):.4f}"
-            f" | {schedule.predicted_cost / max(schedule.lower_bound, 1):.4f} of the bound"
-            f" | micro-batches {step.num_microbatches}{moved}"
+            f"megatron_balance: {metrics.objective} | planned max/mean {metrics.step_imbalance:.4f}"
+            f" | {metrics.over_bound:.4f} of the bound | micro-batches {metrics.num_microbatches}"
+            f" | padding {metrics.padding_fraction:.1%} | moved {moved:.0%} of tokens"
             f" | plan {step.plan_seconds * 1e3:.1f} ms | exchange {step.exchange_seconds * 1e3:.1f} ms",
             flush=True,
         )
 
-    def warn_once_about_oversized(self, longest: int, limit: int | None) -> None:
-        """A sample over the cap runs alone: say it the first time, not for every length."""
-        if "oversized" not in self._warned:
-            self._warned.add("oversized")
-            self.warn_once(
-                f"a sample of {longest} tokens is longer than a micro-batch may be ({limit}, --max-tokens-per-gpu times "
-                "--context-parallel-size). Such samples run alone; raise --max-tokens-per-gpu or shorten them if memory "
-                "runs out."
-            )
 
-    def _moved_share(self, step: BalancedStep) -> float:
-        schedule = step.schedule
-        assert schedule is not None and schedule.home_ranks is not None
-        moved = sum(
-            int(schedule.padded_lengths[list(slot)][schedule.home_ranks[list(slot)] != rank].sum())
-            for rank, slots in enumerate(schedule.ranks)
-            for slot in slots
-        )
-        return moved / max(int(np.sum(schedule.padded_lengths)), 1)
+def _about_oversized(schedule: DataSchedule) -> str:
+    longest = int(schedule.padded_lengths.max())
+    cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)
+    return (
+        f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
+        "--context-parallel-size). Such samples run alone; raise the cap or shorten them if memory runs out."
+    )

@@ -30,7 +30,9 @@ class Turns(Numbers):
 
     chat_template = "role words end"
 
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+    ) -> list[int]:
         assert tokenize
         turns = [[len(message["role"]), *self.tokenize(message["content"]), 50] for message in messages]
         return [token for turn in turns for token in turn] + ([len("assistant")] if add_generation_prompt else [])
