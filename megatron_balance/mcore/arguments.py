@@ -68,6 +68,12 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default="auto",
         help="auto: level packing with --balance-by-flops, else first-fit.",
     )
+    group.add_argument(
+        "--no-balance-overlap",
+        action="store_false",
+        dest="balance_overlap",
+        help="Fetch, plan and move a step's samples when it begins, not while the step before runs.",
+    )
     _check_after_parsing(parser)
     return parser
 
@@ -95,6 +101,7 @@ class BalanceConfig:
         balance_by_flops: FLOPs are the cost.
         objective: one of OBJECTIVES.
         algorithm: one of ALGORITHMS.
+        overlap: prepare the next step while this one runs.
     """
 
     use_dynamic_batch_size: bool = False
@@ -103,6 +110,7 @@ class BalanceConfig:
     balance_by_flops: bool = False
     objective: str = "auto"
     algorithm: str = "auto"
+    overlap: bool = True
 
     @classmethod
     def from_megatron_args(cls, args: Any) -> BalanceConfig:
@@ -121,6 +129,7 @@ class BalanceConfig:
             balance_by_flops=args.balance_by_flops,
             objective=args.balance_objective,
             algorithm=args.balance_algorithm,
+            overlap=args.balance_overlap,
         )
         if config.balance_by_flops and not config.use_dynamic_batch_size:
             raise BalanceError(

@@ -6,8 +6,12 @@ All of it happens on the ranks that read data: the first of every tensor-paralle
 stage and context-parallel rank alike, over their own data-parallel group. The other ranks of a model
 replica learn the number of micro-batches and their lengths by one broadcast.
 
+It happens on the CPU and over process groups of its own, so that the next step can be prepared by a thread
+while this one runs: what a step then waits for is what is not ready yet.
+
 Invariants: every rank of a step gets the same num_microbatches; what one rank finds wrong with its data
-is raised on every rank of its group; the plan depends on gathered lengths and flags alone.
+is raised on every rank of its group; the plan depends on gathered lengths and flags alone; every rank
+prepares the same steps in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,7 @@ from torch import Tensor
 import megatron_balance
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.pull_ahead import pull_ahead_of
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
 from megatron_balance.planner.topology import Limits, Topology
@@ -41,10 +47,12 @@ Microbatch = dict[str, Tensor]
 AS_LOADED = 0
 """Broadcast in place of num_microbatches where there is nothing to balance."""
 
+_ENDED = object()
+
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of this rank.
+    """Process groups of this rank, of which nothing else makes use. Their tensors live on the CPU (gloo).
 
     Attributes:
         dp_group: ranks that load different samples and are otherwise alike (no context parallelism).
@@ -65,15 +73,17 @@ class BalancedStep:
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
         plan_seconds: spent planning.
-        exchange_seconds: spent gathering, comparing and rerouting.
+        exchange_seconds: spent splitting, gathering, comparing, rerouting and packing.
+        exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
     """
 
     num_microbatches: int
     microbatch_tokens: list[int]
-    microbatches: list[Microbatch] | None
-    schedule: DataSchedule | None
-    plan_seconds: float
-    exchange_seconds: float
+    microbatches: list[Microbatch] | None = None
+    schedule: DataSchedule | None = None
+    plan_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
 
 class StepBalancer:
@@ -85,7 +95,6 @@ class StepBalancer:
         limits: what a micro-batch may hold.
         cost_model: tokens or FLOPs.
         groups: process groups of this rank.
-        device: where collectives' buffers live: `cuda` for NCCL.
     """
 
     def __init__(
@@ -96,17 +105,17 @@ class StepBalancer:
         limits: Limits,
         cost_model: CostModel,
         groups: Groups,
-        device: torch.device,
     ) -> None:
         self.config = config
         self.topology = topology
         self.limits = limits
         self.cost_model = cost_model
         self.groups = groups
-        self.device = device
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+        self._prepared: _Preparation | None = None
+        self._thread = ThreadPool(1)  # its thread does not keep the process alive
 
     def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep | list[Any]:
         """Pull one step's items and balance them.
@@ -122,27 +131,53 @@ class StepBalancer:
         Raises:
             BalanceError: on every rank of the data-parallel group alike.
         """
+        started = time.perf_counter()
         if data_iterator is None:
             counts = self._broadcast_counts(None)
-            if counts[0] == AS_LOADED:
-                return []
-            return BalancedStep(counts[0], counts[1:], None, None, 0.0, 0.0)
-        items = [next(data_iterator) for _ in range(num_microbatches)]
-        step = self._balance_items(items)
+            return [] if counts[0] == AS_LOADED else BalancedStep(counts[0], counts[1:])
+        iterator, _ = pull_ahead_of(data_iterator)
+        # Megatron's iterators have no __iter__; what ends them early is said to every rank below.
+        pulled = [next(iterator, _ENDED) for _ in range(num_microbatches)]
+        items = [item for item in pulled if item is not _ENDED]
+        prepared, self._prepared = self._prepared, None
+        # In a replayed step, or under a growing batch size, other items come than those prepared; on every rank.
+        if prepared is not None and prepared.is_of(items):
+            step = prepared.result()
+        else:
+            step = self._balance_items(items, num_items=num_microbatches)
         self._broadcast_counts([AS_LOADED] if step is None else [step.num_microbatches, *step.microbatch_tokens])
-        return items if step is None else step
+        return items if step is None else replace(step, exposed_seconds=time.perf_counter() - started)
 
-    def _balance_items(self, items: Sequence[Any]) -> BalancedStep | None:
+    def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> None:
+        """Begin the next step's data in a thread; `balance` will use it if the step asks for just that.
+
+        Args:
+            data_iterator: as in `balance`.
+            num_microbatches: items that the next step is expected to pull.
+        """
+        if data_iterator is None:
+            return
+        _, ahead = pull_ahead_of(data_iterator)
+        ahead.begin_fetch()
+
+        def work() -> tuple[list[Any], BalancedStep | None]:
+            items = ahead.fetch(num_microbatches)
+            return items, self._balance_items(items, num_items=num_microbatches)
+
+        self._prepared = _Preparation(self._thread.apply_async(work))
+
+    def _balance_items(self, items: Sequence[Any], *, num_items: int) -> BalancedStep | None:
         started = time.perf_counter()
         packed = all(isinstance(item, Mapping) and item.get("cu_seqlens") is not None for item in items)
-        samples, problem = _split(items, device=self.device) if packed else ([], None)
+        samples, problem = _split(items) if packed else ([], None)
+        if len(items) < num_items:
+            problem = f"its data ended after {len(items)} of {num_items} items of this step."
         gathered = gather_sample_lengths(
             samples,
             group=self.groups.dp_group,
             # Whether items are packed must be the same everywhere: it goes into what ranks compare.
             fingerprint=self._fingerprint ^ packed,
             problem=problem,
-            device=self.device,
         )
         if not packed:
             return None
@@ -160,22 +195,15 @@ class StepBalancer:
             move_samples=self.config.balance_data,
         )
         planned = time.perf_counter()
-        check_same_schedule(schedule.digest(), group=self.groups.dp_group, device=self.device)
+        check_same_schedule(schedule.digest(), group=self.groups.dp_group)
         mine = reroute_samples(
-            samples,
-            destinations=_destinations(schedule),
-            gathered=gathered,
-            group=self.groups.dp_group,
-            device=self.device,
+            samples, destinations=_destinations(schedule), gathered=gathered, group=self.groups.dp_group
         )
         microbatches = [
             self._pack([mine[sample] for sample in slot])
             if slot
             else dummy_microbatch(
-                gathered.schema,
-                token_multiple=self.topology.token_multiple,
-                cp_size=self.topology.cp_size,
-                device=self.device,
+                gathered.schema, token_multiple=self.topology.token_multiple, cp_size=self.topology.cp_size
             )
             for slot in schedule.ranks[self.groups.dp_group.rank()]
         ]
@@ -202,10 +230,10 @@ class StepBalancer:
             assert counts is not None, "a rank that is a whole replica reads data"
             return counts
         source = dist.get_global_rank(group, 0)
-        known = torch.tensor(counts or [AS_LOADED], dtype=torch.int64, device=self.device)
-        size = torch.tensor([known.numel()], dtype=torch.int64, device=self.device)
+        known = torch.tensor(counts or [AS_LOADED], dtype=torch.int64)
+        size = torch.tensor([known.numel()], dtype=torch.int64)
         dist.broadcast(size, source, group=group)
-        sent = known.clone() if group.rank() == 0 else torch.empty(int(size), dtype=torch.int64, device=self.device)
+        sent = known.clone() if group.rank() == 0 else torch.empty(int(size), dtype=torch.int64)
         dist.broadcast(sent, source, group=group)
         if counts is not None and sent.tolist() != counts:
             raise BalanceError(
@@ -215,13 +243,33 @@ class StepBalancer:
         return sent.tolist()
 
 
-def _split(items: Sequence[Mapping[str, Any]], *, device: torch.device) -> tuple[list[Sample], str | None]:
-    """The samples of all items on `device`, or what is wrong with them, which travels to every rank."""
+class _Preparation:
+    """A step's data in the making, by a thread."""
+
+    def __init__(self, made: AsyncResult[tuple[list[Any], BalancedStep | None]]) -> None:
+        self._made = made
+
+    def is_of(self, items: Sequence[Any]) -> bool:
+        """Whether it was made from these very items. Waits for it to end.
+
+        Raises:
+            BalanceError: what went wrong in making it; the step that asks is the one it was for.
+        """
+        made_of, _ = self._made.get()
+        return len(items) == len(made_of) and all(item is other for item, other in zip(items, made_of, strict=True))
+
+    def result(self) -> BalancedStep | None:
+        """The step's data; None where there is nothing to balance."""
+        return self._made.get()[1]
+
+
+def _split(items: Sequence[Mapping[str, Any]]) -> tuple[list[Sample], str | None]:
+    """The samples of all items on the CPU, or what is wrong with them, which travels to every rank."""
     samples: list[Sample] = []
     for index, item in enumerate(items):
-        on_device = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in item.items()}
+        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
         try:
-            samples.extend(split_packed(on_device))
+            samples.extend(split_packed(on_cpu))
         except BalanceError as error:
             return [], f"item {index} of this step: {error}"
     return samples, None

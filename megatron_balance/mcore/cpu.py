@@ -70,8 +70,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # clip_grads asserts that gradients are of type torch.cuda.FloatTensor.
             return func(args[0]).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.pin_memory:
-            return args[0]
         if func is torch.Tensor.record_stream:
             return None
         if "device" in kwargs:
@@ -205,6 +203,8 @@ def _stub_cuda() -> None:
         for module in (cuda, cuda.random, cuda.memory):
             if module is cuda or hasattr(module, name):
                 setattr(module, name, stub)
+    # A function mode holds for the thread that entered it; data loaders pin in others, too.
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
 

@@ -18,9 +18,9 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_balance.mcore.arguments import (
@@ -69,6 +69,8 @@ class BalancedForwardBackward:
             )
             return schedule(**{**arguments, "data_iterator": _hand_out(iterators, lambda: iter(step))})
         self.last_step = step
+        if self.balancer.config.overlap and self._goes_on():
+            self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"])
         self._log.step(step)
         arguments |= {
             "data_iterator": _hand_out(iterators, lambda: iter(step.microbatches or ())),
@@ -78,6 +80,11 @@ class BalancedForwardBackward:
         }
         with _variable_seq_lengths(arguments["model"]):
             return schedule(**arguments)
+
+    def _goes_on(self) -> bool:
+        """Whether another step is to come; a data set may hold no more than the steps there are."""
+        last = self._args.train_iters
+        return last is None or self._args.curr_iteration + 1 < last
 
     def _with_microbatch_shape(self, forward_step_func: Schedule, microbatch_tokens: list[int]) -> Schedule:
         """Have Megatron's arguments tell each micro-batch's own shape while it runs.
@@ -156,14 +163,24 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log = StepLog(log_interval=args.log_interval, enabled=dist.get_rank() == 0)
         log.warn_once(f"{reason}: training goes on without balancing.")
         return None
-    dp_group = parallel_state.get_data_parallel_group()
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     model_group = parallel_state.get_model_parallel_group()
     balancer = StepBalancer(
         config,
         topology=topology_from_megatron_args(args),
         limits=config.limits(micro_batch_size=args.micro_batch_size),
         cost_model=cost_model_from_megatron_args(args, by_flops=config.balance_by_flops),
-        groups=Groups(dp_group=dp_group, model_group=model_group if model_group.size() > 1 else None),
-        device=torch.device("cuda" if dist.get_backend(dp_group) == "nccl" else "cpu"),
+        groups=Groups(
+            dp_group=_own_group(parallel_state.get_data_parallel_group(), timeout=timeout),
+            model_group=_own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
+        ),
     )
     return BalancedForwardBackward(balancer, args=args)
+
+
+def _own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
+    """The same ranks once more: a thread may use it while training uses theirs, and no GPU waits for it."""
+    ranks = dist.get_process_group_ranks(group)
+    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=timeout)
+    assert isinstance(own, dist.ProcessGroup), "this rank is in its own group"
+    return own

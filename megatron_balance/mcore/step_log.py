@@ -49,7 +49,8 @@ class StepLog:
             f"megatron_balance: {metrics.objective} | planned max/mean {metrics.step_imbalance:.4f}"
             f" | {metrics.over_bound:.4f} of the bound | micro-batches {metrics.num_microbatches}"
             f" | padding {metrics.padding_fraction:.1%} | moved {moved:.0%} of tokens"
-            f" | plan {step.plan_seconds * 1e3:.1f} ms | exchange {step.exchange_seconds * 1e3:.1f} ms",
+            f" | plan {step.plan_seconds * 1e3:.1f} ms | exchange {step.exchange_seconds * 1e3:.1f} ms"
+            f" | exposed {step.exposed_seconds * 1e3:.1f} ms",
             flush=True,
         )
 

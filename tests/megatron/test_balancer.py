@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +28,6 @@ def balancer(group: dist.ProcessGroup, *, cap: int = 16) -> StepBalancer:
         limits=Limits(cap),
         cost_model=CostModel(linear=10, quadratic=1),
         groups=Groups(dp_group=group, model_group=None),
-        device=torch.device("cpu"),
     )
 
 
@@ -73,3 +73,75 @@ def test_a_step_without_tokens_is_refused(group: dist.ProcessGroup) -> None:
     empty = {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1, dtype=torch.int32)}
     with pytest.raises(BalanceError, match="yielded no tokens"):
         balancer(group).balance(iter([empty]), num_microbatches=1)
+
+
+class Replayed:
+    """Like Megatron's RerunDataIterator: hands out items of what it iterates over, and again after a rewind."""
+
+    def __init__(self, iterable: Iterator[object]) -> None:
+        self.iterable = iterable
+        self.saved: list[object] = []
+        self.replaying = False
+
+    def __next__(self) -> object:
+        if self.replaying:
+            return copy.copy(self.saved.pop(0))
+        self.saved.append(next(self.iterable))
+        return self.saved[-1]
+
+
+def spans(step: BalancedStep | list[object]) -> list[int]:
+    assert isinstance(step, BalancedStep)
+    assert step.microbatches is not None
+    return sorted(span for microbatch in step.microbatches for span in microbatch["cu_seqlens"].diff()[0].tolist())
+
+
+def test_a_step_prepared_ahead_is_the_step_that_would_have_been(group: dist.ProcessGroup) -> None:
+    lengths = [7, 3, 9, 2, 4, 1]
+    ahead, plain = balancer(group), balancer(group)
+    iterator, other = Replayed(iter([item(n) for n in lengths])), iter([item(n) for n in lengths])
+    for _ in range(3):
+        step = ahead.balance(iterator, num_microbatches=2)
+        ahead.prepare(iterator, num_microbatches=2)
+        reference = plain.balance(other, num_microbatches=2)
+        assert isinstance(step, BalancedStep)
+        assert isinstance(reference, BalancedStep)
+        assert step.schedule is not None
+        assert reference.schedule is not None
+        assert step.schedule.digest() == reference.schedule.digest()
+        assert step.microbatches is not None
+        assert reference.microbatches is not None
+        for ours, theirs in zip(step.microbatches, reference.microbatches, strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_what_is_pulled_ahead_is_not_handed_out_before_its_step(group: dist.ProcessGroup) -> None:
+    iterator = Replayed(iter([item(n) for n in (7, 3, 9, 2)]))
+    ahead = balancer(group)
+    assert spans(ahead.balance(iterator, num_microbatches=2)) == [3, 7]
+    ahead.prepare(iterator, num_microbatches=2)
+    ahead._prepared and ahead._prepared.is_of([])  # wait for the thread
+    assert len(iterator.saved) == 2
+    iterator.replaying = True  # the step is run again: its own items come, not those pulled ahead
+    assert spans(ahead.balance(iterator, num_microbatches=2)) == [3, 7]
+    iterator.replaying = False
+    assert spans(ahead.balance(iterator, num_microbatches=2)) == [2, 9]
+
+
+def test_a_growing_batch_takes_what_was_pulled_ahead_and_more(group: dist.ProcessGroup) -> None:
+    iterator = Replayed(iter([item(n) for n in (7, 3, 9, 2, 4)]))
+    ahead = balancer(group)
+    ahead.balance(iterator, num_microbatches=2)
+    ahead.prepare(iterator, num_microbatches=2)
+    assert spans(ahead.balance(iterator, num_microbatches=3)) == [2, 4, 9]
+
+
+def test_data_that_ends_early_is_said_by_the_step_that_asks_for_it(group: dist.ProcessGroup) -> None:
+    iterator = Replayed(iter([item(n) for n in (7, 3, 9)]))
+    ahead = balancer(group)
+    ahead.balance(iterator, num_microbatches=2)
+    ahead.prepare(iterator, num_microbatches=2)  # does not raise: perhaps no step will ask
+    with pytest.raises(BalanceError, match="ended after 1 of 2 items"):
+        ahead.balance(iterator, num_microbatches=2)
+    with pytest.raises(BalanceError, match="ended after 0 of 2 items"):
+        balancer(group).balance(iter([]), num_microbatches=2)
