@@ -20,6 +20,7 @@ from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.topology import Limits, Topology
 
 OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
+UNITS = ("segment", "sample")
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
 
 
@@ -69,6 +70,20 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         help="auto: level packing with --balance-by-flops, else first-fit.",
     )
     group.add_argument(
+        "--balance-unit",
+        choices=UNITS,
+        default="segment",
+        help="What moves where a row holds several packed sequences: each by itself, or the row as a whole.",
+    )
+    group.add_argument(
+        "--balance-lookahead",
+        type=int,
+        default=1,
+        metavar="W",
+        help="Choose each step's samples from W global batches, so that steps are alike; a sample waits at most W-1 "
+        "steps. 1 keeps the order of the data. Rows move as a whole.",
+    )
+    group.add_argument(
         "--no-balance-overlap",
         action="store_false",
         dest="balance_overlap",
@@ -102,6 +117,8 @@ class BalanceConfig:
         objective: one of OBJECTIVES.
         algorithm: one of ALGORITHMS.
         overlap: prepare the next step while this one runs.
+        unit: one of UNITS.
+        lookahead: global batches to choose from.
     """
 
     use_dynamic_batch_size: bool = False
@@ -111,6 +128,8 @@ class BalanceConfig:
     objective: str = "auto"
     algorithm: str = "auto"
     overlap: bool = True
+    unit: str = "segment"
+    lookahead: int = 1
 
     @classmethod
     def from_megatron_args(cls, args: Any) -> BalanceConfig:
@@ -130,7 +149,15 @@ class BalanceConfig:
             objective=args.balance_objective,
             algorithm=args.balance_algorithm,
             overlap=args.balance_overlap,
+            unit=args.balance_unit,
+            lookahead=args.balance_lookahead,
         )
+        if config.lookahead < 1:
+            raise BalanceError(f"--balance-lookahead is {config.lookahead}: it must be 1 (off) or more global batches.")
+        if config.lookahead > 1 and not config.active:
+            raise BalanceError(
+                f"--balance-lookahead is {config.lookahead} and nothing is balanced: add --balance-data or set 1."
+            )
         if config.balance_by_flops and not config.use_dynamic_batch_size:
             raise BalanceError(
                 "--balance-by-flops is set without --use-dynamic-batch-size: add --use-dynamic-batch-size and "
@@ -152,6 +179,11 @@ class BalanceConfig:
     def active(self) -> bool:
         """Whether any flag asks for something."""
         return self.use_dynamic_batch_size or self.balance_data
+
+    @property
+    def effective_unit(self) -> str:
+        """Look-ahead counts rows of a global batch, so rows stay whole."""
+        return "sample" if self.lookahead > 1 else self.unit
 
     def limits(self, *, micro_batch_size: int) -> Limits:
         """What a micro-batch may hold."""

@@ -29,8 +29,11 @@ from megatron_balance.mcore.arguments import (
     topology_from_megatron_args,
     why_stock,
 )
-from megatron_balance.mcore.balancer import BalancedStep, Groups, StepBalancer
+from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.mcore.pool_checkpoint import restore_pool
+from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_log import StepLog
+from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
 
 Schedule = Callable[..., Any]
 
@@ -42,8 +45,9 @@ class BalancedForwardBackward:
         last_step: the data of the newest step, for logs and tests.
     """
 
-    def __init__(self, balancer: StepBalancer, *, args: Any) -> None:
+    def __init__(self, balancer: StepBalancer, *, args: Any, overlap: bool) -> None:
         self.balancer = balancer
+        self._overlap = overlap
         self.last_step: BalancedStep | None = None
         self._args = args
         self._log = StepLog(log_interval=args.log_interval, enabled=dist.get_rank() == 0)
@@ -69,11 +73,11 @@ class BalancedForwardBackward:
             )
             return schedule(**{**arguments, "data_iterator": _hand_out(iterators, lambda: iter(step))})
         self.last_step = step
-        if self.balancer.config.overlap and self._goes_on():
+        if self._overlap and self._goes_on():
             self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"])
         self._log.step(step)
         arguments |= {
-            "data_iterator": _hand_out(iterators, lambda: iter(step.microbatches or ())),
+            "data_iterator": _hand_out(iterators, lambda: map(dict, step.microbatches or ())),
             "num_microbatches": step.num_microbatches,
             "micro_batch_size": 1,
             "forward_step_func": self._with_microbatch_shape(arguments["forward_step_func"], step.microbatch_tokens),
@@ -165,17 +169,31 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         return None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     model_group = parallel_state.get_model_parallel_group()
+    topology = topology_from_megatron_args(args)
+    cost_model = cost_model_from_megatron_args(args, by_flops=config.balance_by_flops)
+    dp_group = _own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
+    pool = None
+    if config.lookahead > 1:
+        pool = SamplePool(
+            config.lookahead,
+            global_batch_size=args.global_batch_size,
+            topology=topology,
+            cost_model=cost_model,
+            rank=dp_group.rank(),
+        )
     balancer = StepBalancer(
-        config,
-        topology=topology_from_megatron_args(args),
-        limits=config.limits(micro_batch_size=args.micro_batch_size),
-        cost_model=cost_model_from_megatron_args(args, by_flops=config.balance_by_flops),
-        groups=Groups(
-            dp_group=_own_group(parallel_state.get_data_parallel_group(), timeout=timeout),
-            model_group=_own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
+        StepMaker(
+            config,
+            topology=topology,
+            limits=config.limits(micro_batch_size=args.micro_batch_size),
+            cost_model=cost_model,
+            dp_group=dp_group,
         ),
+        model_group=_own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
+        pool=pool,
     )
-    return BalancedForwardBackward(balancer, args=args)
+    restore_pool(balancer, args=args, lookahead=config.lookahead)
+    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap)
 
 
 def _own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:

@@ -1,10 +1,10 @@
-"""The two hooks in Megatron, in a checked table.
+"""The hooks in Megatron, in a checked table.
 
     from megatron_balance.mcore import install
     patches = install()      # before Megatron parses arguments
     patches.undo()
 
-Without a balance flag the second hook hands back Megatron's own function: the run is stock.
+Without a balance flag the hooks hand on to Megatron's own functions: the run is stock.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import add_balance_args
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
+from megatron_balance.mcore.pool_checkpoint import save_pool
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
 
@@ -40,6 +41,20 @@ def _with_balanced_schedule(get_forward_backward_func: Function) -> Function:
     return wrapper
 
 
+def _with_pool_saved(save_checkpoint: Function) -> Function:
+    @functools.wraps(save_checkpoint)
+    def wrapper(iteration: int, *positional: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        balanced = current()
+        if balanced is not None and not keywords.get("non_persistent_ckpt"):
+            # Before Megatron says that the checkpoint is complete.
+            save_pool(balanced.balancer, args=get_args(), iteration=iteration)
+        return save_checkpoint(iteration, *positional, **keywords)
+
+    return wrapper
+
+
 HOOKS = (
     Hook(
         target="megatron.training.arguments:add_megatron_arguments",
@@ -56,6 +71,14 @@ HOOKS = (
         wrap=_with_balanced_schedule,
         why="train() asks it for the schedule of every step and passes the data iterator to that",
         until="core/datasets/data_schedule.py's scheduler_map (0.20) takes schedulers from outside",
+    ),
+    Hook(
+        target="megatron.training.checkpointing:save_checkpoint",
+        bound_in=("megatron.training.training",),
+        parameters=("iteration", "non_persistent_ckpt"),
+        wrap=_with_pool_saved,
+        why="under --balance-lookahead samples wait between steps; without it the wrapper does nothing",
+        until="Megatron's data loaders save a state of their own",
     ),
 )
 

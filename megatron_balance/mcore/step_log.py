@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_balance.mcore.balancer import BalancedStep
+from megatron_balance.mcore.step_maker import BalancedStep
 from megatron_balance.planner.metrics import schedule_metrics
 from megatron_balance.planner.schedule import DataSchedule
 
@@ -48,7 +48,7 @@ class StepLog:
         print(
             f"megatron_balance: {metrics.objective} | planned max/mean {metrics.step_imbalance:.4f}"
             f" | {metrics.over_bound:.4f} of the bound | micro-batches {metrics.num_microbatches}"
-            f" | padding {metrics.padding_fraction:.1%} | moved {moved:.0%} of tokens"
+            f"{_about_pool(step)} | padding {metrics.padding_fraction:.1%} | moved {moved:.0%} of tokens"
             f" | plan {step.plan_seconds * 1e3:.1f} ms | exchange {step.exchange_seconds * 1e3:.1f} ms"
             f" | exposed {step.exposed_seconds * 1e3:.1f} ms",
             flush=True,
@@ -62,3 +62,7 @@ def _about_oversized(schedule: DataSchedule) -> str:
         f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
         "--context-parallel-size). Such samples run alone; raise the cap or shorten them if memory runs out."
     )
+
+
+def _about_pool(step: BalancedStep) -> str:
+    return "" if step.pool is None else f" | drift {step.pool.drift:.3f}"

@@ -82,7 +82,8 @@ def reroute_samples(
         dist.all_to_all_single(receive, send.to(device), receive_nbytes, send_nbytes, group=group)
         for block, ids, lengths in zip(receive.split(receive_nbytes), ids_from, lengths_from, strict=True):
             if lengths:
-                arrived.update(zip(ids.tolist(), read_block(block, lengths=lengths, schema=schema), strict=True))
+                here = read_block(block, lengths=lengths, schema=schema, segment_lengths=gathered.segments_of(ids))
+                arrived.update(zip(ids.tolist(), here, strict=True))
 
     return {sample_id: arrived[sample_id] for sample_id in sorted(arrived)}
 
@@ -105,11 +106,17 @@ def _checked_destinations(destinations: ArrayLike, *, gathered: GatheredLengths,
 
 def _check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank: int, schema: SampleSchema) -> None:
     """The bytes are laid out by what was gathered, so a sample that differs would be read as garbage."""
-    expected = gathered.lengths[gathered.home_ranks == rank].tolist()
-    given = [sample.length for sample in samples]
+    own = np.flatnonzero(gathered.home_ranks == rank)
+    expected, given = gathered.lengths[own].tolist(), [sample.length for sample in samples]
     if given != expected:
         raise BalanceError(f"reroute_samples got samples of {given} tokens; those gathered had {expected}.")
-    for index, sample in enumerate(samples):
+    segments = gathered.segments_of(own) or [(length,) for length in expected]
+    for index, (sample, of_sample) in enumerate(zip(samples, segments, strict=True)):
+        if sample.segment_lengths != of_sample:
+            raise BalanceError(
+                f"reroute_samples: sample {index} has sequences of {sample.segment_lengths} tokens; the one gathered "
+                f"had {of_sample}."
+            )
         if not schema.fits(sample):
             difference = ", ".join(SampleSchema.of(sample).differences(schema))
             raise BalanceError(f"reroute_samples: sample {index} does not fit the schema: {difference}.")
@@ -131,4 +138,5 @@ def _on_device(samples: Sequence[Sample], *, schema: SampleSchema, device: torch
     lengths = [sample.length for sample in samples]
     block = torch.empty(block_nbytes(schema, lengths=lengths), dtype=torch.uint8, device=here)
     write_block(block, samples=samples, schema=schema)
-    return read_block(block.to(device), lengths=lengths, schema=schema)
+    segments = [sample.segment_lengths for sample in samples]
+    return read_block(block.to(device), lengths=lengths, schema=schema, segment_lengths=segments)

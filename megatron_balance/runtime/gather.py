@@ -4,8 +4,11 @@ What one rank finds wrong with its own data it must not raise alone: its peers w
 travels in the header, and every rank raises the same error.
 
 Collectives: one all_gather of `HEADER_FIELDS + INLINE_LENGTHS` int64 a rank (1 KiB). A second one carries the other
-lengths where some rank has more than `INLINE_LENGTHS` samples. One more carries schemas or error texts, where some
-rank has no samples or is at fault. All ranks decide on these from the same header.
+values where some rank has more than `INLINE_LENGTHS`. One more carries schemas or error texts, where some rank has no
+samples or is at fault. All ranks decide on these from the same header.
+
+The values of a rank are the lengths of its samples. Where any of them has several sequences, they are the number of
+sequences of each sample and then the lengths of all sequences: more values than samples, which tells the two apart.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
-NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES = range(5)
-HEADER_FIELDS = 8  # three spare
+NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES = range(6)
+HEADER_FIELDS = 8  # two spare
 INLINE_LENGTHS = 120
 NO_SCHEMA = -1  # hashes are not negative
 MAX_RANKS_NAMED = 8  # an error on a thousand ranks must stay readable
@@ -38,6 +41,8 @@ class GatheredLengths:
         num_samples_per_rank: int64 `[dp_size]`.
         offset: id of this rank's first sample.
         schema: of all samples; None where no rank has any.
+        num_segments: int64 `[num_samples]`, sequences of each sample, at least 1.
+        segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
     """
 
     lengths: NDArray[np.int64]
@@ -45,6 +50,16 @@ class GatheredLengths:
     num_samples_per_rank: NDArray[np.int64]
     offset: int
     schema: SampleSchema | None
+    num_segments: NDArray[np.int64]
+    segment_lengths: NDArray[np.int64]
+
+    def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]] | None:
+        """Lengths of the sequences of each of these samples; None where every sample of all ranks is one sequence."""
+        if self.segment_lengths.size == self.lengths.size:
+            return None
+        stops = np.cumsum(self.num_segments)[sample_ids]
+        starts = stops - self.num_segments[sample_ids]
+        return [tuple(self.segment_lengths[start:stop].tolist()) for start, stop in zip(starts, stops, strict=True)]
 
 
 def gather_sample_lengths(
@@ -61,14 +76,22 @@ def gather_sample_lengths(
         schema = SampleSchema.shared_by(samples)
     except BalanceError as error:
         problem = problem or str(error)
-    lengths = [sample.length for sample in samples]
-    return gather_lengths(lengths, group=group, schema=schema, fingerprint=fingerprint, problem=problem, device=device)
+    return gather_lengths(
+        [length for sample in samples for length in sample.segment_lengths],
+        num_segments=[len(sample.segment_lengths) for sample in samples],
+        group=group,
+        schema=schema,
+        fingerprint=fingerprint,
+        problem=problem,
+        device=device,
+    )
 
 
 def gather_lengths(
     local_lengths: ArrayLike,
     *,
     group: dist.ProcessGroup,
+    num_segments: ArrayLike | None = None,
     schema: SampleSchema | None = None,
     fingerprint: int = 0,
     problem: str | None = None,
@@ -77,8 +100,9 @@ def gather_lengths(
     """Gather the lengths of all ranks, and check that the ranks agree.
 
     Args:
-        local_lengths: `[num_local_samples]`, tokens; may be empty.
+        local_lengths: `[num_local_samples]`, tokens, or one entry a sequence, sample after sample; may be empty.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
+        num_segments: `[num_local_samples]`, sequences of each sample, at least 1; None where each is one sequence.
         schema: of this rank's samples; None only where it has none, and then the others' is adopted.
         fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
         problem: what this rank found wrong with its own data. It raises here, on every rank.
@@ -89,21 +113,24 @@ def gather_lengths(
             schemas.
     """
     lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
+    counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
     if problem is None:
-        problem = _own_problem(lengths, schema)
+        problem = _own_problem(lengths, counts=counts, schema=schema)
     if problem is not None:
-        lengths = lengths[:0]
+        lengths, counts = lengths[:0], counts[:0]
+    values = lengths if len(lengths) == len(counts) else np.concatenate([counts, lengths])
     detail = b"" if schema is None else schema.to_bytes()
     if problem is not None:
         detail = problem.encode()
 
     header = np.zeros(HEADER_FIELDS + INLINE_LENGTHS, dtype=np.int64)
-    header[NUM_SAMPLES] = len(lengths)
+    header[NUM_SAMPLES] = len(counts)
+    header[NUM_VALUES] = len(values)
     header[FINGERPRINT] = fingerprint
     header[SCHEMA_HASH] = NO_SCHEMA if schema is None else schema.hash()
     header[FAILED] = problem is not None
     header[DETAIL_NBYTES] = len(detail)
-    inline = lengths[:INLINE_LENGTHS]
+    inline = values[:INLINE_LENGTHS]
     header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
     headers = _all_gather(header, group=group, device=device)
 
@@ -124,21 +151,41 @@ def gather_lengths(
             raise BalanceError(f"{_ranks(failed)} cannot go on. " + " | ".join(texts))
         schema = _agreed_schema(hashes, details)
 
-    num_samples_per_rank = headers[:, NUM_SAMPLES]
-    num_more = int(num_samples_per_rank.max()) - INLINE_LENGTHS
+    num_values = headers[:, NUM_VALUES]
+    num_more = int(num_values.max()) - INLINE_LENGTHS
     padded = headers[:, HEADER_FIELDS:]
     if num_more > 0:
         rest = np.zeros(num_more, dtype=np.int64)
-        rest[: max(len(lengths) - INLINE_LENGTHS, 0)] = lengths[INLINE_LENGTHS:]
+        rest[: max(len(values) - INLINE_LENGTHS, 0)] = values[INLINE_LENGTHS:]
         padded = np.concatenate([padded, _all_gather(rest, group=group, device=device)], axis=1)
-    present = np.arange(padded.shape[1]) < num_samples_per_rank[:, None]
+    num_samples_per_rank = headers[:, NUM_SAMPLES]
+    all_counts, segment_lengths = _read_values(padded, num_values=num_values, num_samples=num_samples_per_rank)
+    starts = np.cumsum(all_counts) - all_counts
     return GatheredLengths(
-        lengths=padded[present],
+        lengths=np.add.reduceat(segment_lengths, starts) if len(starts) else segment_lengths,
         home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_samples_per_rank),
         num_samples_per_rank=num_samples_per_rank,
         offset=int(num_samples_per_rank[: group.rank()].sum()),
         schema=schema,
+        num_segments=all_counts,
+        segment_lengths=segment_lengths,
     )
+
+
+def _read_values(
+    padded: NDArray[np.int64], *, num_values: NDArray[np.int64], num_samples: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Values of all ranks `[group_size, n]` → number of sequences of each sample, and lengths of all sequences."""
+    if (num_values == num_samples).all():
+        flat = padded[np.arange(padded.shape[1]) < num_values[:, None]]
+        return np.ones_like(flat), flat
+    counts: list[NDArray[np.int64]] = []
+    lengths: list[NDArray[np.int64]] = []
+    for row, stop, num in zip(padded, num_values.tolist(), num_samples.tolist(), strict=True):
+        several = stop > num
+        counts.append(row[:num] if several else np.ones(num, dtype=np.int64))
+        lengths.append(row[num if several else 0 : stop])
+    return np.concatenate(counts), np.concatenate(lengths)
 
 
 def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
@@ -161,11 +208,13 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
         )
 
 
-def _own_problem(lengths: NDArray[np.int64], schema: SampleSchema | None) -> str | None:
+def _own_problem(lengths: NDArray[np.int64], *, counts: NDArray[np.int64], schema: SampleSchema | None) -> str | None:
     if (lengths < 0).any():
         return f"a sample's length is {lengths.min()}: it must be at least 0."
-    if len(lengths) and schema is None:
-        return f"{len(lengths)} samples and no schema: give the schema of the samples."
+    if (counts < 1).any() or counts.sum() != len(lengths):
+        return f"num_segments is {counts.tolist()}: it must be at least 1 and sum to the {len(lengths)} lengths given."
+    if len(counts) and schema is None:
+        return f"{len(counts)} samples and no schema: give the schema of the samples."
     return None
 
 

@@ -1,6 +1,7 @@
 """Samples → one packed (`thd`) micro-batch, as Megatron 0.19's `get_batch` expects it from a data iterator.
 
-Every tensor has a leading batch dimension of 1. Each sequence is padded to a multiple of `token_multiple`:
+Every tensor has a leading batch dimension of 1. Each sequence, and a sample may have several, is padded to a multiple
+of `token_multiple`:
 
 - Without context parallelism the padding counts into the sequence: `cu_seqlens` are the cumulative padded lengths.
   Megatron's `get_batch_on_this_tp_rank` carries `cu_seqlens_padded` to the other tensor-parallel ranks only when
@@ -34,8 +35,8 @@ def pack_microbatch(
     """Pack samples into one thd micro-batch.
 
     Padding has loss_mask 0, `pad_token_id` as token and label, the position within its sequence as position_ids (so
-    that they stay below the padded length) and 0 under every other key. A sample of length 0 occupies nothing and adds
-    no sequence, since kernels want cu_seqlens to rise; where all samples are such, the pack is a masked dummy.
+    that they stay below the padded length) and 0 under every other key. A sequence of length 0 occupies nothing and is
+    left out, since kernels want cu_seqlens to rise; where all samples are such, the pack is a masked dummy.
 
     Args:
         samples: at least one; all of one schema, on one device.
@@ -45,8 +46,8 @@ def pack_microbatch(
 
     Returns:
         Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
-        where the samples have none; per-sample keys `[num_sequences, *shape]`; `cu_seqlens` int32
-        `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded`, likewise; `max_seqlen` int32 `[1]`.
+        where the samples have none; per-sample keys `[num_samples, *shape]`, without samples of length 0; `cu_seqlens`
+        int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded`, likewise; `max_seqlen` int32 `[1]`.
 
     Raises:
         BalanceError: no samples, or padding in samples without loss_mask (it would be trained on).
@@ -58,12 +59,12 @@ def pack_microbatch(
         schema = SampleSchema.of(samples[0])
         return dummy_microbatch(schema, token_multiple=token_multiple, cp_size=cp_size, pad_token_id=pad_token_id)
 
-    lengths = [sample.length for sample in present]
+    lengths = [length for sample in present for length in sample.segment_lengths if length]
     padded_lengths = [-(-length // token_multiple) * token_multiple for length in lengths]
     device = present[0].device
     batch: dict[str, Tensor] = {}
     for name in present[0].per_token:
-        pieces = [sample.per_token[name] for sample in present]
+        pieces = [piece for sample in present for piece in _sequences(sample, name)]
         batch[name] = _padded(name, pieces, padded_lengths=padded_lengths, pad_token_id=pad_token_id).unsqueeze(0)
     if lengths != padded_lengths and "loss_mask" not in batch:
         raise BalanceError(
@@ -136,6 +137,14 @@ def _padded(name: str, pieces: Sequence[Tensor], *, padded_lengths: Sequence[int
         constant = torch.full((max(gaps), *trailing), value, dtype=first.dtype, device=first.device)
         pads = [constant[:gap] for gap in gaps]
     return torch.cat([part for pair in zip(pieces, pads, strict=True) for part in pair])
+
+
+def _sequences(sample: Sample, name: str) -> Sequence[Tensor]:
+    """A per-token key of each sequence of the sample that has tokens."""
+    tensor = sample.per_token[name]
+    if len(sample.segment_lengths) == 1:
+        return [tensor]
+    return [piece for piece in tensor.split(sample.segment_lengths) if len(piece)]
 
 
 def _cu_seqlens(lengths: Sequence[int], *, device: torch.device) -> Tensor:

@@ -20,20 +20,24 @@ from megatron_balance.errors import BalanceError
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence of tokens and what belongs to it.
+    """One sequence of tokens, or several that stay together, and what belongs to them.
 
     Attributes:
         per_token: tensors `[original_seq_len, *trailing]`: tokens, labels, loss_mask, position_ids and whatever else
             has one entry a token.
         per_sample: tensors of any fixed shape, 0-d included: one entry a sample.
+        segment_lengths: tokens of each sequence, in order; attention stays within a sequence. By default the sample is
+            one sequence.
 
     Raises:
-        BalanceError: no per-token tensor, two of different lengths, or one key in both dicts.
+        BalanceError: no per-token tensor, two of different lengths, one key in both dicts, or segments that do not make
+            up the sample.
     """
 
     per_token: Mapping[str, Tensor]
     _: KW_ONLY
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    segment_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.per_token:
@@ -49,6 +53,13 @@ class Sample:
                 )
             if name in self.per_sample:
                 raise BalanceError(f"Sample key {name!r} is in per_token and in per_sample: it must be in one of them.")
+        if not self.segment_lengths:
+            object.__setattr__(self, "segment_lengths", (self.length,))
+        elif sum(self.segment_lengths) != self.length or min(self.segment_lengths) < 0:
+            raise BalanceError(
+                f"Sample.segment_lengths is {self.segment_lengths}: it must be non-negative and sum to the "
+                f"{self.length} tokens of the sample."
+            )
 
     @property
     def length(self) -> int:

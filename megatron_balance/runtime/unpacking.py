@@ -1,11 +1,13 @@
 """What a Megatron dataloader yields → samples: the inverse of packing.
 
-A row of a batch holds one or more sequences. Each becomes one Sample, without its trailing padding.
+A row of a batch holds one or more sequences. Each becomes one Sample, without its trailing padding, or the row stays
+together as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.packing import DERIVED_KEYS
 from megatron_balance.runtime.sample import Sample
 
+UNITS = ("segment", "sample")
+
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
-    """One Sample for each sequence of a batch, row after row.
+def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sample]:
+    """One Sample for each sequence of a batch, row after row; or one for each row.
 
     Trailing padding is stripped: the constant run of token ids at the end of a sequence whose loss_mask is 0. Attention
     is causal, so that what is stripped changes no loss (Megatron 0.19's SFTDataset counts it into the last sequence of
@@ -31,15 +35,20 @@ def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
             likewise, where sequences start when `cu_seqlens` counts real tokens; `max_seqlen`, ignored. Another key is
             per token where its shape begins like that of tokens, else per sample, with one entry a row or one a
             sequence. Keys that are None are dropped.
+        unit: `segment`, one Sample a sequence, or `sample`, one a row: its sequences follow one another without their
+            padding, as `segment_lengths` says. A row without tokens makes no Sample.
 
     Returns:
-        Samples whose tensors are views of the batch.
+        Samples whose tensors are views of the batch, or copies where a row of several sequences had padding between.
 
     Raises:
         BalanceError: naming the key and the row: cu_seqlens that does not begin at 0, falls or passes the row's end;
             sequences that leave out tokens with a loss; labels of another length than tokens; NaN in loss_mask; a value
-            that is no tensor, or of a shape that fits neither rows nor sequences.
+            that is no tensor, or of a shape that fits neither rows nor sequences; an unknown unit, or `sample` where a
+            key has one entry a sequence.
     """
+    if unit not in UNITS:
+        raise BalanceError(f"unit is {unit!r}: it must be one of {', '.join(UNITS)}.")
     tensors = _checked_tensors(batch)
     tokens = tensors["tokens"]
     segments = _segments(tensors)
@@ -60,18 +69,45 @@ def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
                 f"{name} has shape {list(tensor.shape)}: it must begin with {list(tokens.shape)} (per token), "
                 f"{len(tokens)} (one a row) or {len(segments)} (one a sequence)."
             )
-    samples: list[Sample] = []
-    for index, (row, start, stop) in enumerate(segments):
-        stop = _without_padding(tensors, row=row, start=start, stop=stop)
-        samples.append(
-            Sample(
-                {name: tensor[row, start:stop] for name, tensor in per_token.items()},
-                per_sample={name: tensor[row] for name, tensor in rows.items()}
-                | {name: tensor[index] for name, tensor in sequences.items()},
-            )
+    if unit == "sample" and sequences:
+        raise BalanceError(
+            f"{', '.join(sequences)} has one entry a sequence ({len(segments)}): a row that stays whole cannot carry "
+            "it. Give one entry a row or a token, or split into segments."
         )
-    _check_loss_kept(tensors, samples=samples, segments=segments)
-    return samples
+    real = [(row, start, _without_padding(tensors, row=row, start=start, stop=stop)) for row, start, stop in segments]
+    _check_loss_kept(tensors, segments=real)
+    if unit == "sample":
+        return [
+            Sample(
+                {name: _joined(tensor[row], of_row) for name, tensor in per_token.items()},
+                per_sample={name: tensor[row] for name, tensor in rows.items()},
+                segment_lengths=tuple(stop - start for start, stop in of_row),
+            )
+            for row, of_row in _by_row(real).items()
+        ]
+    return [
+        Sample(
+            {name: tensor[row, start:stop] for name, tensor in per_token.items()},
+            per_sample={name: tensor[row] for name, tensor in rows.items()}
+            | {name: tensor[index] for name, tensor in sequences.items()},
+        )
+        for index, (row, start, stop) in enumerate(real)
+    ]
+
+
+def _by_row(segments: Sequence[tuple[int, int, int]]) -> dict[int, list[tuple[int, int]]]:
+    """Row → start and stop of its sequences."""
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for row, start, stop in segments:
+        rows.setdefault(row, []).append((start, stop))
+    return rows
+
+
+def _joined(tensor: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
+    """`[padded_seq_len, *trailing]` of a row → its sequences one after the other; a view where they already are."""
+    if all(stop == start for (_, stop), (start, _) in pairwise(segments)):
+        return tensor[segments[0][0] : segments[-1][1]]
+    return torch.cat([tensor[start:stop] for start, stop in segments])
 
 
 def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -159,15 +195,13 @@ def _has_loss(loss_mask: Tensor) -> Tensor:
     return (loss_mask != 0).flatten(1).any(1) if loss_mask.dim() > 1 else loss_mask != 0
 
 
-def _check_loss_kept(
-    tensors: Mapping[str, Tensor], *, samples: list[Sample], segments: list[tuple[int, int, int]]
-) -> None:
+def _check_loss_kept(tensors: Mapping[str, Tensor], *, segments: Sequence[tuple[int, int, int]]) -> None:
     """No token with a loss lies outside every sequence, where it would be lost."""
     if "loss_mask" not in tensors:
         return
     missing = [int((loss_mask != 0).sum()) for loss_mask in tensors["loss_mask"]]
-    for sample, (row, _, _) in zip(samples, segments, strict=True):
-        missing[row] -= int((sample.per_token["loss_mask"] != 0).sum())
+    for row, start, stop in segments:
+        missing[row] -= int((tensors["loss_mask"][row, start:stop] != 0).sum())
     for row, num_tokens in enumerate(missing):
         if num_tokens:
             raise BalanceError(

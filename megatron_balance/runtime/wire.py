@@ -58,13 +58,20 @@ def write_block(block: Tensor, *, samples: Sequence[Sample], schema: SampleSchem
             torch.stack([sample.per_sample[key.name] for sample in samples], out=entries)
 
 
-def read_block(block: Tensor, *, lengths: Sequence[int], schema: SampleSchema) -> list[Sample]:
+def read_block(
+    block: Tensor,
+    *,
+    lengths: Sequence[int],
+    schema: SampleSchema,
+    segment_lengths: Sequence[tuple[int, ...]] | None = None,
+) -> list[Sample]:
     """The samples of a block, as views of it.
 
     Args:
         block: uint8 `[block_nbytes]`.
         lengths: tokens, `[num_samples]`, in the sender's order.
         schema: the sender's.
+        segment_lengths: of each sample; None where every sample is one sequence.
     """
     lengths = list(lengths)
     per_token: list[dict[str, Tensor]] = [{} for _ in lengths]
@@ -74,4 +81,8 @@ def read_block(block: Tensor, *, lengths: Sequence[int], schema: SampleSchema) -
         pieces = entries.split(lengths) if key.per_token else entries.unbind(0)
         for values, piece in zip(per_token if key.per_token else per_sample, pieces, strict=True):
             values[key.name] = piece
-    return [Sample(tokens, per_sample=rest) for tokens, rest in zip(per_token, per_sample, strict=True)]
+    segments = [()] * len(lengths) if segment_lengths is None else segment_lengths
+    return [
+        Sample(tokens, per_sample=rest, segment_lengths=of_sample)
+        for tokens, rest, of_sample in zip(per_token, per_sample, segments, strict=True)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology
 from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.balancer import BalancedStep, Groups, StepBalancer
+from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.mcore.sample_pool import SamplePool
+from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
 
 
 @pytest.fixture
@@ -21,14 +24,22 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def balancer(group: dist.ProcessGroup, *, cap: int = 16) -> StepBalancer:
-    return StepBalancer(
-        BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=cap, balance_data=True, balance_by_flops=True),
-        topology=Topology(1),
-        limits=Limits(cap),
-        cost_model=CostModel(linear=10, quadratic=1),
-        groups=Groups(dp_group=group, model_group=None),
+def balancer(group: dist.ProcessGroup, *, cap: int = 16, lookahead: int = 1, batch_size: int = 2) -> StepBalancer:
+    config = BalanceConfig(
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=cap,
+        balance_data=True,
+        balance_by_flops=True,
+        lookahead=lookahead,
     )
+    topology, cost_model = Topology(1), CostModel(linear=10, quadratic=1)
+    maker = StepMaker(config, topology=topology, limits=Limits(cap), cost_model=cost_model, dp_group=group)
+    pool = None
+    if lookahead > 1:
+        pool = SamplePool(
+            lookahead, global_batch_size=batch_size, topology=topology, cost_model=cost_model, rank=group.rank()
+        )
+    return StepBalancer(maker, pool=pool)
 
 
 def item(*lengths: int) -> dict[str, torch.Tensor]:
@@ -145,3 +156,47 @@ def test_data_that_ends_early_is_said_by_the_step_that_asks_for_it(group: dist.P
         ahead.balance(iterator, num_microbatches=2)
     with pytest.raises(BalanceError, match="ended after 0 of 2 items"):
         balancer(group).balance(iter([]), num_microbatches=2)
+
+
+def test_look_ahead_hands_out_every_sample_once_and_ends_with_the_data(group: dist.ProcessGroup) -> None:
+    lengths = [7, 3, 9, 2, 4, 1, 8, 5]
+    for overlap in (False, True):
+        iterator, ahead = Replayed(iter([item(n) for n in lengths])), balancer(group, lookahead=3)
+        seen: list[int] = []
+        for _ in range(4):
+            seen += spans(ahead.balance(iterator, num_microbatches=2))
+            if overlap:
+                ahead.prepare(iterator, num_microbatches=2)
+        assert sorted(seen) == sorted(lengths)
+        assert seen != lengths
+        with pytest.raises(BalanceError, match="no sample waits"):
+            ahead.balance(iterator, num_microbatches=2)
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 3])
+def test_a_resumed_run_goes_on_with_the_samples_that_waited(
+    group: dist.ProcessGroup, tmp_path: Path, saved_after: int
+) -> None:
+    lengths = [7, 3, 9, 2, 4, 1, 8, 5, 6, 10]
+    items = [item(n) for n in lengths]
+    first, iterator = balancer(group, lookahead=3), Replayed(iter(items))
+    whole = []
+    for step in range(5):
+        whole.append(spans(first.balance(iterator, num_microbatches=2)))
+        first.prepare(iterator, num_microbatches=2)
+        if step + 1 == saved_after:
+            first.save(tmp_path)  # what was prepared meanwhile is not part of it
+    resumed, rest = balancer(group, lookahead=3), iter(items[2 * saved_after :])
+    resumed.restore(tmp_path)
+    assert [spans(resumed.balance(rest, num_microbatches=2)) for _ in range(5 - saved_after)] == whole[saved_after:]
+
+
+def test_a_pool_is_not_read_by_a_run_with_another_window(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    ahead = balancer(group, lookahead=3)
+    ahead.balance(iter([item(n) for n in (7, 3, 9, 2, 4, 1)]), num_microbatches=2)
+    ahead.save(tmp_path)
+    with pytest.raises(BalanceError, match="saved with a window of 3, and this run has 2"):
+        balancer(group, lookahead=2).restore(tmp_path)
+    (tmp_path / "pool_rank00000.npz").unlink()
+    with pytest.raises(BalanceError, match="lacks shares"):
+        balancer(group, lookahead=3).restore(tmp_path)

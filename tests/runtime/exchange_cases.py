@@ -38,17 +38,26 @@ def random_bits(shape, dtype, rng) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
+def segments_of(length):
+    """A case gives a sample's length, or a list of those of its sequences."""
+    return tuple(length) if isinstance(length, list) else (length,)
+
+
 def every_dtype_sample(length, rng) -> Sample:
+    segments = segments_of(length)
+    length = sum(segments)
     per_token = {f"t_{dtype}": random_bits((length,), dtype, rng) for dtype in DTYPES}
     per_token["t_matrix"] = random_bits((length, 3, 2), torch.bfloat16, rng)
     per_token["t_nothing"] = random_bits((length, 0), torch.float32, rng)
     per_token["t_strided"] = random_bits((length, 5), torch.int32, rng)[:, ::2]
     per_sample = {f"s_{dtype}": random_bits((), dtype, rng) for dtype in DTYPES}
     per_sample["s_matrix"] = random_bits((2, 3), torch.float64, rng).T
-    return Sample(per_token, per_sample=per_sample)
+    return Sample(per_token, per_sample=per_sample, segment_lengths=segments)
 
 
 def small_sample(length, rng) -> Sample:
+    segments = segments_of(length)
+    length = sum(segments)
     return Sample(
         {
             "tokens": random_bits((length,), torch.int64, rng),
@@ -56,6 +65,7 @@ def small_sample(length, rng) -> Sample:
             "flag": random_bits((length,), torch.bool, rng),
         },
         per_sample={"weight": random_bits((), torch.float64, rng)},
+        segment_lengths=segments,
     )
 
 
@@ -63,8 +73,8 @@ BUILDERS = {"every_dtype": every_dtype_sample, "small": small_sample}
 
 
 def checksum(sample: Sample) -> str:
-    """Of keys, dtypes, shapes and bits."""
-    digest = hashlib.sha256()
+    """Of segments, keys, dtypes, shapes and bits."""
+    digest = hashlib.sha256(str(sample.segment_lengths).encode())
     for name, tensor in sorted({**sample.per_token, **sample.per_sample}.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
@@ -113,7 +123,8 @@ def _expect_error(call) -> str:
 def reroute(lengths, destinations, builder="small", seed=0, group=None) -> dict:
     """Every sample arrives at its destination, once, with equal bits.
 
-    `lengths` is a list for each rank. All ranks draw all samples from one seed, so that each knows what it must get.
+    `lengths` is a list for each rank, whose entries are lengths or lists of them, for samples of several sequences. All
+    ranks draw all samples from one seed, so that each knows what it must get.
     """
     group = group or _group()
     rng = np.random.default_rng(seed)
@@ -122,8 +133,12 @@ def reroute(lengths, destinations, builder="small", seed=0, group=None) -> dict:
     mine = everything[group.rank()]
     with counted_collectives() as counts:
         gathered = gather_sample_lengths(mine, group=group)
-        assert gathered.lengths.tolist() == [length for of_rank in lengths for length in of_rank]
-        assert gathered.lengths.dtype == gathered.home_ranks.dtype == np.int64
+        segments = [segments_of(length) for of_rank in lengths for length in of_rank]
+        assert gathered.lengths.tolist() == [sum(of_sample) for of_sample in segments]
+        assert gathered.num_segments.tolist() == [len(of_sample) for of_sample in segments]
+        assert gathered.segment_lengths.tolist() == [length for of_sample in segments for length in of_sample]
+        for array in (gathered.lengths, gathered.home_ranks, gathered.num_segments, gathered.segment_lengths):
+            assert array.dtype == np.int64
         assert gathered.home_ranks.tolist() == [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
         assert gathered.offset == sum(len(of_rank) for of_rank in lengths[: group.rank()])
         gather_counts = dict(counts)
@@ -142,6 +157,15 @@ def reroute(lengths, destinations, builder="small", seed=0, group=None) -> dict:
     return {"ids": list(arrived), "gather": gather_counts}
 
 
+def stay_on_another_device() -> list:
+    """What stays at home is copied to the device that is asked for, sequences and all."""
+    group = _group()
+    samples = [small_sample(length, np.random.default_rng(0)) for length in ([2, 3], 4)]
+    gathered = gather_sample_lengths(samples, group=group)
+    here = reroute_samples(samples, destinations=[0, 0], gathered=gathered, group=group, device="meta")
+    return [(str(sample.device), sample.segment_lengths) for sample in here.values()]
+
+
 def reroute_in_subgroup(ranks, lengths, destinations) -> dict | None:
     """The ranks outside the group only take part in making it."""
     group = _group(ranks)
@@ -156,6 +180,11 @@ def random_schedules(num_schedules) -> int:
     for seed in range(num_schedules):
         counts = rng.integers(0, 6, size=num_ranks) * (rng.random(num_ranks) < 0.8)
         lengths = [rng.integers(0, 40, size=count).tolist() for count in counts]
+        if seed % 3 == 0:  # some samples of some ranks have several sequences
+            lengths = [
+                [rng.integers(0, 9, size=rng.integers(1, 5)).tolist() if rng.random() < 0.4 else n for n in of_rank]
+                for of_rank in lengths
+            ]
         kind = rng.integers(3)
         num_samples = int(counts.sum())
         destinations = rng.integers(0, num_ranks if kind else 1, size=num_samples).tolist()
@@ -172,6 +201,19 @@ def gather_many(num_samples) -> dict:
         gathered = gather_lengths(lengths, group=group, schema=SampleSchema.of(sample))
     expected = [np.arange(num_samples if rank == 1 else 2) + 1 for rank in range(group.size())]
     assert np.array_equal(gathered.lengths, np.concatenate(expected))
+    return dict(counts)
+
+
+def gather_segments(num_segments) -> dict:
+    """One sample of many sequences on rank 1, plain ones elsewhere."""
+    group = _group()
+    sample = Sample({"tokens": torch.zeros(1, dtype=torch.int64)})
+    own = (np.arange(num_segments) + 1, [num_segments]) if group.rank() == 1 else ([5, 6], None)
+    with counted_collectives() as counts:
+        gathered = gather_lengths(own[0], num_segments=own[1], group=group, schema=SampleSchema.of(sample))
+    total = num_segments * (num_segments + 1) // 2
+    expected = [n for rank in range(group.size()) for n in ([total] if rank == 1 else [5, 6])]
+    assert gathered.lengths.tolist() == expected
     return dict(counts)
 
 
@@ -209,6 +251,8 @@ def one_rank_has_a_problem(kind) -> str:
             "mixed": lambda: gather_sample_lengths([sample, other], group=group),
             "negative": lambda: gather_lengths([3, -4], group=group, schema=schema),
             "no schema": lambda: gather_lengths([3], group=group),
+            "segments": lambda: gather_lengths([3, 4], group=group, num_segments=[1, 2], schema=schema),
+            "no segments": lambda: gather_lengths([3], group=group, num_segments=[0, 1], schema=schema),
         }[kind]
     )
 
@@ -234,6 +278,7 @@ def wrong_arguments() -> list[str]:
     gathered = gather_sample_lengths([sample], group=group)
     longer = small_sample(5, np.random.default_rng(0))
     other = Sample({"tokens": sample.per_token["tokens"]})
+    cut = Sample(sample.per_token, per_sample=sample.per_sample, segment_lengths=(1, 3))
     stay = np.arange(group.size())
 
     def rerouting(samples, destinations):
@@ -245,4 +290,5 @@ def wrong_arguments() -> list[str]:
         _expect_error(rerouting([sample], stay - 1)),
         _expect_error(rerouting([longer], stay)),
         _expect_error(rerouting([other], stay)),
+        _expect_error(rerouting([cut], stay)),
     ]

@@ -20,6 +20,9 @@ def test_every_dtype_arrives_with_equal_bits(world4):
         pytest.param([[4, 5], [6]], [0, 0, 1], id="all stay"),
         pytest.param([[0], [0, 0]], [1, 0, 1], id="no tokens at all"),
         pytest.param([[], [7]], [0], id="one sample, elsewhere"),
+        pytest.param([[[3, 4], 5], [6]], [1, 0, 0], id="sequences that stay together, on one rank only"),
+        pytest.param([[[0, 4], [1]], [[2, 0, 2]]], [1, 1, 0], id="sequences without tokens"),
+        pytest.param([[[3, 4]], []], [0], id="sequences that stay together, nothing moves"),
     ],
 )
 def test_two_ranks(world2, lengths, destinations):
@@ -33,6 +36,10 @@ def test_all_to_one_rank(world4):
 
 def test_group_of_one(world1):
     world1.run("reroute", lengths=[[3, 0, 8]], destinations=[0, 0, 0], builder="every_dtype")
+
+
+def test_what_stays_goes_to_the_device_asked_for(world1):
+    assert world1.run("stay_on_another_device") == [[("meta", (2, 3)), ("meta", (4,))]]
 
 
 @pytest.mark.parametrize("ranks", [[0, 2], [1, 3], [3, 1, 2]])
@@ -67,6 +74,19 @@ def test_a_second_collective_only_for_many_samples(world2, excess):
         assert counts == {"all_gather_into_tensor": 2 if excess > 0 else 1}
 
 
+def test_several_sequences_of_every_dtype(world4):
+    lengths = [[[3, 1], 0, 7], [[1, 2, 3], [64]], [[5, 0]], [2, [2, 2], 9]]
+    results = world4.run("reroute", lengths=lengths, destinations=[1, 2, 3, 0, 3, 0, 3, 1, 1], builder="every_dtype")
+    assert all(result["gather"] == {"all_gather_into_tensor": 1} for result in results)
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1, 400])
+def test_a_second_collective_only_for_many_sequences(world2, excess):
+    # The number of sequences of its one sample takes a place as well.
+    for counts in world2.run("gather_segments", num_segments=INLINE_LENGTHS - 1 + excess):
+        assert counts == {"all_gather_into_tensor": 2 if excess > 0 else 1}
+
+
 @pytest.mark.parametrize(
     ("kind", "phrase"),
     [
@@ -95,6 +115,8 @@ def test_different_fingerprints_raise_on_every_rank(world4):
         ("mixed", "Sample 1 differs from sample 0"),
         ("negative", "length is -4"),
         ("no schema", "no schema"),
+        ("segments", "num_segments is [1, 2]: it must be at least 1 and sum to the 2 lengths"),
+        ("no segments", "num_segments is [0, 1]"),
     ],
 )
 def test_a_problem_on_one_rank_raises_on_every_rank(world2, kind, phrase):
@@ -113,6 +135,8 @@ def test_different_schedules_raise_on_every_rank(world4):
 def test_wrong_arguments(world2):
     for messages in world2.run("wrong_arguments"):
         for message, phrase in zip(
-            messages, ["shape (1,)", "is 2", "is -1", "[5] tokens", "'flag' is missing"], strict=True
+            messages,
+            ["shape (1,)", "is 2", "is -1", "[5] tokens", "'flag' is missing", "sequences of (1, 3)"],
+            strict=True,
         ):
             assert phrase in message

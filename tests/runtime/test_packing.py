@@ -104,6 +104,25 @@ def test_padding_of_each_key():
     assert batch["reward"].tolist() == [1, 9]
 
 
+def test_each_sequence_of_a_sample_is_padded():
+    whole = build(7)
+    sample = Sample(whole.per_token, per_sample=whole.per_sample, segment_lengths=(3, 0, 4))
+    batch = pack_microbatch([sample, build(1, first_token=9)], token_multiple=4, pad_token_id=77)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 77, 4, 5, 6, 7, 9, 77, 77, 77]]
+    assert batch["cu_seqlens"].tolist() == [[0, 4, 8, 12]]
+    assert batch["max_seqlen"].tolist() == [4]
+    assert batch["reward"].tolist() == [1, 9]
+    batch = pack_microbatch([sample], token_multiple=4, cp_size=2)
+    assert batch["cu_seqlens"].tolist() == [[0, 3, 7]]
+    assert batch["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
+
+
+def test_positions_of_each_sequence_begin_at_zero():
+    whole = build(7, positions=False)
+    sample = Sample(whole.per_token, segment_lengths=(3, 4))
+    assert pack_microbatch([sample], token_multiple=2)["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+
+
 def test_context_parallelism_tells_real_from_padded_lengths():
     batch = pack_microbatch([build(3), build(4)], token_multiple=4, cp_size=2)
     assert batch["cu_seqlens"].tolist() == [[0, 3, 7]]

@@ -31,6 +31,18 @@ def test_a_bad_sample_says_which_key(per_token, per_sample, phrase):
         Sample(per_token, per_sample=per_sample)
 
 
+def test_a_sample_is_one_sequence_unless_told():
+    assert sample(5).segment_lengths == (5,)
+    assert sample(0).segment_lengths == (0,)
+    assert Sample({"tokens": torch.arange(5)}, segment_lengths=(2, 0, 3)).segment_lengths == (2, 0, 3)
+
+
+@pytest.mark.parametrize("segment_lengths", [(2, 2), (6, -1), (5, 5)])
+def test_segments_make_up_the_sample(segment_lengths):
+    with pytest.raises(BalanceError, match=r"segment_lengths is .* the 5 tokens"):
+        Sample({"tokens": torch.arange(5)}, segment_lengths=segment_lengths)
+
+
 def test_schema_does_not_depend_on_the_order_of_keys():
     one = Sample({"a": torch.zeros(2), "b": torch.ones(2, 3)}, per_sample={"d": torch.ones(2), "c": torch.tensor(True)})
     two = Sample({"b": torch.ones(9, 3), "a": torch.zeros(9)}, per_sample={"c": torch.tensor(True), "d": torch.ones(2)})

@@ -67,6 +67,50 @@ def test_split_then_pack_keeps_every_token_with_a_loss(rows, spare, padding_coun
     assert all(torch.equal(again[name], pack[name]) for name in pack)
 
 
+@settings(deadline=None)
+@given(rows, st.integers(0, 5), st.booleans(), st.sampled_from([(1, 1), (4, 1), (4, 2)]))
+def test_a_row_that_stays_whole_packs_like_its_sequences(rows, spare, padding_counts, parallel):
+    token_multiple, cp_size = parallel
+    padded_seq_len = max(sum(map(len, row)) for row in rows) + spare
+    batch = collated(rows, padded_seq_len=padded_seq_len, padding_counts=padding_counts)
+    samples = split_packed(batch, unit="sample")
+    assert [sample.segment_lengths for sample in samples] == [tuple(map(len, row)) for row in rows]
+    for sample, row in zip(samples, rows, strict=True):
+        assert sample.per_token["tokens"].tolist() == [token for sequence in row for token in sequence]
+    pack = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size)
+    apart = pack_microbatch(split_packed(batch), token_multiple=token_multiple, cp_size=cp_size)
+    assert pack.keys() == apart.keys()
+    assert all(torch.equal(pack[name], apart[name]) for name in pack)
+    # What was padded between its sequences comes back without.
+    (whole,) = split_packed(pack, unit="sample")
+    assert whole.segment_lengths == tuple(length for sample in samples for length in sample.segment_lengths)
+    assert torch.equal(whole.per_token["tokens"], torch.cat([sample.per_token["tokens"] for sample in samples]))
+
+
+def test_a_row_that_stays_whole_carries_what_is_one_a_row():
+    batch = collated([[[1, 2], [3]], [[4], [5]], [[6]]], padded_seq_len=5)
+    batch["weight"] = torch.tensor([0.5, 0.25, 1.0])
+    samples = split_packed(batch, unit="sample")
+    assert [sample.per_sample["weight"].item() for sample in samples] == [0.5, 0.25, 1.0]
+    # Nothing was between the sequences: no copy.
+    assert samples[0].per_token["tokens"].data_ptr() == batch["tokens"].data_ptr()
+    batch["sequence_id"] = torch.arange(5)
+    with pytest.raises(BalanceError, match=r"sequence_id has one entry a sequence \(5\)"):
+        split_packed(batch | {"tokens": batch["tokens"]}, unit="sample")
+
+
+def test_a_row_without_tokens_makes_no_sample():
+    batch = collated([[[1, 2]], [[3]]], padded_seq_len=3)
+    batch["cu_seqlens"][1], batch["loss_mask"][1] = 0, 0
+    (sample,) = split_packed(batch, unit="sample")
+    assert sample.per_token["tokens"].tolist() == [1, 2]
+
+
+def test_an_unknown_unit():
+    with pytest.raises(BalanceError, match="unit is 'row': it must be one of segment, sample"):
+        split_packed(collated([[[1]]], padded_seq_len=1), unit="row")
+
+
 def test_a_masked_constant_tail_is_stripped():
     batch = collated([[[5, 6, 7], [8]]], padded_seq_len=9)
     assert [sample.length for sample in split_packed(batch)] == [3, 1]

@@ -1,0 +1,61 @@
+"""Where the samples that wait under `--balance-lookahead` lie beside a checkpoint, and when they are read back.
+
+They lie in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
+to write into one that is not empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.balancer import StepBalancer
+
+
+def pool_folder(checkpoints: str, iteration: int) -> Path:
+    """The folder for one checkpoint's pool."""
+    return Path(checkpoints) / "megatron_balance" / f"iter_{iteration:07d}"
+
+
+def save_pool(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
+    """Write this rank's share, on one rank of every model replica.
+
+    Args:
+        balancer: of this rank.
+        args: Megatron's arguments.
+        iteration: of the checkpoint.
+    """
+    from megatron.core import parallel_state
+
+    places = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    if args.save and not any(places):
+        balancer.save(pool_folder(args.save, iteration))
+
+
+def restore_pool(balancer: StepBalancer, *, args: Any, lookahead: int) -> None:
+    """Read the pool of the checkpoint that this run resumes from, if it has one.
+
+    Args:
+        balancer: of this rank, before its first step.
+        args: Megatron's arguments.
+        lookahead: `--balance-lookahead` of this run.
+
+    Raises:
+        BalanceError: samples wait there, and this run has no look-ahead: they would be lost.
+    """
+    if not args.load or not args.iteration:
+        return
+    folder = pool_folder(args.load, args.iteration)
+    if not folder.is_dir():
+        return
+    if lookahead == 1:
+        raise BalanceError(
+            f"{folder} holds samples that wait for their step, and --balance-lookahead is 1: they would be skipped. "
+            "Resume with the --balance-lookahead of the run that saved it."
+        )
+    balancer.restore(folder)

@@ -1,0 +1,186 @@
+"""What each rank loaded → what each rank runs, for one step.
+
+    items → samples → gather lengths → (pool: which samples) → plan → compare plans → reroute → pack
+
+It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
+this one runs.
+
+Invariants: what one rank finds wrong with its data is raised on every rank of the group; the plan depends on
+gathered lengths and flags alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+import megatron_balance
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.sample_pool import SamplePool
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
+from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
+from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.sample import Sample
+from megatron_balance.runtime.unpacking import split_packed
+
+Microbatch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BalancedStep:
+    """The data of one step on this rank.
+
+    Attributes:
+        num_microbatches: the same on every rank.
+        microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
+        microbatches: packed, or None on a rank that reads no data.
+        schedule: the plan, or None on a rank that reads no data.
+        pool: the samples that wait after this step, or None without look-ahead.
+        plan_seconds: spent planning.
+        exchange_seconds: spent splitting, gathering, comparing, rerouting and packing.
+        exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
+    """
+
+    num_microbatches: int
+    microbatch_tokens: list[int]
+    microbatches: list[Microbatch] | None = None
+    schedule: DataSchedule | None = None
+    pool: SamplePool | None = None
+    plan_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+
+class StepMaker:
+    """Makes steps on one rank that reads data.
+
+    Args:
+        config: the flags.
+        topology: the ranks.
+        limits: what a micro-batch may hold.
+        cost_model: tokens or FLOPs.
+        dp_group: ranks that load different samples and are otherwise alike (no context parallelism); gloo.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        *,
+        topology: Topology,
+        limits: Limits,
+        cost_model: CostModel,
+        dp_group: dist.ProcessGroup,
+    ) -> None:
+        self.config = config
+        self.topology = topology
+        self.limits = limits
+        self.cost_model = cost_model
+        self.dp_group = dp_group
+        # Ranks that were started with different flags or versions would plan differently: they find out here.
+        text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
+        self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+    def make(self, items: Sequence[Any], *, num_items: int, pool: SamplePool | None) -> BalancedStep | None:
+        """One step.
+
+        Args:
+            items: what the data loader yielded.
+            num_items: items that were wanted.
+            pool: samples that wait, left as it is; None without look-ahead.
+
+        Returns:
+            The step; None where items hold no packed sequences and there is nothing to balance.
+
+        Raises:
+            BalanceError: on every rank of the group alike.
+        """
+        started = time.perf_counter()
+        packed = all(isinstance(item, Mapping) and item.get("cu_seqlens") is not None for item in items)
+        samples, problem = _split(items, unit=self.config.effective_unit) if packed else ([], None)
+        if len(items) < num_items and (pool is None or items):
+            problem = f"its data ended after {len(items)} of {num_items} items of this step."
+        gathered = gather_sample_lengths(
+            samples,
+            group=self.dp_group,
+            # Whether items are packed must be the same everywhere: it goes into what ranks compare.
+            fingerprint=self._fingerprint ^ packed,
+            problem=problem,
+        )
+        if not packed:
+            if pool is not None:
+                raise BalanceError("--balance-lookahead needs packed sequences (cu_seqlens), and the data has none.")
+            return None
+        if pool is not None:
+            pool = pool.copy()
+            pool.add(gathered, samples)
+            gathered, samples = pool.take()
+        if gathered.schema is None:
+            raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
+        plan_started = time.perf_counter()
+        schedule = self._plan(gathered)
+        planned = time.perf_counter()
+        check_same_schedule(schedule.digest(), group=self.dp_group)
+        mine = reroute_samples(samples, destinations=_destinations(schedule), gathered=gathered, group=self.dp_group)
+        token_multiple, cp_size = self.topology.token_multiple, self.topology.cp_size
+        microbatches = [
+            pack_microbatch([mine[sample] for sample in slot], token_multiple=token_multiple, cp_size=cp_size)
+            if slot
+            else dummy_microbatch(gathered.schema, token_multiple=token_multiple, cp_size=cp_size)
+            for slot in schedule.ranks[self.dp_group.rank()]
+        ]
+        return BalancedStep(
+            num_microbatches=schedule.num_microbatches,
+            microbatch_tokens=[microbatch["tokens"].shape[1] for microbatch in microbatches],
+            microbatches=microbatches,
+            schedule=schedule,
+            pool=pool,
+            plan_seconds=planned - plan_started,
+            exchange_seconds=time.perf_counter() - planned + plan_started - started,
+        )
+
+    def _plan(self, gathered: GatheredLengths) -> DataSchedule:
+        whole = len(gathered.segment_lengths) == len(gathered.lengths)
+        return build_data_schedule(
+            gathered.segment_lengths,
+            num_segments=None if whole else gathered.num_segments,
+            cost_model=self.cost_model,
+            topology=self.topology,
+            limits=self.limits,
+            objective=self.config.objective,
+            algorithm=self.config.partition_algorithm,
+            home_ranks=gathered.home_ranks,
+            move_samples=self.config.balance_data,
+        )
+
+
+def _split(items: Sequence[Mapping[str, Any]], *, unit: str) -> tuple[list[Sample], str | None]:
+    """The samples of all items on the CPU, or what is wrong with them, which travels to every rank."""
+    samples: list[Sample] = []
+    for index, item in enumerate(items):
+        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+        try:
+            samples.extend(split_packed(on_cpu, unit=unit))
+        except BalanceError as error:
+            return [], f"item {index} of this step: {error}"
+    return samples, None
+
+
+def _destinations(schedule: DataSchedule) -> NDArray[np.int64]:
+    """The rank of every sample, `[num_samples]`."""
+    destinations = np.empty(len(schedule.lengths), dtype=np.int64)
+    for rank, slots in enumerate(schedule.ranks):
+        for slot in slots:
+            destinations[list(slot)] = rank
+    return destinations

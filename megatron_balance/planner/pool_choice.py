@@ -1,0 +1,92 @@
+"""Which samples of a pool leave next: one function for each aim, by name in `CHOICES`.
+
+    gather   alike batches, but giants leave together. For packed (thd) trainers.
+    spread   alike batches, each with its share of giants. The most alike steps.
+    uniform  batches of samples of like cost. For trainers that pad a micro-batch to its longest sample.
+
+A *giant* costs more than a rank's even share of a batch: its rank is late whatever the plan. Giants side by side on
+several ranks cost one wait, giants in different steps one each.
+
+All take the pool (arrival number → cost, more than `count` samples), those that must leave now (at most `count`), the
+size of a batch and the number of ranks, and return `count` arrival numbers in any order. Integers, ties by arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+
+class Choice(Protocol):
+    """What `CHOICES` holds."""
+
+    def __call__(self, pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
+        """`count` arrival numbers of the pool, all of `must` among them."""
+        ...
+
+
+def gather_giants(pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
+    """Giants wait until one of them must leave, and then all leave, the oldest first where they pass a batch."""
+    # A cost above total / len(pool) * count / dp_size, without a fraction.
+    bar, scale = sum(pool.values()) * count, len(pool) * dp_size
+    giants = {arrival: cost for arrival, cost in pool.items() if dp_size > 1 and cost * scale > bar}
+    if not giants.keys().isdisjoint(must):
+        must = list(dict.fromkeys([*must, *sorted(giants)]))[:count]
+    elif len(pool) - len(giants) >= count:
+        pool = {arrival: cost for arrival, cost in pool.items() if arrival not in giants}
+    return spread_evenly(pool, must=must, count=count, dp_size=dp_size)
+
+
+def spread_evenly(pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
+    """A batch that looks like the pool: its total cost and its spread of costs.
+
+    The pool is sorted by cost and cut into `count` strata. From the costliest on, each gives one sample: the one that
+    brings the sum so far nearest to the pool's mean.
+    """
+    order = sorted(pool, key=lambda arrival: (-pool[arrival], arrival))
+    sums = [0, *accumulate(pool[arrival] for arrival in order)]
+    starts = [stratum * len(order) // count for stratum in range(count + 1)]
+    fixed = _strata_of_must(order, must=frozenset(must), count=count)
+    chosen: list[int] = []
+    total = 0
+    for stratum, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        arrival = fixed.get(stratum)
+        if arrival is None:
+            # The mean of what came so far, times len(order); strata with one of `must` leave an error to mend.
+            goal = sums[stop] * count - total * len(order)
+            arrival = min(order[start:stop], key=lambda a: (abs(goal - pool[a] * len(order)), a))
+        chosen.append(arrival)
+        total += pool[arrival]
+    return chosen
+
+
+def uniform_costs(pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
+    """Neighbours in the order of cost: those that have waited longest in sum, the costliest where that is equal.
+
+    Steps are very unlike, in cost and in length.
+    """
+    leaving = set(must)
+    rest = sorted((arrival for arrival in pool if arrival not in leaving), key=lambda a: (-pool[a], a))
+    newest, more = max(pool) // count, count - len(must)
+    waits = [0, *accumulate(newest - arrival // count + 1 for arrival in rest)]
+    start = max(range(len(rest) - more + 1), key=lambda first: (waits[first + more] - waits[first], -first))
+    return [*must, *rest[start : start + more]]
+
+
+def _strata_of_must(order: Sequence[int], *, must: frozenset[int], count: int) -> dict[int, int]:
+    """A stratum of its own for each of `must`: that which it lies in, else the next free one, from the end backwards.
+
+    A stratum that stays free has none of `must` in it: the first of them would have taken it.
+    """
+    strata: list[int] = []
+    fixed = [(position, arrival) for position, arrival in enumerate(order) if arrival in must]
+    for position, _ in fixed:
+        own = ((position + 1) * count - 1) // len(order)
+        strata.append(max(own, strata[-1] + 1) if strata else own)
+    for index in range(len(strata)):
+        strata[index] = min(strata[index], count - len(strata) + index)
+    return {stratum: arrival for stratum, (_, arrival) in zip(strata, fixed, strict=True)}
+
+
+CHOICES: dict[str, Choice] = {"gather": gather_giants, "spread": spread_evenly, "uniform": uniform_costs}
