@@ -24,13 +24,16 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def balancer(group: dist.ProcessGroup, *, cap: int = 16, lookahead: int = 1, batch_size: int = 2) -> StepBalancer:
+def balancer(
+    group: dist.ProcessGroup, *, cap: int = 16, lookahead: int = 1, batch_size: int = 2, unit: str = "segment"
+) -> StepBalancer:
     config = BalanceConfig(
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=cap,
         balance_data=True,
         balance_by_flops=True,
         lookahead=lookahead,
+        unit=unit,
     )
     topology, cost_model = Topology(1), CostModel(linear=10, quadratic=1)
     maker = StepMaker(config, topology=topology, limits=Limits(cap), cost_model=cost_model, dp_group=group)
@@ -66,6 +69,23 @@ def test_a_step_is_packed_and_nothing_is_lost(group: dist.ProcessGroup) -> None:
     spans = [tuple(microbatch["cu_seqlens"].diff()[0].tolist()) for microbatch in step.microbatches]
     assert sorted(length for span in spans for length in span) == [2, 3, 4, 7, 9]
     assert next(items)["tokens"].shape[1] == 100  # only this step's items were pulled
+
+
+@pytest.mark.parametrize("unit", ["segment", "sample"])
+def test_a_row_of_several_sequences_moves_in_pieces_or_whole(group: dist.ProcessGroup, unit: str) -> None:
+    rows = [item(9, 2), item(5), item(6, 3, 1)]
+    step = balancer(group, unit=unit).balance(iter(rows), num_microbatches=3)
+    assert spans(step) == [1, 2, 3, 5, 6, 9]
+    assert isinstance(step, BalancedStep)
+    assert step.schedule is not None
+    assert len(step.schedule.lengths) == (6 if unit == "segment" else 3)
+    assert step.schedule.check() is step.schedule
+    assert step.microbatches is not None
+    tokens = sorted(tuple(microbatch["tokens"][0].tolist()) for microbatch in step.microbatches)
+    assert sum(map(len, tokens)) == 26
+    if unit == "sample":
+        held = [tuple(microbatch["cu_seqlens"].diff()[0].tolist()) for microbatch in step.microbatches]
+        assert any(spans_of[i : i + 2] == (9, 2) for spans_of in held for i in range(len(spans_of)))
 
 
 def test_data_without_cu_seqlens_is_handed_back_as_it_came(group: dist.ProcessGroup) -> None:

@@ -14,8 +14,8 @@ NUM_STEPS = 6
 SAVED_AT = 3
 FLAGS = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
-    f"--seq-length 512 --max-position-embeddings 512 --global-batch-size 16 --train-iters {NUM_STEPS} --use-dynamic-batch-size "
-    "--max-tokens-per-gpu 1024 --balance-data --balance-by-flops --ckpt-format torch"
+    "--seq-length 512 --max-position-embeddings 512 --global-batch-size 16 --ckpt-format torch "
+    f"--train-iters {NUM_STEPS} --use-dynamic-batch-size --max-tokens-per-gpu 1024 --balance-data --balance-by-flops"
 )
 AHEAD = "--balance-lookahead 3"
 
