@@ -25,7 +25,7 @@ if [[ -n $with_wheels ]]; then
             >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/shared.pth"
         "$venv/bin/pip" install --quiet --no-deps verl==0.9.1 areal==1.0.4
         # What importing the two needs; their pins on torch and transformers do not matter to planning.
-        "$venv/bin/pip" install --quiet --requirement "$folder/benchmarks/planner/wheels.txt"
+        "$venv/bin/pip" install --quiet --no-warn-conflicts --requirement "$folder/benchmarks/planner/wheels.txt"
         touch "$venv/.installed"
     fi
     python=$venv/bin/python

@@ -1,0 +1,104 @@
+"""Plans every setup in every way and writes the results. Run by scripts/bench_planner.sh."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.planner.baselines import BASELINES
+from benchmarks.planner.growth import QUICK_SIZES, SIZES, draw_growth, plan_growth
+from benchmarks.planner.measure import Row, measure_row
+from benchmarks.planner.ratios import speed_ratios
+from benchmarks.planner.report import Header, Results, cpu_model, installed_versions, write_json, write_markdown
+from benchmarks.planner.setups import QUICK_SETUPS, SETUPS, Setup, find_lengths, global_batches
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
+"""Where the real lengths lie in a development checkout; they are not part of the repository."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit status.
+    """
+    args = _parser().parse_args(arguments)
+    folder: Path | None = None if args.synthetic else find_lengths(args.lengths)
+    setups = QUICK_SETUPS if args.quick else SETUPS
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    rows = [row for setup in setups for row in _rows(setup, folder=folder)]
+    _announce("speed ratios")
+    ratios = speed_ratios(num_samples=512, num_ranks=8) if args.quick else speed_ratios()
+    points = plan_growth(QUICK_SIZES if args.quick else SIZES, announce=_announce)
+
+    plot: str | None = "planner_growth.svg"
+    try:
+        draw_growth(points, args.out / plot)
+    except ImportError:
+        plot = None
+        _announce("no plot: matplotlib is not installed; `pip install .[bench]` has it")
+    source = "real, from files" if folder else "drawn from the fits built into the package"
+    results = Results(
+        header=Header(
+            command=args.command,
+            date=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+            cpu=cpu_model(),
+            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            versions=installed_versions(),
+            lengths=f"{source}; samples longer than a micro-batch are left out",
+        ),
+        setups=setups,
+        rows=rows,
+        speed_ratios=ratios,
+        growth=points,
+        plot=plot,
+    )
+    write_json(results, args.out / "planner.json")
+    write_markdown(results, args.out / "planner.md")
+    gc.unfreeze()  # measure.py froze what was imported.
+    _announce(f"wrote planner.md and planner.json to {args.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/bench_planner.sh", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small setups, few batches: seconds in all")
+    parser.add_argument("--synthetic", action="store_true", help="lengths from the built-in fits, not from files")
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR", help="folder of NAME.npz lengths")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "bench", metavar="DIR", help="folder of the results"
+    )
+    parser.add_argument(
+        "--command", default="scripts/bench_planner.sh", help="the command as the header of the results shows it"
+    )
+    return parser
+
+
+def _rows(setup: Setup, *, folder: Path | None) -> list[Row]:
+    batches = list(global_batches(setup, lengths_folder=folder))
+    _announce(f"{setup.name}: {len(batches)} batches of {setup.global_batch_size} samples")
+    rows: list[Row] = []
+    for planner in BASELINES:
+        row = measure_row(planner, setup=setup, batches=batches)
+        figures = "" if row.mean_over_bound is None else f"{row.mean_over_bound:.4f}  {row.plan_cpu_ms:.1f} ms"
+        _announce(f"    {planner:50} {figures} {row.note}".rstrip())
+        rows.append(row)
+    return rows
+
+
+def _announce(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

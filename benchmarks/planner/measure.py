@@ -1,0 +1,153 @@
+"""One row of the results: one way of planning, on the global batches of one setup."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.planner.baselines import BASELINES, Ranks
+from benchmarks.planner.setups import Setup
+from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
+
+REPEATED_BELOW_SECONDS = 0.25
+"""Plans quicker than this are made three times: the median of their times is less noisy."""
+
+SLOWEST_ROW_SECONDS = 30.0
+"""A row stops after the batch with which it has planned this long, and says on how many it was measured."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call.
+
+    Attributes:
+        wall_ms: milliseconds that passed.
+        cpu_ms: milliseconds this process computed: what to read where a machine is shared.
+    """
+
+    wall_ms: float
+    cpu_ms: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of planning on one setup.
+
+    Attributes:
+        setup: name of the setup.
+        planner: name of the way.
+        note: why there are no figures, or on which batches there are; empty where all is well.
+        num_batches: global batches that were planned.
+        num_failed: global batches on which the planner raised an error.
+        mean_over_bound: mean over batches of the predicted cost over its lower bound.
+        max_over_bound: its largest.
+        num_over_cap: micro-batches of two samples or more over the cap, of all batches.
+        num_microbatches: micro-batches of all ranks and batches.
+        plan_wall_ms: median time to plan a batch, milliseconds.
+        plan_cpu_ms: the same, of this process's own computing.
+    """
+
+    setup: str
+    planner: str
+    note: str
+    num_batches: int = 0
+    num_failed: int = 0
+    mean_over_bound: float | None = None
+    max_over_bound: float | None = None
+    num_over_cap: int | None = None
+    num_microbatches: int | None = None
+    plan_wall_ms: float | None = None
+    plan_cpu_ms: float | None = None
+
+
+def timed(function: Callable[[], _Result]) -> tuple[_Result, Timing]:
+    """Calls a function once. Returns its result and its time.
+
+    What earlier calls left to collect is collected first, so that nobody pays for another's garbage.
+    """
+    gc.collect()
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = function()
+    return result, Timing((time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3)
+
+
+def median_timing(timings: list[Timing]) -> Timing:
+    """Medians of both clocks."""
+    return Timing(
+        statistics.median(timing.wall_ms for timing in timings), statistics.median(timing.cpu_ms for timing in timings)
+    )
+
+
+def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]]) -> Row:
+    """Plans every batch and judges the plans by the setup's cost model and objective."""
+    baseline = BASELINES[planner]
+
+    def plan(batch: NDArray[np.int64]) -> tuple[Ranks, Timing]:
+        return timed(lambda: baseline(batch, setup))
+
+    try:
+        # The first call pays for imports and for caches that a training run fills once.
+        plan(batches[0][: 4 * setup.topology.dp_size])
+    except ImportError:
+        return Row(setup.name, planner, "not installed")
+    except (ValueError, RuntimeError, AssertionError):
+        pass  # A planner may refuse so few samples; the measured batches tell.
+    # Imports leave a million objects: without them collections take no part of a plan's time.
+    gc.freeze()
+
+    judged: list[ScheduleMetrics] = []
+    timings: list[Timing] = []
+    errors: list[str] = []
+    for batch in batches:
+        try:
+            ranks, timing = plan(batch)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            errors.append(type(error).__name__)
+            continue
+        if timing.cpu_ms < REPEATED_BELOW_SECONDS * 1e3:
+            timing = median_timing([timing, plan(batch)[1], plan(batch)[1]])
+        timings.append(timing)
+        judged.append(_judged(ranks, batch=batch, setup=setup))
+        if sum(spent.wall_ms for spent in timings) > SLOWEST_ROW_SECONDS * 1e3:
+            break
+
+    notes = [f"{name} on {errors.count(name)} of {len(batches)}" for name in sorted(set(errors))]
+    if len(judged) + len(errors) < len(batches):
+        notes.append(f"first {len(judged)} of {len(batches)} batches")
+    if not judged:
+        return Row(setup.name, planner, "; ".join(notes), num_failed=len(errors))
+    ratios = [metrics.over_bound for metrics in judged]
+    median = median_timing(timings)
+    return Row(
+        setup.name,
+        planner,
+        "; ".join(notes),
+        num_batches=len(judged),
+        num_failed=len(errors),
+        mean_over_bound=statistics.fmean(ratios),
+        max_over_bound=max(ratios),
+        num_over_cap=sum(metrics.num_over_cap for metrics in judged),
+        num_microbatches=sum(metrics.num_microbatches for metrics in judged) * setup.topology.dp_size,
+        plan_wall_ms=median.wall_ms,
+        plan_cpu_ms=median.cpu_ms,
+    )
+
+
+def _judged(ranks: Ranks, *, batch: NDArray[np.int64], setup: Setup) -> ScheduleMetrics:
+    return assignment_metrics(
+        ranks,
+        lengths=batch,
+        cost_model=setup.cost_model,
+        topology=setup.topology,
+        limits=setup.limits,
+        objective=setup.objective,
+    )

@@ -1,0 +1,219 @@
+"""The runs that are planned: a model, its ranks, its cap and its global batch, and the lengths to fill it.
+
+The first four are the setups of slime's pull request 2017 (`--balance-by-flops`). The others are larger:
+many ranks, and long contexts under context parallelism. The cost is the model's FLOPs of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance import CostModel, Limits, ModelShape, Topology
+from megatron_balance.planner.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
+from megatron_balance.planner.problem import resolve_objective
+
+SFT_LENGTHS = ("alpaca_eval", "code_files", "gsm8k_sft", "tau_airline")
+RL_LENGTHS = ("azure_conv", "reasoning_gym", "servegen_mlarge")
+MIXED_LENGTHS = ("code_files", "reasoning_gym", "servegen_mlarge")
+LONG_LENGTHS = ("code_files", "mooncake_synthetic")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training run to plan.
+
+    Attributes:
+        name: short name, in the results.
+        model: a key of `megatron_balance.planner.presets.PRESETS`.
+        topology: the ranks.
+        max_tokens_per_gpu: cap, tokens.
+        global_batch_size: samples a step.
+        length_names: length sets that it is planned on.
+        num_batches: global batches of each length set.
+    """
+
+    name: str
+    _: KW_ONLY
+    model: str
+    topology: Topology
+    max_tokens_per_gpu: int
+    global_batch_size: int
+    length_names: tuple[str, ...]
+    num_batches: int
+
+    @cached_property
+    def limits(self) -> Limits:
+        """What a micro-batch holds."""
+        return Limits(self.max_tokens_per_gpu)
+
+    @property
+    def cap(self) -> int:
+        """Tokens a micro-batch holds, over its context-parallel ranks."""
+        return self.max_tokens_per_gpu * self.topology.cp_size
+
+    @property
+    def objective(self) -> str:
+        """`step` or `microbatch`, from the topology."""
+        return resolve_objective("auto", topology=self.topology)
+
+    @cached_property
+    def cost_model(self) -> CostModel:
+        """What judges every row: FLOPs, the routed experts' part shared by the expert-parallel group."""
+        return CostModel.from_shape(ModelShape.preset(self.model), ep_size=self.topology.ep_size)
+
+    @cached_property
+    def flops_model(self) -> CostModel:
+        """FLOPs of a sample as a whole: what a planner that knows no expert groups would balance."""
+        return CostModel.from_shape(ModelShape.preset(self.model))
+
+    def padded(self, lengths: NDArray[np.int64]) -> list[int]:
+        """Padded tokens of each sample, as the integers that other planners take."""
+        return self.topology.padded_seq_len(lengths).tolist()
+
+    def flops(self, lengths: NDArray[np.int64]) -> list[int]:
+        """FLOPs of each sample, scaled to integers."""
+        return self.flops_model.sample_costs(self.topology.padded_seq_len(lengths)).costs.tolist()
+
+
+SETUPS = (
+    Setup(
+        "SFT dense, DP4",
+        model="Qwen3-4B",
+        topology=Topology(4),
+        max_tokens_per_gpu=9216,
+        global_batch_size=128,
+        length_names=SFT_LENGTHS,
+        num_batches=12,
+    ),
+    Setup(
+        "SFT MoE, TP2 DP4 EP8",
+        model="Qwen3.5-35B-A3B",
+        topology=Topology(4, tp_size=2, ep_size=8),
+        max_tokens_per_gpu=8192,
+        global_batch_size=128,
+        length_names=SFT_LENGTHS,
+        num_batches=12,
+    ),
+    Setup(
+        "RL dense, TP2 DP4",
+        model="Qwen3-4B",
+        topology=Topology(4, tp_size=2),
+        max_tokens_per_gpu=9216,
+        global_batch_size=256,
+        length_names=RL_LENGTHS,
+        num_batches=12,
+    ),
+    Setup(
+        "RL MoE, TP4 DP2 EP8",
+        model="Qwen3-30B-A3B",
+        topology=Topology(2, tp_size=4, ep_size=8),
+        max_tokens_per_gpu=20480,
+        global_batch_size=256,
+        length_names=RL_LENGTHS,
+        num_batches=12,
+    ),
+    Setup(
+        "30B, DP32",
+        model="Qwen3-30B-A3B",
+        topology=Topology(32),
+        max_tokens_per_gpu=16384,
+        global_batch_size=2048,
+        length_names=MIXED_LENGTHS,
+        num_batches=4,
+    ),
+    Setup(
+        "30B, DP32 EP32",
+        model="Qwen3-30B-A3B",
+        topology=Topology(32, ep_size=32),
+        max_tokens_per_gpu=16384,
+        global_batch_size=2048,
+        length_names=MIXED_LENGTHS,
+        num_batches=4,
+    ),
+    Setup(
+        "30B, DP128 EP64",
+        model="Qwen3-30B-A3B",
+        topology=Topology(128, ep_size=64),
+        max_tokens_per_gpu=16384,
+        global_batch_size=8192,
+        length_names=MIXED_LENGTHS,
+        num_batches=2,
+    ),
+    Setup(
+        "70B, TP8 DP1024",
+        model="Llama-3.1-70B",
+        topology=Topology(1024, tp_size=8, sequence_parallel=True),
+        max_tokens_per_gpu=16384,
+        global_batch_size=65536,
+        length_names=("servegen_mlarge",),
+        num_batches=1,
+    ),
+    Setup(
+        "8B, CP4 DP8, 131k",
+        model="Qwen3-8B",
+        topology=Topology(8, cp_size=4),
+        max_tokens_per_gpu=32768,
+        global_batch_size=256,
+        length_names=LONG_LENGTHS,
+        num_batches=6,
+    ),
+)
+
+QUICK_SETUPS = (
+    Setup(
+        "quick SFT dense, DP4",
+        model="Qwen3-4B",
+        topology=Topology(4),
+        max_tokens_per_gpu=9216,
+        global_batch_size=64,
+        length_names=("code_files",),
+        num_batches=2,
+    ),
+    Setup(
+        "quick RL MoE, TP4 DP2 EP8",
+        model="Qwen3-30B-A3B",
+        topology=Topology(2, tp_size=4, ep_size=8),
+        max_tokens_per_gpu=20480,
+        global_batch_size=64,
+        length_names=("reasoning_gym",),
+        num_batches=2,
+    ),
+)
+"""Seconds in all: for tests and a first look."""
+
+
+def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDArray[np.int64]]:
+    """The global batches of a setup, set by set.
+
+    Samples longer than a micro-batch are left out: verl and AReaL refuse them, and a training run filters or
+    truncates them. A set is shuffled with a fixed seed, and starts again where it is too small.
+
+    Args:
+        setup: the run.
+        lengths_folder: folder of `NAME.npz` files; None draws from the fits built into the package.
+
+    Yields:
+        `[global_batch_size]` int64, tokens.
+    """
+    for name in setup.length_names:
+        num_samples = setup.num_batches * setup.global_batch_size
+        if lengths_folder is None:
+            # Twice as many as needed, because some are over-long.
+            drawn = synthetic_lengths(name, num_samples=2 * num_samples, seed=0)
+        else:
+            drawn = read_lengths(lengths_folder / f"{name}.npz", key="length")
+        kept = drawn[setup.topology.padded_seq_len(drawn) <= setup.cap]
+        shuffled = np.random.default_rng(0).permutation(kept)
+        needed = np.resize(shuffled, num_samples)
+        yield from needed.reshape(setup.num_batches, setup.global_batch_size)
+
+
+def find_lengths(folder: Path) -> Path | None:
+    """`folder` where it holds every length set by name, else None."""
+    return folder if all((folder / f"{name}.npz").is_file() for name in SYNTHETIC_LENGTHS) else None
