@@ -20,6 +20,7 @@ from megatron_balance.cli.policies import PolicyResult, Setting, compare_policie
 from megatron_balance.cli.table import print_table
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.presets import PRESETS
@@ -28,6 +29,9 @@ from megatron_balance.planner.topology import Limits, Topology
 
 MAX_STEPS = 100
 """Global batches planned when --steps is not given: enough for stable means, quick to plan."""
+
+NOTABLE_FLOOR = 1.01
+"""A sample that outweighs a rank's share by less is not worth a note."""
 
 SYNTHETIC_STEPS = 10
 """Global batches drawn for `synthetic:NAME` when neither N nor --steps is given."""
@@ -252,6 +256,12 @@ def _print_conclusion(results: list[PolicyResult], batches: list[NDArray[np.int6
     num_over_long = sum(int((tokens > cap).sum()) for tokens in padded) if cap is not None else 0
     if num_over_long:
         print(f"Note: {num_over_long} samples are longer than a micro-batch's {cap} tokens; each runs alone.")
+    advice = max(
+        (floor_advice(batch, cost_model=setting.cost_model, topology=setting.topology) for batch in batches),
+        key=lambda advice: advice.floor,
+    )
+    if advice.floor > NOTABLE_FLOOR:
+        print(f"Note: in the worst step one sample outweighs a rank's share: {advice.message}.")
     stock, packed, _, balanced = (result.predicted_cost for result in results)
     if balanced:
         print(

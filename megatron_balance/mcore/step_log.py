@@ -44,11 +44,14 @@ class StepLog:
         if self._num_steps % self._log_interval:
             return
         metrics = schedule_metrics(schedule)
-        moved = (metrics.moved_tokens or 0) / max(int(schedule.padded_lengths.sum()), 1)
+        total = max(int(schedule.padded_lengths.sum()), 1)
+        moved = (metrics.moved_tokens or 0) / total
+        unlabelled = (metrics.moved_tokens_unlabelled or 0) / total
         print(
             f"megatron_balance: {metrics.objective} | planned max/mean {metrics.step_imbalance:.4f}"
             f" | {metrics.over_bound:.4f} of the bound | micro-batches {metrics.num_microbatches}"
-            f"{_about_pool(step)} | padding {metrics.padding_fraction:.1%} | moved {moved:.0%} of tokens"
+            f"{_about_pool(step)} | padding {metrics.padding_fraction:.1%}"
+            f" | moved {moved:.0%} of tokens, not {unlabelled:.0%}"
             f" | plan {step.plan_seconds * 1e3:.1f} ms | exchange {step.exchange_seconds * 1e3:.1f} ms"
             f" | exposed {step.exposed_seconds * 1e3:.1f} ms",
             flush=True,

@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 import megatron_balance
@@ -132,7 +130,7 @@ class StepMaker:
         schedule = self._plan(gathered)
         planned = time.perf_counter()
         check_same_schedule(schedule.digest(), group=self.dp_group)
-        mine = reroute_samples(samples, destinations=_destinations(schedule), gathered=gathered, group=self.dp_group)
+        mine = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=self.dp_group)
         token_multiple, cp_size = self.topology.token_multiple, self.topology.cp_size
         microbatches = [
             pack_microbatch([mine[sample] for sample in slot], token_multiple=token_multiple, cp_size=cp_size)
@@ -175,12 +173,3 @@ def _split(items: Sequence[Mapping[str, Any]], *, unit: str) -> tuple[list[Sampl
         except BalanceError as error:
             return [], f"item {index} of this step: {error}"
     return samples, None
-
-
-def _destinations(schedule: DataSchedule) -> NDArray[np.int64]:
-    """The rank of every sample, `[num_samples]`."""
-    destinations = np.empty(len(schedule.lengths), dtype=np.int64)
-    for rank, slots in enumerate(schedule.ranks):
-        for slot in slots:
-            destinations[list(slot)] = rank
-    return destinations

@@ -9,6 +9,7 @@ arithmetic is on integers; where a fraction has to be rounded, it is rounded to 
                 cannot share a micro-batch force them to be, and what the first i slots cannot hold is
                 spread evenly over the rest
     pipeline    the work of a stage, plus the ends where it idles; one micro-batch through all stages
+                (with expert-parallel groups in a pipeline, the bound for `microbatch` is the work)
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.planner.bin_packing_bounds import min_num_bins
+from megatron_balance.planner.expert_bound import expert_bound
 from megatron_balance.planner.problem import Problem
+
+_MOST_SHARING = 4
+"""Forced heights look at samples of which at most so many share a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +50,17 @@ class SlotFloor:
 
 def min_num_microbatches(problem: Problem) -> int:
     """Micro-batches that every rank needs at least, a multiple of `microbatch_multiple`."""
-    large = 2 * problem.weights > problem.capacity
-    filled = int(np.minimum(problem.weights, problem.capacity).sum())
-    num_bins = max(-(-filled // problem.capacity), int(large.sum()), 1)
     multiple = problem.topology.microbatch_multiple
+    num_bins = min_num_bins(problem.weights, capacity=problem.capacity)
     return -(-num_bins // (problem.topology.dp_size * multiple)) * multiple
 
 
 def slot_floor(problem: Problem, *, sync_span: int) -> SlotFloor:
     """Bounds the mean over groups of the sum over slots of the costliest rank's own cost.
 
-    With e = `sync_span`, T the capacity, B[i] the (i*e+1)-th costliest of the samples heavier than T/2 (no
-    two of which share a micro-batch), C the total cost and U(i) the most that i slots of e ranks can hold,
-    a fractional knapsack of i*e*T, the bound is max over i of `sum(B[:i]) + (C - U(i)) / e` over all
-    groups together.
+    With e = `sync_span`, T the capacity, B[i] the height that the i-th highest slot is forced to, C the total
+    cost and U(i) the most that i slots of e ranks can hold, a fractional knapsack of i*e*T, the bound is max
+    over i of `sum(B[:i]) + (C - U(i)) / e` over all groups together.
 
     Args:
         problem: the global batch.
@@ -66,8 +69,7 @@ def slot_floor(problem: Problem, *, sync_span: int) -> SlotFloor:
     Returns:
         SlotFloor: the best i, and what it says.
     """
-    large = np.sort(problem.costs[2 * problem.weights > problem.capacity])[::-1]
-    forced = large[::sync_span].tolist()
+    forced = _forced_heights(problem, sync_span=sync_span)
     total = int(problem.costs.sum())
     capacities = [num_high * sync_span * problem.capacity for num_high in range(len(forced) + 1)]
     held = _most_cost_within(problem, capacities)
@@ -93,20 +95,41 @@ def lower_bound(problem: Problem) -> int:
     """
     dp_size, span = problem.topology.dp_size, problem.topology.ep_span
     own, shared = int(problem.costs.sum()), int(problem.shared_costs.sum())
-    overhead = min_num_microbatches(problem) * problem.per_microbatch
+    overhead = min_num_microbatches(problem) * problem.per_microbatch if problem.per_microbatch else 0
     # A sample runs whole on one rank, and its shared part is split over the expert-parallel group.
     single = int((problem.costs + -(-problem.shared_costs // span)).max(initial=0))
-    if problem.objective == "microbatch":
+    work = max(-(-(own + shared) // dp_size), single)
+    if problem.sync_span > 1 or problem.objective == "microbatch":
         spread = slot_floor(problem, sync_span=problem.sync_span).total_cost
-        return max(-(-(spread + shared) // dp_size), single) + overhead
-    step = max(-(-(own + shared) // dp_size), single, _pigeonhole(problem.costs, num_parts=dp_size)) + overhead
-    if problem.objective == "step":
-        return step
+        work = expert_bound(problem, at_least=max(-(-(spread + shared) // dp_size), work))
+    if problem.objective != "microbatch":
+        work = max(work, _pigeonhole(problem.costs, num_parts=dp_size))
+    work += overhead
+    if not problem.in_pipeline:
+        return work
     pp_size, vpp_size = problem.topology.pp_size, problem.topology.vpp_size
     # A stage works step/p; at both ends it idles for at least an empty micro-batch on the other stages.
     idle = (pp_size - 1) * problem.per_microbatch
-    in_stages = -(-(step * vpp_size + idle) // (pp_size * vpp_size))
+    in_stages = -(-(work * vpp_size + idle) // (pp_size * vpp_size))
     return max(in_stages, single + problem.per_microbatch)
+
+
+def _forced_heights(problem: Problem, *, sync_span: int) -> list[int]:
+    """Falling heights below which the i-th highest slot of all ranks that meet cannot be, `[num_forced]`.
+
+    At most k of the samples heavier than T/(k+1) share a micro-batch, so i slots of e ranks hold at most
+    k*i*e of them: the costliest but k*i*e stands in a slot behind. The highest slot holds the costliest of all.
+    """
+    largest = int(problem.costs.max(initial=0))
+    forced = [largest] if problem.num_samples else []
+    for most in range(1, _MOST_SHARING + 1):
+        heavy = np.sort(problem.costs[(most + 1) * problem.weights > problem.capacity])[::-1]
+        for index, height in enumerate(heavy[:: most * sync_span].tolist()):
+            if index < len(forced):
+                forced[index] = max(forced[index], height)
+            else:
+                forced.append(height)
+    return forced
 
 
 def single_sample_floor(problem: Problem) -> float:

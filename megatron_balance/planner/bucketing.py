@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.schedule import as_integers
+from megatron_balance.planner.inputs import as_integers
 
 
 @dataclass(frozen=True)

@@ -14,31 +14,64 @@ from __future__ import annotations
 from megatron_balance.planner.bounds import SlotFloor, slot_floor
 from megatron_balance.planner.partition import greedy
 from megatron_balance.planner.problem import Problem
+from megatron_balance.planner.slim_heights import slim_heights
 
 
-def target_heights(problem: Problem, *, num_microbatches: int, sync_span: int, apart: bool) -> list[int]:
-    """Target cost of every row of micro-batches.
+def target_heights(problem: Problem, *, num_microbatches: int, sync_span: int, way: str) -> list[int]:
+    """Target cost of every micro-batch.
 
     Args:
         problem: the global batch.
         num_microbatches: rows of a group.
         sync_span: ranks of a group.
-        apart: a group with a high row gets lower rows besides, for every row that is forced above the
-            even height; else only for those that the lower bound takes as forced.
+        way: with several groups, which forced rows take from the other rows of their group: `rows`, those that
+            the lower bound takes as forced; `apart`, every row that is forced above the even height; `slim`,
+            the same, and the row's other micro-batches are filled no more than their shared work allows.
 
     Returns:
-        `[num_groups * num_microbatches]` costs, group by group, the high rows of a group first.
+        `[num_groups * num_microbatches * sync_span]` costs, group by group and row by row, the high rows of a
+        group first.
     """
     num_groups = problem.topology.dp_size // sync_span
-    num_rows = num_groups * num_microbatches
     floor = slot_floor(problem, sync_span=sync_span)
-    forced = floor.forced_heights[:num_rows]
-    num_high = _num_high(floor, num_rows=num_rows, sync_span=sync_span) if apart else floor.num_high
+    if num_groups == 1:
+        rows = _rows_of_one_group(problem, floor, num_rows=num_microbatches, sync_span=sync_span)
+    elif way == "slim":
+        return slim_heights(problem, num_microbatches=num_microbatches, sync_span=sync_span)
+    else:
+        rows = _rows_of_groups(
+            floor, num_groups=num_groups, num_rows=num_microbatches, sync_span=sync_span, apart=way == "apart"
+        )
+    return [height for height in rows for _ in range(sync_span)]
+
+
+def _rows_of_one_group(problem: Problem, floor: SlotFloor, *, num_rows: int, sync_span: int) -> list[int]:
+    """Forced rows at the front, as many as stand above the even height of what they cannot hold."""
+    total = int(problem.costs.sum())
+    high: list[int] = []
+    even = 0
+    for num_high in range(num_rows + 1):
+        most_held = floor.held_costs[num_high] if num_high < len(floor.held_costs) else total
+        behind = total - min(most_held, sync_span * sum(high))
+        num_open = num_rows - num_high
+        even = -(-behind // (sync_span * num_open)) if num_open else 0
+        if num_high >= len(floor.forced_heights) or floor.forced_heights[num_high] <= even:
+            break
+        high.append(floor.forced_heights[num_high])
+    high = high[:num_rows]
+    return high + [even] * (num_rows - len(high))
+
+
+def _rows_of_groups(floor: SlotFloor, *, num_groups: int, num_rows: int, sync_span: int, apart: bool) -> list[int]:
+    """Forced rows dealt to the groups, the rest poured over the groups' other rows."""
+    num_all = num_groups * num_rows
+    forced = floor.forced_heights[:num_all]
+    num_high = _num_high(floor, num_rows=num_all, sync_span=sync_span) if apart else floor.num_high
     high = forced[:num_high]
     spread_cost = _spread_cost(floor, num_high)
-    high_of = greedy(high, num_parts=num_groups, max_count=num_microbatches)
+    high_of = greedy(high, num_parts=num_groups, max_count=num_rows)
     bases = [sum(high[row] for row in rows) for rows in high_of]
-    open_rows = [num_microbatches - len(rows) for rows in high_of]
+    open_rows = [num_rows - len(rows) for rows in high_of]
     level = _water_level(bases, open_rows=open_rows, volume=-(-spread_cost // sync_span))
     heights: list[int] = []
     for rows, base, num_open in zip(high_of, bases, open_rows, strict=True):
@@ -46,7 +79,7 @@ def target_heights(problem: Problem, *, num_microbatches: int, sync_span: int, a
         heights += [high[row] for row in rows] + [even] * num_open
     # Forced heights that the even ones do not cover: the samples exist and must stand somewhere.
     lower = sorted(
-        (row for row in range(num_rows) if row % num_microbatches >= len(high_of[row // num_microbatches])),
+        (row for row in range(num_all) if row % num_rows >= len(high_of[row // num_rows])),
         key=lambda row: (-heights[row], row),
     )
     for row, height in zip(lower, forced[len(high) :], strict=False):

@@ -7,7 +7,7 @@ assignment that is no schedule at all, such as the stock order, can be judged be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.bounds import lower_bound, single_sample_floor
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, sum_segments
+from megatron_balance.planner.locality import Homes
 from megatron_balance.planner.problem import build_problem, meeting_ranks, resolve_objective
-from megatron_balance.planner.schedule import DataSchedule, as_integers
+from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.planner.topology import Limits, Topology
 
 
@@ -41,6 +43,9 @@ class ScheduleMetrics:
         num_microbatches: slots of a rank.
         num_dummies: empty micro-batches, run as masked dummies.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
+        moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
+        moved_tokens_unlabelled: moved_tokens before what is interchangeable was exchanged; None where it was
+            not, or homes are not known.
     """
 
     objective: str
@@ -57,6 +62,8 @@ class ScheduleMetrics:
     num_microbatches: int
     num_dummies: int
     moved_tokens: int | None
+    moved_off_node_tokens: int | None
+    moved_tokens_unlabelled: int | None
 
 
 def schedule_metrics(
@@ -69,15 +76,20 @@ def schedule_metrics(
         cost_model: judge by this one instead of the plan's own.
         objective: judge by this one instead of the plan's own; slots stay in their order.
     """
-    return assignment_metrics(
-        schedule.ranks,
-        lengths=schedule.lengths,
+    segments = schedule.segment_lengths
+    figures = _figures(
+        schedule.slot_of,
+        num_microbatches=schedule.num_microbatches,
+        of_segments=schedule.lengths if segments is None else segments,
+        num_segments=schedule.num_segments,
         cost_model=cost_model or schedule.cost_model,
         topology=schedule.topology,
         limits=schedule.limits,
-        objective=objective or schedule.objective,
+        objective=resolve_objective(objective or schedule.objective, topology=schedule.topology),
         home_ranks=schedule.home_ranks,
+        ranks_per_node=schedule.ranks_per_node,
     )
+    return replace(figures, moved_tokens_unlabelled=schedule.moved_tokens_unlabelled)
 
 
 def assignment_metrics(
@@ -88,33 +100,76 @@ def assignment_metrics(
     topology: Topology,
     limits: Limits,
     objective: str = "auto",
+    num_segments: Sequence[int] | NDArray[Any] | None = None,
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
+    ranks_per_node: int | None = None,
 ) -> ScheduleMetrics:
     """Figures of any assignment of all samples, a valid schedule or not.
 
     Args:
         ranks: `ranks[dp_rank][slot]` are sample ids. A rank with fewer slots than others idles through
             dummies at its end.
-        lengths: `[num_samples]` original tokens.
+        lengths: `[num_samples]` original tokens, or of every segment, as for `build_data_schedule`.
         cost_model: what a sample costs.
         topology: the ranks.
         limits: what a micro-batch may hold; only counted here, and used for the lower bound.
         objective: as for `build_data_schedule`.
+        num_segments: `[num_samples]` segments of each sample.
         home_ranks: `[num_samples]` rank that loaded each sample.
+        ranks_per_node: data-parallel ranks of one node.
 
     Raises:
         BalanceError: the ranks are not `dp_size`, or a sample is missing, doubled or unknown.
     """
-    objective = resolve_objective(objective, topology=topology)
-    original = as_integers(lengths, name="lengths")
-    padded = topology.padded_seq_len(original)
+    of_segments = as_integers(lengths, name="lengths")
+    counts = None if num_segments is None else as_num_segments(num_segments, num_lengths=of_segments.size)
+    num_samples = of_segments.size if counts is None else counts.size
+    homes = None
+    if home_ranks is not None:
+        homes = as_home_ranks(home_ranks, num_samples=num_samples, dp_size=topology.dp_size)
     if len(ranks) != topology.dp_size:
         raise BalanceError(f"the assignment has {len(ranks)} ranks: it must have dp_size {topology.dp_size}.")
     num_microbatches = max(1, *(len(slots) for slots in ranks))
-    slot_of = _slot_of(ranks, num_samples=original.size, num_microbatches=num_microbatches)
-    num_slots = topology.dp_size * num_microbatches
+    return _figures(
+        _slot_of(ranks, num_samples=num_samples, num_microbatches=num_microbatches),
+        num_microbatches=num_microbatches,
+        of_segments=of_segments,
+        num_segments=counts,
+        cost_model=cost_model,
+        topology=topology,
+        limits=limits,
+        objective=resolve_objective(objective, topology=topology),
+        home_ranks=homes,
+        ranks_per_node=ranks_per_node,
+    )
 
-    problem = build_problem(padded, cost_model=cost_model, topology=topology, limits=limits, objective=objective)
+
+def _figures(
+    slot_of: NDArray[np.int64],
+    *,
+    num_microbatches: int,
+    of_segments: NDArray[np.int64],
+    num_segments: NDArray[np.int64] | None,
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str,
+    home_ranks: NDArray[np.int64] | None,
+    ranks_per_node: int | None,
+) -> ScheduleMetrics:
+    """The figures, once every sample has a slot. `of_segments`: original tokens, of samples or of segments."""
+    padded_segments = topology.padded_seq_len(of_segments)
+    original = sum_segments(of_segments, num_segments=num_segments)
+    padded = sum_segments(padded_segments, num_segments=num_segments)
+    num_slots = topology.dp_size * num_microbatches
+    problem = build_problem(
+        padded_segments,
+        cost_model=cost_model,
+        topology=topology,
+        limits=limits,
+        objective=objective,
+        num_segments=num_segments,
+    )
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
     predicted, bound = problem.predicted_cost(grid), lower_bound(problem)
     of_groups = grid.reshape(-1, meeting_ranks(topology), num_microbatches)
@@ -128,9 +183,11 @@ def assignment_metrics(
     peak = int(tokens.max())
 
     moved: int | None = None
+    off_node: int | None = None
     if home_ranks is not None:
-        away = slot_of // num_microbatches != as_integers(home_ranks, name="home_ranks")
-        moved = int(original[away].sum())
+        homes = Homes(home_ranks, tokens=original, ranks_per_node=ranks_per_node)
+        moved = homes.moved_tokens(slot_of // num_microbatches)
+        off_node = None if ranks_per_node is None else homes.moved_off_node_tokens(slot_of // num_microbatches)
     return ScheduleMetrics(
         objective=objective,
         predicted_cost=predicted << problem.cost_shift,
@@ -146,6 +203,8 @@ def assignment_metrics(
         num_microbatches=num_microbatches,
         num_dummies=int((counts == 0).sum()),
         moved_tokens=moved,
+        moved_off_node_tokens=off_node,
+        moved_tokens_unlabelled=None,
     )
 
 

@@ -43,8 +43,21 @@ MAX_REFINED_SAMPLES = 1024
 NUM_CANDIDATES = 3
 """Values of num_microbatches that are tried, from the least feasible one."""
 
+MAX_CANDIDATES = 9
+"""Values that are tried where the plan is still poor: large samples that fill a rank leave too little room
+for the others, and more micro-batches make it. After the first ones they grow by a tenth."""
+
 GOOD_ENOUGH = 1024
 """A plan within one part in this many of its lower bound ends the search."""
+
+STILL_POOR = 512
+"""A plan further than one part in this many from its bound is worth more than `NUM_CANDIDATES`."""
+
+MAX_DIFFERENCED_SAMPLES = 2048
+"""Largest differencing takes ten times as long as level packing: it is tried on batches of so many samples."""
+
+DIFFERENCED = 16384
+"""A plan of few samples further than one part in this many from its bound is compared with largest differencing."""
 
 MAX_STRICT_ATTEMPTS = 8
 """Packings by name that may break the cap before first fit decreasing, which cannot, takes over."""
@@ -59,12 +72,14 @@ class Placement:
         num_microbatches: slots of every rank.
         cost_grid: `[dp_size, num_microbatches]` int64.
         predicted_cost: the objective's value.
+        lower_bound: what no placement that moves samples at will can beat.
     """
 
     slot_of: NDArray[np.int64]
     num_microbatches: int
     cost_grid: NDArray[np.int64]
     predicted_cost: int
+    lower_bound: int = 0
 
 
 def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None = None) -> Placement:
@@ -78,15 +93,28 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
     Raises:
         BalanceError: the costs leave int64.
     """
+    if home_ranks is None and algorithm == "level_packing":
+        # In an order of their own, so that the order of arrival changes no cost.
+        order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
+        found = _search(restrict(problem, order, topology=problem.topology), algorithm=algorithm, home_ranks=None)
+        slot_of = np.empty_like(found.slot_of)
+        slot_of[order] = found.slot_of
+        return replace(found, slot_of=slot_of)
+    return _search(problem, algorithm=algorithm, home_ranks=home_ranks)
+
+
+def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None) -> Placement:
+    """Placements with rising num_microbatches; the best of them."""
     bound = lower_bound(problem)
-    num_microbatches = min_num_microbatches(problem)
+    multiple = problem.topology.microbatch_multiple
+    num_microbatches = fewest = min_num_microbatches(problem)
     samples_of: list[list[int]] | None = None
     if home_ranks is not None:
         samples_of = [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
     elif algorithm != "level_packing":
         samples_of = _assign_ranks(problem, algorithm=algorithm)
     best: Placement | None = None
-    for _ in range(NUM_CANDIDATES):
+    for candidate in range(MAX_CANDIDATES):
         if samples_of is None:
             found = _place_by_levels(problem, num_microbatches=num_microbatches, bound=bound)
         else:
@@ -99,11 +127,40 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
             )
         if best is None or found.predicted_cost < best.predicted_cost:
             best = found
-        if best.predicted_cost - bound <= bound // GOOD_ENOUGH:
+        excess = best.predicted_cost - bound
+        if excess <= bound // GOOD_ENOUGH:
             break
-        num_microbatches = found.num_microbatches + problem.topology.microbatch_multiple
+        stride = multiple
+        if candidate + 1 >= NUM_CANDIDATES:
+            # A pipeline is above its bound by its bubble, which more micro-batches shrink without end.
+            if samples_of is not None or problem.in_pipeline or excess <= bound // STILL_POOR:
+                break
+            stride = -(-found.num_microbatches // (10 * multiple)) * multiple
+        # More slots than samples would only add dummies.
+        most = problem.num_samples // (problem.topology.dp_size * multiple) * multiple
+        num_microbatches = min(found.num_microbatches + stride, most)
+        # One that is no better than the best even at its bound is not worth a look.
+        dearer = bound + (num_microbatches - fewest) * problem.per_microbatch >= best.predicted_cost
+        if dearer or num_microbatches <= found.num_microbatches:
+            break
     assert best is not None
-    return best
+    if samples_of is None and _worth_differencing(problem, best, bound=bound):
+        by_difference = _place_by_ranks(
+            problem,
+            algorithm="karmarkar_karp",
+            samples_of=_assign_ranks(problem, algorithm="karmarkar_karp"),
+            move_samples=True,
+            num_microbatches=best.num_microbatches,
+        )
+        if by_difference.predicted_cost < best.predicted_cost:
+            best = by_difference
+    return replace(best, lower_bound=bound)
+
+
+def _worth_differencing(problem: Problem, best: Placement, *, bound: int) -> bool:
+    """Whether to try largest differencing over the ranks as well: it is the best for few samples, and slow."""
+    few = problem.num_samples <= MAX_DIFFERENCED_SAMPLES and problem.sync_span == 1
+    return few and best.predicted_cost - bound > bound // DIFFERENCED
 
 
 def _place_by_levels(problem: Problem, *, num_microbatches: int, bound: int) -> Placement:
@@ -119,6 +176,11 @@ def _place_by_levels(problem: Problem, *, num_microbatches: int, bound: int) -> 
             found, bin_of = placement, packed
     assert found is not None
     num_microbatches = found.num_microbatches
+    if span == 1 and found.predicted_cost > bound:
+        # The same micro-batches dealt to the ranks anew, as rows: often the ranks are more alike.
+        dealt = _lay_out(problem, bin_of, num_microbatches=num_microbatches, span=dp_size)
+        if dealt.predicted_cost < found.predicted_cost:
+            found, bin_of = dealt, dealt.slot_of
     if problem.num_samples > MAX_REFINED_SAMPLES:
         return found
     overhead = num_microbatches * problem.per_microbatch
@@ -155,25 +217,26 @@ def _plannings(problem: Problem) -> list[tuple[Problem, str]]:
 
     Where several groups meet in every micro-batch, none is best always. Own costs make the ranks of a row
     alike, costs with the shared expert work make the groups alike. Groups are kept even by their `sums`, or
-    by the target heights of their `rows`, with high rows kept `apart`.
+    by the target heights of their `rows`, with high rows kept `apart`, or filled with other samples only as
+    far as their shared work allows (`slim`).
     """
     if problem.sync_span == 1:
         return [(problem, "sums")]
     if problem.sync_span == problem.topology.dp_size:
         return [(problem, "rows")]
-    problems = [problem]
-    if problem.shared_costs.any():
-        problems.append(replace(problem, costs=problem.costs + problem.shared_costs))
-    # Sums matter where there are few samples: bins of equal slack are filled row by row, group by group.
-    ways = ("rows", "apart", "sums") if problem.num_samples <= MAX_REFINED_SAMPLES else ("rows", "apart")
-    return [(planned, way) for planned in problems for way in ways]
+    with_shared = replace(problem, costs=problem.costs + problem.shared_costs)
+    views = [problem, with_shared] if problem.shared_costs.any() else [problem]
+    if problem.num_samples > MAX_REFINED_SAMPLES:
+        # Those that were best on large batches; the others were a little better on small ones only.
+        return [(problem, "slim"), *((view, "apart") for view in views)]
+    return [(view, way) for view in views for way in ("slim", "rows", "apart", "sums")]
 
 
 def _pack_levels(
     problem: Problem, *, num_microbatches: int, bins_per_row: int, way: str = "sums"
 ) -> tuple[NDArray[np.int64], int]:
     """Level packing with as many micro-batches as it takes, from `num_microbatches`."""
-    dp_size = problem.topology.dp_size
+    dp_size, multiple = problem.topology.dp_size, problem.topology.microbatch_multiple
     # Samples that cost nothing are to be spread as well.
     costs = np.maximum(problem.costs, 1)
     attempts = 0
@@ -181,25 +244,33 @@ def _pack_levels(
         capacity = problem.capacity
         if problem.counts_samples:
             capacity = max(1, min(capacity, -(-problem.num_samples // (dp_size * num_microbatches))))
+        heights = target_heights(
+            problem,
+            num_microbatches=num_microbatches,
+            sync_span=dp_size if way == "sums" else bins_per_row,
+            way=way,
+        )
+        if way == "sums":
+            # The same rows in every group.
+            heights = heights[::dp_size]
         bin_of = level_packing(
             costs,
             weights=problem.weights,
             capacity=capacity,
-            target_heights=target_heights(
-                problem,
-                num_microbatches=num_microbatches,
-                sync_span=dp_size if way == "sums" else bins_per_row,
-                apart=way == "apart",
-            ),
+            target_heights=heights,
             num_groups=dp_size // bins_per_row if way == "sums" else 1,
-            bins_per_row=bins_per_row,
+            bins_per_row=bins_per_row if way == "sums" else 1,
             group_costs=costs + problem.shared_costs if problem.shared_costs.any() else None,
         )
         if bin_of is not None:
             return bin_of, num_microbatches
         # Longer strides after some attempts: with awkward lengths the start may be far too small.
         attempts += 1
-        num_microbatches += problem.topology.microbatch_multiple * (1 + attempts // 4)
+        num_microbatches += multiple * max(1 + attempts // 4, num_microbatches // (64 * multiple))
+        if attempts == 1 and not problem.counts_samples:
+            # What first fit decreasing cannot do with fewer bins, filling by cost will not do either.
+            num_bins = len(first_fit(problem.weights, capacity=capacity, decreasing=True))
+            num_microbatches = max(num_microbatches, -(-num_bins // (dp_size * multiple)) * multiple)
 
 
 def _place_by_ranks(
@@ -267,9 +338,11 @@ def _fits(problem: Problem, bins: list[list[int]]) -> bool:
     return all(len(items) < 2 or sum(weights[item] for item in items) <= problem.capacity for items in bins)
 
 
-def _lay_out(problem: Problem, bin_of: NDArray[np.int64], *, num_microbatches: int) -> Placement:
+def _lay_out(
+    problem: Problem, bin_of: NDArray[np.int64], *, num_microbatches: int, span: int | None = None
+) -> Placement:
     """Gives the bins of each group to its ranks: sorted into rows, the rows dealt so that ranks cost the same."""
-    span = problem.sync_span
+    span = span or problem.sync_span
     if span == 1:
         return _in_order(problem, bin_of, num_microbatches=num_microbatches)
     num_bins = problem.topology.dp_size * num_microbatches
@@ -293,7 +366,7 @@ def _in_order(problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches:
     np.add.at(own, slot_of, problem.costs)
     check_total(problem, num_microbatches=num_microbatches)
     own = own.reshape(dp_size, num_microbatches)
-    order = mountain_order(own) if problem.objective == "pipeline" else np.argsort(-own, axis=1, kind="stable")
+    order = mountain_order(own) if problem.in_pipeline else np.argsort(-own, axis=1, kind="stable")
     new_slot = np.empty_like(order)
     np.put_along_axis(new_slot, order, np.arange(num_microbatches)[None, :].repeat(dp_size, axis=0), axis=1)
     new_slot += np.arange(dp_size)[:, None] * num_microbatches

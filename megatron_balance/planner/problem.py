@@ -6,6 +6,10 @@ Objectives, in the words of the time they stand for:
     microbatch  ranks meet in every micro-batch (experts spread over ranks, FSDP, ZeRO-3): the sum over
                 slots of the costliest rank, for the slowest group of ranks that meet
     pipeline    one-forward-one-backward over `pp_size` stages: the largest makespan of a rank
+
+With expert-parallel groups over several ranks and pipeline stages both, `microbatch` and `pipeline` mean the same:
+in each slot a stage waits for its expert-parallel group, so the time is the largest makespan of a group's
+costliest micro-batches.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import MAX_TOTAL_COST, CostModel
+from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.planner.pipeline import pipeline_makespans
 from megatron_balance.planner.topology import Limits, Topology
 
@@ -80,7 +85,16 @@ class Problem:
     @property
     def sync_span(self) -> int:
         """Neighbouring data-parallel ranks that wait for one another in every micro-batch."""
-        return meeting_ranks(self.topology) if self.objective == "microbatch" else 1
+        if self.objective == "microbatch":
+            return meeting_ranks(self.topology)
+        # Under `pipeline` groups meet where they share work; `auto` chooses `microbatch` for all of them.
+        return self.topology.ep_span if self.objective == "pipeline" and self.shared_costs.any() else 1
+
+    @property
+    def in_pipeline(self) -> bool:
+        """Whether time is a makespan: under `pipeline`, and where expert-parallel groups meet in a pipeline."""
+        expert_pipeline = self.topology.ep_span > 1 and self.topology.pp_size > 1
+        return self.objective == "pipeline" or (self.objective == "microbatch" and expert_pipeline)
 
     def cost_grid(self, slot_of: NDArray[np.int64], *, num_microbatches: int) -> NDArray[np.int64]:
         """Cost of every micro-batch.
@@ -107,25 +121,37 @@ class Problem:
         return grid
 
     def predicted_cost(self, grid: NDArray[np.int64]) -> int:
-        """The objective's value for a cost grid `[dp_size, num_microbatches]`, in its units."""
-        if self.objective == "pipeline":
-            makespans = pipeline_makespans(grid, pp_size=self.topology.pp_size, vpp_size=self.topology.vpp_size)
+        """The objective's value for a cost grid `[dp_size, num_microbatches]`, in its units.
+
+        In each slot every rank waits for the costliest of those it meets. In a pipeline each stage waits so
+        (its expert-parallel group holds the same stage of other ranks), hence the group runs the pipeline of
+        its costliest micro-batches.
+        """
+        of_groups = grid.reshape(-1, self.sync_span, grid.shape[1]).max(axis=1)
+        if self.in_pipeline:
+            makespans = pipeline_makespans(of_groups, pp_size=self.topology.pp_size, vpp_size=self.topology.vpp_size)
             return int(makespans.max())
-        of_groups = grid.reshape(-1, self.sync_span, grid.shape[1])
-        return int(of_groups.max(axis=1).sum(axis=1).max())
+        return int(of_groups.sum(axis=1).max())
 
 
 def build_problem(
-    padded_lengths: NDArray[np.int64], *, cost_model: CostModel, topology: Topology, limits: Limits, objective: str
+    padded_lengths: NDArray[np.int64],
+    *,
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str,
+    num_segments: NDArray[np.int64] | None = None,
 ) -> Problem:
     """Turns lengths, a cost model, ranks and limits into integers.
 
     Args:
-        padded_lengths: `[num_samples]` int64, tokens.
+        padded_lengths: `[num_samples]` int64, tokens; with `num_segments`, of every segment.
         cost_model: what a sample costs.
         topology: the ranks.
         limits: what a micro-batch holds.
         objective: `step`, `microbatch` or `pipeline`.
+        num_segments: `[num_samples]` int64 segments of each sample, whose tokens and cost are sums over them.
 
     Raises:
         BalanceError: expert-parallel groups do not divide the data-parallel ranks, or `per_microbatch`
@@ -138,14 +164,16 @@ def build_problem(
             f"do not divide dp_size {topology.dp_size}."
         )
     scaled = cost_model.sample_costs(padded_lengths)
+    costs = sum_segments(scaled.costs, num_segments=num_segments)
+    shared_costs = sum_segments(scaled.expert_costs, num_segments=num_segments)
+    tokens = sum_segments(padded_lengths, num_segments=num_segments)
     capacity = limits.max_tokens_per_microbatch(topology)
     counts_samples = capacity is None
     if capacity is None:
         assert limits.micro_batch_size is not None
-        capacity, weights = limits.micro_batch_size, np.ones_like(padded_lengths)
+        capacity, weights = limits.micro_batch_size, np.ones_like(tokens)
     else:
-        weights = np.minimum(padded_lengths, capacity + 1)
-    costs, shared_costs = scaled.costs, scaled.expert_costs
+        weights = np.minimum(tokens, capacity + 1)
     if span == 1:
         # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
         costs, shared_costs = costs + shared_costs, np.zeros_like(shared_costs)

@@ -21,8 +21,14 @@ COST_MODELS = [
 ]
 TOPOLOGIES = {
     "step": [Topology(2), Topology(3), Topology(2, ep_size=2)],
-    "microbatch": [Topology(2), Topology(3, fully_sharded=True), Topology(4, ep_size=2), Topology(2, ep_size=2)],
-    "pipeline": [Topology(2, pp_size=2), Topology(2, pp_size=3, vpp_size=2)],
+    "microbatch": [
+        Topology(2),
+        Topology(3, fully_sharded=True),
+        Topology(4, ep_size=2),
+        Topology(2, ep_size=2),
+        Topology(2, ep_size=2, pp_size=2),
+    ],
+    "pipeline": [Topology(2, pp_size=2), Topology(2, pp_size=3, vpp_size=2), Topology(2, ep_size=2, pp_size=3)],
 }
 
 

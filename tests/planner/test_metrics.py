@@ -5,6 +5,7 @@ import pytest
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.metrics import assignment_metrics, schedule_metrics
 from megatron_balance.planner.schedule import build_data_schedule
 from megatron_balance.planner.topology import Limits, Topology
@@ -106,3 +107,43 @@ def test_an_empty_batch_is_perfect():
 def test_an_assignment_must_be_whole(ranks, message):
     with pytest.raises(BalanceError, match=message):
         judge(ranks, [5, 5])
+
+
+class TestFloorAdvice:
+    def advice(self, lengths, *, cost_model=TOKENS, **topology):
+        return floor_advice(np.array(lengths), cost_model=cost_model, topology=Topology(**topology))
+
+    def test_the_floor_is_gone_at_the_cp_size_it_names(self):
+        rng = np.random.default_rng(0)
+        lengths = np.append(rng.integers(10, 2000, 60), 60000)
+        flops = CostModel(linear=5000, quadratic=1)
+        advice = self.advice(lengths, cost_model=flops, dp_size=16)
+        assert advice.floor > 2
+        assert advice.cp_size is not None
+
+        def floor(cp_size):
+            return self.advice(lengths, cost_model=flops, dp_size=16 // cp_size, cp_size=cp_size).floor
+
+        assert floor(advice.cp_size) <= 1.01 < floor(advice.cp_size // 2)
+        assert f"raise --context-parallel-size to {advice.cp_size} or shorten samples above" in advice.message
+        assert advice.message.startswith(f"floor {advice.floor:.2f}x at DP16")
+
+    def test_the_floor_is_gone_at_the_length_it_names(self):
+        lengths = np.append(np.full(40, 100), [5000, 900])
+        advice = self.advice(lengths, dp_size=4)
+        assert advice.fitting_tokens is not None
+        assert advice.num_longer == int((lengths > advice.fitting_tokens).sum())
+        assert self.advice(np.minimum(lengths, advice.fitting_tokens), dp_size=4).floor <= 1.01
+        assert self.advice(np.minimum(lengths, advice.fitting_tokens + 1), dp_size=4).floor > 1.01
+
+    def test_nothing_is_advised_where_nothing_is_wrong(self):
+        for lengths in ([5] * 8, [], [0, 0]):
+            advice = self.advice(lengths, dp_size=4, cp_size=2)
+            assert (advice.cp_size, advice.num_longer) == (2, 0)
+            assert advice.message == "floor 1.00x at DP4: no single sample holds up the step"
+
+    def test_few_samples_cannot_be_shortened_into_balance(self):
+        advice = self.advice([10, 10], dp_size=4)
+        assert (advice.cp_size, advice.fitting_tokens) == (2, None)
+        assert advice.message == "floor 2.00x at DP4: raise --context-parallel-size to 2"
+        assert self.advice([10], dp_size=3).message.endswith("train on more samples a step, or on fewer ranks")

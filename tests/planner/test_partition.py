@@ -19,6 +19,7 @@ from megatron_balance.planner.partition import (
     refine_rows,
     register,
 )
+from megatron_balance.planner.partition.batched_packing import batched_packing
 
 COSTS = st.lists(st.integers(0, 200), max_size=40)
 
@@ -269,3 +270,35 @@ def test_a_name_is_registered_once():
     assert set(ALGORITHMS) == {"level_packing", "karmarkar_karp", "greedy", "first_fit"}
     with pytest.raises(BalanceError, match="'greedy' is registered already"):
         register("greedy", greedy)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@settings(deadline=None)
+@given(weights=st.lists(st.integers(0, 40), min_size=1, max_size=60), capacity=st.integers(20, 200))
+def test_batches_are_the_plain_loop(num_groups, weights, capacity):
+    # Sorted, and a heavier item costs more, as lengths do; the loop below is the rule itself.
+    weights = np.array(sorted(weights, reverse=True), dtype=np.int64)
+    costs, heights = weights * weights + 1, [900, 500, 0]
+    slack, room, loads = [list(heights) for _ in range(num_groups)], [[capacity] * 3 for _ in range(num_groups)], {}
+    expected = []
+    for cost, weight in zip(costs.tolist(), weights.tolist(), strict=True):
+        need = min(weight, capacity)
+        fitting = [group for group in range(num_groups) if max(room[group]) >= need]
+        if not fitting:
+            expected = None
+            break
+        group = min(fitting, key=lambda group: (loads.get(group, 0), group))
+        index = max((i for i in range(3) if room[group][i] >= need), key=lambda i: (slack[group][i], -i))
+        slack[group][index] -= cost
+        room[group][index] = -1 if weight > capacity else room[group][index] - weight
+        loads[group] = loads.get(group, 0) + cost
+        expected.append(group * 3 + index)
+    found = batched_packing(
+        costs,
+        weights=weights,
+        group_costs=costs,
+        capacity=capacity,
+        slack=np.tile(np.array(heights, dtype=np.int64), (num_groups, 1)),
+        loads=np.zeros(num_groups, dtype=np.int64),
+    )
+    assert (None if found is None else found.tolist()) == expected

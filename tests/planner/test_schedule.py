@@ -180,28 +180,26 @@ class TestCheck:
             replace(self.schedule, **changes).check()
 
     def test_placed_once(self):
-        ranks = self.schedule.ranks
-        self.broken("placed once", ranks=(ranks[0], ranks[0]))
-        self.broken("placed once", ranks=(*ranks[:1], ranks[1][:-1]))
+        slot_of = self.schedule.slot_of
+        self.broken("placed once", slot_of=slot_of[:-1])
+        self.broken("placed once", slot_of=slot_of + 100)
+        self.broken("placed once", slot_of=slot_of - 1)
 
     def test_even_slots(self):
-        ranks = self.schedule.ranks
-        self.broken("even slots", ranks=(*ranks[:1], (*ranks[1], ())))
         self.broken("even slots", topology=Topology(2, microbatch_multiple=7))
+        self.broken("even slots", num_microbatches=0)
+        self.broken("even slots", cost_grid=self.schedule.cost_grid[:1])
 
     def test_cap(self):
         self.broken("cap", limits=Limits(5))
         self.broken("cap", limits=Limits(micro_batch_size=1))
 
+        self.broken("cap", slot_of=np.zeros(5, dtype=np.int64), limits=Limits(1000))
+
     def test_no_empty_slot(self):
         schedule = plan([5, 5, 5, 5], cap=5)
-        ranks = (((0, 1), ()), ((2,), (3,)))
         with pytest.raises(AssertionError, match="'no empty slot'"):
-            replace(schedule, ranks=ranks, limits=Limits(10)).check()
-
-    def test_ascending(self):
-        ranks = tuple(tuple(ids[::-1] for ids in slots) for slots in self.schedule.ranks)
-        self.broken("ascending", ranks=ranks)
+            replace(schedule, slot_of=np.array([0, 0, 2, 3]), limits=Limits(10)).check()
 
     def test_home(self):
         self.broken("home", move_samples=False, home_ranks=np.zeros(5, dtype=np.int64))
@@ -210,6 +208,10 @@ class TestCheck:
         self.broken("honest costs", predicted_cost=1)
         self.broken("honest costs", cost_model=FLOPS)
         self.broken("honest costs", lower_bound=10**9)
+        # Two samples of different cost in one another's place.
+        schedule = plan([7, 5, 4, 4])
+        with pytest.raises(AssertionError, match="'honest costs'"):
+            replace(schedule, slot_of=schedule.slot_of[[1, 0, 2, 3]]).check()
 
 
 def batches(name, num_samples):

@@ -12,7 +12,7 @@ item anyway may as well be full), and items go to the group that is least loaded
     5. an item that fits nowhere ends the attempt: the caller tries again with more rows
 
 Heap entries are single integers, the key above the index: they compare faster than tuples, and ties go
-to the lowest index.
+to the lowest index. Where there are many bins or groups, `batched_packing.py` does the same with arrays.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_balance.planner.partition.batched_packing import MIN_GROUPS, batched_packing
 
 
 def level_packing(
@@ -53,6 +55,21 @@ def level_packing(
     num_bins = num_groups * num_rows * bins_per_row
     over_long = weights > capacity
     order = np.lexsort((-weights, -costs, ~over_long))
+    if max(num_groups, num_bins if num_groups == 1 else 0) >= MIN_GROUPS and costs.size >= 2 * num_bins:
+        heights = np.repeat(np.array(target_heights, dtype=np.int64), bins_per_row)
+        # In a single group the bins are all there is to choose from: least loaded is most slack.
+        alone = num_groups == 1
+        by_cost = costs if group_costs is None or alone else group_costs
+        sorted_bins = batched_packing(
+            costs[order],
+            weights=weights[order],
+            group_costs=np.maximum(by_cost[order], 1),
+            capacity=capacity,
+            slack=heights[:, None].copy() if alone else np.tile(heights, (num_groups, 1)),
+            loads=heights.max() - heights if alone else np.zeros(num_groups, dtype=np.int64),
+        )
+        return None if sorted_bins is None else _unsorted(sorted_bins, order)
+
     bin_bits, group_bits = num_bins.bit_length(), num_groups.bit_length()
     bin_mask, group_mask = (1 << bin_bits) - 1, (1 << group_bits) - 1
 
@@ -119,6 +136,11 @@ def level_packing(
         else:
             return None
 
-    bin_of = np.empty(costs.size, dtype=np.int64)
-    bin_of[order] = np.array(bins, dtype=np.int64)
+    return _unsorted(np.array(bins, dtype=np.int64), order)
+
+
+def _unsorted(sorted_bins: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bins of items in the items' own order."""
+    bin_of = np.empty(order.size, dtype=np.int64)
+    bin_of[order] = sorted_bins
     return bin_of

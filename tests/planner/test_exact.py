@@ -1,0 +1,311 @@
+"""Plans against the best possible ones, and against the plans of yesterday.
+
+Small batches are compared with brute force, larger ones with a constraint solver where it is installed. A list
+of recorded numbers holds the plans fixed: the same on every Python, platform and numpy.
+"""
+
+import hashlib
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megatron_balance.planner.bin_packing_bounds import min_num_bins
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.schedule import build_data_schedule
+from megatron_balance.planner.topology import Limits, Topology
+
+QUADRATIC = CostModel(linear=1000, quadratic=1)
+CAP = 4096
+
+
+def whole_numbers(count, *, seed, modulus=2**31 - 1):
+    """Pseudo-random integers by a multiplicative congruence: the same everywhere."""
+    state, numbers = seed * 2654435761 % modulus or 1, []
+    for _ in range(count):
+        state = state * 48271 % modulus
+        numbers.append(state)
+    return numbers
+
+
+def long_tailed(count, *, seed, longest=CAP):
+    """Lengths of which most are short: the product of two uniform numbers."""
+    numbers = whole_numbers(2 * count, seed=seed)
+    return [1 + (a % longest) * (b % longest) // longest for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+
+
+def set_partitions(items, capacity):
+    """All ways to put weights into bins of the capacity, as lists of lists of items."""
+
+    def extend(index, bins, rooms):
+        if index == len(items):
+            yield bins
+            return
+        for number in range(len(bins)):
+            if rooms[number] >= items[index]:
+                changed = [*bins[:number], [*bins[number], index], *bins[number + 1 :]]
+                yield from extend(
+                    index + 1, changed, [*rooms[:number], rooms[number] - items[index], *rooms[number + 1 :]]
+                )
+        yield from extend(index + 1, [*bins, [index]], [*rooms, capacity - items[index]])
+
+    yield from extend(0, [], [])
+
+
+def test_step_is_within_one_percent_of_brute_force_on_the_mean():
+    ratios = []
+    for seed in range(40):
+        num_samples, dp_size = 8 + seed % 3, 2 + seed % 2
+        lengths = long_tailed(num_samples, seed=seed + 1)
+        costs = [QUADRATIC(length) for length in lengths]
+        best = min(
+            max(sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(dp_size))
+            for ranks in product(range(dp_size), repeat=num_samples)
+            if ranks[0] == 0
+        )
+        schedule = build_data_schedule(
+            lengths, cost_model=QUADRATIC, topology=Topology(dp_size), limits=Limits(CAP), objective="step"
+        ).check()
+        assert schedule.lower_bound <= best <= schedule.predicted_cost
+        ratios.append(schedule.predicted_cost / best)
+    assert sum(ratios) / len(ratios) <= 1.01
+
+
+def test_microbatch_is_within_two_percent_of_brute_force_on_the_mean():
+    ratios = []
+    for seed in range(30):
+        lengths = long_tailed(8, seed=seed + 101)
+        costs = [QUADRATIC(length) for length in lengths]
+        # Bins sorted by cost and cut into pairs are the best rows of two ranks.
+        best = min(
+            sum(sorted((sum(costs[item] for item in items) for items in bins), reverse=True)[::2])
+            for bins in set_partitions(lengths, CAP)
+        )
+        schedule = build_data_schedule(
+            lengths, cost_model=QUADRATIC, topology=Topology(2), limits=Limits(CAP), objective="microbatch"
+        ).check()
+        assert schedule.lower_bound <= best <= schedule.predicted_cost
+        ratios.append(schedule.predicted_cost / best)
+    assert sum(ratios) / len(ratios) <= 1.02
+
+
+def solver_value(schedule, *, span, seconds=3.0):
+    """Cost of the best plan that the solver finds with as many micro-batches, rows of `span` ranks meeting."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
+    model = cp_model.CpModel()
+    lengths = schedule.padded_lengths.tolist()
+    costs = [schedule.cost_model(length) for length in lengths]
+    dp_size, count = schedule.topology.dp_size, schedule.num_microbatches
+    cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)
+    inside = [
+        [model.new_bool_var(f"sample {sample} in bin {index}") for index in range(dp_size * count)]
+        for sample in range(len(lengths))
+    ]
+    for choices in inside:
+        model.add_exactly_one(choices)
+    of_bins = []
+    for index in range(dp_size * count):
+        held = [choices[index] for choices in inside]
+        model.add(sum(tokens * here for tokens, here in zip(lengths, held, strict=True)) <= cap)
+        of_bins.append(sum(cost * here for cost, here in zip(costs, held, strict=True)))
+    if span == 1:
+        longest = model.new_int_var(0, sum(costs), "longest")
+        for rank in range(dp_size):
+            model.add(sum(of_bins[rank * count : (rank + 1) * count]) <= longest)
+        model.minimize(longest)
+    else:
+        heights = [model.new_int_var(0, sum(costs), f"row {row}") for row in range(count)]
+        for index, height in enumerate(of_bins):
+            model.add(height <= heights[index % count])
+        for higher, lower in zip(heights, heights[1:], strict=False):
+            model.add(higher >= lower)
+        model.minimize(sum(heights))
+    for rank, slots in enumerate(schedule.ranks):
+        for slot, ids in enumerate(slots):
+            for sample in ids:
+                for index, here in enumerate(inside[sample]):
+                    model.add_hint(here, index == rank * count + slot)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    assert solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return int(solver.objective_value)
+
+
+@pytest.mark.parametrize(("objective", "most"), [("step", 1.01), ("microbatch", 1.02)])
+def test_the_solver_finds_little_that_is_better(objective, most):
+    pytest.importorskip("ortools")
+    ratios = []
+    for case in range(6):
+        dp_size, num_samples = 2 + case % 3, 16 + case
+        schedule = build_data_schedule(
+            long_tailed(num_samples, seed=case + 201),
+            cost_model=QUADRATIC,
+            topology=Topology(dp_size),
+            limits=Limits(CAP),
+            objective=objective,
+        ).check()
+        best = solver_value(schedule, span=1 if objective == "step" else dp_size)
+        assert schedule.lower_bound <= best
+        ratios.append(schedule.predicted_cost / best)
+    assert sum(ratios) / len(ratios) <= most
+
+
+def test_least_number_of_bins_is_never_above_the_best_packing():
+    num_exact = 0
+    for seed in range(60):
+        capacity = 10 + seed % 37
+        weights = [number % (capacity + 1) for number in whole_numbers(7, seed=seed + 301)]
+        best = min(len(bins) for bins in set_partitions(weights, capacity))
+        bound = min_num_bins(np.array(weights, dtype=np.int64), capacity=capacity)
+        assert bound <= best
+        num_exact += bound == best
+    assert num_exact >= 54
+
+
+def test_least_number_of_bins_sees_that_only_two_fit():
+    assert min_num_bins(np.full(20_000, 334, dtype=np.int64), capacity=1000) == 10_000
+    # Each of the 60s stands alone with one 40; a 41 fits beside none of them.
+    assert min_num_bins(np.array([60, 60, 40, 41], dtype=np.int64), capacity=100) == 3
+    assert min_num_bins(np.array([2**40] * 8, dtype=np.int64), capacity=2**40) == 8
+    assert min_num_bins(np.array([], dtype=np.int64), capacity=5) == 1
+
+
+GOLDEN_TOPOLOGIES = {
+    "step": Topology(4),
+    "wide": Topology(128),
+    "microbatch": Topology(4, tp_size=2, ep_size=8),
+    "groups": Topology(16, ep_size=4, microbatch_multiple=2),
+    "sharded": Topology(8, fully_sharded=True, cp_size=2),
+    "pipeline": Topology(4, pp_size=4),
+    "expert pipeline": Topology(8, ep_size=4, pp_size=2, vpp_size=2),
+}
+GOLDEN_COSTS = {
+    "quadratic": CostModel(linear=71_680, quadratic=9, expert_linear=40_000),
+    "windows": CostModel(linear=5, quadratic=1, per_sequence=77, per_microbatch=99_999, windows=((512, 3),)),
+}
+GOLDEN_LENGTHS = {
+    "short": long_tailed(300, seed=1, longest=900),
+    "long": long_tailed(700, seed=2, longest=3 * CAP),
+    "equal": [1366] * 90,
+}
+GOLDEN_LIMITS = {"tokens": Limits(CAP), "samples": Limits(micro_batch_size=4)}
+
+
+def plan_number(schedule):
+    """56 bits of the placement itself, whatever else a digest may cover."""
+    text = repr((schedule.num_microbatches, schedule.ranks)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+
+
+def golden_plans():
+    for (name, topology), costs, lengths, limits in product(
+        GOLDEN_TOPOLOGIES.items(), GOLDEN_COSTS, GOLDEN_LENGTHS, GOLDEN_LIMITS
+    ):
+        if limits == "samples" and costs == "windows":
+            continue
+        schedule = build_data_schedule(
+            GOLDEN_LENGTHS[lengths],
+            cost_model=GOLDEN_COSTS[costs],
+            topology=topology,
+            limits=GOLDEN_LIMITS[limits],
+        )
+        yield f"{name}, {costs}, {lengths}, {limits}", plan_number(schedule)
+
+
+def test_plans_are_those_that_were_recorded():
+    # A change of the planner that is meant changes these: print `dict(golden_plans())` and look why first.
+    assert dict(golden_plans()) == GOLDEN
+
+
+@pytest.mark.parametrize("topology", GOLDEN_TOPOLOGIES.values(), ids=GOLDEN_TOPOLOGIES)
+def test_the_order_of_samples_changes_no_cost(topology):
+    lengths = long_tailed(160, seed=7, longest=2 * CAP)
+    lengths += lengths[:40]
+    shuffled = [length for _, length in sorted(zip(whole_numbers(200, seed=8), lengths, strict=True))]
+    options = {"cost_model": GOLDEN_COSTS["quadratic"], "topology": topology, "limits": Limits(CAP)}
+    one, other = build_data_schedule(lengths, **options), build_data_schedule(shuffled, **options)
+    assert one.predicted_cost == other.predicted_cost
+    assert (one.cost_grid == other.cost_grid).all()
+
+
+def test_totals_beyond_int64_are_scaled_and_planned_alike():
+    lengths = long_tailed(64, seed=9)
+    options = {"topology": Topology(4, ep_size=2), "limits": Limits(CAP), "objective": "microbatch"}
+    large = build_data_schedule(
+        lengths, cost_model=CostModel(linear=2**60, quadratic=2**50, expert_linear=2**59), **options
+    ).check()
+    small = build_data_schedule(
+        lengths, cost_model=CostModel(linear=2**20, quadratic=2**10, expert_linear=2**19), **options
+    ).check()
+    assert large.cost_shift > 0
+    assert int(large.cost_grid.sum()) < 2**62
+    assert large.predicted_cost == pytest.approx(small.predicted_cost * 2.0 ** (40 - large.cost_shift), rel=1e-2)
+
+
+GOLDEN: dict[str, int] = {
+    "step, quadratic, short, tokens": 10996930639477889,
+    "step, quadratic, short, samples": 30602694202038072,
+    "step, quadratic, long, tokens": 31566170246121184,
+    "step, quadratic, long, samples": 41982405703443149,
+    "step, quadratic, equal, tokens": 23157146359748389,
+    "step, quadratic, equal, samples": 16329433999560401,
+    "step, windows, short, tokens": 59569091763107492,
+    "step, windows, long, tokens": 6550960416544163,
+    "step, windows, equal, tokens": 23157146359748389,
+    "wide, quadratic, short, tokens": 5322426466272393,
+    "wide, quadratic, short, samples": 43988285376923982,
+    "wide, quadratic, long, tokens": 54107777410144148,
+    "wide, quadratic, long, samples": 11706812217450748,
+    "wide, quadratic, equal, tokens": 55319921081367037,
+    "wide, quadratic, equal, samples": 55319921081367037,
+    "wide, windows, short, tokens": 9986939946039244,
+    "wide, windows, long, tokens": 1702995508609075,
+    "wide, windows, equal, tokens": 55319921081367037,
+    "microbatch, quadratic, short, tokens": 64261767612541435,
+    "microbatch, quadratic, short, samples": 31786114742298560,
+    "microbatch, quadratic, long, tokens": 64387796580295641,
+    "microbatch, quadratic, long, samples": 23075877991313539,
+    "microbatch, quadratic, equal, tokens": 28239446901245835,
+    "microbatch, quadratic, equal, samples": 51181805224997573,
+    "microbatch, windows, short, tokens": 29988770021510903,
+    "microbatch, windows, long, tokens": 12515814203610690,
+    "microbatch, windows, equal, tokens": 28239446901245835,
+    "groups, quadratic, short, tokens": 68687345160516147,
+    "groups, quadratic, short, samples": 59815917115344159,
+    "groups, quadratic, long, tokens": 20439743537870537,
+    "groups, quadratic, long, samples": 22876135976584187,
+    "groups, quadratic, equal, tokens": 41368927998265045,
+    "groups, quadratic, equal, samples": 25340216387147484,
+    "groups, windows, short, tokens": 49311632004948562,
+    "groups, windows, long, tokens": 35825085920006035,
+    "groups, windows, equal, tokens": 41368927998265045,
+    "sharded, quadratic, short, tokens": 20407479071721859,
+    "sharded, quadratic, short, samples": 61158773508964519,
+    "sharded, quadratic, long, tokens": 56506128165713986,
+    "sharded, quadratic, long, samples": 3945094741062434,
+    "sharded, quadratic, equal, tokens": 46912882262868527,
+    "sharded, quadratic, equal, samples": 46912882262868527,
+    "sharded, windows, short, tokens": 19120190618604941,
+    "sharded, windows, long, tokens": 37687927944766439,
+    "sharded, windows, equal, tokens": 46912882262868527,
+    "pipeline, quadratic, short, tokens": 52555929801299273,
+    "pipeline, quadratic, short, samples": 65441907805212558,
+    "pipeline, quadratic, long, tokens": 2454214441699018,
+    "pipeline, quadratic, long, samples": 51088855194182605,
+    "pipeline, quadratic, equal, tokens": 6896693925707611,
+    "pipeline, quadratic, equal, samples": 52780336135941520,
+    "pipeline, windows, short, tokens": 46055817356541346,
+    "pipeline, windows, long, tokens": 10127006353747781,
+    "pipeline, windows, equal, tokens": 6896693925707611,
+    "expert pipeline, quadratic, short, tokens": 22358676636669075,
+    "expert pipeline, quadratic, short, samples": 11577296762061160,
+    "expert pipeline, quadratic, long, tokens": 23130897980995792,
+    "expert pipeline, quadratic, long, samples": 13259311661349540,
+    "expert pipeline, quadratic, equal, tokens": 54493266114317033,
+    "expert pipeline, quadratic, equal, samples": 20058112484477097,
+    "expert pipeline, windows, short, tokens": 53445670353861300,
+    "expert pipeline, windows, long, tokens": 44870186795124490,
+    "expert pipeline, windows, equal, tokens": 54493266114317033,
+}
