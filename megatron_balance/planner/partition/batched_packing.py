@@ -59,6 +59,12 @@ def batched_packing(
             open_groups = np.flatnonzero(most_room >= room_needed)
             if not open_groups.size:
                 return None
+        elif open_groups.size < num_groups:
+            # A group without room for the heaviest may have room for lighter ones: these begin the next batch.
+            most_left = int(np.delete(most_room, open_groups).max())
+            lighter = needed[start + 1 : stop] <= most_left
+            if lighter.any():
+                stop = start + 1 + int(lighter.argmax())
         groups = open_groups[np.argsort(loads[open_groups], kind="stable")][: stop - start]
         before, added = loads[groups], group_costs[start : start + groups.size]
         lowest_after = np.minimum.accumulate(before + added)
