@@ -11,13 +11,17 @@ sum of its rows is that of the others.
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron_balance.planner.bounds import SlotFloor, slot_floor
 from megatron_balance.planner.partition import greedy
 from megatron_balance.planner.problem import Problem
 from megatron_balance.planner.slim_heights import slim_heights
 
 
-def target_heights(problem: Problem, *, num_microbatches: int, sync_span: int, way: str) -> list[int]:
+def target_heights(
+    problem: Problem, *, num_microbatches: int, sync_span: int, way: str, lowered: list[int] | None = None
+) -> list[int]:
     """Target cost of every micro-batch.
 
     Args:
@@ -27,6 +31,7 @@ def target_heights(problem: Problem, *, num_microbatches: int, sync_span: int, w
         way: with several groups, which forced rows take from the other rows of their group: `rows`, those that
             the lower bound takes as forced; `apart`, every row that is forced above the even height; `slim`,
             the same, and the row's other micro-batches are filled no more than their shared work allows.
+        lowered: `[num_groups]` cost to take off each group's rows together, below zero to add; None for none.
 
     Returns:
         `[num_groups * num_microbatches * sync_span]` costs, group by group and row by row, the high rows of a
@@ -37,12 +42,25 @@ def target_heights(problem: Problem, *, num_microbatches: int, sync_span: int, w
     if num_groups == 1:
         rows = _rows_of_one_group(problem, floor, num_rows=num_microbatches, sync_span=sync_span)
     elif way == "slim":
-        return slim_heights(problem, num_microbatches=num_microbatches, sync_span=sync_span)
+        heights = slim_heights(problem, num_microbatches=num_microbatches, sync_span=sync_span)
+        return heights if lowered is None else _lower(heights, by_cost=lowered, sync_span=sync_span)
     else:
         rows = _rows_of_groups(
             floor, num_groups=num_groups, num_rows=num_microbatches, sync_span=sync_span, apart=way == "apart"
         )
-    return [height for height in rows for _ in range(sync_span)]
+    heights = [height for height in rows for _ in range(sync_span)]
+    return heights if lowered is None else _lower(heights, by_cost=lowered, sync_span=sync_span)
+
+
+def _lower(heights: list[int], *, by_cost: list[int], sync_span: int) -> list[int]:
+    """Takes a cost off each group's lowest rows, evenly: high rows are as high as their large samples."""
+    of_groups = np.array(heights, dtype=np.int64).reshape(len(by_cost), -1)
+    lowest = of_groups == of_groups.min(axis=1, keepdims=True)
+    # A group of high rows alone has single micro-batches that are lowest: there, all of them.
+    lowest |= lowest.sum(axis=1, keepdims=True) < sync_span
+    num_rows = lowest.sum(axis=1) // sync_span
+    taken = np.where(lowest, (np.array(by_cost, dtype=np.int64) // num_rows)[:, None], 0)
+    return np.maximum(of_groups - taken, 0).reshape(-1).tolist()
 
 
 def _rows_of_one_group(problem: Problem, floor: SlotFloor, *, num_rows: int, sync_span: int) -> list[int]:

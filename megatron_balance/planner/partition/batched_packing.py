@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_GROUPS = 96
+MIN_GROUPS = 40
 """With fewer groups batches are too short to pay for array operations."""
 
 _CLOSED = -1
@@ -36,7 +36,7 @@ def batched_packing(
         weights: `[num_items]` room each item takes; those above `capacity` come first.
         group_costs: `[num_items]` positive, what an item adds to its group.
         capacity: room of a bin.
-        slack: `[num_groups, bins_per_group]` target height of each bin; overwritten.
+        slack: `[num_groups, bins_per_group]` target height of each bin, contiguous; overwritten.
         loads: `[num_groups]` to start from; overwritten.
 
     Returns:
@@ -44,43 +44,55 @@ def batched_packing(
     """
     num_groups, bins_per_group = slack.shape
     room = np.full(slack.shape, capacity, dtype=np.int64)
+    # One index in place of two: half the time of every look-up.
+    flat_slack, flat_room = slack.reshape(-1), room.reshape(-1)
     most_room = np.full(num_groups, capacity, dtype=np.int64)
     num_over_long = int((weights > capacity).sum())
     needed = np.minimum(weights, capacity)
     no_slack = np.iinfo(np.int64).min
+    positions = np.arange(num_groups, dtype=np.int64)
     bin_of = np.empty(costs.size, dtype=np.int64)
     start = 0
     while start < costs.size:
         # Over-long items are a batch of their own kind: they close their bins.
         stop = min(start + num_groups, num_over_long if start < num_over_long else costs.size)
-        room_needed = int(needed[start:stop].max())
-        if not (open_groups := np.flatnonzero(most_room >= room_needed)).size:
-            stop, room_needed = start + 1, int(needed[start])
-            open_groups = np.flatnonzero(most_room >= room_needed)
+        room_needed = needed[start:stop].max()
+        has_room = most_room >= room_needed
+        if has_room.all():
+            groups = loads.argsort(kind="stable")[: stop - start]
+        else:
+            open_groups = has_room.nonzero()[0]
             if not open_groups.size:
-                return None
-        elif open_groups.size < num_groups:
-            # A group without room for the heaviest may have room for lighter ones: these begin the next batch.
-            most_left = int(np.delete(most_room, open_groups).max())
-            lighter = needed[start + 1 : stop] <= most_left
-            if lighter.any():
-                stop = start + 1 + int(lighter.argmax())
-        groups = open_groups[np.argsort(loads[open_groups], kind="stable")][: stop - start]
+                stop, room_needed = start + 1, needed[start]
+                open_groups = (most_room >= room_needed).nonzero()[0]
+                if not open_groups.size:
+                    return None
+            else:
+                # A group without room for the heaviest may have room for lighter ones: these begin the next batch.
+                lighter = needed[start + 1 : stop] <= most_room[~has_room].max()
+                if lighter.any():
+                    stop = start + 1 + int(lighter.argmax())
+            groups = open_groups[loads[open_groups].argsort(kind="stable")][: stop - start]
         before, added = loads[groups], group_costs[start : start + groups.size]
-        lowest_after = np.minimum.accumulate(before + added)
-        overtaken = before[1:] >= lowest_after[:-1]
+        after = before + added
+        overtaken = before[1:] >= np.minimum.accumulate(after)[:-1]
         count = int(overtaken.argmax()) + 1 if overtaken.any() else groups.size
         groups, items = groups[:count], slice(start, start + count)
 
         if bins_per_group > 1:
-            fitting = np.where(room[groups] >= needed[items, None], slack[groups], no_slack)
-            bins = fitting.argmax(axis=1)
+            rooms = room[groups]
+            bins = np.where(rooms >= needed[items, None], slack[groups], no_slack).argmax(axis=1)
+            flat_bins = groups * bins_per_group + bins
+            left = _CLOSED if start < num_over_long else flat_room[flat_bins] - needed[items]
+            rooms[positions[:count], bins] = left
+            most_room[groups] = rooms.max(axis=1)
         else:
-            bins = np.zeros(count, dtype=np.int64)
-        slack[groups, bins] -= costs[items]
-        room[groups, bins] = _CLOSED if start < num_over_long else room[groups, bins] - needed[items]
-        most_room[groups] = room[groups].max(axis=1) if bins_per_group > 1 else room[groups, 0]
-        loads[groups] += added[:count]
-        bin_of[items] = groups * bins_per_group + bins
+            flat_bins = groups
+            left = _CLOSED if start < num_over_long else flat_room[flat_bins] - needed[items]
+            most_room[groups] = left
+        flat_slack[flat_bins] -= costs[items]
+        flat_room[flat_bins] = left
+        loads[groups] = after[:count]
+        bin_of[items] = flat_bins
         start += count
     return bin_of
