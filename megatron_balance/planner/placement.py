@@ -6,6 +6,7 @@ samples may not leave the rank that loaded them. `placement_by_level.py` and `pl
 
     1. num_microbatches starts at the least that could hold the samples
     2. pack; where that breaks the cap, raise num_microbatches by microbatch_multiple and pack again
+       (and again by other targets, where groups of ranks that meet end uneven)
     3. fill empty slots (`empty_slots.py`)
     4. refine small batches
     5. put the slots of each rank in order
@@ -109,20 +110,24 @@ def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] |
         if dearer or num_microbatches <= found.num_microbatches:
             break
     assert best is not None
-    if samples_of is None and _worth_differencing(problem, best, bound=bound):
-        by_difference = place_by_ranks(
+    for name in _names_worth_trying(problem, best, bound=bound) if samples_of is None else ():
+        by_name = place_by_ranks(
             problem,
-            algorithm="karmarkar_karp",
-            samples_of=assign_ranks(problem, algorithm="karmarkar_karp"),
+            algorithm=name,
+            samples_of=assign_ranks(problem, algorithm=name),
             move_samples=True,
             num_microbatches=best.num_microbatches,
         )
-        if by_difference.predicted_cost < best.predicted_cost:
-            best = by_difference
+        if by_name.predicted_cost < best.predicted_cost:
+            best = by_name
     return replace(best, lower_bound=bound)
 
 
-def _worth_differencing(problem: Problem, best: Placement, *, bound: int) -> bool:
-    """Whether to try largest differencing over the ranks as well: it is the best for few samples, and slow."""
-    few = problem.num_samples <= MAX_DIFFERENCED_SAMPLES and problem.sync_span == 1
-    return few and best.predicted_cost - bound > bound // DIFFERENCED
+def _names_worth_trying(problem: Problem, best: Placement, *, bound: int) -> tuple[str, ...]:
+    """Algorithms over the ranks to compare with: largest differencing is the best for few samples, and slow."""
+    few = problem.num_samples <= MAX_DIFFERENCED_SAMPLES
+    all_meet = problem.sync_span == problem.topology.dp_size > 1
+    if not few or all_meet or best.predicted_cost - bound <= bound // DIFFERENCED:
+        return ()
+    # Where several groups meet, either was ahead of level packing now and then.
+    return ("karmarkar_karp",) if problem.sync_span == 1 else ("karmarkar_karp", "greedy")

@@ -244,6 +244,18 @@ def test_totals_beyond_int64_are_scaled_and_planned_alike():
     assert large.predicted_cost == pytest.approx(small.predicted_cost * 2.0 ** (40 - large.cost_shift), rel=1e-2)
 
 
+@pytest.mark.parametrize("seed", [12, 13])
+def test_several_groups_that_meet_are_near_their_bound(seed):
+    # Without packing again by lowered targets these are 2.1 and 2.6 percent above it: the groups end uneven.
+    schedule = build_data_schedule(
+        [max(1, length**2 // CAP) for length in long_tailed(1500, seed=seed)],
+        cost_model=CostModel(linear=1000, quadratic=9, expert_linear=4000),
+        topology=Topology(32, ep_size=8),
+        limits=Limits(CAP),
+    ).check()
+    assert schedule.predicted_cost <= 1.015 * schedule.lower_bound
+
+
 GOLDEN: dict[str, int] = {
     "step, quadratic, short, tokens": 10996930639477889,
     "step, quadratic, short, samples": 30602694202038072,
@@ -273,13 +285,13 @@ GOLDEN: dict[str, int] = {
     "microbatch, windows, long, tokens": 12515814203610690,
     "microbatch, windows, equal, tokens": 28239446901245835,
     "groups, quadratic, short, tokens": 68687345160516147,
-    "groups, quadratic, short, samples": 59815917115344159,
-    "groups, quadratic, long, tokens": 20439743537870537,
-    "groups, quadratic, long, samples": 22876135976584187,
+    "groups, quadratic, short, samples": 6772043869724106,
+    "groups, quadratic, long, tokens": 42508290320742295,
+    "groups, quadratic, long, samples": 19252087699921318,
     "groups, quadratic, equal, tokens": 41368927998265045,
     "groups, quadratic, equal, samples": 25340216387147484,
-    "groups, windows, short, tokens": 49311632004948562,
-    "groups, windows, long, tokens": 35825085920006035,
+    "groups, windows, short, tokens": 52131599309382429,
+    "groups, windows, long, tokens": 11991470662873504,
     "groups, windows, equal, tokens": 41368927998265045,
     "sharded, quadratic, short, tokens": 20407479071721859,
     "sharded, quadratic, short, samples": 61158773508964519,
@@ -300,12 +312,12 @@ GOLDEN: dict[str, int] = {
     "pipeline, windows, long, tokens": 10127006353747781,
     "pipeline, windows, equal, tokens": 6896693925707611,
     "expert pipeline, quadratic, short, tokens": 22358676636669075,
-    "expert pipeline, quadratic, short, samples": 11577296762061160,
-    "expert pipeline, quadratic, long, tokens": 23130897980995792,
-    "expert pipeline, quadratic, long, samples": 13259311661349540,
+    "expert pipeline, quadratic, short, samples": 67436107143979281,
+    "expert pipeline, quadratic, long, tokens": 68290261045462913,
+    "expert pipeline, quadratic, long, samples": 52490341469191932,
     "expert pipeline, quadratic, equal, tokens": 54493266114317033,
     "expert pipeline, quadratic, equal, samples": 20058112484477097,
-    "expert pipeline, windows, short, tokens": 53445670353861300,
-    "expert pipeline, windows, long, tokens": 44870186795124490,
+    "expert pipeline, windows, short, tokens": 25359716821950383,
+    "expert pipeline, windows, long, tokens": 53294901172463700,
     "expert pipeline, windows, equal, tokens": 54493266114317033,
 }
