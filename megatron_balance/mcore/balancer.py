@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class StepBalancer:
         self._last: BalancedStep | None = None
         self._num_batches_to_skip = 0
         self._prepared: _Preparation | None = None
-        self._thread = ThreadPool(1)  # its thread does not keep the process alive
+        # Joined before the interpreter ends: a thread that lived on would die in the middle of native code.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron_balance")
 
     def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep | list[Any]:
         """Pull one step's items and balance them.
@@ -99,7 +100,7 @@ class StepBalancer:
             items = ahead.fetch(num_items)
             return items, self._maker.make(items, num_items=num_items, pool=pool)
 
-        self._prepared = _Preparation(self._thread.apply_async(work))
+        self._prepared = _Preparation(self._thread.submit(work))
 
     def save(self, folder: Path) -> None:
         """Write the samples that wait after the newest step. Nothing without look-ahead."""
@@ -158,7 +159,7 @@ class StepBalancer:
 class _Preparation:
     """A step's data in the making, by a thread."""
 
-    def __init__(self, made: AsyncResult[tuple[list[Any], BalancedStep | None]]) -> None:
+    def __init__(self, made: Future[tuple[list[Any], BalancedStep | None]]) -> None:
         self._made = made
 
     def is_of(self, items: Sequence[Any]) -> bool:
@@ -167,9 +168,9 @@ class _Preparation:
         Raises:
             BalanceError: what went wrong in making it; the step that asks is the one it was for.
         """
-        made_of, _ = self._made.get()
+        made_of, _ = self._made.result()
         return len(items) == len(made_of) and all(item is other for item, other in zip(items, made_of, strict=True))
 
     def result(self) -> BalancedStep | None:
         """The step's data; None where there is nothing to balance."""
-        return self._made.get()[1]
+        return self._made.result()[1]
