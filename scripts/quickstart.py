@@ -7,6 +7,7 @@ table, writes build/quickstart/result.json, and fails where balancing changes a 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import statistics
@@ -133,16 +134,17 @@ def _metrics(index: int, step: dict[str, Any]) -> ScheduleMetrics:
     )
 
 
-def _dataset(cache: list[SftDataset] = []) -> SftDataset:  # noqa: B006 - built once, on first use
-    if not cache:
-        rows = TRAIN_ITERS * GLOBAL_BATCH_SIZE
-        samples = builtin_samples()
-        cache.append(
-            SftDataset(
-                samples, num_samples=rows, seq_length=SEQ_LENGTH, pad_to_seq_length=False, pad_token=0, seed=SEED
-            )
-        )
-    return cache[0]
+@functools.cache
+def _dataset() -> SftDataset:
+    """The rows that every run trains on."""
+    return SftDataset(
+        builtin_samples(),
+        num_samples=TRAIN_ITERS * GLOBAL_BATCH_SIZE,
+        seq_length=SEQ_LENGTH,
+        pad_to_seq_length=False,
+        pad_token=0,
+        seed=SEED,
+    )
 
 
 def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> None:
