@@ -23,11 +23,12 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Hook:
-    """One function to wrap.
+    """One function or method to wrap.
 
     Attributes:
-        target: `module:function` where it is defined.
-        bound_in: modules whose attribute of that name is replaced: those that look it up when they call it.
+        target: `module:function` or `module:Class.method` where it is defined.
+        bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
+            when they call it.
         parameters: parameters of the target that the wrapper relies on.
         wrap: takes the function, returns what stands in its place.
         why: what the hook is for.
@@ -44,10 +45,13 @@ class Hook:
 
 @dataclass(frozen=True)
 class _Binding:
-    module: Any
+    owner: Any
     name: str
-    original: Function
-    wrapped: Function
+    original: Any
+    wrapped: Any
+
+    def is_in_place(self) -> bool:
+        return vars(self.owner).get(self.name) is self.wrapped
 
 
 class Patches:
@@ -63,13 +67,13 @@ class Patches:
             BalanceError: someone else has wrapped one of them since; nothing is changed then.
         """
         for binding in self._bindings:
-            if getattr(binding.module, binding.name) is not binding.wrapped:
+            if not binding.is_in_place():
                 raise BalanceError(
-                    f"{binding.module.__name__}.{binding.name} was replaced after it was hooked: undo that first."
+                    f"{binding.owner.__name__}.{binding.name} was replaced after it was hooked: undo that first."
                 )
         while self._bindings:
             binding = self._bindings.pop()
-            setattr(binding.module, binding.name, binding.original)
+            setattr(binding.owner, binding.name, binding.original)
 
 
 def install(hooks: Sequence[Hook], *, version: str) -> Patches:
@@ -77,29 +81,45 @@ def install(hooks: Sequence[Hook], *, version: str) -> Patches:
 
     Args:
         hooks: the table.
-        version: the version of the patched package, for messages.
+        version: the name and version of the patched package, for messages.
 
     Raises:
         BalanceError: a target is missing or not as expected; nothing is changed then.
     """
     bindings: list[_Binding] = []
     for hook in hooks:
-        module_name, name = hook.target.split(":")
-        target = getattr(_import(module_name, hook=hook, version=version), name, None)
+        module_name, qualified_name = hook.target.split(":")
+        *classes, name = qualified_name.split(".")
+        home = _owner(":".join([module_name, *classes]), hook=hook, version=version)
+        # As it is stored: a static method is unwrapped before it is wrapped, and wrapped again after.
+        stored = vars(home).get(name)
+        static = isinstance(stored, staticmethod)
+        target = stored.__func__ if static else stored
         if not callable(target):
-            raise _moved(hook, f"{module_name} has no function {name}", version)
+            raise _moved(hook, f"{home.__name__} has no function {name}", version)
         missing = [parameter for parameter in hook.parameters if parameter not in inspect.signature(target).parameters]
         if missing:
             raise _moved(hook, f"it no longer takes {', '.join(missing)}", version)
-        wrapped = hook.wrap(target)
+        wrapped = staticmethod(hook.wrap(target)) if static else hook.wrap(target)
         for bound_in in hook.bound_in:
-            module = _import(bound_in, hook=hook, version=version)
-            if getattr(module, name, None) is not target:
+            owner = _owner(bound_in, hook=hook, version=version)
+            if vars(owner).get(name) is not stored:
                 raise _moved(hook, f"{bound_in}.{name} is not that function (replaced, or imported otherwise)", version)
-            bindings.append(_Binding(module, name, target, wrapped))
+            bindings.append(_Binding(owner, name, stored, wrapped))
     for binding in bindings:
-        setattr(binding.module, binding.name, binding.wrapped)
+        setattr(binding.owner, binding.name, binding.wrapped)
     return Patches(bindings)
+
+
+def _owner(path: str, *, hook: Hook, version: str) -> Any:
+    """The module, or `module:Class`."""
+    module_name, _, class_name = path.partition(":")
+    owner = _import(module_name, hook=hook, version=version)
+    if class_name:
+        owner = getattr(owner, class_name, None)
+        if not inspect.isclass(owner):
+            raise _moved(hook, f"{module_name} has no class {class_name}", version)
+    return owner
 
 
 def _import(name: str, *, hook: Hook, version: str) -> Any:
@@ -111,5 +131,5 @@ def _import(name: str, *, hook: Hook, version: str) -> Any:
 
 def _moved(hook: Hook, what: str, version: str) -> BalanceError:
     return BalanceError(
-        f"cannot hook {hook.target} in version {version}: {what}. Use a supported version or train without --balance-*."
+        f"cannot hook {hook.target} in {version}: {what}. Use a supported version, or train without balancing."
     )

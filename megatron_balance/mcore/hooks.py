@@ -100,7 +100,7 @@ def install() -> InstalledHooks:
                 f"megatron-core is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
                 f"megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.* or train without --balance-*."
             )
-        _patches = install_hooks(HOOKS, version=version)
+        _patches = install_hooks(HOOKS, version=f"megatron-core {version}")
     return InstalledHooks()
 
 

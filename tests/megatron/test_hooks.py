@@ -78,13 +78,13 @@ def test_a_target_that_moved_fails_and_changes_nothing(
 ) -> None:
     before = upstream.schedule
     with pytest.raises(BalanceError, match=message) as error:
-        patching.install([HOOK, hook], version="9.9")
-    assert "version 9.9" in str(error.value)
+        patching.install([HOOK, hook], version="upstream 9.9")
+    assert "upstream 9.9" in str(error.value)
     assert upstream.schedule is before
 
 
 def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.ModuleType) -> None:
-    patches = patching.install([HOOK], version="1.0")
+    patches = patching.install([HOOK], version="upstream 1.0")
     assert upstream.schedule([], num_parts=2) == -2
     ours = upstream.schedule
     upstream.schedule = lambda *args, **keywords: 0  # type: ignore[attr-defined]
@@ -93,3 +93,37 @@ def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.Module
     upstream.schedule = ours  # type: ignore[attr-defined]
     patches.undo()
     assert upstream.schedule([], num_parts=2) == 2
+
+
+class Dispatcher:
+    """Stands for an upstream class."""
+
+    def method(self, batch: list[int], *, num_parts: int) -> int:
+        return len(batch) + num_parts
+
+    @staticmethod
+    def static(batch: list[int], *, num_parts: int) -> int:
+        return len(batch) * num_parts
+
+
+@pytest.mark.parametrize(("name", "stock"), [("method", 5), ("static", 6)])
+def test_methods_are_hooked_and_restored_as_they_are_stored(name: str, stock: int) -> None:
+    before = vars(Dispatcher)[name]
+    where = f"{__name__}:Dispatcher"
+    patches = patching.install([replace(HOOK, target=f"{where}.{name}", bound_in=(where,))], version="upstream 1.0")
+    assert getattr(Dispatcher(), name)([1, 2], num_parts=3) == -stock
+    assert isinstance(vars(Dispatcher)[name], type(before))
+    patches.undo()
+    assert vars(Dispatcher)[name] is before
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (f"{__name__}:Gone.method", "has no class Gone"),
+        (f"{__name__}:Dispatcher.gone", "Dispatcher has no function gone"),
+    ],
+)
+def test_a_method_that_moved_is_named(target: str, message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        patching.install([replace(HOOK, target=target, bound_in=())], version="upstream 1.0")

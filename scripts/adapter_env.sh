@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Makes .venv-NAME: the real packages of one adapter's system, on top of .venv, in an environment of their own so that
+# no two systems' pins clash. What .venv has (torch, pytest, this package) is seen through a .pth file and not
+# installed twice; what NAME's requirements.txt pins comes first.
+#
+#   scripts/adapter_env.sh NAME        NAME: a folder of tests/adapters
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+name=${1:?give the name of an adapter, a folder of tests/adapters}
+requirements=tests/adapters/$name/requirements.txt
+[[ -f $requirements ]] || { echo "adapter_env.sh: there is no $requirements" >&2; exit 2; }
+stamp=.venv-$name/.installed
+[[ -f $stamp && ! $requirements -nt $stamp && ! .venv/.installed -nt $stamp ]] && exit 0
+
+.venv/bin/python -m venv --clear --without-pip ".venv-$name"
+site_packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+# addsitedir, not a bare path: .venv's own .pth files (this package's, installed editable) count as well.
+echo "import site; site.addsitedir('$(site_packages .venv/bin/python)')" \
+    >"$(site_packages ".venv-$name/bin/python")/shared.pth"
+# Without their dependencies: what they need beyond .venv is listed, one by one, and never torch.
+".venv-$name/bin/python" -m pip install --quiet --no-deps --requirement "$requirements"
+touch "$stamp"
