@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.presets import PRESETS
@@ -36,7 +37,9 @@ def find_shape(model: Model) -> ModelShape:
     )
 
 
-def choose_cost_model(cost: str | None = None, *, model: Model | None = None, ep_size: int = 1) -> CostModel:
+def choose_cost_model(
+    cost: str | None = None, *, model: Model | None = None, ep_size: int = 1, model_parallel_size: int = 1
+) -> CostModel:
     """The cost model of a word.
 
     Args:
@@ -44,6 +47,7 @@ def choose_cost_model(cost: str | None = None, *, model: Model | None = None, ep
             tokens.
         model: the model that FLOPs are of.
         ep_size: expert-parallel ranks, which share the work of routed experts.
+        model_parallel_size: tensor- times context-parallel ranks, for a calibration, which was made on one.
 
     Raises:
         BalanceError: FLOPs of no model, or a word that is none of these.
@@ -59,4 +63,6 @@ def choose_cost_model(cost: str | None = None, *, model: Model | None = None, ep
                 f"{', '.join(PRESETS)}."
             )
         return CostModel.from_shape(find_shape(model), ep_size=ep_size)
+    if cost.endswith(".json"):
+        return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
     raise BalanceError(f"the cost is {cost!r}: it must be tokens, flops or the path of a calibration.json.")
