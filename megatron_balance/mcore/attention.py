@@ -21,11 +21,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_balance.mcore.context_parallel import gather_sequences, split_sequences
+
+_MIN_WINDOW_BLOCK = 64
+"""Queries attended at a time on a CPU, at least: smaller blocks spend their time in calls."""
 
 
 def thd_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -39,14 +44,19 @@ def thd_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     block = get_gpt_decoder_block_spec(
         transformer, use_transformer_engine=False, normalization=transformer.normalization, vp_stage=vp_stage
     )
-    # The layers share their spec objects: change copies.
-    block.layer_specs = [_thd_layer(copy.deepcopy(layer)) for layer in block.layer_specs or []]
+    block.layer_specs = [thd_layer_spec(layer) for layer in block.layer_specs or []]
     block.layer_norm = build_norm
     return block
 
 
-def _thd_layer(layer: Any) -> Any:
-    submodules = layer.submodules
+def thd_layer_spec(layer: ModuleSpec) -> ModuleSpec:
+    """One of Megatron's local layers with `ThdAttention` and norms that know sequence parallelism.
+
+    Args:
+        layer: spec of a TransformerLayer with self-attention. It is left as it is: layers share their specs.
+    """
+    layer = copy.deepcopy(layer)
+    submodules: Any = layer.submodules
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         if getattr(submodules, name) is not IdentityOp:
             setattr(submodules, name, build_norm)
@@ -68,10 +78,10 @@ def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> to
 
 
 class ThdAttention(MegatronModule):
-    """Causal attention within each sequence of a packed micro-batch. No dropout, no window.
+    """Causal attention within each sequence of a packed micro-batch, with a sliding window where the layer has one.
 
     Raises:
-        NotImplementedError: the configuration asks for attention dropout or a sliding window.
+        NotImplementedError: the configuration asks for attention dropout.
     """
 
     def __init__(
@@ -90,10 +100,9 @@ class ThdAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise NotImplementedError(f"--attention-dropout is {dropout}: ThdAttention has none; set it to 0.")
-        if config.window_size is not None:
-            raise NotImplementedError(
-                "--window-size is set: ThdAttention has no sliding window; use Transformer Engine."
-            )
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # Tokens a query sees, itself included; Megatron's left bound leaves it out and is -1 for none.
+        self.window = config.window_size[0] + 1 if windowed else 0
         self.softmax_scale = softmax_scale
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
@@ -135,7 +144,28 @@ class ThdAttention(MegatronModule):
         ]
         return torch.cat(pieces).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Whole sequences, `[b, n, s, d]` of queries and `[b, g, s, d]` of keys and values: `[b, n, s, d]`."""
+        length = query.shape[2]
+        if not self.window or length <= self.window:
+            return self._attend_block(query, key, value)
+        # One block of queries at a time, with the keys that one of them sees: a mask over the whole sequence
+        # would compute all of it.
+        block = max(_MIN_WINDOW_BLOCK, self.window // 4)
+        pieces: list[Tensor] = []
+        for start in range(0, length, block):
+            end = min(start + block, length)
+            seen = slice(max(0, start - self.window + 1), end)
+            mask = self._sees(torch.arange(start, end), torch.arange(seen.start, end)).to(query.device)
+            pieces.append(self._attend_block(query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask))
+        return torch.cat(pieces, dim=2)
+
+    def _sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which query position sees which key position: `[num_queries, num_keys]`."""
+        distance = queries[:, None] - keys[None, :]
+        return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
+
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """`[b, n, s, d]` of queries against `[b, g, k, d]` of keys and values: `[b, n, s, d]`."""
         return scaled_dot_product_attention(
             query,
@@ -159,7 +189,7 @@ class ThdAttention(MegatronModule):
             max_seqlen,
             max_seqlen,
             scale=self.softmax_scale,
-            window_size=(-1, 0),
+            window_size=(self.window - 1, 0),  # -1: no bound
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)
@@ -175,9 +205,8 @@ class ThdAttention(MegatronModule):
         pieces: list[Tensor] = []
         for chunk_query, start, chunk_start in split_sequences(query, bounds=bounds, cp_size=cp_size, cp_rank=cp_rank):
             end = chunk_start + chunk_query.shape[0]
-            positions = torch.arange(chunk_start, end, device=query.device)
-            mask = positions[:, None] >= torch.arange(start, end, device=query.device)[None, :]
+            mask = self._sees(torch.arange(chunk_start, end), torch.arange(start, end)).to(query.device)
             chunk = (chunk_query, keys[start:end], values[start:end])
-            out = self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in chunk), mask=mask)
+            out = self._attend_block(*(x.transpose(0, 1).unsqueeze(0) for x in chunk), mask=mask)
             pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
