@@ -7,9 +7,9 @@
 What has no FLOPs is left at what runs everywhere: no dropout, no bias, RMSNorm, rotary angles not fused.
 Where Transformer Engine is installed layers are its own, elsewhere Megatron's local ones with `ThdAttention`.
 
-Invariants: `ModelShape.from_transformer_config(transformer_config_of(shape))` is shape again, but for the
-vocabulary and a hybrid pattern, which no TransformerConfig holds; a kind of layer that cannot be built
-here is refused, never replaced by another.
+Invariants: `ModelShape.from_transformer_config` of `transformer_config_of(shape)`, given the vocabulary and the
+hybrid pattern, which a configuration does not hold, is shape again; a kind of layer that cannot be built here is
+refused, never replaced by another.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def transformer_config_of(
         "num_attention_heads": shape.num_attention_heads,
         "num_query_groups": shape.num_query_groups,
         "kv_channels": shape.kv_channels,
-        # A model without dense layers has no width of its own for them; Megatron wants a number.
-        "ffn_hidden_size": shape.ffn_hidden_size or shape.moe_ffn_hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
         "gated_linear_unit": shape.gated_linear_unit,
         "activation_func": torch.nn.functional.silu,
         "attention_output_gate": shape.attention_output_gate,

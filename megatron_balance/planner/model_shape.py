@@ -17,6 +17,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner.hf_config import fields_from_hf_config
 from megatron_balance.planner.megatron_args import fields_from_megatron_args
 from megatron_balance.planner.presets import PRESETS
+from megatron_balance.planner.transformer_config import fields_from_transformer_config
 
 Mixer = Literal["attention", "mla", "gated_delta_net", "mamba"]
 Mlp = Literal["dense", "moe"]
@@ -179,6 +180,25 @@ class ModelShape:
             BalanceError: an argument is missing, or asks for layers whose FLOPs are not known here.
         """
         return cls(**fields_from_megatron_args(args))
+
+    @classmethod
+    def from_transformer_config(
+        cls, config: object, *, padded_vocab_size: int, hybrid_layer_pattern: str = ""
+    ) -> ModelShape:
+        """Shape of the model that a configuration of megatron.core describes.
+
+        Args:
+            config: a TransformerConfig or MLATransformerConfig.
+            padded_vocab_size: rows of the output projection, which the configuration does not hold.
+            hybrid_layer_pattern: one symbol a layer; needed where `config.is_hybrid_model` is set.
+
+        Raises:
+            BalanceError: config is something else, or asks for layers whose FLOPs are not known here.
+        """
+        fields = fields_from_transformer_config(
+            config, padded_vocab_size=padded_vocab_size, hybrid_layer_pattern=hybrid_layer_pattern
+        )
+        return cls(**fields)
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
