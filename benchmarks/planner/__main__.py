@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.planner.ablation import run_ablation
 from benchmarks.planner.baselines import BASELINES
 from benchmarks.planner.growth import QUICK_SIZES, SIZES, draw_growth, plan_growth
+from benchmarks.planner.losses import ABLATED_SETUPS
 from benchmarks.planner.measure import Row, measure_row
+from benchmarks.planner.options import add_options, lengths_folder
 from benchmarks.planner.ratios import speed_ratios
-from benchmarks.planner.report import Header, Results, cpu_model, installed_versions, write_json, write_markdown
-from benchmarks.planner.setups import QUICK_SETUPS, SETUPS, Setup, find_lengths, global_batches
-
-ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
-"""Where the real lengths lie in a development checkout; they are not part of the repository."""
+from benchmarks.planner.report import Results, make_header, write_json, write_markdown
+from benchmarks.planner.setups import QUICK_SETUPS, SETUPS, Setup, global_batches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     args = _parser().parse_args(arguments)
-    folder: Path | None = None if args.synthetic else find_lengths(args.lengths)
+    folder = lengths_folder(args)
     setups = QUICK_SETUPS if args.quick else SETUPS
     args.out.mkdir(parents=True, exist_ok=True)
 
@@ -47,16 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         plot = None
         _announce("no plot: matplotlib is not installed; `pip install .[bench]` has it")
-    source = "real, from files" if folder else "drawn from the fits built into the package"
+    header = make_header(command=args.command, real_lengths=folder is not None)
     results = Results(
-        header=Header(
-            command=args.command,
-            date=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
-            cpu=cpu_model(),
-            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            versions=installed_versions(),
-            lengths=f"{source}; samples longer than a micro-batch are left out",
-        ),
+        header=header,
         setups=setups,
         rows=rows,
         speed_ratios=ratios,
@@ -67,20 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_markdown(results, args.out / "planner.md")
     gc.unfreeze()  # measure.py froze what was imported.
     _announce(f"wrote planner.md and planner.json to {args.out}")
+    ablated = QUICK_SETUPS if args.quick else ABLATED_SETUPS
+    run_ablation(setups=ablated, folder=folder, header=header, out=args.out, announce=_announce)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench_planner.sh", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small setups, few batches: seconds in all")
-    parser.add_argument("--synthetic", action="store_true", help="lengths from the built-in fits, not from files")
-    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR", help="folder of NAME.npz lengths")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "bench", metavar="DIR", help="folder of the results"
-    )
-    parser.add_argument(
-        "--command", default="scripts/bench_planner.sh", help="the command as the header of the results shows it"
-    )
+    add_options(parser, command="scripts/bench_planner.sh")
     return parser
 
 

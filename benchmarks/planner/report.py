@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -55,6 +57,33 @@ class Results:
     speed_ratios: Sequence[SpeedRatio]
     growth: Sequence[GrowthPoint]
     plot: str | None
+
+
+def make_header(*, command: str, real_lengths: bool) -> Header:
+    """What a run on this machine, today, was made with."""
+    source = "real, from files" if real_lengths else "drawn from the fits built into the package"
+    return Header(
+        command=command,
+        date=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        cpu=cpu_model(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        versions=installed_versions(),
+        lengths=f"{source}; samples longer than a micro-batch are left out",
+    )
+
+
+def header_lines(header: Header) -> list[str]:
+    """The header in Markdown."""
+    return [
+        "Made by the command below; do not edit.",
+        "",
+        f"    {header.command}",
+        "",
+        f"- {header.date}, {header.cpu}, {header.num_cores} cores",
+        f"- {', '.join(f'{name} {number}' for name, number in header.versions.items())}",
+        f"- lengths: {header.lengths}",
+        "",
+    ]
 
 
 def cpu_model() -> str:
@@ -112,18 +141,10 @@ def write_markdown(results: Results, file: Path) -> None:
 
 
 def _head(results: Results) -> list[str]:
-    header = results.header
     return [
         "# Planner benchmark",
         "",
-        "Made by the command below; do not edit.",
-        "",
-        f"    {header.command}",
-        "",
-        f"- {header.date}, {header.cpu}, {header.num_cores} cores",
-        f"- {', '.join(f'{name} {number}' for name, number in header.versions.items())}",
-        f"- lengths: {header.lengths}",
-        "",
+        *header_lines(results.header),
         "**over bound**: predicted cost of the plan over a lower bound that no plan can beat, by the FLOPs of the",
         "model; mean and largest over batches; 1 is perfect. *step*: ranks meet once a step. *microbatch*: ranks",
         "meet in every micro-batch, slot by slot. **slots**: micro-batches of one rank in one step. They cost nothing",
