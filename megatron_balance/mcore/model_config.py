@@ -34,6 +34,7 @@ from megatron_balance.mcore.attention import build_norm, thd_layer_spec
 from megatron_balance.planner.model_shape import Layer, ModelShape
 
 _NEEDS: dict[str, str] = {
+    "dsa": "Transformer Engine and fast-hadamard-transform",
     "gated_delta_net": "Transformer Engine and flash-linear-attention",
     "mamba": "Transformer Engine, mamba-ssm and causal-conv1d",
 }
@@ -101,6 +102,11 @@ def transformer_config_of(
     if shape.linear_attention_freq or "G" in shape.hybrid_layer_pattern:
         names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
         fields |= {f"linear_{name}": getattr(shape, f"linear_{name}") for name in names}
+    if shape.dsa_indexer_topk:
+        names = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+        fields |= {name: getattr(shape, name) for name in names}
+        if not shape.hybrid_layer_pattern:
+            fields["experimental_attention_variant"] = "dsa"
     if shape.hybrid_layer_pattern:
         fields["is_hybrid_model"] = True
     if "M" in shape.hybrid_layer_pattern:
@@ -108,7 +114,7 @@ def transformer_config_of(
         fields |= {name: getattr(shape, name) for name in names}
     if recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if not shape.multi_latent_attention:
+    if not (shape.multi_latent_attention or any(layer.mixer in ("mla", "dsa") for layer in shape.decoder_layers())):
         return TransformerConfig(**(fields | overrides))
     fields |= {
         "multi_latent_attention": True,

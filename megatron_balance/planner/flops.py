@@ -29,7 +29,8 @@ class FlopsPolynomial:
         linear: FLOPs per token.
         quadratic: FLOPs per squared token.
         expert_linear: FLOPs per token in routed experts, which an expert-parallel group shares.
-        windows: pairs `(window tokens w, FLOPs c)` of sliding-window attention, windows ascending.
+        windows: pairs `(keys w that a query attends to, FLOPs c)` of sliding-window and of sparse attention,
+            ascending.
 
     Example:
         >>> FlopsPolynomial(linear=10, quadratic=1)(8)
@@ -62,7 +63,7 @@ def causal_pairs(length: int, *, window: int) -> int:
     """Twice the query-key pairs that a causal window of `window` tokens computes; L² while it covers all.
 
     The window's exact count is `wL - w(w-1)/2`; full attention's is `L(L+1)/2`, of which L² leaves out the
-    diagonal, as everybody does.
+    diagonal, as everybody does. Sparse attention that picks `window` keys a query computes as many pairs.
 
     Example:
         >>> causal_pairs(100, window=10)
@@ -121,7 +122,7 @@ def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
     """Forward FLOPs by kind of layer, summed over layers.
 
     Returns:
-        dict: keys `attention`, `mla`, `gated_delta_net`, `mamba`, `dense`, `moe` as the model has them,
+        dict: keys `attention`, `mla`, `dsa`, `gated_delta_net`, `mamba`, `dense`, `moe` as the model has them,
         `mtp_projection` with multi-token prediction, and `lm_head`: the output layer, once per depth more.
     """
     parts: dict[str, FlopsPolynomial] = {}
@@ -147,6 +148,8 @@ def mixer_flops(shape: ModelShape, *, layer: Layer) -> FlopsPolynomial:
         return attention_flops(shape, window=layer.window)
     if layer.mixer == "mla":
         return mla_flops(shape, window=layer.window)
+    if layer.mixer == "dsa":
+        return dsa_flops(shape)
     if layer.mixer == "gated_delta_net":
         return gated_delta_net_flops(shape)
     if layer.mixer == "mamba":
@@ -158,8 +161,8 @@ def attention_flops(shape: ModelShape, *, window: int = 0) -> FlopsPolynomial:
     """Grouped-query attention: `L*(2h(nd(1+gate) + 2gd) + 2ndh)` for Q, K, V, gate and output, core `2nd*L²`.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix, with g key heads and a causal mask.
-    Deviation from Megatron: none without windows; a window's core is `2nd*causal_pairs(L, w)`, which
-    Megatron counts as full.
+    Deviation from Megatron: a window's core is `2nd*causal_pairs(L, w)`, which it counts as full; in a hybrid
+    model it forgets the output gate.
 
     Args:
         shape: the model.
@@ -188,6 +191,28 @@ def mla_flops(shape: ModelShape, *, window: int = 0) -> FlopsPolynomial:
     output = n * shape.v_head_dim * h
     linear = 2 * (queries + keys_and_values + rotary_key + output)
     return _core(linear, n * (qk + shape.v_head_dim), window)
+
+
+def dsa_flops(shape: ModelShape) -> FlopsPolynomial:
+    """DeepSeek sparse attention: an indexer scores all keys, MLA attends to the k = dsa_indexer_topk best.
+
+    Indexer, with H heads of D: queries `2*q_lora_rank*HD` (`2hHD` without q-LoRA), one key `2hD` and head weights
+    `2hH` a token; scores `HD*L²`, cheap but quadratic. Attention shares one latent vector among all heads, so its
+    core is `n(2*kv_lora_rank + rope)*causal_pairs(L, k)`, wider than MLA's `n(qk+rope+v)`; what it projects is
+    MLA's. Short sequences, L <= k, cost what dense attention would and the indexer on top.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; sizes as in megatron.core's DSAIndexer and
+    AbsorbedMLASelfAttention. Deviation from Megatron: it counts full MLA and no indexer. Its unfused kernels
+    compute all scores, masked half included. The weighted sum over H heads, 1/D of the scores, and the indexer's
+    own loss are in neither.
+    """
+    h, heads = shape.hidden_size, shape.dsa_indexer_n_heads
+    queries = (shape.q_lora_rank or h) * heads * shape.dsa_indexer_head_dim
+    indexer = FlopsPolynomial(
+        linear=2 * (queries + h * shape.dsa_indexer_head_dim + h * heads),
+        quadratic=heads * shape.dsa_indexer_head_dim,
+    )
+    core = shape.num_attention_heads * (2 * shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
+    return indexer + _core(mla_flops(shape).linear, core, shape.dsa_indexer_topk)
 
 
 def gated_delta_net_flops(shape: ModelShape) -> FlopsPolynomial:

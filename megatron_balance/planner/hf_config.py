@@ -194,6 +194,14 @@ def _deepseek(config: Config) -> Fields:
     }
 
 
+def _deepseek_sparse(config: Config) -> Fields:
+    return _deepseek(config) | {
+        "dsa_indexer_n_heads": _need(config, "index_n_heads"),
+        "dsa_indexer_head_dim": _need(config, "index_head_dim"),
+        "dsa_indexer_topk": _need(config, "index_topk"),
+    }
+
+
 def _nemotron_h(config: Config) -> Fields:
     pattern: str = config.get("hybrid_override_pattern") or ""
     if not pattern:
@@ -237,5 +245,6 @@ _READERS: dict[str, Callable[[Config], Fields]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "deepseek_v32": _deepseek_sparse,
     "nemotron_h": _nemotron_h,
 }

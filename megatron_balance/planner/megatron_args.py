@@ -21,6 +21,7 @@ from megatron_balance.errors import BalanceError
 _COPIED = {
     "experts": ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_latent_size"),
     "mla": ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    "dsa": ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     "gated_delta_net": (
         "linear_key_head_dim",
         "linear_value_head_dim",
@@ -51,9 +52,10 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     main, *depths = hybrid.replace("|", "").split("/")
     num_layers = len(main) if hybrid else _needed(args, "num_layers")
     ffn_hidden_size = _int(args, "ffn_hidden_size") or _default_ffn_hidden_size(args, hidden_size)
-    latent = bool(getattr(args, "multi_latent_attention", False)) or "+" in hybrid
+    variant = getattr(args, "experimental_attention_variant", None)
+    latent = bool(getattr(args, "multi_latent_attention", False)) or not {"+", "D"}.isdisjoint(hybrid)
     grouped = bool(getattr(args, "group_query_attention", False)) and not latent
-    linear = getattr(args, "experimental_attention_variant", None) == "gated_delta_net"
+    linear = variant == "gated_delta_net"
     result: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_layers": num_layers,
@@ -74,6 +76,8 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
 
     if latent:
         copy("mla")
+    if variant == "dsa" or "D" in hybrid:
+        copy("dsa")
     window_size: Iterable[int] | None = getattr(args, "window_size", None)
     if window_size:
         result["window_size"] = tuple(window_size)
@@ -103,9 +107,15 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
 
 def _refuse_unknown_layers(args: object) -> None:
     variant = getattr(args, "experimental_attention_variant", None)
-    if variant not in (None, "gated_delta_net"):
+    if variant not in (None, "gated_delta_net", "dsa"):
         raise BalanceError(
-            f"--experimental-attention-variant is {variant!r}: only gated_delta_net's FLOPs are known; "
+            f"--experimental-attention-variant is {variant!r}: the FLOPs of gated_delta_net and dsa are known; "
+            "balance by tokens or by calibrated costs."
+        )
+    shared_by = _int(args, "dsa_indexer_topk_freq")
+    if shared_by > 1:
+        raise BalanceError(
+            f"--dsa-indexer-topk-freq is {shared_by}: the FLOPs of layers that share an indexer are not known; "
             "balance by tokens or by calibrated costs."
         )
     for name in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"):

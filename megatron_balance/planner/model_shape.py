@@ -19,22 +19,25 @@ from megatron_balance.planner.megatron_args import fields_from_megatron_args
 from megatron_balance.planner.presets import PRESETS
 from megatron_balance.planner.transformer_config import fields_from_transformer_config
 
-Mixer = Literal["attention", "mla", "gated_delta_net", "mamba"]
+Mixer = Literal["attention", "mla", "dsa", "gated_delta_net", "mamba"]
 Mlp = Literal["dense", "moe"]
 
 _HYBRID_LAYERS: dict[str, tuple[Mixer | None, Mlp | None]] = {
     "*": ("attention", None),
     "+": ("mla", None),
+    "D": ("dsa", None),
     "G": ("gated_delta_net", None),
     "M": ("mamba", None),
     "-": (None, "dense"),
     "E": (None, "moe"),
 }
-"""Megatron's symbols (megatron.core.models.hybrid.hybrid_layer_allocation). `D`, sparse attention, is not
-here: what it computes depends on its indexer, which has no field below."""
+"""Megatron's symbols (megatron.core.models.hybrid.hybrid_layer_allocation)."""
+
+_LATENT = ("kv_lora_rank", "qk_head_dim", "v_head_dim")
 
 _NEEDED: dict[str, tuple[str, ...]] = {
-    "mla": ("kv_lora_rank", "qk_head_dim", "v_head_dim"),
+    "mla": _LATENT,
+    "dsa": (*_LATENT, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     "gated_delta_net": (
         "linear_key_head_dim",
         "linear_value_head_dim",
@@ -56,7 +59,8 @@ class Layer:
     Attributes:
         mixer: what mixes tokens; None in a hybrid model's MLP layer.
         mlp: what follows it; None in a hybrid model's mixer layer.
-        window: tokens a query attends to, itself included; 0 where it attends to all before it.
+        window: tokens a query attends to, itself included; 0 where it attends to all before it. The keys that
+            sparse attention picks are not a window: `ModelShape.dsa_indexer_topk` says how many.
     """
 
     mixer: Mixer | None
@@ -84,13 +88,17 @@ class ModelShape:
         moe_layer_freq: `[num_layers]`, 1 for a MoE layer; () when all are, or none (num_experts 0).
         multi_latent_attention: attention is MLA.
         q_lora_rank, kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim: its widths.
+        dsa_indexer_topk: keys a query attends to under DeepSeek sparse attention; 0 for none. Every layer with
+            multi-latent attention is sparse then, but for the `+` of a hybrid pattern.
+        dsa_indexer_n_heads, dsa_indexer_head_dim: sizes of the indexer that picks them.
         window_size: sliding window `(left, right)` as Megatron has it: a query sees `left` tokens before itself.
         window_attn_skip_freq: `[num_layers]`, 1 for a windowed layer; () when all are, or none (no window_size).
         linear_attention_freq: `[num_layers]`, 1 for a gated delta net layer; () when none is.
         linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads,
             linear_conv_kernel_dim: sizes of a gated delta net.
-        hybrid_layer_pattern: one symbol a layer (`M` Mamba, `*` attention, `+` MLA, `G` gated delta net, `-` MLP,
-            `E` MoE), `/` before each multi-token-prediction depth; `|` is ignored. Patterns above do not apply then.
+        hybrid_layer_pattern: one symbol a layer (`M` Mamba, `*` attention, `+` MLA, `D` sparse attention, `G` gated
+            delta net, `-` MLP, `E` MoE), `/` before each multi-token-prediction depth; `|` is ignored. Patterns
+            above do not apply then.
         mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads: sizes of a Mamba 2 layer.
         mtp_num_layers: multi-token-prediction depths.
 
@@ -124,6 +132,9 @@ class ModelShape:
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    dsa_indexer_n_heads: int = 0
+    dsa_indexer_head_dim: int = 0
+    dsa_indexer_topk: int = 0
     window_size: tuple[int, int] | None = None
     window_attn_skip_freq: tuple[int, ...] = ()
     linear_attention_freq: tuple[int, ...] = ()
@@ -159,6 +170,11 @@ class ModelShape:
             )
         if self.hybrid_layer_pattern:
             self._check_hybrid_pattern()
+        elif self.dsa_indexer_topk and not self.multi_latent_attention:
+            raise BalanceError(
+                f"ModelShape.dsa_indexer_topk is {self.dsa_indexer_topk}: sparse attention is multi-latent, set "
+                "multi_latent_attention."
+            )
         for layer in {*self.decoder_layers(), *self.mtp_layers()}:
             for kind in (layer.mixer, layer.mlp):
                 self._require(_NEEDED.get(kind or "", ()), f"a {kind} layer")
@@ -267,7 +283,8 @@ class ModelShape:
             num_experts=self.num_experts if layer.mlp == "moe" else 0,
             moe_router_topk=self.moe_router_topk if layer.mlp == "moe" else 0,
             moe_layer_freq=(),
-            multi_latent_attention=layer.mixer == "mla",
+            multi_latent_attention=layer.mixer in ("mla", "dsa"),
+            dsa_indexer_topk=self.dsa_indexer_topk if layer.mixer == "dsa" else 0,
             window_size=(layer.window - 1, 0) if layer.window else None,
             window_attn_skip_freq=(),
             linear_attention_freq=(1,) * num_layers if linear else (),
@@ -276,7 +293,9 @@ class ModelShape:
         )
 
     def _layer(self, index: int) -> Layer:
-        mixer: Mixer = "mla" if self.multi_latent_attention else "attention"
+        mixer: Mixer = "attention"
+        if self.multi_latent_attention:
+            mixer = "dsa" if self.dsa_indexer_topk else "mla"
         if self.linear_attention_freq and self.linear_attention_freq[index]:
             mixer = "gated_delta_net"
         moe = self.num_experts > 0 and (not self.moe_layer_freq or self.moe_layer_freq[index] == 1)

@@ -3,7 +3,16 @@
 Megatron's `num_floating_point_operations` is linear in the tokens and in the squared lengths of a batch, so
 (1 token, 0 squares) gives its linear coefficient and (0, 1) its quadratic one, times 3 for the backward pass.
 Where it is not what a model computes, the difference is asserted: if one of these tests fails after an
-upgrade, upstream has mended its formula and the docstring in planner/flops.py must follow.
+upgrade, upstream has mended its formula and the docstring in planner/flops.py must follow. Megatron's formula
+
+- leaves out the router of a MoE layer, and the indexer of sparse attention;
+- counts sliding windows and sparse attention as full attention;
+- adds the norms of MLA's latent vectors and those of a multi-token-prediction depth, and no other norms;
+- takes e = 3 GEMMs a gated MLP only under --swiglu, not --quick-geglu;
+- squares the value heads of a gated delta net, where the state is keys times values;
+- goes on with the linear pattern into multi-token prediction, whose layer is the decoder's last;
+- takes a Mamba layer for twice as wide as the model, whatever its heads;
+- in a hybrid model forgets latent and sparse attention, the output gate and the projection of a prediction depth.
 """
 
 from __future__ import annotations
@@ -31,7 +40,8 @@ def namespace(shape: ModelShape, **changes: Any) -> Namespace:
     args |= {name: args[name] or None for name in optional}
     args["moe_layer_freq"] = list(shape.moe_layer_freq) or 1
     args["linear_attention_freq"] = list(shape.linear_attention_freq) or None
-    args["experimental_attention_variant"] = "gated_delta_net" if shape.linear_attention_freq else None
+    variant = "dsa" if shape.dsa_indexer_topk else None
+    args["experimental_attention_variant"] = "gated_delta_net" if shape.linear_attention_freq else variant
     args["group_query_attention"] = not shape.multi_latent_attention
     args["swiglu"] = shape.gated_linear_unit
     args["quick_geglu"] = False
@@ -79,6 +89,11 @@ MOE = ["Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"]
 WINDOWED = ["gemma-3-12b", "gpt-oss-20b"]
 
 
+def test_every_preset_is_checked_below() -> None:
+    with_tests_of_their_own = {"DeepSeek-V3", "DeepSeek-V3.2", "Nemotron-3-Nano-30B-A3B"}
+    assert {*DENSE, *MOE, *WINDOWED} | with_tests_of_their_own == set(PRESETS)
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_presets_agree(name: str) -> None:
     shape = ModelShape.preset(name)
@@ -100,6 +115,15 @@ def test_mla_agrees_but_for_the_norms_and_the_router() -> None:
     plain = replace(shape, q_lora_rank=0)
     linear, quadratic = our_flops(plain)
     assert_flops((linear - router(plain) + mla_norms(plain), quadratic), megatron_flops(namespace(plain)))
+
+
+def test_megatron_counts_sparse_attention_as_full_and_forgets_the_indexer() -> None:
+    shape = ModelShape.preset("DeepSeek-V3.2")
+    dense = replace(shape, dsa_indexer_topk=0)
+    assert fwd_flops(shape).quadratic < fwd_flops(dense).quadratic
+    linear, quadratic = our_flops(dense)
+    known = mla_norms(dense) - router(dense)
+    assert_flops((linear + known, quadratic), megatron_flops(namespace(shape)))
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -168,18 +192,29 @@ def test_megatron_forgets_the_mtp_projection_of_a_hybrid_model() -> None:
     assert_flops((linear - 4 * shape.hidden_size**2, quadratic), megatron_flops(namespace(with_depth)))
 
 
-def test_megatron_forgets_mla_in_a_hybrid_model() -> None:
+@pytest.mark.parametrize("symbol", "+D")
+def test_megatron_forgets_latent_attention_in_a_hybrid_model(symbol: str) -> None:
     latent = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
     shape = replace(
         ModelShape.preset("Nemotron-H-8B"),
-        hybrid_layer_pattern="M-+-",
+        hybrid_layer_pattern=f"M-{symbol}-",
         num_layers=4,
         multi_latent_attention=True,
+        dsa_indexer_n_heads=16,
+        dsa_indexer_head_dim=64,
+        dsa_indexer_topk=256,
         **latent,
     )
     without = replace(shape, hybrid_layer_pattern="M--", num_layers=3)
     assert our_flops(shape)[1] > 0
     assert_flops(our_flops(without), megatron_flops(namespace(shape)))
+
+
+def test_megatron_forgets_the_output_gate_in_a_hybrid_model() -> None:
+    shape = replace(ModelShape.preset("Nemotron-H-8B"), attention_output_gate=True)
+    assert_flops(our_flops(replace(shape, attention_output_gate=False)), megatron_flops(namespace(shape)))
+    dense = replace(ModelShape.preset("Qwen3-8B"), attention_output_gate=True)
+    assert_flops(our_flops(dense), megatron_flops(namespace(dense)))
 
 
 def test_megatron_knows_the_gate_of_swiglu_only() -> None:
@@ -203,6 +238,9 @@ DEEPSEEK = """--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-a
     --vocab-size 129280 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
     --qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048
     --moe-shared-expert-intermediate-size 2048 --moe-layer-freq [0]*3+[1]*58"""
+
+DEEPSEEK_SPARSE = f"""{DEEPSEEK} --experimental-attention-variant dsa --dsa-indexer-n-heads 64
+    --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"""
 
 QWEN3_NEXT = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16
     --group-query-attention --num-query-groups 2 --kv-channels 256 --attention-output-gate --swiglu
@@ -229,6 +267,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, text: str) -> Namespace:
     [
         ("Qwen3-30B-A3B", QWEN3_30B),
         ("DeepSeek-V3", DEEPSEEK),
+        ("DeepSeek-V3.2", DEEPSEEK_SPARSE),
         ("Qwen3-Next-80B-A3B", QWEN3_NEXT),
         ("gpt-oss-20b", GPT_OSS),
         ("Nemotron-H-8B", NEMOTRON),

@@ -116,7 +116,11 @@ def test_every_kind_of_layer_of_every_preset_can_be_stacked(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layer", "needed"),
-    [(Layer("gated_delta_net", "dense"), "flash-linear-attention"), (Layer("mamba", None), "mamba-ssm")],
+    [
+        (Layer("gated_delta_net", "dense"), "flash-linear-attention"),
+        (Layer("mamba", None), "mamba-ssm"),
+        (Layer("dsa", "moe"), "fast-hadamard-transform"),
+    ],
 )
 def test_a_kind_that_cannot_be_built_is_named(layer: Layer, needed: str) -> None:
     with pytest.raises(BalanceError, match=rf"{layer.mixer} layer cannot be built.*{needed}"):

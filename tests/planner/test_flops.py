@@ -16,6 +16,7 @@ from megatron_balance.planner.flops import (
     FlopsPolynomial,
     calculate_fwd_flops,
     causal_pairs,
+    dsa_flops,
     fwd_flops,
     fwd_flops_by_part,
     gated_delta_net_flops,
@@ -39,15 +40,16 @@ DENSE = ModelShape(
     padded_vocab_size=10,
     gated_linear_unit=True,
 )
-MLA = replace(
-    DENSE,
-    multi_latent_attention=True,
-    q_lora_rank=5,
-    kv_lora_rank=6,
-    qk_head_dim=3,
-    qk_pos_emb_head_dim=2,
-    v_head_dim=4,
-)
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_head_dim": 3,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+}
+MLA = replace(DENSE, **LATENT)
+INDEXER = {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 4, "dsa_indexer_topk": 5}
 EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 DELTA_NET = {
     "linear_key_head_dim": 2,
@@ -98,6 +100,21 @@ def test_mla_gemm_by_gemm() -> None:
     assert mla_flops(MLA) == FlopsPolynomial(linear=down + up + output, quadratic=4 * (5 + 4))
     without_lora = gemm(1, 8, 4 * 5) - gemm(1, 8, 5) - gemm(1, 5, 20)
     assert mla_flops(replace(MLA, q_lora_rank=0)).linear == mla_flops(MLA).linear + without_lora
+
+
+def test_sparse_attention_by_hand() -> None:
+    shape = replace(MLA, **INDEXER)
+    length, topk = 11, 5
+    projections = gemm(length, 5, 3 * 4) + gemm(length, 8, 4) + gemm(length, 8, 3)
+    # All heads share one latent key and value: QKᵀ on 6 + 2 channels, PV on 6; a query picks from what is before it.
+    picked = sum(min(position + 1, topk) for position in range(length))
+    core = picked * 4 * (gemm(1, 6 + 2, 1) + gemm(1, 1, 6))
+    scores = 3 * gemm(length, 4, length) // 2
+    assert dsa_flops(shape)(length) == mla_flops(MLA).linear * length + projections + scores + core
+    without_lora = replace(shape, q_lora_rank=0)
+    more = gemm(1, 8, 12) - gemm(1, 5, 12) + mla_flops(replace(MLA, q_lora_rank=0)).linear - mla_flops(MLA).linear
+    assert dsa_flops(without_lora).linear == dsa_flops(shape).linear + more
+    assert fwd_flops_by_part(shape)["dsa"] == dsa_flops(shape) + dsa_flops(shape)
 
 
 def test_moe_keeps_routed_experts_apart() -> None:
@@ -154,6 +171,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     num_layers = draw(st.integers(1, 5))
     bits = st.lists(st.integers(0, 1), min_size=num_layers, max_size=num_layers).map(tuple)
     groups = draw(st.integers(1, 3))
+    latent, hybrid = draw(st.booleans()), draw(st.booleans())
     fields: dict[str, Any] = {
         "hidden_size": draw(sizes),
         "num_layers": num_layers,
@@ -164,7 +182,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         "padded_vocab_size": draw(sizes),
         "gated_linear_unit": draw(st.booleans()),
         "attention_output_gate": draw(st.booleans()),
-        "multi_latent_attention": draw(st.booleans()),
+        "multi_latent_attention": latent,
         "q_lora_rank": draw(st.integers(0, 4)),
         "kv_lora_rank": draw(sizes),
         "qk_head_dim": draw(sizes),
@@ -173,13 +191,14 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         **EXPERTS,
         **DELTA_NET,
         **MAMBA,
+        **(INDEXER if hybrid or (latent and draw(st.booleans())) else {}),
         "moe_layer_freq": draw(bits),
         "moe_latent_size": draw(st.integers(0, 3)),
         "window_size": draw(st.none() | st.tuples(st.integers(0, 20), st.just(0))),
         "window_attn_skip_freq": draw(bits),
     }
-    if draw(st.booleans()):
-        main = draw(st.text("M*G-E+", min_size=num_layers, max_size=num_layers))
+    if hybrid:
+        main = draw(st.text("M*G-E+D", min_size=num_layers, max_size=num_layers))
         depth = draw(st.text("M*-", min_size=1, max_size=3))
         fields["mtp_num_layers"] = draw(st.integers(0, 2))
         fields["hybrid_layer_pattern"] = main + f"/{depth}" * fields["mtp_num_layers"]
@@ -280,7 +299,10 @@ def test_linear_coefficient_needs_full_attention() -> None:
         ({"linear_attention_freq": (0, 1)}, "linear_key_head_dim is 0: a gated_delta_net layer"),
         ({"multi_latent_attention": True}, "kv_lora_rank is 0: a mla layer"),
         ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
-        ({"hybrid_layer_pattern": "D*"}, "hybrid_layer_pattern has .'D'"),
+        ({"dsa_indexer_topk": 5}, "dsa_indexer_topk is 5: sparse attention is multi-latent"),
+        ({**LATENT, "dsa_indexer_topk": 5}, "dsa_indexer_n_heads is 0: a dsa layer needs it"),
+        ({"hybrid_layer_pattern": "X*"}, "hybrid_layer_pattern has .'X'"),
+        ({"hybrid_layer_pattern": "D*"}, "kv_lora_rank is 0: a dsa layer needs it"),
         ({"hybrid_layer_pattern": "***"}, "3 layers"),
         ({"hybrid_layer_pattern": "*-/*"}, "1 depths"),
         ({"hybrid_layer_pattern": "M-"}, "mamba_state_dim is 0: a mamba layer"),
@@ -356,6 +378,15 @@ def test_linear_attention_and_windows_leave_every_nth_layer_full() -> None:
         ModelShape.from_megatron_args(Namespace(**ARGS, **linear))
 
 
+def test_sparse_attention_is_every_latent_layer_or_those_a_pattern_names() -> None:
+    args = Namespace(**ARGS, **LATENT, **INDEXER, experimental_attention_variant="dsa")
+    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).decoder_layers()} == {"dsa"}
+    args = Namespace(**ARGS, **LATENT, **INDEXER)
+    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).decoder_layers()} == {"mla"}
+    shape = ModelShape.from_megatron_args(Namespace(**ARGS, **LATENT, **INDEXER, hybrid_layer_pattern="D-+-"))
+    assert [layer.mixer for layer in shape.decoder_layers()] == ["dsa", None, "mla", None]
+
+
 def test_a_hybrid_pattern_says_how_many_layers_there_are() -> None:
     hybrid = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 1, "mamba_num_heads": None}
     shape = ModelShape.from_megatron_args(
@@ -375,7 +406,11 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it() -> None:
     [
         ({"num_layers": None}, "--num-layers is not given"),
         ({"padded_vocab_size": None}, "--vocab-size is not given"),
-        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant is 'dsa'"),
+        ({"experimental_attention_variant": "kda"}, "--experimental-attention-variant is 'kda'"),
+        (
+            {"experimental_attention_variant": "dsa", "dsa_indexer_topk_freq": 4},
+            "--dsa-indexer-topk-freq is 4: .*share an indexer",
+        ),
         ({"heterogeneous_layers_config_path": "x.json"}, "--heterogeneous-layers-config-path is given"),
         ({"num_experts": 4, "moe_layer_freq": "[1]*2**9"}, "--moe-layer-freq is"),
         ({"num_experts": 4, "moe_layer_freq": "import os"}, "--moe-layer-freq is 'import os'"),

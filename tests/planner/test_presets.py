@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.flops import fwd_flops
+from megatron_balance.planner.flops import calculate_fwd_flops, fwd_flops
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.presets import PRESETS
 
@@ -137,6 +138,16 @@ def test_deepseek_starts_dense() -> None:
     assert shape.moe_shared_expert_intermediate_size == 2048
     # num_nextn_predict_layers is a choice of the run.
     assert shape.mtp_num_layers == 0
+
+
+def test_deepseek_v32_is_v3_with_an_indexer() -> None:
+    dense, sparse = ModelShape.preset("DeepSeek-V3"), ModelShape.preset("DeepSeek-V3.2")
+    assert {layer.mixer for layer in sparse.decoder_layers()} == {"dsa"}
+    assert replace(sparse, dsa_indexer_n_heads=0, dsa_indexer_head_dim=0, dsa_indexer_topk=0) == dense
+    # Sparse attention pays once a query has many more keys than it picks.
+    short, long = ([calculate_fwd_flops([length], shape) for shape in (dense, sparse)] for length in (2048, 131072))
+    assert short[1] > short[0]
+    assert long[1] < 0.6 * long[0]
 
 
 def test_nemotron_reads_a_pattern_or_a_list() -> None:
