@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.topology import Limits, Topology
@@ -55,6 +57,19 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         action="store_true",
         help="Count FLOPs of this run's model in place of tokens, and pack micro-batches by number partitioning "
         "in place of first-fit. Requires --use-dynamic-batch-size.",
+    )
+    group.add_argument(
+        "--balance-calibration",
+        metavar="FILE",
+        default=None,
+        help="Count the seconds of a calibration.json (megatron-balance calibrate) in place of FLOPs. Refines "
+        "--balance-by-flops.",
+    )
+    group.add_argument(
+        "--balance-calibrate-online",
+        action="store_true",
+        help="Measure the run's own micro-batches and count the seconds they show, fitted anew after 4, 8, 16, 32 and "
+        "every 64 steps, the same on every rank, kept with the checkpoint. Refines --balance-by-flops.",
     )
     group.add_argument(
         "--balance-objective",
@@ -114,6 +129,8 @@ class BalanceConfig:
         max_tokens_per_gpu: the cap, tokens; None without dynamic batching.
         balance_data: move samples between ranks.
         balance_by_flops: FLOPs are the cost.
+        calibration: path of a calibration.json whose seconds are the cost in place of FLOPs, or None.
+        calibrate_online: seconds measured in the run are the cost, once there are some.
         objective: one of OBJECTIVES.
         algorithm: one of ALGORITHMS.
         overlap: prepare the next step while this one runs.
@@ -125,6 +142,8 @@ class BalanceConfig:
     max_tokens_per_gpu: int | None = None
     balance_data: bool = False
     balance_by_flops: bool = False
+    calibration: str | None = None
+    calibrate_online: bool = False
     objective: str = "auto"
     algorithm: str = "auto"
     overlap: bool = True
@@ -146,6 +165,8 @@ class BalanceConfig:
             max_tokens_per_gpu=args.max_tokens_per_gpu,
             balance_data=args.balance_data,
             balance_by_flops=args.balance_by_flops,
+            calibration=args.balance_calibration,
+            calibrate_online=args.balance_calibrate_online,
             objective=args.balance_objective,
             algorithm=args.balance_algorithm,
             overlap=args.balance_overlap,
@@ -162,6 +183,17 @@ class BalanceConfig:
             raise BalanceError(
                 "--balance-by-flops is set without --use-dynamic-batch-size: add --use-dynamic-batch-size and "
                 "--max-tokens-per-gpu, or drop --balance-by-flops."
+            )
+        for flag, value in (
+            ("--balance-calibration", config.calibration),
+            ("--balance-calibrate-online", config.calibrate_online),
+        ):
+            if value and not config.balance_by_flops:
+                raise BalanceError(f"{flag} is set without --balance-by-flops, which it refines: add that, or drop it.")
+        if config.calibrate_online and getattr(args, "overlap_moe_expert_parallel_comm", False):
+            raise BalanceError(
+                "--balance-calibrate-online is set with --overlap-moe-expert-parallel-comm, under which forward and "
+                "backward passes of micro-batches run together and cannot be told apart: use --balance-calibration."
             )
         if config.use_dynamic_batch_size and (config.max_tokens_per_gpu is None or config.max_tokens_per_gpu < 1):
             raise BalanceError(
@@ -199,10 +231,15 @@ class BalanceConfig:
         return "auto" if self.balance_by_flops or not self.use_dynamic_batch_size else "first_fit"
 
 
-def cost_model_from_megatron_args(args: Any, *, by_flops: bool) -> CostModel:
-    """Tokens, or the FLOPs of the model that the run's own arguments describe."""
-    if not by_flops:
+def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostModel:
+    """Tokens, the FLOPs of the model that the run's own arguments describe, or the seconds of a calibration."""
+    if not config.balance_by_flops:
         return CostModel.tokens()
+    if config.calibration is not None:
+        return Calibration.read(Path(config.calibration)).cost_model(
+            ep_size=args.expert_model_parallel_size,
+            model_parallel_size=args.tensor_model_parallel_size * args.context_parallel_size,
+        )
     return CostModel.from_shape(
         ModelShape.from_megatron_args(args),
         ep_size=args.expert_model_parallel_size,

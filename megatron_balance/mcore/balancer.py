@@ -25,6 +25,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.pull_ahead import pull_ahead_of
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
+from megatron_balance.runtime.online_calibration import CalibrationState
 
 AS_LOADED = 0
 """Broadcast in place of num_microbatches where there is nothing to balance."""
@@ -103,15 +104,19 @@ class StepBalancer:
         self._prepared = _Preparation(self._thread.submit(work))
 
     def save(self, folder: Path) -> None:
-        """Write the samples that wait after the newest step. Nothing without look-ahead."""
+        """Write what the newest step left: samples that wait, what calibration learned. Nothing without either."""
         if self._pool is not None:
             self._pool.save(folder)
+        if self._last is not None and self._last.calibration is not None and self._maker.dp_group.rank() == 0:
+            self._last.calibration.write(folder)
 
     def restore(self, folder: Path) -> None:
-        """Read them back, before the first step. The loader's next batches are those already loaded: skip them."""
-        assert self._pool is not None, "only a run with look-ahead restores a pool"
-        self._pool.restore(folder)
-        self._num_batches_to_skip = self._pool.num_batches_ahead
+        """Read it back, before the first step. The loader's next batches are those already loaded: skip them."""
+        if self._pool is not None:
+            self._pool.restore(folder)
+            self._num_batches_to_skip = self._pool.num_batches_ahead
+        if self._maker.calibration is not None:
+            self._maker.calibration.state = CalibrationState.read(folder)
 
     def _num_items(self, num_microbatches: int) -> int:
         return num_microbatches * (1 if self._pool is None else self._pool.num_missing_batches)

@@ -44,6 +44,11 @@ def enable_cpu() -> None:
     mode.__enter__()  # for the life of the process
 
 
+def is_cpu_enabled() -> bool:
+    """Whether `cuda` means the CPU in this process."""
+    return _enabled
+
+
 def patch_megatron() -> None:
     """Replace the two Megatron functions that cannot work without a GPU machine's tools."""
     import megatron.core.datasets.utils as dataset_utils

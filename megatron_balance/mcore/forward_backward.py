@@ -30,10 +30,14 @@ from megatron_balance.mcore.arguments import (
     why_stock,
 )
 from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.pool_checkpoint import restore_pool
+from megatron_balance.mcore.checkpoint import restore_state
+from megatron_balance.mcore.cpu import is_cpu_enabled
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_log import StepLog
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
+from megatron_balance.mcore.step_timing import StepTiming
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.runtime.online_calibration import OnlineCalibration
 
 Schedule = Callable[..., Any]
 
@@ -43,10 +47,12 @@ class BalancedForwardBackward:
 
     Attributes:
         last_step: the data of the newest step, for logs and tests.
+        timing: tells the online calibration what micro-batches take, or None without it.
     """
 
-    def __init__(self, balancer: StepBalancer, *, args: Any, overlap: bool) -> None:
+    def __init__(self, balancer: StepBalancer, *, args: Any, overlap: bool, timing: StepTiming | None = None) -> None:
         self.balancer = balancer
+        self.timing = timing
         self._overlap = overlap
         self.last_step: BalancedStep | None = None
         self._args = args
@@ -73,6 +79,8 @@ class BalancedForwardBackward:
             )
             return schedule(**{**arguments, "data_iterator": _hand_out(iterators, lambda: iter(step))})
         self.last_step = step
+        if self.timing is not None:
+            self.timing.begin(step)
         if self._overlap and self._goes_on():
             self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"])
         self._log.step(step)
@@ -82,8 +90,12 @@ class BalancedForwardBackward:
             "micro_batch_size": 1,
             "forward_step_func": self._with_microbatch_shape(arguments["forward_step_func"], step.microbatch_tokens),
         }
-        with _variable_seq_lengths(arguments["model"]):
-            return schedule(**arguments)
+        try:
+            with _variable_seq_lengths(arguments["model"]):
+                return schedule(**arguments)
+        finally:
+            if self.timing is not None:
+                self.timing.end()
 
     def _goes_on(self) -> bool:
         """Whether another step is to come; a data set may hold no more than the steps there are."""
@@ -106,7 +118,8 @@ class BalancedForwardBackward:
             stock = args.seq_length, args.micro_batch_size
             args.seq_length, args.micro_batch_size = microbatch_tokens[slot], 1
             try:
-                return forward_step_func(data_iterator, model, *rest, **keywords)
+                with contextlib.nullcontext() if self.timing is None else self.timing.forward(slot):
+                    return forward_step_func(data_iterator, model, *rest, **keywords)
             finally:
                 args.seq_length, args.micro_batch_size = stock
 
@@ -170,8 +183,11 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     model_group = parallel_state.get_model_parallel_group()
     topology = topology_from_megatron_args(args)
-    cost_model = cost_model_from_megatron_args(args, by_flops=config.balance_by_flops)
+    cost_model = cost_model_from_megatron_args(args, config=config)
     dp_group = _own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
+    calibration = None
+    if config.calibrate_online:
+        calibration = _online_calibration(cost_model, args=args, timeout=timeout)
     pool = None
     if config.lookahead > 1:
         pool = SamplePool(
@@ -188,17 +204,31 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
             limits=config.limits(micro_batch_size=args.micro_batch_size),
             cost_model=cost_model,
             dp_group=dp_group,
+            calibration=calibration,
         ),
         model_group=_own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
         pool=pool,
     )
-    restore_pool(balancer, args=args, lookahead=config.lookahead)
-    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap)
+    restore_state(balancer, args=args, lookahead=config.lookahead)
+    timing = None
+    if calibration is not None and _reads_data():
+        timing = StepTiming(calibration, dp_rank=dp_group.rank(), on_gpu=not is_cpu_enabled())
+    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap, timing=timing)
+
+
+def _online_calibration(prior: CostModel, *, args: Any, timeout: timedelta) -> OnlineCalibration:
+    """Learns with all ranks that read data: tensor-parallel ranks are innermost in Megatron's order of ranks."""
+    tp_size = args.tensor_model_parallel_size
+    ranks = range(dist.get_rank() % tp_size, dist.get_world_size(), tp_size)
+    return OnlineCalibration(prior, group=_new_group(list(ranks), timeout=timeout))
 
 
 def _own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
     """The same ranks once more: a thread may use it while training uses theirs, and no GPU waits for it."""
-    ranks = dist.get_process_group_ranks(group)
+    return _new_group(dist.get_process_group_ranks(group), timeout=timeout)
+
+
+def _new_group(ranks: list[int], *, timeout: timedelta) -> dist.ProcessGroup:
     own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=timeout)
     assert isinstance(own, dist.ProcessGroup), "this rank is in its own group"
     return own

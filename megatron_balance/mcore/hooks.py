@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import add_balance_args
+from megatron_balance.mcore.checkpoint import save_state
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
-from megatron_balance.mcore.pool_checkpoint import save_pool
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
 
@@ -41,7 +41,7 @@ def _with_balanced_schedule(get_forward_backward_func: Function) -> Function:
     return wrapper
 
 
-def _with_pool_saved(save_checkpoint: Function) -> Function:
+def _with_state_saved(save_checkpoint: Function) -> Function:
     @functools.wraps(save_checkpoint)
     def wrapper(iteration: int, *positional: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
@@ -49,8 +49,20 @@ def _with_pool_saved(save_checkpoint: Function) -> Function:
         balanced = current()
         if balanced is not None and not keywords.get("non_persistent_ckpt"):
             # Before Megatron says that the checkpoint is complete.
-            save_pool(balanced.balancer, args=get_args(), iteration=iteration)
+            save_state(balanced.balancer, args=get_args(), iteration=iteration)
         return save_checkpoint(iteration, *positional, **keywords)
+
+    return wrapper
+
+
+def _with_backward_timed(backward_step: Function) -> Function:
+    @functools.wraps(backward_step)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        balanced = current()
+        if balanced is None or balanced.timing is None:
+            return backward_step(*positional, **keywords)
+        with balanced.timing.backward():
+            return backward_step(*positional, **keywords)
 
     return wrapper
 
@@ -76,9 +88,17 @@ HOOKS = (
         target="megatron.training.checkpointing:save_checkpoint",
         bound_in=("megatron.training.training",),
         parameters=("iteration", "non_persistent_ckpt"),
-        wrap=_with_pool_saved,
-        why="under --balance-lookahead samples wait between steps; without it the wrapper does nothing",
+        wrap=_with_state_saved,
+        why="samples wait between steps under --balance-lookahead, and --balance-calibrate-online learns; else nothing",
         until="Megatron's data loaders save a state of their own",
+    ),
+    Hook(
+        target="megatron.core.pipeline_parallel.schedules:backward_step",
+        bound_in=("megatron.core.pipeline_parallel.schedules",),
+        parameters=(),
+        wrap=_with_backward_timed,
+        why="--balance-calibrate-online measures backward passes; every schedule looks the function up; else nothing",
+        until="schedules report when micro-batches begin and end",
     ),
 )
 

@@ -136,6 +136,11 @@ class SamplePool:
         """Mean cost of a sample in the newest step over that of all samples so far."""
         return self._look.metrics().drift
 
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a pool was saved there."""
+        return _share(folder, 0).exists()
+
     def save(self, folder: Path) -> None:
         """Write this rank's share into a folder."""
         mine = {arrival: entry.sample for arrival, entry in self._waiting.items() if entry.sample is not None}

@@ -50,7 +50,7 @@ class StepLog:
         print(
             f"megatron_balance: {metrics.objective} | planned max/mean {metrics.step_imbalance:.4f}"
             f" | {metrics.over_bound:.4f} of the bound | micro-batches {metrics.num_microbatches}"
-            f"{_about_pool(step)} | padding {metrics.padding_fraction:.1%}"
+            f"{_about_pool(step)}{_about_calibration(step)} | padding {metrics.padding_fraction:.1%}"
             f" | moved {moved:.0%} of tokens, not {unlabelled:.0%}"
             f" | plan {step.plan_seconds * 1e3:.1f} ms | exchange {step.exchange_seconds * 1e3:.1f} ms"
             f" | exposed {step.exposed_seconds * 1e3:.1f} ms",
@@ -69,3 +69,10 @@ def _about_oversized(schedule: DataSchedule) -> str:
 
 def _about_pool(step: BalancedStep) -> str:
     return "" if step.pool is None else f" | drift {step.pool.drift:.3f}"
+
+
+def _about_calibration(step: BalancedStep) -> str:
+    """How well the seconds of micro-batches are foretold, once they are."""
+    if step.calibration is None or step.calibration.error is None:
+        return ""
+    return f" | calibrated, off by {step.calibration.error:.1%}"

@@ -29,6 +29,7 @@ from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
+from megatron_balance.runtime.online_calibration import CalibrationState, OnlineCalibration
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.sample import Sample
 from megatron_balance.runtime.unpacking import split_packed
@@ -46,6 +47,7 @@ class BalancedStep:
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
         pool: the samples that wait after this step, or None without look-ahead.
+        calibration: what online calibration knew when this step was planned, or None without it.
         plan_seconds: spent planning.
         exchange_seconds: spent splitting, gathering, comparing, rerouting and packing.
         exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
@@ -56,6 +58,7 @@ class BalancedStep:
     microbatches: list[Microbatch] | None = None
     schedule: DataSchedule | None = None
     pool: SamplePool | None = None
+    calibration: CalibrationState | None = None
     plan_seconds: float = 0.0
     exchange_seconds: float = 0.0
     exposed_seconds: float = 0.0
@@ -68,8 +71,10 @@ class StepMaker:
         config: the flags.
         topology: the ranks.
         limits: what a micro-batch may hold.
-        cost_model: tokens or FLOPs.
+        cost_model: tokens, FLOPs or seconds.
         dp_group: ranks that load different samples and are otherwise alike (no context parallelism); gloo.
+        calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
+            compares samples that arrived in different steps.
     """
 
     def __init__(
@@ -80,12 +85,14 @@ class StepMaker:
         limits: Limits,
         cost_model: CostModel,
         dp_group: dist.ProcessGroup,
+        calibration: OnlineCalibration | None = None,
     ) -> None:
         self.config = config
         self.topology = topology
         self.limits = limits
         self.cost_model = cost_model
         self.dp_group = dp_group
+        self.calibration = calibration
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -127,6 +134,9 @@ class StepMaker:
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         plan_started = time.perf_counter()
+        if self.calibration is not None:
+            self.calibration.begin_step()
+            self.cost_model = self.calibration.cost_model
         schedule = self._plan(gathered)
         planned = time.perf_counter()
         check_same_schedule(schedule.digest(), group=self.dp_group)
@@ -144,6 +154,7 @@ class StepMaker:
             microbatches=microbatches,
             schedule=schedule,
             pool=pool,
+            calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
             exchange_seconds=time.perf_counter() - planned + plan_started - started,
         )

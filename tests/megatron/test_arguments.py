@@ -53,6 +53,15 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
         (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu -5", "above 0, and it is -5"),
         ("--balance-data", "add --calculate-per-token-loss"),
         (PACKED, "add --calculate-per-token-loss"),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-calibration c.json",
+            "--balance-calibration is set without --balance-by-flops",
+        ),
+        (f"{PER_TOKEN} {PACKED} --balance-calibrate-online", "-online is set without --balance-by-flops"),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-by-flops --balance-calibrate-online --overlap-moe-expert-parallel-comm",
+            "cannot be told apart: use --balance-calibration",
+        ),
     ],
 )
 def test_flags_that_cannot_work(parser: argparse.ArgumentParser, flags: str, message: str) -> None:

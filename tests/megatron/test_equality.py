@@ -64,6 +64,7 @@ class TestTwoDataParallelRanks:
             pytest.param(f"{PACKED} --balance-data", SEQ_LENGTH, id="moved-by-tokens"),
             pytest.param(BY_FLOPS, SEQ_LENGTH, id="moved-by-flops"),
             pytest.param(f"{PACKED} --balance-by-flops", SEQ_LENGTH, id="packed-by-flops-where-loaded"),
+            pytest.param(f"{BY_FLOPS} --balance-calibrate-online", SEQ_LENGTH, id="moved-by-measured-seconds"),
         ],
     )
     def test_each_policy(self, tmp_path: Path, stock: Recorded, flags: str, cap: int | None) -> None:

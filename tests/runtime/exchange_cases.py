@@ -1,17 +1,21 @@
 """What each rank of a test world does. Arguments and results are plain values: they pass through a pipe."""
 
+import dataclasses
 import hashlib
 import time
 from collections import Counter
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost import CostModel
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
+from megatron_balance.runtime.online_calibration import OnlineCalibration
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 DTYPES = (
@@ -292,3 +296,25 @@ def wrong_arguments() -> list[str]:
         _expect_error(rerouting([other], stay)),
         _expect_error(rerouting([cut], stay)),
     ]
+
+
+def online_calibration(
+    *, truth: tuple[float, ...], num_rows: list[int], num_steps: int, length: int | None = None
+) -> dict[str, Any]:
+    """What a rank knows after some steps, where each measured other micro-batches, a few of them disturbed."""
+    group = _group()
+    rng = np.random.default_rng(group.rank())
+    calibration = OnlineCalibration(CostModel(linear=1000, quadratic=1), group=group)
+    rows = []
+    for _ in range(num_rows[group.rank()]):
+        lengths = np.array([length or n for n in rng.lognormal(6, 1, 1 if length else rng.integers(1, 12)).round()])
+        rows.append([1.0, lengths.size, lengths.sum(), (lengths**2).sum()])
+    features = np.array(rows).reshape(-1, 4)
+    seconds = features @ np.array(truth) * rng.normal(1, 0.005, len(features))
+    seconds[::9] *= 3
+    calibration.add(features, seconds=seconds)
+    for _ in range(num_steps):
+        calibration.begin_step()
+    if calibration.state.coefficients is None:
+        assert calibration.cost_model == calibration.prior
+    return dataclasses.asdict(calibration.state)

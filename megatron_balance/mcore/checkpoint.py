@@ -1,6 +1,6 @@
-"""Where the samples that wait under `--balance-lookahead` lie beside a checkpoint, and when they are read back.
+"""What goes with a checkpoint: samples that wait under `--balance-lookahead`, and what online calibration learned.
 
-They lie in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
+It lies in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
 to write into one that is not empty.
 """
 
@@ -11,14 +11,15 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.mcore.sample_pool import SamplePool
 
 
-def pool_folder(checkpoints: str, iteration: int) -> Path:
-    """The folder for one checkpoint's pool."""
+def state_folder(checkpoints: str, iteration: int) -> Path:
+    """The folder for one checkpoint."""
     return Path(checkpoints) / "megatron_balance" / f"iter_{iteration:07d}"
 
 
-def save_pool(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
+def save_state(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
     """Write this rank's share, on one rank of every model replica.
 
     Args:
@@ -34,11 +35,11 @@ def save_pool(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
         parallel_state.get_context_parallel_rank(),
     )
     if args.save and not any(places):
-        balancer.save(pool_folder(args.save, iteration))
+        balancer.save(state_folder(args.save, iteration))
 
 
-def restore_pool(balancer: StepBalancer, *, args: Any, lookahead: int) -> None:
-    """Read the pool of the checkpoint that this run resumes from, if it has one.
+def restore_state(balancer: StepBalancer, *, args: Any, lookahead: int) -> None:
+    """Read the state of the checkpoint that this run resumes from, if it has one.
 
     Args:
         balancer: of this rank, before its first step.
@@ -50,10 +51,10 @@ def restore_pool(balancer: StepBalancer, *, args: Any, lookahead: int) -> None:
     """
     if not args.load or not args.iteration:
         return
-    folder = pool_folder(args.load, args.iteration)
+    folder = state_folder(args.load, args.iteration)
     if not folder.is_dir():
         return
-    if lookahead == 1:
+    if lookahead == 1 and SamplePool.is_in(folder):
         raise BalanceError(
             f"{folder} holds samples that wait for their step, and --balance-lookahead is 1: they would be skipped. "
             "Resume with the --balance-lookahead of the run that saved it."
