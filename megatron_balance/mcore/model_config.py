@@ -31,7 +31,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.attention import build_norm, thd_layer_spec
-from megatron_balance.planner.model_shape import Layer, ModelShape
+from megatron_balance.planner.layer_kinds import Layer
+from megatron_balance.planner.model_shape import ModelShape
 
 _NEEDS: dict[str, str] = {
     "dsa": "Transformer Engine and fast-hadamard-transform",

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.model_shape import Layer, ModelShape
+from megatron_balance.planner.layer_kinds import Layer
+from megatron_balance.planner.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -11,61 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.hf_config import fields_from_hf_config
+from megatron_balance.planner.layer_kinds import HYBRID_LAYERS, NEEDED, Layer, Mixer
 from megatron_balance.planner.megatron_args import fields_from_megatron_args
 from megatron_balance.planner.presets import PRESETS
 from megatron_balance.planner.transformer_config import fields_from_transformer_config
-
-Mixer = Literal["attention", "mla", "dsa", "gated_delta_net", "mamba"]
-Mlp = Literal["dense", "moe"]
-
-_HYBRID_LAYERS: dict[str, tuple[Mixer | None, Mlp | None]] = {
-    "*": ("attention", None),
-    "+": ("mla", None),
-    "D": ("dsa", None),
-    "G": ("gated_delta_net", None),
-    "M": ("mamba", None),
-    "-": (None, "dense"),
-    "E": (None, "moe"),
-}
-"""Megatron's symbols (megatron.core.models.hybrid.hybrid_layer_allocation)."""
-
-_LATENT = ("kv_lora_rank", "qk_head_dim", "v_head_dim")
-
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "mla": _LATENT,
-    "dsa": (*_LATENT, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    "gated_delta_net": (
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_conv_kernel_dim",
-    ),
-    "mamba": ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
-    "dense": ("ffn_hidden_size",),
-    "moe": ("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
-}
-"""What each kind of layer cannot do without."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer.
-
-    Attributes:
-        mixer: what mixes tokens; None in a hybrid model's MLP layer.
-        mlp: what follows it; None in a hybrid model's mixer layer.
-        window: tokens a query attends to, itself included; 0 where it attends to all before it. The keys that
-            sparse attention picks are not a window: `ModelShape.dsa_indexer_topk` says how many.
-    """
-
-    mixer: Mixer | None
-    mlp: Mlp | None
-    window: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +130,7 @@ class ModelShape:
             )
         for layer in {*self.decoder_layers(), *self.mtp_layers()}:
             for kind in (layer.mixer, layer.mlp):
-                self._require(_NEEDED.get(kind or "", ()), f"a {kind} layer")
+                self._require(NEEDED.get(kind or "", ()), f"a {kind} layer")
         if self.moe_router_topk > self.num_experts:
             raise BalanceError(
                 f"ModelShape.moe_router_topk is {self.moe_router_topk}: it must be at most "
@@ -274,7 +227,7 @@ class ModelShape:
             >>> shape.stack_of(shape.decoder_layers()[0], num_layers=2).decoder_layers()[1].window
             128
         """
-        symbols = {kind: symbol for symbol, kind in _HYBRID_LAYERS.items()}
+        symbols = {kind: symbol for symbol, kind in HYBRID_LAYERS.items()}
         pattern = symbols.get((layer.mixer, layer.mlp), "") * num_layers
         linear = layer.mixer == "gated_delta_net" and not pattern
         return replace(
@@ -313,7 +266,7 @@ class ModelShape:
         return [main, *(depth for depth in depths if depth)]
 
     def _hybrid_layers(self, pattern: str) -> tuple[Layer, ...]:
-        kinds = [_HYBRID_LAYERS[symbol] for symbol in pattern]
+        kinds = [HYBRID_LAYERS[symbol] for symbol in pattern]
         return tuple(Layer(mixer, mlp, self._window(mixer, index)) for index, (mixer, mlp) in enumerate(kinds))
 
     def _require(self, names: tuple[str, ...], by: str) -> None:
@@ -330,10 +283,10 @@ class ModelShape:
 
     def _check_hybrid_pattern(self) -> None:
         main, *depths = self._hybrid_parts()
-        unknown = set("".join([main, *depths])) - set(_HYBRID_LAYERS)
+        unknown = set("".join([main, *depths])) - set(HYBRID_LAYERS)
         if unknown:
             raise BalanceError(
-                f"ModelShape.hybrid_layer_pattern has {sorted(unknown)}: the FLOPs of {sorted(_HYBRID_LAYERS)} are "
+                f"ModelShape.hybrid_layer_pattern has {sorted(unknown)}: the FLOPs of {sorted(HYBRID_LAYERS)} are "
                 "known; balance other layers by tokens or by calibrated costs."
             )
         if len(main) != self.num_layers or len(depths) != self.mtp_num_layers:

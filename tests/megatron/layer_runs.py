@@ -30,7 +30,8 @@ from small_shapes import DENSE, EXPERTS, LATENT, LAYERS, LENGTHS, SEQUENCES, SHA
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from megatron_balance.mcore.model_config import block_spec_of, transformer_config_of  # noqa: E402
-from megatron_balance.planner.model_shape import Layer, ModelShape  # noqa: E402
+from megatron_balance.planner.layer_kinds import Layer  # noqa: E402
+from megatron_balance.planner.model_shape import ModelShape  # noqa: E402
 
 
 def count_flops(shape: ModelShape, length: int) -> int:

@@ -14,7 +14,8 @@ from small_shapes import DENSE, EXPERTS, LATENT, LAYERS, SEQUENCES
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.flops import fwd_flops
-from megatron_balance.planner.model_shape import Layer, ModelShape
+from megatron_balance.planner.layer_kinds import Layer
+from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.presets import PRESETS
 
 torch = pytest.importorskip("torch")

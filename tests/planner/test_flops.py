@@ -27,8 +27,9 @@ from megatron_balance.planner.flops import (
     mla_flops,
     moe_flops,
 )
+from megatron_balance.planner.layer_kinds import Layer
 from megatron_balance.planner.megatron_args import parse_layer_pattern
-from megatron_balance.planner.model_shape import Layer, ModelShape
+from megatron_balance.planner.model_shape import ModelShape
 
 DENSE = ModelShape(
     hidden_size=8,
