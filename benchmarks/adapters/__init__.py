@@ -1,0 +1,1 @@
+"""The figures that adapters are held to; run as `python -m benchmarks.adapters.NAME`."""

@@ -1,0 +1,152 @@
+"""slime's own schedule and the adapter's, on the rollout batches of one setup; FLOPs by this package's model.
+
+    python -m benchmarks.adapters.slime [--checkout DIR]
+
+Qwen3-4B on 4 data-parallel ranks, micro-batches of at most 9216 tokens, 128 samples with lengths lognormal(7, 1)
+clipped to 16..8192, drawn with Python's `random` from the seeds 0 to 49. With a checkout of slime, its own
+`build_dp_schedule` with `--balance-by-flops` plans the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_balance import CostModel
+from megatron_balance.adapters.slime import SlimeOptions
+from megatron_balance.adapters.slime.schedule import BalancedDpSchedule
+
+NUM_SEEDS = 50
+NUM_SAMPLES = 128
+DP_SIZE = 4
+CAP = 9216
+"""Tokens of a micro-batch."""
+
+BuildSchedule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over the rollout batches, but for `over_cap`.
+
+    Attributes:
+        over_cap: micro-batches of several samples over the cap, of all batches together.
+        rank_max_over_mean: costliest rank over the mean rank.
+        slot_sum_over_mean: sum over slots of the costliest rank there, over the mean rank.
+        num_microbatches: micro-batches of a rank.
+    """
+
+    over_cap: int
+    rank_max_over_mean: float
+    slot_sum_over_mean: float
+    num_microbatches: float
+
+
+def arguments() -> SimpleNamespace:
+    """slime's arguments for the setup."""
+    return SimpleNamespace(
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=CAP,
+        micro_batch_size=1,
+        balance_data=True,
+        balance_by_flops=True,
+        hidden_size=2560,
+        num_layers=36,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=9728,
+        swiglu=True,
+        vocab_size=151936,
+        num_experts=None,
+    )
+
+
+def draw_lengths(seed: int) -> list[int]:
+    """`[NUM_SAMPLES]` tokens of one rollout batch."""
+    generator = random.Random(seed)
+    return [int(min(8192, max(16, generator.lognormvariate(7, 1)))) for _ in range(NUM_SAMPLES)]
+
+
+def measure(build: BuildSchedule, *, cost_model: CostModel) -> Figures:
+    """Plans all rollout batches with `build`, which has the signature of slime's `build_dp_schedule`."""
+    config = {"dp_size": DP_SIZE, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    over_cap = 0
+    ratios: list[tuple[float, float, int]] = []
+    for seed in range(NUM_SEEDS):
+        lengths = draw_lengths(seed)
+        partitions, indices, (num_microbatches,), _ = build(
+            arguments(), config, lengths, global_batch_size=NUM_SAMPLES, rollout_indices=list(range(NUM_SAMPLES))
+        )
+        held = [
+            [[lengths[partition[index]] for index in slot] for slot in slots]
+            for partition, slots in zip(partitions, indices, strict=True)
+        ]
+        over_cap += sum(sum(slot) > CAP and len(slot) > 1 for slots in held for slot in slots)
+        costs = np.array([[sum(map(cost_model, slot)) for slot in slots] for slots in held], dtype=np.int64)
+        mean = costs.sum() / DP_SIZE
+        ratios.append((costs.sum(axis=1).max() / mean, costs.max(axis=0).sum() / mean, num_microbatches))
+    means = np.array(ratios).mean(axis=0)
+    return Figures(over_cap, float(means[0]), float(means[1]), float(means[2]))
+
+
+def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
+    """What is compared, by the name that the table has."""
+    found: dict[str, BuildSchedule] = {}
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
+        from slime.utils.dp_schedule import build_dp_schedule
+
+        found["slime --balance-by-flops"] = build_dp_schedule
+
+    def ours(**options: Any) -> BuildSchedule:
+        return BalancedDpSchedule(_never, options=SlimeOptions(**options))
+
+    found["adapter"] = ours()
+    found["adapter, strict_cap=False"] = ours(strict_cap=False)
+    found["adapter, objective=microbatch"] = ours(objective="microbatch")
+    found["adapter, cost=tokens"] = ours(cost="tokens")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table.
+
+    Args:
+        argv: of the command line; None takes the process's own.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.adapters.slime", description="slime's own schedule and the adapter's"
+    )
+    parser.add_argument("--checkout", type=Path, metavar="DIR", help="a checkout of slime to compare with")
+    args = parser.parse_args(argv)
+    cost_model = SlimeOptions().cost_model(arguments())
+    sys.stdout.write("| planner | over the cap | rank max/mean | sum of slot max/mean | micro-batches |\n")
+    sys.stdout.write("|---|---|---|---|---|\n")
+    for name, build in planners(args.checkout).items():
+        row = measure(build, cost_model=cost_model)
+        sys.stdout.write(
+            f"| {name} | {row.over_cap} | {row.rank_max_over_mean:.5f} | {row.slot_sum_over_mean:.4f} "
+            f"| {row.num_microbatches:.2f} |\n"
+        )
+    return 0
+
+
+def _never(*_: Any, **__: Any) -> None:
+    raise AssertionError("every rollout batch here is balanced")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The hooks in slime, in a checked table.
+
+`RolloutManager` is a Ray actor. Its class is pickled by value when it is first started, with the functions
+that its module has bound by then, so that what is put in place in the driver reaches the actor. Later is
+too late, and an error says so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Any
+
+from megatron_balance.adapters.slime.masked_copies import MaskCopies
+from megatron_balance.adapters.slime.options import SlimeOptions
+from megatron_balance.adapters.slime.schedule import BalancedDpSchedule
+from megatron_balance.errors import BalanceError
+from megatron_balance.patching import Hook, Patches
+from megatron_balance.patching import install as install_hooks
+from megatron_balance.planner.cost_choice import Model
+
+SUPPORTED_VERSIONS = ("0.3",)
+"""slime releases whose own tests pass with the adapter on (scripts/upstream/check_slime.sh)."""
+
+
+def hooks_for(options: SlimeOptions) -> tuple[Hook, ...]:
+    """The table for a user's choice."""
+    return (
+        Hook(
+            target="slime.utils.dp_schedule:build_dp_schedule",
+            bound_in=("slime.utils.dp_schedule", "slime.ray.rollout"),
+            parameters=(
+                "args",
+                "train_parallel_config",
+                "total_lengths",
+                "global_batch_size",
+                "rollout_indices",
+            ),
+            wrap=lambda stock: BalancedDpSchedule(stock, options=options),
+            why="RolloutManager asks it which rank runs which samples in which micro-batch",
+            until="slime takes a schedule function by path, as it takes others",
+        ),
+        Hook(
+            target="slime.observability.rollout_data_utils:tensorize_rollout_data_for_training",
+            bound_in=("slime.observability.rollout_data_utils", "slime.ray.rollout"),
+            parameters=("rollout_data",),
+            wrap=MaskCopies,
+            why="it is the last to see what a rank is sent: copies that fill an empty micro-batch are masked there",
+            until="slime's trainer runs an empty micro-batch",
+        ),
+    )
+
+
+_patches: Patches | None = None
+_options: SlimeOptions | None = None
+
+
+def install(
+    *,
+    cost: str | None = None,
+    model: Model | None = None,
+    objective: str = "auto",
+    algorithm: str = "auto",
+    strict_cap: bool = True,
+) -> InstalledHooks:
+    """Hook slime in this process, the driver. Installing twice with the same choice installs once.
+
+    Args:
+        cost: see `SlimeOptions`, as are the others.
+        model: the model that FLOPs are of.
+        objective: when ranks wait for one another.
+        algorithm: how samples are placed.
+        strict_cap: never over the token cap.
+
+    Raises:
+        BalanceError: slime is missing, of another version, a target has moved, RolloutManager has been started
+            already, or hooks of another choice are in place; nothing is changed then.
+    """
+    global _patches, _options
+    options = SlimeOptions(cost=cost, model=model, objective=objective, algorithm=algorithm, strict_cap=strict_cap)
+    if _patches is None:
+        version = slime_version()
+        if version is not None and not version.startswith(tuple(f"{release}." for release in SUPPORTED_VERSIONS)):
+            raise BalanceError(
+                f"slime is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: check out one of "
+                "these from github.com/THUDM/slime (the slime on PyPI is another project) or train without balancing."
+            )
+        patches = install_hooks(hooks_for(options), version=f"slime {version or '(of a source folder)'}")
+        if _manager_is_started():
+            patches.undo()
+            raise BalanceError("RolloutManager has been started already: install before create_rollout_manager().")
+        _patches, _options = patches, options
+    elif options != _options:
+        raise BalanceError(f"slime is hooked already with {_options}: undo() that before {options}.")
+    return InstalledHooks()
+
+
+def is_installed() -> bool:
+    """Whether slime is hooked in this process."""
+    return _patches is not None
+
+
+class InstalledHooks:
+    """The hooks of this process. A RolloutManager that runs already keeps what it was started with."""
+
+    def undo(self) -> None:
+        """Take the hooks out."""
+        global _patches, _options
+        if _patches is not None:
+            _patches.undo()
+        _patches = _options = None
+
+
+def slime_version() -> str | None:
+    """The installed version; None where slime is used from a source folder."""
+    try:
+        return importlib.metadata.version("slime")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _manager_is_started() -> bool:
+    """Whether Ray has pickled RolloutManager's class, in this or an earlier connection."""
+    manager: Any = getattr(sys.modules.get("slime.ray.rollout"), "RolloutManager", None)
+    metadata = getattr(manager, "__ray_metadata__", None)
+    return getattr(metadata, "last_export_cluster_and_job", None) is not None

@@ -1,0 +1,56 @@
+"""Samples run once more with their loss masked, where a step has fewer samples than micro-batches.
+
+Every data-parallel rank runs as many micro-batches as the others, and slime's trainer cannot run an empty
+one. Where whole micro-batches would stay empty (five samples that fill one each, on four ranks), a rank
+runs a copy of the step's shortest sample in place of nothing, with a loss mask of zeros: slime's own way to
+take a sample out of the loss (`Sample.remove_sample`). Loss and gradients stay what they are.
+
+Invariant: a copy has a loss mask of zeros before it leaves the RolloutManager, and `partition` then holds
+plain integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.patching import Function
+
+
+class MaskedCopy(int):
+    """Position in the rollout batch of a sample that runs elsewhere as well, and here with its loss masked."""
+
+
+class MaskCopies:
+    """Stands in for slime's `tensorize_rollout_data_for_training`, the last to see what a rank is sent.
+
+    An object and not a wrapped function: Ray pickles a function that bears an importable name by that name, and
+    the actor would import slime's own.
+    """
+
+    def __init__(self, stock: Function) -> None:
+        self._stock = stock
+
+    def __call__(self, rollout_data: dict[str, Any]) -> None:
+        """Masks the copies of one rank in place, then hands on.
+
+        Args:
+            rollout_data: what slime packs for the rank; `partition` are the positions of its samples.
+
+        Raises:
+            BalanceError: there are copies, and no loss masks to mask them with.
+        """
+        partition = rollout_data.get("partition", [])
+        copies = [index for index, sample in enumerate(partition) if isinstance(sample, MaskedCopy)]
+        if copies:
+            if "loss_masks" not in rollout_data:
+                raise BalanceError(
+                    "the rollout data has no loss_masks, and a step has fewer samples than micro-batches: let "
+                    "--custom-convert-samples-to-train-data-path give loss_masks, or raise --max-tokens-per-gpu."
+                )
+            masks = list(rollout_data["loss_masks"])
+            for index in copies:
+                masks[index] = [0] * len(masks[index])
+            rollout_data["loss_masks"] = masks
+            rollout_data["partition"] = [int(sample) for sample in partition]
+        self._stock(rollout_data)

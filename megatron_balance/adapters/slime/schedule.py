@@ -1,0 +1,152 @@
+"""slime's `build_dp_schedule`, planned by `build_data_schedule`: same arguments, same return.
+
+    1. rollouts are cut into optimiser steps of `global_batch_size`, siblings together, trailing ones dropped
+    2. every step is planned: balanced micro-batches, balanced ranks
+    3. the plan is put into slime's order and into positions of the rollout batch
+
+Invariants, slime's own (module docstring of slime/utils/dp_schedule.py) and more:
+
+    - every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group
+    - no micro-batch of two samples or more is over the cap (`strict_cap`), whatever is balanced
+    - every kept sample is placed once; further mentions are `MaskedCopy`
+    - `micro_batch_indices` of a rank, flattened, are `range(len(partition))`; no micro-batch is empty
+    - ranks come costliest first in a step, as largest differencing leaves them, the micro-batches of a rank
+      cheapest first, or in the pipeline's order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.adapters.slime.masked_copies import MaskedCopy
+from megatron_balance.adapters.slime.options import SlimeOptions, limits_from_slime, plan_step, topology_from_slime
+from megatron_balance.patching import Function
+from megatron_balance.planner.inputs import as_integers
+from megatron_balance.planner.rollout import split_rollout
+from megatron_balance.planner.schedule import DataSchedule
+
+SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+"""`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""
+
+
+class BalancedDpSchedule:
+    """Stands in for `slime.utils.dp_schedule.build_dp_schedule`.
+
+    An object and not a wrapped function: Ray pickles a function that bears an importable name by that name, and
+    the actor would import slime's own.
+    """
+
+    def __init__(self, stock: Function, *, options: SlimeOptions) -> None:
+        self._stock = stock
+        self._options = options
+
+    def __call__(
+        self,
+        args: Any,
+        train_parallel_config: dict[str, int],
+        total_lengths: list[int],
+        *,
+        global_batch_size: int,
+        rollout_indices: list[int],
+    ) -> SlimeSchedule:
+        """The schedule of one rollout batch.
+
+        Args:
+            args: slime's arguments. Without `balance_data` and `balance_by_flops` slime's own function runs.
+            train_parallel_config: `dp_size`, `cp_size`, `vpp_size`, `microbatch_group_size_per_vp_stage`.
+            total_lengths: `[num_samples]` tokens.
+            global_batch_size: rollouts of an optimiser step.
+            rollout_indices: `[num_samples]` rollout of each sample; those of one rollout share a step.
+
+        Returns:
+            `partitions[dp_rank]`, the positions of its samples; `micro_batch_indices[dp_rank]`, for every
+            micro-batch, indices into that; micro-batches of a rank and rollouts, for every step.
+
+        Raises:
+            AssertionError: slime's own, where there are fewer rollouts than a step has.
+            BalanceError: the model's FLOPs cannot be told from the arguments, or sizes do not fit.
+        """
+        balanced = args.balance_data or getattr(args, "balance_by_flops", False)
+        split = split_rollout(rollout_indices, global_batch_size=global_batch_size, drop_last=True)
+        if not balanced or not split.steps:
+            # What slime refuses, it refuses in its own words.
+            return self._stock(
+                args,
+                train_parallel_config,
+                total_lengths,
+                global_batch_size=global_batch_size,
+                rollout_indices=rollout_indices,
+            )
+        lengths = as_integers(total_lengths, name="total_lengths")
+        partitions, micro_batch_indices, num_microbatches = plan_rollout(
+            lengths, steps=split.steps, args=args, train_parallel_config=train_parallel_config, options=self._options
+        )
+        return partitions, micro_batch_indices, num_microbatches, list(split.num_groups)
+
+
+def plan_rollout(
+    lengths: NDArray[np.int64],
+    *,
+    steps: Sequence[NDArray[np.int64]],
+    args: Any,
+    train_parallel_config: Mapping[str, int],
+    options: SlimeOptions,
+) -> tuple[list[list[int]], list[list[list[int]]], list[int]]:
+    """Plans every step and joins the plans: all of slime's return but `global_batch_sizes`.
+
+    Args:
+        lengths: `[num_samples]` tokens.
+        steps: for every step the positions of its samples.
+        args: slime's arguments.
+        train_parallel_config: see `BalancedDpSchedule`.
+        options: the user's choice.
+    """
+    topology = topology_from_slime(args, train_parallel_config=train_parallel_config)
+    limits, cost_model = limits_from_slime(args), options.cost_model(args)
+    partitions: list[list[int]] = [[] for _ in range(topology.dp_size)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
+    num_microbatches: list[int] = []
+    for samples in steps:
+        schedule = plan_step(lengths[samples], options=options, cost_model=cost_model, topology=topology, limits=limits)
+        num_microbatches.append(schedule.num_microbatches)
+        ranks = fill_with_copies(in_slime_order(schedule), lengths=schedule.lengths)
+        for partition, indices, slots in zip(partitions, micro_batch_indices, ranks, strict=True):
+            for held in slots:
+                indices.append(list(range(len(partition), len(partition) + len(held))))
+                # A copy stays one in the positions of the rollout batch.
+                partition += [type(local)(samples[local]) for local in held]
+    return partitions, micro_batch_indices, num_microbatches
+
+
+def in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
+    """For every rank, for every slot, sample ids: ranks costliest first, slots cheapest first.
+
+    Ranks change places inside their expert-parallel group and groups as a whole, slots alike on all ranks: costs
+    only change places.
+    """
+    costs: list[int] = schedule.cost_grid.sum(axis=1).tolist()
+    span = schedule.topology.ep_span
+    groups: list[list[int]] = []
+    for first in range(0, len(costs), span):
+        groups.append(sorted(range(first, first + span), key=lambda rank: (-costs[rank], schedule.ranks[rank])))
+    groups.sort(key=lambda ranks: ([-costs[rank] for rank in ranks], schedule.ranks[ranks[0]]))
+    order = 1 if schedule.problem().in_pipeline else -1
+    return [[list(held) for held in schedule.ranks[rank][::order]] for ranks in groups for rank in ranks]
+
+
+def fill_with_copies(ranks: list[list[list[int]]], *, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
+    """Puts a copy of the shortest sample that has tokens into every empty micro-batch.
+
+    Args:
+        ranks: for every rank, for every slot, sample ids.
+        lengths: `[num_samples]` tokens.
+    """
+    if all(held for slots in ranks for held in slots):
+        return ranks
+    known: list[int] = lengths.tolist()
+    shortest = min(range(len(known)), key=lambda sample: (known[sample] == 0, known[sample], sample))
+    return [[held or [MaskedCopy(shortest)] for held in slots] for slots in ranks]

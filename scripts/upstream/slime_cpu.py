@@ -1,0 +1,48 @@
+"""What slime imports and this machine lacks: `sglang`, as a package that has whatever name is asked of it.
+
+slime's RolloutManager imports SGLang's engine, which it starts only where there are GPUs. Ray's workers import
+it too: `ray.init(runtime_env={"worker_process_setup_hook": "slime_cpu.stand_in_for_sglang"})`.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+
+
+class _Anything(types.ModuleType):
+    """A module in which every name is an empty class."""
+
+    __path__: Sequence[str] = ()
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "sglang":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def stand_in_for_sglang() -> None:
+    """Makes `import sglang` and its submodules work, unless the real one is installed."""
+    if importlib.util.find_spec("sglang") is None:
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,53 @@
+"""A pytest plugin: slime's own tests with the adapter on. `pytest -p slime_plugin` from a checkout of slime.
+
+With `--balance-every-scenario` the tests of the schedule get balanced arguments throughout, so that their
+invariants are asserted of balanced schedules also where a test left balancing off.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import slime_cpu
+
+from megatron_balance.adapters import slime
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--balance-every-scenario", action="store_true", help="turn balancing on in make_args()")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before a test module is collected: it binds build_dp_schedule by value.
+    slime_cpu.stand_in_for_sglang()
+    slime.install()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    slime.InstalledHooks().undo()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"megatron_balance: slime is hooked{', every scenario balanced' * _every(config)}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not _every(config):
+        return
+    for names in {id(item.module): vars(item.module) for item in items if isinstance(item, pytest.Function)}.values():
+        names["make_args"] = _balanced(names["make_args"])
+
+
+def _every(config: pytest.Config) -> bool:
+    return bool(config.getoption("--balance-every-scenario"))
+
+
+def _balanced(make_args: Any) -> Any:
+    @functools.wraps(make_args)
+    def make(**chosen: Any) -> Any:
+        dynamic = bool(chosen.get("use_dynamic_batch_size"))
+        return make_args(**{**chosen, "balance_data": True, "balance_by_flops": dynamic})
+
+    return make

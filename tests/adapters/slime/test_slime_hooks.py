@@ -1,0 +1,147 @@
+"""The adapter's hooks on a double of slime's modules: checked, undone, and masks where they belong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slime_double
+from slime_double import RolloutManager, put_in_place, qwen3_4b
+
+from megatron_balance import BalanceError
+from megatron_balance.adapters import slime
+from megatron_balance.adapters.slime import __main__ as launcher
+from megatron_balance.adapters.slime import hooks
+
+
+@pytest.fixture
+def rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """`slime.ray.rollout` of the double; nothing stays installed."""
+    monkeypatch.setattr(hooks, "slime_version", lambda: "0.3.1")
+    yield put_in_place(monkeypatch)
+    slime.InstalledHooks().undo()
+
+
+def bound() -> list[object]:
+    return [
+        sys.modules[module].__dict__[name]
+        for module, name in (
+            ("slime.utils.dp_schedule", "build_dp_schedule"),
+            ("slime.ray.rollout", "build_dp_schedule"),
+            ("slime.observability.rollout_data_utils", "tensorize_rollout_data_for_training"),
+            ("slime.ray.rollout", "tensorize_rollout_data_for_training"),
+        )
+    ]
+
+
+@pytest.mark.usefixtures("rollout")
+def test_install_binds_everywhere_and_undo_restores() -> None:
+    before = bound()
+    assert not slime.is_installed()
+    installed = slime.install()
+    assert slime.is_installed()
+    assert all(new is not old for new, old in zip(bound(), before, strict=True))
+    once = bound()
+    slime.install()  # once more changes nothing
+    assert bound() == once
+    installed.undo()
+    assert bound() == before
+    assert not slime.is_installed()
+    installed.undo()  # nor does undoing twice
+
+
+@pytest.mark.usefixtures("rollout")
+def test_another_choice_needs_undo_first() -> None:
+    slime.install()
+    with pytest.raises(BalanceError, match=r"hooked already .*strict_cap=True.* undo"):
+        slime.install(strict_cap=False)
+
+
+def test_masked_copies_carry_no_loss(rollout: types.ModuleType) -> None:
+    slime.install()
+    lengths = [9000, 9000, 8000, 9000, 9000]
+    data = {
+        "tokens": [[sample] * length for sample, length in enumerate(lengths)],
+        "loss_masks": [[1] * (length // 2) for length in lengths],
+        "rollout_ids": list(range(5)),
+    }
+    sent = RolloutManager(qwen3_4b(global_batch_size=5), module=rollout).split(data)
+    learnt = [0] * 5
+    for rank in sent:
+        assert [len(held) for held in rank["micro_batch_indices"]] == [1, 1]
+        assert all(type(sample) is int for sample in rank["partition"])
+        assert all(isinstance(mask, tuple) for mask in rank["loss_masks"]), "slime's own must run after"
+        for sample, mask in zip(rank["partition"], rank["loss_masks"], strict=True):
+            assert len(mask) == lengths[sample] // 2
+            learnt[sample] += sum(mask)
+    assert learnt == [length // 2 for length in lengths]
+    assert all(all(mask) for mask in data["loss_masks"]), "the rollout's own masks are left alone"
+
+
+def test_copies_without_masks_are_refused(rollout: types.ModuleType) -> None:
+    slime.install()
+    data = {"tokens": [[0] * 9000] * 5, "rollout_ids": list(range(5))}
+    with pytest.raises(BalanceError, match="no loss_masks"):
+        RolloutManager(qwen3_4b(global_batch_size=5), module=rollout).split(data)
+
+
+def test_a_changed_signature_is_named(rollout: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_dp_schedule(args: object, lengths: object) -> None:
+        """Of some later release."""
+
+    for module in ("slime.utils.dp_schedule", "slime.ray.rollout"):
+        monkeypatch.setattr(sys.modules[module], "build_dp_schedule", build_dp_schedule)
+    before = bound()
+    with pytest.raises(BalanceError, match=r"slime 0\.3\.1: it no longer takes train_parallel_config, total_lengths"):
+        slime.install()
+    assert bound() == before
+    assert not slime.is_installed()
+
+
+def test_a_second_wrapper_is_named(rollout: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "build_dp_schedule", print)
+    with pytest.raises(BalanceError, match=r"slime\.ray\.rollout\.build_dp_schedule is not that function"):
+        slime.install()
+
+
+def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_place(monkeypatch)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.0")
+    with pytest.raises(BalanceError, match=r"slime is 0\.0\.0; megatron_balance is tested on 0\.3.*PyPI"):
+        slime.install()
+
+
+def test_too_late_is_refused(rollout: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has pickled the actor's class."""
+    metadata = types.SimpleNamespace(last_export_cluster_and_job="session")
+    monkeypatch.setattr(rollout, "RolloutManager", types.SimpleNamespace(__ray_metadata__=metadata))
+    before = bound()
+    with pytest.raises(BalanceError, match="before create_rollout_manager"):
+        slime.install()
+    assert bound() == before
+    assert not slime.is_installed()
+
+
+@pytest.mark.usefixtures("rollout")
+def test_the_launcher_hooks_and_runs_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, pathlib\nfrom slime.ray.rollout import build_dp_schedule\n"
+        "pathlib.Path(sys.argv[1]).write_text(type(build_dp_schedule).__name__ + __name__)\n"
+    )
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    launcher.main([str(script), str(tmp_path / "seen")])
+    assert (tmp_path / "seen").read_text() == "BalancedDpSchedule__main__"
+    with pytest.raises(SystemExit, match="there is no script"):
+        launcher.main([str(tmp_path / "nowhere.py")])
+
+
+def test_the_double_is_not_slime() -> None:
+    """Importing the adapter imports no slime and patches nothing."""
+    assert not slime.is_installed()
+    assert slime_double.build_dp_schedule.__module__ == "slime_double"
