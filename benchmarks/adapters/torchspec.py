@@ -1,0 +1,228 @@
+"""What TorchSpec's ranks wait for, stock and balanced. Run by `python -m benchmarks.adapters.torchspec`.
+
+A padded trainer is modelled: a rank's time in a dispatch is `micro_batch_size` times its longest sample, and all
+ranks wait for the slowest. Ideal is every token computed once, spread evenly over the ranks. Lengths are lognormal(7.5,
+1.0) cut to 16..16384 tokens: TorchSpec's round-robin on 8 ranks then takes 2.9, 3.7 and 4.5 times ideal at
+micro_batch_size 1, 2 and 4.
+
+The adapter's own `assign_ranks`, `DispatchWindow` and `bucketed_order` plan; only the controller's loop is modelled,
+and the inference that fills its pool.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.adapters.torchspec.rank_assignment import assign_ranks
+from megatron_balance.adapters.torchspec.window import DispatchWindow
+from megatron_balance.planner.bucketing import bucketed_order
+
+DP_SIZE = 8
+NUM_SAMPLES = 19_200
+"""Whole dispatches at micro_batch_size 1, 2 and 4 on 8 ranks."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to dispatch.
+
+    Attributes:
+        approach: `stock`, `A`, `B` or `C`.
+        window: dispatches' worth of samples to choose among; 1 is order of arrival.
+        cost: `padded` or `tokens`.
+        bucket_batches: dispatches of a bucket, for `C`.
+    """
+
+    approach: str
+    window: int = 1
+    cost: str = "padded"
+    bucket_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        if self.approach == "stock":
+            return "stock: round-robin"
+        parts = [self.approach, self.cost]
+        parts += [f"window {self.window}"] if self.window > 1 else []
+        parts += [f"buckets of {self.bucket_batches}"] if self.bucket_batches > 1 else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a way costs.
+
+    Attributes:
+        step_time: sum over dispatches of the slowest rank's time, over ideal.
+        padded_tokens: tokens computed over tokens there are.
+        rank_variance: mean over dispatches of the variance of the ranks' times, in squares of the ideal time.
+        max_delay: dispatches that a sample left late, at most.
+        mean_delay: likewise, on average.
+    """
+
+    step_time: float
+    padded_tokens: float
+    rank_variance: float
+    max_delay: int
+    mean_delay: float
+
+
+def draw_lengths(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> NDArray[np.int64]:
+    """`[num_samples]` tokens."""
+    drawn = np.random.default_rng(seed).lognormal(7.5, 1.0, num_samples)
+    return np.clip(np.rint(drawn), 16, 16_384).astype(np.int64)
+
+
+def measure(lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int, dp_size: int = DP_SIZE) -> Figures:
+    """Dispatches all samples, which arrive one by one in the order that the way gives them, and adds up."""
+    order = _order(lengths, way=way, batch_size=micro_batch_size * dp_size)
+    return _dispatch_all([order.tolist()], lengths, way=way, micro_batch_size=micro_batch_size, dp_size=dp_size)
+
+
+def measure_inferred(
+    lengths: NDArray[np.int64],
+    *,
+    way: Way,
+    micro_batch_size: int,
+    dp_size: int = DP_SIZE,
+    num_epochs: int = 2,
+    concurrent_batches: int = 4,
+    inference_batch_size: int = 8,
+    loss: float = 0.001,
+    seed: int = 0,
+) -> Figures:
+    """As `measure`, with inference that mixes up the order, loses samples and leaves some to the next epoch.
+
+    Args:
+        lengths: `[num_samples]` tokens of the data set.
+        way: how it is dispatched.
+        micro_batch_size: samples a rank gets in a dispatch.
+        dp_size: ranks.
+        num_epochs: times that the data set is inferred.
+        concurrent_batches: inference batches in flight, any of which may come back next.
+        inference_batch_size: prompts of an inference batch.
+        loss: share of samples that inference fails on.
+        seed: of what inference does.
+    """
+    random = np.random.default_rng([seed, 1])
+    epochs: list[list[int]] = []
+    for epoch in range(num_epochs):
+        order = _order(lengths, way=way, batch_size=micro_batch_size * dp_size, epoch=epoch)
+        order = order[random.random(order.size) >= loss]
+        waiting = deque(np.array_split(order, np.arange(inference_batch_size, order.size, inference_batch_size)))
+        in_flight: list[NDArray[np.int64]] = []
+        arrived: list[int] = []
+        while waiting or in_flight:
+            while waiting and len(in_flight) < concurrent_batches:
+                in_flight.append(waiting.popleft())
+            arrived += in_flight.pop(int(random.integers(len(in_flight)))).tolist()
+        epochs.append(arrived)
+    return _dispatch_all(epochs, lengths, way=way, micro_batch_size=micro_batch_size, dp_size=dp_size)
+
+
+def _order(lengths: NDArray[np.int64], *, way: Way, batch_size: int, epoch: int = 0) -> NDArray[np.int64]:
+    """The order of an epoch's prompts."""
+    if way.approach == "C":
+        return bucketed_order(lengths, batch_size=batch_size, bucket_batches=way.bucket_batches, epoch=epoch)
+    return np.random.default_rng([epoch, 2]).permutation(lengths.size) if epoch else np.arange(lengths.size)
+
+
+def _dispatch_all(
+    epochs: Sequence[list[int]], lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int, dp_size: int
+) -> Figures:
+    batch_size = micro_batch_size * dp_size
+    window = DispatchWindow(way.window, dispatch_batch_size=batch_size, dp_size=dp_size, cost=way.cost)
+    times: list[list[int]] = []
+    num_tokens = 0
+    for turn, batch in enumerate(_dispatches(epochs, lengths, window=window, batch_size=batch_size)):
+        tokens = lengths[batch]
+        if way.approach == "stock" or micro_batch_size == 1:
+            ranks = [list(range(rank, batch_size, dp_size)) for rank in range(dp_size)]
+        else:
+            ranks = assign_ranks(tokens.tolist(), dp_size=dp_size, cost=way.cost, turn=turn)
+        times.append([micro_batch_size * int(tokens[positions].max()) for positions in ranks])
+        num_tokens += int(tokens.sum())
+    grid = np.array(times)  # [num_dispatches, dp_size]
+    ideal = num_tokens / dp_size
+    delays = window.metrics()
+    return Figures(
+        step_time=float(grid.max(axis=1).sum() / ideal),
+        padded_tokens=float(grid.sum() / num_tokens),
+        rank_variance=float(grid.var(axis=1).mean() / (ideal / len(times)) ** 2),
+        max_delay=delays.max_delay,
+        mean_delay=delays.mean_delay,
+    )
+
+
+def _dispatches(
+    epochs: Sequence[list[int]], lengths: NDArray[np.int64], *, window: DispatchWindow, batch_size: int
+) -> Iterator[list[int]]:
+    """Sample ids of each dispatch: while data comes the pool holds a window; then whole dispatches leave."""
+    pool: deque[int] = deque()
+    for arriving in epochs:
+        coming = deque(arriving)
+        while coming or len(pool) >= batch_size:
+            while coming and len(pool) < window.capacity:
+                pool.append(coming.popleft())
+            if len(pool) < batch_size:
+                break
+            window.arrange(pool, lengths=[int(lengths[sample]) for sample in pool])
+            yield [pool.popleft() for _ in range(batch_size)]
+            window.leave()
+
+
+WAYS = (
+    Way("stock"),
+    Way("A", cost="tokens"),
+    Way("A"),
+    Way("B", window=2),
+    Way("B", window=3),
+    Way("B", window=4),
+    Way("C"),
+    Way("C", window=2),
+    Way("C", bucket_batches=4),
+)
+
+INFERRED_WAYS = (Way("stock"), Way("B", window=4), Way("C"), Way("C", window=2), Way("C", window=4))
+
+
+def main() -> None:
+    """Writes two tables: samples that arrive in order, and as inference brings them."""
+    lengths = draw_lengths()
+    for micro_batch_size in (1, 2, 4):
+        title = f"{DP_SIZE} ranks, micro_batch_size {micro_batch_size}, {lengths.size} samples"
+        rows = [(way, measure(lengths, way=way, micro_batch_size=micro_batch_size)) for way in WAYS]
+        sys.stdout.write(_table(title, rows))
+    fewer = lengths[: NUM_SAMPLES // 4 + 5]
+    title = (
+        f"micro_batch_size 2, {fewer.size} samples twice, as inference brings them: 4 batches of 8 at once in any "
+        "order, 0.1 % fail"
+    )
+    sys.stdout.write(
+        _table(title, [(way, measure_inferred(fewer, way=way, micro_batch_size=2)) for way in INFERRED_WAYS])
+    )
+
+
+def _table(title: str, rows: Sequence[tuple[Way, Figures]]) -> str:
+    lines = [
+        f"\n{title}",
+        f"{'':26}{'step time':>11}{'padded':>9}{'variance of':>13}{'delay, dispatches':>20}",
+        f"{'':26}{'/ ideal':>11}{'/ real':>9}{'rank time':>13}{'most':>12}{'mean':>8}",
+    ]
+    lines += [
+        f"{way.name:26}{figures.step_time:11.2f}{figures.padded_tokens:9.2f}{figures.rank_variance:13.3f}"
+        f"{figures.max_delay:12d}{figures.mean_delay:8.2f}"
+        for way, figures in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

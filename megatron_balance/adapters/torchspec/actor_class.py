@@ -1,0 +1,69 @@
+"""The controller's plain class, beneath Ray's actor class, and its version.
+
+`@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, and
+pickles both by value into the actor's process when the first actor starts: what is patched in the plain class by
+then is patched in the actor. `AsyncTrainingController` of this module is that plain class, so that a hook can name
+`megatron_balance.adapters.torchspec.actor_class:AsyncTrainingController`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+
+CONTROLLER = "torchspec.controller.training_controller"
+SUPPORTED_VERSIONS = ("0.1.0",)
+"""TorchSpec versions on which the tests run."""
+
+
+def __getattr__(name: str) -> Any:
+    """`AsyncTrainingController`, looked up when it is asked for: importing this module imports no TorchSpec."""
+    if name != "AsyncTrainingController":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    controller = getattr(importlib.import_module(CONTROLLER), name, None)
+    ray_metadata = getattr(controller, "__ray_metadata__", None)
+    if ray_metadata is None:
+        return controller  # Ray's decorator was switched off.
+    return getattr(ray_metadata.modified_class, "__ray_actor_class__", None)
+
+
+def torchspec_version() -> str:
+    """The version of the TorchSpec that would be imported.
+
+    Raises:
+        BalanceError: there is none, or it is of another version.
+    """
+    spec = util.find_spec("torchspec")
+    if spec is None or not spec.submodule_search_locations:
+        raise BalanceError("torchspec is not installed: install it from its git repository, PyPI's is a placeholder.")
+    # A checkout on PYTHONPATH has no metadata; its version is in a file beside the package.
+    version_file = Path(next(iter(spec.submodule_search_locations))).parent / "version.txt"
+    if version_file.is_file():
+        version = version_file.read_text().strip()
+    else:
+        try:
+            version = metadata.version("torchspec")
+        except metadata.PackageNotFoundError:
+            raise BalanceError(f"torchspec in {spec.origin} does not say its version: install it with pip.") from None
+    if version not in SUPPORTED_VERSIONS:
+        raise BalanceError(
+            f"torchspec is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: use that, or "
+            "train without balancing."
+        )
+    return version
+
+
+def check_not_started() -> None:
+    """Make sure that no controller runs yet: a running one keeps the methods that it started with.
+
+    Raises:
+        BalanceError: an actor was started in this process.
+    """
+    controller = importlib.import_module(CONTROLLER).AsyncTrainingController
+    ray_metadata = getattr(controller, "__ray_metadata__", None)
+    if getattr(ray_metadata, "last_export_cluster_and_job", None) is not None:
+        raise BalanceError("an AsyncTrainingController was started already: install the balancing before it starts.")

@@ -1,0 +1,116 @@
+"""The hooks in TorchSpec's controller, in a checked table for each approach."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from megatron_balance.adapters.torchspec.actor_class import check_not_started, torchspec_version
+from megatron_balance.adapters.torchspec.dispatch import with_delays_reported, with_window
+from megatron_balance.adapters.torchspec.presort import with_presorted_data
+from megatron_balance.adapters.torchspec.rank_assignment import with_ranks_by_length
+from megatron_balance.adapters.torchspec.settings import Settings
+from megatron_balance.errors import BalanceError
+from megatron_balance.patching import Function, Hook, Patches
+from megatron_balance.patching import install as install_hooks
+
+_CONTROLLER = "megatron_balance.adapters.torchspec.actor_class:AsyncTrainingController"
+
+_installed: tuple[Settings, Patches] | None = None
+
+
+class InstalledHooks:
+    """The hooks of this process. A controller that runs keeps what it started with."""
+
+    def undo(self) -> None:
+        """Put the controller's own methods back."""
+        global _installed
+        if _installed is not None:
+            _installed[1].undo()
+        _installed = None
+
+
+def install(approach: str = "A", *, window: int = 2, cost: str = "padded", bucket_batches: int = 1) -> InstalledHooks:
+    """Balance the ranks of TorchSpec's trainer. Call it in the driver, before the controller starts.
+
+    Installing twice installs once.
+
+    Args:
+        approach: `A`, `B` or `C`: see the package.
+        window: dispatches' worth of samples to choose among in `B` and `C`: 2, 3 or 4; in `C` also 1, for none.
+        cost: `padded`, as TorchSpec trains, or `tokens`, for a trainer that packs.
+        bucket_batches: dispatches of a bucket of like lengths in `C`.
+
+    Raises:
+        BalanceError: an argument is not one of these; TorchSpec is missing, of another version, or not as expected; a
+            controller has started; other settings are installed. Nothing is changed then.
+    """
+    global _installed
+    settings = Settings(approach, window=window, cost=cost, bucket_batches=bucket_batches)
+    if _installed is not None:
+        if _installed[0] != settings:
+            raise BalanceError(f"installed with {_installed[0]}, asked for {settings}: undo() the first.")
+        return InstalledHooks()
+    version = torchspec_version()
+    check_not_started()
+    _installed = settings, install_hooks(_hooks(settings), version=f"torchspec {version}")
+    return InstalledHooks()
+
+
+def is_installed() -> bool:
+    """Whether `install` has hooked the controller in this process."""
+    return _installed is not None
+
+
+def _hooks(settings: Settings) -> tuple[Hook, ...]:
+    """The table of one approach."""
+    hooks = [
+        _hook(
+            "_partition_results",
+            parameters=("results",),
+            wrap=functools.partial(with_ranks_by_length, settings=settings),
+            why="gives the samples of a dispatch to ranks in turn, whatever their lengths",
+            until="TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
+        )
+    ]
+    if settings.chooses:
+        hooks += [
+            _hook(
+                "try_dispatch_batch",
+                parameters=(),
+                wrap=functools.partial(with_window, settings=settings),
+                why="takes the oldest samples of the pool, whatever their lengths",
+                until="TorchSpec chooses among the samples of its pool",
+            ),
+            _hook(
+                "get_status",
+                parameters=(),
+                wrap=functools.partial(with_delays_reported, settings=settings),
+                why="the delay that choosing costs is reported with the rest of the status",
+                until="the hook of try_dispatch_batch goes",
+            ),
+        ]
+    if settings.approach == "C":
+        hooks.append(
+            _hook(
+                "_prepare_dataset",
+                parameters=("skip",),
+                wrap=functools.partial(with_presorted_data, settings=settings),
+                why="orders the prompts of an epoch, at random",
+                until="TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
+            )
+        )
+    return tuple(hooks)
+
+
+def _hook(
+    method: str, *, parameters: tuple[str, ...], wrap: Callable[[Function], Function], why: str, until: str
+) -> Hook:
+    return Hook(
+        target=f"{_CONTROLLER}.{method}",
+        bound_in=(_CONTROLLER,),
+        parameters=("self", *parameters),
+        wrap=wrap,
+        why=why,
+        until=until,
+    )

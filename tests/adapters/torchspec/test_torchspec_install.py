@@ -1,0 +1,124 @@
+"""TorchSpec: what is hooked, checked and undone; the launcher."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_balance.adapters import torchspec
+from megatron_balance.adapters.torchspec.__main__ import main
+from megatron_balance.errors import BalanceError
+
+HOOKED = {
+    "A": {"_partition_results"},
+    "B": {"_partition_results", "try_dispatch_batch", "get_status"},
+    "C": {"_partition_results", "try_dispatch_batch", "get_status", "_prepare_dataset"},
+}
+
+
+def plain_class(upstream):
+    return upstream.AsyncTrainingController.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+@pytest.mark.parametrize("approach", HOOKED)
+def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(upstream, approach):
+    before = dict(vars(plain_class(upstream)))
+    patches = torchspec.install(approach)
+    after = vars(plain_class(upstream))
+    assert {name for name in before if after[name] is not before[name]} == HOOKED[approach]
+    assert torchspec.is_installed()
+    patches.undo()
+    assert dict(vars(plain_class(upstream))) == before
+    assert not torchspec.is_installed()
+
+
+def test_presorting_without_a_window_leaves_dispatches_alone(upstream):
+    before = vars(plain_class(upstream))["try_dispatch_batch"]
+    torchspec.install("C", window=1)
+    assert vars(plain_class(upstream))["try_dispatch_batch"] is before
+
+
+def test_installing_twice_installs_once_and_never_other_settings(upstream):
+    torchspec.install("B", window=2)
+    hooked = vars(plain_class(upstream))["try_dispatch_batch"]
+    torchspec.install("B", window=2)
+    assert vars(plain_class(upstream))["try_dispatch_batch"] is hooked
+    with pytest.raises(BalanceError, match="window=3"):
+        torchspec.install("B", window=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"approach": "D"}, "approach is 'D'"),
+        ({"approach": "B", "window": 1}, "window is 1"),
+        ({"approach": "B", "window": 5}, "window is 5"),
+        ({"approach": "A", "cost": "flops"}, "cost is 'flops'"),
+        ({"approach": "C", "bucket_batches": 0}, "bucket_batches is 0"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(upstream, arguments, named):
+    with pytest.raises(BalanceError, match=named):
+        torchspec.install(**arguments)
+    assert not torchspec.is_installed()
+
+
+def test_another_version_is_refused_with_both_versions_named(upstream, tmp_path, monkeypatch):
+    (tmp_path / "torchspec").mkdir()
+    (tmp_path / "torchspec" / "__init__.py").touch()
+    (tmp_path / "version.txt").write_text("0.2.0\n")
+    for name in [name for name in sys.modules if name.startswith("torchspec")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BalanceError, match=r"torchspec is 0\.2\.0.*0\.1\.0"):
+        torchspec.install("A")
+
+
+def test_a_missing_torchspec_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchspec", None)
+    monkeypatch.delitem(sys.modules, "torchspec")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "double" not in entry])
+    with pytest.raises(BalanceError, match="torchspec is not installed"):
+        torchspec.install("A")
+
+
+def test_a_method_that_moved_is_named_with_the_version_and_nothing_is_changed(upstream):
+    plain = plain_class(upstream)
+    before = dict(vars(plain))
+    del plain._prepare_dataset
+    with pytest.raises(BalanceError, match=r"_prepare_dataset in torchspec 0\.1\.0"):
+        torchspec.install("C")
+    assert vars(plain)["_partition_results"] is before["_partition_results"]
+    assert not torchspec.is_installed()
+
+
+def test_a_parameter_that_moved_is_named(upstream):
+    plain_class(upstream)._partition_results = lambda self, outputs: [outputs]
+    with pytest.raises(BalanceError, match="no longer takes results"):
+        torchspec.install("A")
+
+
+def test_a_controller_that_runs_already_is_no_silent_miss(upstream):
+    upstream.AsyncTrainingController.remote(SimpleNamespace(per_dp_rank_batch_size=1), 1)
+    with pytest.raises(BalanceError, match="started already"):
+        torchspec.install("A")
+
+
+def test_the_launcher_takes_its_flags_and_leaves_torchspec_the_others(upstream, tmp_path, monkeypatch):
+    report = tmp_path / "report.json"
+    monkeypatch.setenv("TRAIN_ENTRY_REPORT", str(report))
+    monkeypatch.setattr(sys, "argv", ["ours"])
+    main(["--balance-approach", "B", "--balance-window", "3", "--config", "a.yaml", "training.micro_batch_size=2"])
+    told = json.loads(report.read_text())
+    assert told["arguments"] == ["--config", "a.yaml", "training.micro_batch_size=2"]
+    assert told["status"]["balance_delay_limit_dispatches"] == 6
+
+
+def test_importing_the_adapter_imports_neither_torchspec_nor_torch():
+    script = (
+        "import sys; from megatron_balance.adapters import torchspec; assert not torchspec.is_installed(); "
+        "assert not {'torchspec', 'torch', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
