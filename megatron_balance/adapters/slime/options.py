@@ -21,6 +21,9 @@ from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
 from megatron_balance.planner.topology import Limits, Topology
 
+SPECS_TOLD_BY_CHECKPOINT = ("slime_plugins.models.qwen3_5", "slime_plugins.models.qwen3_next")
+"""Modules of slime's `--spec` with linear-attention layers that no argument names: the checkpoint's config does."""
+
 CAP_STEPS = 128
 """Without `strict_cap`, the cap is raised by whole parts of this many of it."""
 
@@ -32,7 +35,8 @@ class SlimeOptions:
     Attributes:
         cost: `flops`, `tokens` or the path of a calibration.json; by default FLOPs.
         model: the model that FLOPs are of: a preset's name, a Hugging Face config.json or a ModelShape; by
-            default the one that slime's arguments describe.
+            default the one that slime's arguments describe, or, for a `--spec` that says more than they do, the
+            config.json of `--hf-checkpoint`.
         objective: `auto` (from the parallel sizes), `step`, `microbatch` or `pipeline`.
         algorithm: `auto`, or a name in `planner.partition.ALGORITHMS`.
         strict_cap: never more than `--max-tokens-per-gpu` × context-parallel size tokens in a micro-batch of
@@ -52,7 +56,9 @@ class SlimeOptions:
         """The cost model for slime's arguments."""
         model = self.model
         if model is None and self.cost in (None, "flops"):
-            model = ModelShape.from_megatron_args(args)
+            spec = getattr(args, "spec", None) or [""]
+            of_checkpoint = spec[0] in SPECS_TOLD_BY_CHECKPOINT
+            model = args.hf_checkpoint if of_checkpoint else ModelShape.from_megatron_args(args)
         return choose_cost_model(self.cost, model=model, ep_size=_size(args, "expert_model_parallel_size"))
 
 
@@ -72,6 +78,7 @@ def topology_from_slime(args: Any, *, train_parallel_config: Mapping[str, int]) 
         etp_size=_size(args, "expert_tensor_parallel_size", default=tp_size),
         vpp_size=vpp_size,
         microbatch_multiple=train_parallel_config["microbatch_group_size_per_vp_stage"] if vpp_size > 1 else 1,
+        fully_sharded=bool(getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)),
     )
 
 

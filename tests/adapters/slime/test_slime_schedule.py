@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slime_double import build_dp_schedule, parallel_config, qwen3_4b
 
-from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
+from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.adapters.slime import MaskedCopy, SlimeOptions
 from megatron_balance.adapters.slime.schedule import BalancedDpSchedule, SlimeSchedule, in_slime_order
+from megatron_balance.planner.presets import PRESETS
 from megatron_balance.planner.synthetic import synthetic_lengths
 
 
@@ -257,6 +260,29 @@ def test_a_cost_and_a_model_of_ones_own() -> None:
     assert max(of_ranks) * 4 <= 1.002 * sum(of_ranks)
     by_name = plan(lengths, args=SimpleNamespace(**{**vars(qwen3_4b()), "hidden_size": None}), model="Qwen3-4B")
     assert by_name == plan(lengths)  # R34: the same model, from slime's arguments and from its name
+
+
+def test_layers_that_only_the_checkpoint_tells(tmp_path: Path) -> None:
+    """With slime's spec for Qwen3-Next three layers of four are linear attention, and no argument says so."""
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["Qwen3-Next-80B-A3B"]))
+    spec = ["slime_plugins.models.qwen3_next", "get_qwen3_next_spec"]
+    args = qwen3_4b(spec=spec, hf_checkpoint=str(tmp_path), expert_model_parallel_size=8)
+    expected = CostModel.from_shape(ModelShape.preset("Qwen3-Next-80B-A3B"), ep_size=8)
+    assert SlimeOptions().cost_model(args) == expected
+    args.spec = ["slime_plugins.models.glm4", "get_glm_spec"]
+    assert SlimeOptions().cost_model(args) == SlimeOptions().cost_model(qwen3_4b())
+
+
+def test_ranks_that_meet_in_every_micro_batch() -> None:
+    """R42, the MoE setups: expert-parallel groups over four ranks. The slots of a group cost alike."""
+    lengths = synthetic_lengths("gsm8k_sft", num_samples=256, seed=6).tolist()
+    moe = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "expert_model_parallel_size": 4}
+    args = qwen3_4b(max_tokens_per_gpu=4096, **moe)
+    schedule = plan(lengths, args=args)
+    check(schedule, lengths, cap=4096)
+    cost = SlimeOptions().cost_model(args)
+    costs = np.array([[sum(cost(lengths[s]) for s in held) for held in slots] for slots in slots_of(schedule)])
+    assert costs.max(axis=0).sum() * 4 <= 1.01 * costs.sum()
 
 
 def test_it_is_pickled_with_its_choice() -> None:
