@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import NoReturn
 
 from megatron_balance import __version__
-from megatron_balance.cli import plan
+from megatron_balance.cli import calibrate, plan
 from megatron_balance.errors import BalanceError
 
-_COMMANDS: dict[str, ModuleType] = {"plan": plan}
+_COMMANDS: dict[str, ModuleType] = {"plan": plan, "calibrate": calibrate}
 
 _USAGE_ERROR = 2
 

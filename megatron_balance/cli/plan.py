@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from megatron_balance.cli.policies import PolicyResult, Setting, compare_policies
 from megatron_balance.cli.table import print_table
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.cost_choice import choose_cost_model
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
-from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.presets import PRESETS
 from megatron_balance.planner.problem import OBJECTIVES, resolve_objective
 from megatron_balance.planner.topology import Limits, Topology
@@ -109,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cost.add_argument(
         "--cost",
-        choices=("tokens", "flops"),
-        help="what a sample costs (default: flops with --model, else tokens)",
+        metavar="COST",
+        help="what a sample costs: tokens, flops, or a calibration.json (default: flops with --model, else tokens)",
     )
 
     planning = parser.add_argument_group("planning")
@@ -136,7 +135,9 @@ def run(args: argparse.Namespace) -> int:
     )
     cost_name = args.cost or ("flops" if args.model else "tokens")
     setting = Setting(
-        cost_model=_cost_model(cost_name, model=args.model, ep_size=args.ep_size),
+        cost_model=choose_cost_model(
+            cost_name, model=args.model, ep_size=args.ep_size, model_parallel_size=args.tp_size * args.cp_size
+        ),
         cost_name=cost_name,
         topology=topology,
         limits=Limits(args.max_tokens_per_gpu),
@@ -155,25 +156,6 @@ def run(args: argparse.Namespace) -> int:
         _write_json(args.json, batches, balanced=results[-1], setting=setting)
         print(f"The balanced plan of every step is in {args.json}.")
     return 0
-
-
-def _cost_model(cost_name: str, *, model: str | None, ep_size: int) -> CostModel:
-    if cost_name == "tokens":
-        return CostModel.tokens()
-    if model is None:
-        raise BalanceError(
-            f"--cost is flops, but --model is missing: give a Hugging Face config.json, or one of {', '.join(PRESETS)}."
-        )
-    path = Path(model)
-    if path.suffix == ".json" or path.is_dir():
-        shape = ModelShape.from_hf_config(path)
-    elif model.lower() in {preset.lower() for preset in PRESETS}:
-        shape = ModelShape.preset(model)
-    else:
-        raise BalanceError(
-            f"--model is {model!r}: it must be the path of a Hugging Face config.json, or one of {', '.join(PRESETS)}."
-        )
-    return CostModel.from_shape(shape, ep_size=ep_size)
 
 
 def _check_counts(global_batch_size: int, *, steps: int | None, seed: int) -> None:

@@ -247,6 +247,19 @@ def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostMo
     )
 
 
+def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
+    """The model that a training script's flags describe. Flags that are not Megatron's are left aside.
+
+    Raises:
+        BalanceError: a flag that the model's FLOPs depend on is missing.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args, _ = parser.parse_known_args(list(flags))
+    return ModelShape.from_megatron_args(args)
+
+
 def topology_from_megatron_args(args: Any) -> Topology:
     """The ranks of a run, from validated arguments."""
     interleaved = args.virtual_pipeline_model_parallel_size is not None

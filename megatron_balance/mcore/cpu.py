@@ -40,6 +40,7 @@ def enable_cpu() -> None:
     _stub_cuda()
     _stub_compile()
     _stub_distributed()
+    _stub_backward()
     mode = _CudaMeansCpu()
     mode.__enter__()  # for the life of the process
 
@@ -241,3 +242,15 @@ def _stub_distributed() -> None:
         return inner(*positional, **keywords)
 
     dist.all_to_all_single = all_to_all_single
+
+
+def _stub_backward() -> None:
+    inner = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @functools.wraps(inner)
+    def run_backward(*positional: Any, **keywords: Any) -> Any:
+        # backward() is called from within the mode's own handler, where the mode is off; recomputed layers need it.
+        with _CudaMeansCpu():
+            return inner(*positional, **keywords)
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]

@@ -52,7 +52,8 @@ class CostModel:
         per_sequence: cost per sample, whatever its length.
         per_microbatch: cost per micro-batch, whatever it holds (kernel launches, pipeline bubbles).
         expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
-        windows: pairs `(window tokens, cost per squared token)` of layers with sliding-window attention.
+        windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
+            attention.
 
     Raises:
         BalanceError: a coefficient is negative or not an integer, or all are zero.

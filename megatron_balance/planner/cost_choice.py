@@ -32,7 +32,7 @@ def find_shape(model: Model) -> ModelShape:
     if str(model).lower() in {preset.lower() for preset in PRESETS}:
         return ModelShape.preset(str(model))
     raise BalanceError(
-        f"the model is {str(model)!r}: it must be the path of a Hugging Face config.json, or one of "
+        f"the model (--model) is {str(model)!r}: it must be the path of a Hugging Face config.json, or one of "
         f"{', '.join(PRESETS)}."
     )
 
@@ -59,10 +59,10 @@ def choose_cost_model(
     if cost == "flops":
         if model is None:
             raise BalanceError(
-                "the cost is flops and there is no model: give the path of a Hugging Face config.json, or one of "
-                f"{', '.join(PRESETS)}."
+                "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
+                f"or one of {', '.join(PRESETS)}."
             )
         return CostModel.from_shape(find_shape(model), ep_size=ep_size)
     if cost.endswith(".json"):
         return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
-    raise BalanceError(f"the cost is {cost!r}: it must be tokens, flops or the path of a calibration.json.")
+    raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a calibration.json.")

@@ -1,0 +1,46 @@
+"""The hardware and the packages that a measurement was made with."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("megatron-balance", "torch", "megatron-core", "transformer-engine", "apex")
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What seconds on this device are measured on, and with.
+
+    Args:
+        device: `cuda` or `cpu`.
+
+    Returns:
+        dict: `device`, `clock`, `threads` on a CPU, and `versions` of the packages that are installed.
+    """
+    versions = {name: _version(name) for name in PACKAGES}
+    if device == "cpu":
+        hardware = {"device": _processor(), "threads": torch.get_num_threads(), "clock": "CPU seconds of the process"}
+    else:
+        hardware = {"device": torch.cuda.get_device_name(), "clock": "CUDA events"}
+    return {**hardware, "versions": {name: version for name, version in versions.items() if version}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The processor's name as Linux tells it, or what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
