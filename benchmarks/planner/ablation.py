@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder=folder,
         header=make_header(command=args.command, real_lengths=folder is not None),
         out=args.out,
-        announce=lambda line: sys.stderr.write(line + "\n"),
+        announce=_announce,
     )
     sys.stdout.write((args.out / "ablation.md").read_text(encoding="utf-8"))
     return 0
@@ -69,6 +69,10 @@ def run_ablation(
     write_ablation(ablation, out)
     announce(f"wrote ablation.md and ablation.json to {out}")
     return ablation
+
+
+def _announce(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 if __name__ == "__main__":

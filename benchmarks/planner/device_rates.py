@@ -54,7 +54,9 @@ class DeviceRates:
         )
 
     @classmethod
-    def from_calibration(cls, calibration: Calibration, *, shape: ModelShape, name: str) -> DeviceRates:
+    def from_calibration(
+        cls, calibration: Calibration, *, shape: ModelShape, name: str, recompute: bool = False
+    ) -> DeviceRates:
         """The rates at which a calibration's device ran its model.
 
         Layers that are linear in the length (a gated delta net, a window of a long sequence) count as GEMMs.
@@ -63,11 +65,12 @@ class DeviceRates:
             calibration: the seconds of `shape`, the whole of it.
             shape: the model that was measured.
             name: short name, in the results.
+            recompute: layers were recomputed when it was measured.
 
         Raises:
             ValueError: the model has no attention, so nothing tells the device's rate at it.
         """
-        flops = CostModel.from_shape(shape)
+        flops = CostModel.from_shape(shape, recompute=recompute)
         core = flops.quadratic + sum(coefficient for _, coefficient in flops.windows)
         if core == 0:
             raise ValueError(f"{name}: its model has no attention, so its rate there is not known; measure another")
@@ -85,14 +88,26 @@ class DeviceRates:
 _PEAK = 1 / 400e12
 """Seconds per FLOP of GEMMs: 400 TFLOP/s, what a large bf16 GEMM reaches on a current accelerator."""
 
-_FIXED = {"per_microbatch_layer": 0.3e-3, "per_sequence_layer": 5e-6}
-"""About 60 kernels of 5 microseconds a layer, forward and backward; one of them for every sequence."""
+
+def _assumed(speed: str, *, times_gemm: float) -> DeviceRates:
+    """A device whose attention core takes `times_gemm` as long per FLOP as a GEMM.
+
+    Fixed times: about 60 kernels of 5 microseconds a layer, forward and backward; one for every sequence.
+    """
+    return DeviceRates(
+        f"attention at {speed}",
+        gemm=_PEAK,
+        attention=times_gemm * _PEAK,
+        per_microbatch_layer=0.3e-3,
+        per_sequence_layer=5e-6,
+    )
+
 
 ASSUMED_DEVICES = (
-    DeviceRates("attention at twice GEMM speed", gemm=_PEAK, attention=_PEAK / 2, **_FIXED),
-    DeviceRates("attention at GEMM speed", gemm=_PEAK, attention=_PEAK, **_FIXED),
-    DeviceRates("attention at half GEMM speed", gemm=_PEAK, attention=2 * _PEAK, **_FIXED),
-    DeviceRates("attention at a third of GEMM speed", gemm=_PEAK, attention=3 * _PEAK, **_FIXED),
+    _assumed("twice GEMM speed", times_gemm=1 / 2),
+    _assumed("GEMM speed", times_gemm=1),
+    _assumed("half GEMM speed", times_gemm=2),
+    _assumed("a third of GEMM speed", times_gemm=3),
 )
 """The ratio of linear to quadratic seconds is that of FLOPs, times 2, 1, 1/2 and 1/3. Nothing here is measured."""
 
@@ -108,7 +123,12 @@ def measured_devices(folder: Path) -> Sequence[DeviceRates]:
 
 def _measured_device(file: Path) -> DeviceRates:
     calibration = Calibration.read(file)
-    return DeviceRates.from_calibration(calibration, shape=_shape_of(calibration, file=file), name=file.stem)
+    return DeviceRates.from_calibration(
+        calibration,
+        shape=_shape_of(calibration, file=file),
+        name=file.stem,
+        recompute=bool(calibration.origin.get("recompute")),
+    )
 
 
 def _shape_of(calibration: Calibration, *, file: Path) -> ModelShape:
