@@ -18,6 +18,10 @@ site_packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib")
 # addsitedir, not a bare path: .venv's own .pth files (this package's, installed editable) count as well.
 echo "import site; site.addsitedir('$(site_packages .venv/bin/python)')" \
     >"$(site_packages ".venv-$name/bin/python")/shared.pth"
-# Without their dependencies: what they need beyond .venv is listed, one by one, and never torch.
+# A torch of its own looks for CUDA's libraries beside itself: those of .venv are linked, not downloaded once more.
+if grep -q '^torch==' "$requirements"; then
+    cp -rs "$(site_packages .venv/bin/python)/nvidia" "$(site_packages ".venv-$name/bin/python")"
+fi
+# Without their dependencies: what they need beyond .venv is listed, one by one; torch only where .venv's does not do.
 ".venv-$name/bin/python" -m pip install --quiet --no-deps --requirement "$requirements"
 touch "$stamp"

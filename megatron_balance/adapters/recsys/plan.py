@@ -1,0 +1,89 @@
+"""Which rank runs which row: at most `batch_size` rows a rank, nearly equal workloads, few bytes moved.
+
+Rows of padding are not planned: they cost nothing and stay where there is room. A rank runs one micro-batch, so this
+is a bare partition with a count, where `build_data_schedule` may ask for a second micro-batch.
+
+Invariants: every row has one rank; no rank has more than `batch_size`; a rank is left without rows only where there
+are fewer rows than ranks; the same answer on every rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.bounds import lower_bound
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.locality import Homes, keep_local
+from megatron_balance.planner.partition import greedy, refine_parts
+from megatron_balance.planner.placement import GOOD_ENOUGH
+from megatron_balance.planner.problem import build_problem
+from megatron_balance.planner.topology import Limits, Topology
+
+
+def plan_rows(
+    workloads: NDArray[np.int64],
+    *,
+    nbytes: NDArray[np.int64],
+    home_ranks: NDArray[np.int64],
+    dp_size: int,
+    batch_size: int,
+) -> NDArray[np.int64]:
+    """Gives every row a rank.
+
+    Args:
+        workloads: `[num_rows]` non-negative, the real rows of all ranks.
+        nbytes: `[num_rows]` bytes that moving each takes.
+        home_ranks: `[num_rows]` rank that loaded each.
+        dp_size: ranks.
+        batch_size: rows that a rank holds at most.
+
+    Returns:
+        `[num_rows]` int64 rank of each row.
+    """
+    if not workloads.size:
+        return np.zeros(0, dtype=np.int64)
+    # A workload stands where a length would: the planner scales sums that would leave int64.
+    problem = build_problem(
+        workloads,
+        cost_model=CostModel.tokens(),
+        topology=Topology(dp_size),
+        limits=Limits(micro_batch_size=batch_size),
+        objective="step",
+    )
+    ranks = np.empty(workloads.size, dtype=np.int64)
+    for rank, rows in enumerate(greedy(problem.costs, num_parts=dp_size, max_count=batch_size)):
+        ranks[rows] = rank
+    bound = lower_bound(problem)
+    ranks = refine_parts(
+        problem.costs,
+        weights=problem.weights,
+        capacity=problem.capacity,
+        bin_of=ranks,
+        bins_per_part=1,
+        num_parts=dp_size,
+        target=bound + bound // GOOD_ENOUGH,
+    )
+    homes = Homes(home_ranks, tokens=nbytes, ranks_per_node=None)
+    return keep_local(problem, ranks, num_microbatches=1, homes=homes)
+
+
+def rows_of_batches(
+    ranks: NDArray[np.int64], *, positions: NDArray[np.int64], dp_size: int, batch_size: int
+) -> NDArray[np.int64]:
+    """The rows of every rank's new batch, as positions in the old batches of all ranks, one after the other.
+
+    Args:
+        ranks: `[num_rows]` rank of every real row.
+        positions: `[num_rows]` their positions, ascending; what is not among them is padding.
+        dp_size: ranks.
+        batch_size: rows of a rank's batch, padding included.
+
+    Returns:
+        `[dp_size, batch_size]` int64: real rows ascending, then padding ascending. Each position occurs once.
+    """
+    padding = np.setdiff1d(np.arange(dp_size * batch_size), positions, assume_unique=True)
+    rank_of_padding = np.repeat(np.arange(dp_size), batch_size - np.bincount(ranks, minlength=dp_size))
+    # A stable sort by rank keeps real rows before padding, and each of them ascending.
+    order = np.argsort(np.concatenate([ranks, rank_of_padding]), kind="stable")
+    return np.concatenate([positions, padding])[order].reshape(dp_size, batch_size)

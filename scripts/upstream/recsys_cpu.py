@@ -1,0 +1,137 @@
+"""What recsys-examples wants of a GPU, on a machine without one: `stand_in()` before any of it is imported.
+
+dynamicemb          its CUDA extension, imported by the data sets: a package that has whatever name is asked of it
+fbgemm              has no CPU kernel for `keyed_jagged_index_select_dim1`: one in plain torch is registered
+torch.cuda, "cuda"  devices and streams: the CPU, and nothing
+test_utils          imports the CUDA layers; the balancer's test needs one function, read from the checkout's file
+NCCL                see recsys_gloo.py
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fbgemm_gpu  # noqa: F401  # registers the operators
+import recsys_gloo
+import torch
+from torch.cuda import nvtx
+from torch.overrides import TorchFunctionMode
+
+
+class _Anything(types.ModuleType):
+    """A module in which every name is an empty class."""
+
+    __path__: Sequence[str] = ()
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder:
+    """Finds `dynamicemb` and all below it."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if fullname.partition(".")[0] != "dynamicemb":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _Finder, is_package=True)  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Anything(spec.name)
+
+    @staticmethod
+    def exec_module(module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Every call that names a CUDA device gets the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs:
+            kwargs["device"] = _cpu_for_cuda(kwargs["device"])
+        if func is torch.Tensor.to:
+            args = tuple(_cpu_for_cuda(argument) for argument in args)
+        return func(*args, **kwargs)
+
+
+def stand_in(examples: Path) -> None:
+    """Makes the modules of a checkout importable and its tests run, in this process for good."""
+    sys.path[:0] = [str(examples), str(examples / "hstu"), str(examples / "tests/commons")]
+    sys.meta_path.append(_Finder)  # type: ignore[arg-type]
+    library = torch.library.Library("fbgemm", "IMPL")
+    library.impl("keyed_jagged_index_select_dim1", _keyed_jagged_index_select_dim1, "CPU")
+    # The registration lasts as long as the library object does.
+    torch.cuda._fbgemm_on_cpu = library  # type: ignore[attr-defined]
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    # A function for each: torch.compile's tables tell torch's functions apart by identity.
+    for owner, name in (
+        (torch.cuda, "set_device"),
+        (torch.cuda, "synchronize"),
+        (nvtx, "range_push"),
+        (nvtx, "range_pop"),
+    ):
+        setattr(owner, name, lambda *args, **kwargs: None)
+    CudaIsCpu().__enter__()
+    recsys_gloo.stand_in_for_nccl()
+    sys.modules["test_utils"] = _test_utils(examples / "hstu/test_utils.py")
+
+
+def _keyed_jagged_index_select_dim1(
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    batch_size: int,
+    weights: torch.Tensor | None = None,
+    selected_lengths_sum: int | None = None,
+) -> list[torch.Tensor]:
+    """Rows `indices` of every key, key after key; as fbgemm documents it."""
+    del selected_lengths_sum
+    num_keys = lengths.numel() // batch_size
+    segments = (torch.arange(num_keys)[:, None] * batch_size + indices[None]).reshape(-1)
+    taken = lengths[segments]
+    shifts = offsets[segments].long() - (taken.long().cumsum(0) - taken.long())
+    entries = torch.repeat_interleave(shifts, taken.long()) + torch.arange(int(taken.sum()))
+    selected = [values[entries], taken]
+    return selected if weights is None else [*selected, weights[entries]]
+
+
+def _cpu_for_cuda(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("cuda"):
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+def _test_utils(source: Path) -> types.ModuleType:
+    """`generate_random_batches` of the checkout's hstu/test_utils.py, without what that file imports."""
+    import commons.datasets
+    from commons.datasets.hstu_batch import HSTUBatch
+
+    functions = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
+    wanted = [node for node in functions if node.name == "generate_random_batches"]
+    module = types.ModuleType("test_utils")
+    tracker = types.SimpleNamespace(fork=lambda *args: contextlib.nullcontext())
+    tensor_parallel = types.SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    exec("from typing import *", vars(module))
+    vars(module).update(torch=torch, HSTUBatch=HSTUBatch, datasets=commons.datasets, tensor_parallel=tensor_parallel)
+    exec(compile(ast.Module(wanted, type_ignores=[]), str(source), "exec"), vars(module))
+    return module
