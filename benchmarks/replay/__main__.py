@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.steps = 2 if args.toy else 10
     # On a CPU Megatron warns of its random states in every micro-batch.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    device = ReplayDevice.find(args.device, recompute=args.recompute)
+    device = ReplayDevice.find(args.device)
     replays = [*_replays(setups, args=args, device=device, folder=folder)]
     write_replay(
         Replay(
@@ -130,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for the steps of all setups; calibrating comes on top (default %(default)s)",
     )
-    parser.add_argument("--recompute", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument("--seed", type=int, default=0, help="of the calibration's draws (default %(default)s)")
     add_options(parser, command="scripts/bench_gpu.sh")
     return parser

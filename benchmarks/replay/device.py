@@ -25,16 +25,14 @@ class ReplayDevice:
         kind: `cuda` or `cpu`, as torch names it.
         name: of the hardware.
         dtype: of weights and activations: bfloat16 on a GPU, float32 on a CPU.
-        recompute: layers are recomputed in the backward pass.
     """
 
     kind: str
     name: str
     dtype: str
-    recompute: bool = False
 
     @classmethod
-    def find(cls, kind: str | None = None, *, recompute: bool = False) -> ReplayDevice:
+    def find(cls, kind: str | None = None) -> ReplayDevice:
         """The device asked for; by default the GPU where there is one.
 
         Raises:
@@ -47,10 +45,11 @@ class ReplayDevice:
             from megatron_balance.mcore.cpu import enable_cpu
 
             enable_cpu()
-            return cls(kind, cpu_model(), "float32", recompute)
+            torch.set_num_threads(1)  # as torchrun gives a rank; more would count CPU seconds of waiting
+            return cls(kind, cpu_model(), "float32")
         if not torch.cuda.is_available():
             raise ValueError(f"--device is {kind}: torch sees no GPU here; --device cpu --toy runs anywhere")
-        return cls(kind, torch.cuda.get_device_name(), "bfloat16", recompute)
+        return cls(kind, torch.cuda.get_device_name(), "bfloat16")
 
     @property
     def slug(self) -> str:
@@ -70,7 +69,6 @@ class ReplayDevice:
             dtype=getattr(torch, self.dtype),
             num_layers=min(shape.num_layers, 2),
             repeats=repeats,
-            recompute=self.recompute,
             seed=seed,
         )
 
@@ -82,7 +80,7 @@ class ReplayDevice:
         from megatron_balance.mcore.timed_model import TimedModel, single_process
 
         with single_process(seed=seed + 1):
-            yield TimedModel(shape, device=self.kind, dtype=getattr(torch, self.dtype), recompute=self.recompute)
+            yield TimedModel(shape, device=self.kind, dtype=getattr(torch, self.dtype))
 
 
 def replay_versions() -> dict[str, str]:

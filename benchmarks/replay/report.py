@@ -121,8 +121,7 @@ def _head(replay: Replay) -> list[str]:
         f"# Replay on {device.name}",
         "",
         *header_lines(replay.header)[:-1],
-        f"- device: {device.name} ({device.kind}), {device.dtype}, "
-        f"{'layers recomputed' if device.recompute else 'nothing recomputed'}; seed {replay.seed}",
+        f"- device: {device.name} ({device.kind}), {device.dtype}, nothing recomputed; seed {replay.seed}",
         "",
         "One device runs the micro-batches of every data-parallel rank, forward and backward, one after another.",
         "Step time: the slowest rank's sum (*step*), or the sum over slots of the slowest rank (*microbatch*). All",
