@@ -1,0 +1,25 @@
+"""AReaL, balanced: `install()` hooks it, and the functions that its users call themselves.
+
+    from megatron_balance.adapters import areal
+    areal.install(cost="flops", model="Qwen3-8B")
+
+or, with nothing to edit, `python -m megatron_balance.adapters.areal --cost flops --model Qwen3-8B SCRIPT ...`.
+"""
+
+from megatron_balance.adapters.areal.balanced_batch import balance_batch
+from megatron_balance.adapters.areal.hooks import InstalledHooks, install, is_installed
+from megatron_balance.adapters.areal.redistribution import distributed_batch, redistribute
+from megatron_balance.adapters.areal.single_rank import SingleRankLoad, endless
+from megatron_balance.adapters.areal.trainer import scaled_for_one_rank
+
+__all__ = [
+    "InstalledHooks",
+    "SingleRankLoad",
+    "balance_batch",
+    "distributed_batch",
+    "endless",
+    "install",
+    "is_installed",
+    "redistribute",
+    "scaled_for_one_rank",
+]

@@ -1,0 +1,115 @@
+"""AReaL's redistribution after a rollout, by our exchange: the function, and the coordinator that calls it.
+
+Only data-parallel heads redistribute; the other ranks of a replica wait for them in a barrier. So what heads find wrong
+is told to all ranks before that barrier.
+
+Invariants: AReaL's signatures and results; no rank raises alone, head or not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.adapters.areal.redistribution import redistribute
+from megatron_balance.errors import BalanceError
+from megatron_balance.patching import Hook
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.runtime.gather import gather_lengths
+
+_MODULE = "areal.infra.dist_rollout"
+
+
+class _Moved(list[Any]):
+    """Trajectories that are where they belong, and the result to give for them."""
+
+    result: Any
+
+
+def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: bool) -> tuple[Hook, ...]:
+    """The hooks of the redistribution.
+
+    Args:
+        cost_model: what a row costs.
+        ep_size: expert-parallel ranks.
+        gather_all: fill `RedistributedData.all_data` with what other ranks have.
+    """
+
+    def redistribute_trajectories(
+        trajectories: list[dict[str, Any]], group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
+    ) -> Any:
+        # Whichever of AReaL's algorithms is named, ours takes its place.
+        from areal.infra.dist_rollout import RedistributedData
+
+        if isinstance(trajectories, _Moved):
+            return trajectories.result
+        group = group_or_world(group)
+        moved = redistribute(
+            trajectories,
+            group=group,
+            cost_model=cost_model,
+            ep_size=ep_size,
+            gather_all=gather_all,
+            device=buffer_device(group),
+        )
+        all_data: list[Any] | None = moved.everything
+        if all_data is None:
+            all_data = [None] * sum(map(len, moved.ids_per_rank))
+            for index, trajectory in zip(moved.ids_per_rank[group.rank()], moved.trajectories, strict=True):
+                all_data[index] = trajectory
+        return RedistributedData(
+            all_data=all_data, data=moved.trajectories, rank=group.rank(), group_indices=moved.ids_per_rank
+        )
+
+    def with_failures_told(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: Any, trajectories: list[dict[str, Any]] | None) -> Any:
+            problem = None
+            if trajectories is not None:
+                moved = _Moved()
+                try:
+                    moved.result = redistribute_trajectories(trajectories, self.train_engine.data_parallel_group)
+                except BalanceError as error:
+                    problem = str(error)
+                trajectories = moved
+            gather_lengths([], group=group_or_world(self.train_engine.cpu_group), problem=problem)
+            return method(self, trajectories)
+
+        return wrapper
+
+    return (
+        Hook(
+            target=f"{_MODULE}:redistribute_trajectories",
+            bound_in=(_MODULE,),
+            parameters=("trajectories", "group", "packing_algorithm"),
+            wrap=lambda _: redistribute_trajectories,
+            why="balances by our cost, moves each trajectory once, takes any number a rank",
+            until="AReaL's redistribution takes an allocation function and lists of different lengths",
+        ),
+        Hook(
+            target=f"{_MODULE}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
+            bound_in=(f"{_MODULE}:DistRolloutCoordinator",),
+            parameters=("self", "trajectories"),
+            wrap=with_failures_told,
+            why="what data-parallel heads find wrong raises on the ranks that wait for them too",
+            until="AReaL's ranks agree on failure before one raises",
+        ),
+    )
+
+
+def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """AReaL means all ranks where it names no group."""
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
+def buffer_device(group: dist.ProcessGroup) -> torch.device | str:
+    """Where the group's collectives want their buffers."""
+    from areal.infra.platforms import current_platform
+
+    return "cpu" if "gloo" in dist.get_backend(group) else current_platform.current_device()

@@ -1,0 +1,190 @@
+"""AReaL's functions that are replaced, as a table, and `install()`.
+
+Invariants: nothing is patched before `install()` and all or none by it; what is installed can be undone; another
+AReaL than those it is tested on is refused, on every rank before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_balance import patching
+from megatron_balance.adapters.areal.coordinator import buffer_device, group_or_world, redistribution_hooks
+from megatron_balance.adapters.areal.dispatch import make_dispatch
+from megatron_balance.adapters.areal.microbatches import plan_microbatches, plan_microbatches_alike
+from megatron_balance.adapters.areal.single_rank import MAX_WAIT
+from megatron_balance.adapters.areal.trainer import single_rank_hooks
+from megatron_balance.adapters.areal.unpadding import with_token_axis_cut
+from megatron_balance.errors import BalanceError
+from megatron_balance.patching import Hook, Patches
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.cost_choice import Model, choose_cost_model
+
+SUPPORTED_VERSIONS = ("1.0.4",)
+
+
+@dataclass(frozen=True)
+class ArealOptions:
+    """What `install` was told.
+
+    Attributes:
+        cost_model: what a row costs.
+        ep_size: expert-parallel ranks.
+        single_rank_load: one rank rolls out for all.
+        gather_all: fill `RedistributedData.all_data` with what other ranks have.
+        max_wait: how long ranks wait for the one that rolls out.
+    """
+
+    cost_model: CostModel = field(default_factory=CostModel.tokens)
+    ep_size: int = 1
+    single_rank_load: bool = False
+    gather_all: bool = False
+    max_wait: timedelta = MAX_WAIT
+
+
+@dataclass(frozen=True)
+class InstalledHooks:
+    """Hooks that are in place."""
+
+    options: ArealOptions
+    patches: Patches
+
+    def undo(self) -> None:
+        """Put AReaL's own functions back.
+
+        Raises:
+            BalanceError: someone else has wrapped one of them since; nothing is changed then.
+        """
+        global _installed
+        self.patches.undo()
+        if _installed is self:
+            _installed = None
+
+
+_installed: InstalledHooks | None = None
+
+
+def install(
+    *,
+    cost: str | None = None,
+    model: Model | None = None,
+    ep_size: int = 1,
+    single_rank_load: bool = False,
+    gather_all: bool = False,
+    max_wait: timedelta = MAX_WAIT,
+) -> InstalledHooks:
+    """Hook AReaL in this process, every rank and the controller alike. Installing twice installs once.
+
+    Args:
+        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
+        model: preset name, path of a Hugging Face config.json, or ModelShape.
+        ep_size: expert-parallel ranks.
+        single_rank_load: the first data-parallel rank rolls out the whole batch and the others receive their share
+            (trainers that run as one process a rank; a single controller does it anyway).
+        gather_all: fill `RedistributedData.all_data` on every rank, as AReaL does. Nothing in AReaL reads it, and it
+            takes as much memory as the trajectories of all ranks, so by default entries of other ranks are None.
+        max_wait: how long ranks wait for the one that rolls out.
+
+    Raises:
+        BalanceError: AReaL is missing, of another version, or a target has moved; it is installed with other options
+            already; nothing is changed then.
+    """
+    global _installed
+    options = ArealOptions(
+        cost_model=choose_cost_model(cost, model=model, ep_size=ep_size),
+        ep_size=ep_size,
+        single_rank_load=single_rank_load,
+        gather_all=gather_all,
+        max_wait=max_wait,
+    )
+    if _installed is not None:
+        if _installed.options != options:
+            raise BalanceError(f"AReaL is hooked already, with {_installed.options}: undo() that first.")
+        return _installed
+    _installed = InstalledHooks(options, patching.install(_hooks(options), version=f"areal {_supported_version()}"))
+    return _installed
+
+
+def is_installed() -> bool:
+    """Whether AReaL is hooked in this process."""
+    return _installed is not None
+
+
+def _supported_version() -> str:
+    try:
+        version = installed_version("areal")
+    except PackageNotFoundError as error:
+        raise BalanceError(f"AReaL is not installed: pip install areal=={SUPPORTED_VERSIONS[-1]}.") from error
+    if version not in SUPPORTED_VERSIONS:
+        raise BalanceError(
+            f"areal is {version}; this adapter is tested on {', '.join(SUPPORTED_VERSIONS)}: install areal=="
+            f"{SUPPORTED_VERSIONS[-1]}, or train without it."
+        )
+    return version
+
+
+def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
+    hooks = (
+        *redistribution_hooks(cost_model=options.cost_model, ep_size=options.ep_size, gather_all=options.gather_all),
+        Hook(
+            target="areal.infra.controller.train_controller:_dispatch_tensors",
+            bound_in=(
+                "areal.infra.controller.train_controller",
+                "areal.experimental.training_service.data_proxy.dispatcher",
+            ),
+            parameters=("item_list", "dp_size", "group_size"),
+            wrap=lambda _: make_dispatch(cost_model=options.cost_model, ep_size=options.ep_size),
+            why="balances by our cost, takes numbers of items that the ranks do not divide",
+            until="AReaL's controller takes a partition function",
+        ),
+        Hook(
+            target="areal.utils.data:allocate_balanced_mbs_synced",
+            bound_in=("areal.utils.data",),
+            parameters=("mb_spec", "lens", "group"),
+            wrap=lambda _: _allocate_balanced_mbs_synced(options),
+            why="packs by our cost under the cap; what one rank cannot do raises on all, in place of a hang",
+            until="AReaL's ranks agree on failure before one raises",
+        ),
+        Hook(
+            target="areal.utils.data:split_and_unpad_tensor",
+            bound_in=("areal.utils.data", "areal.infra.dist_rollout"),
+            parameters=("result", "n_trajs", "traj_group_sizes", "traj_seqlens"),
+            wrap=with_token_axis_cut,
+            why="it cuts the last axis, which is not the token axis of tensors with three",
+            until="AReaL cuts the token axis",
+        ),
+    )
+    return (*hooks, *single_rank_hooks(max_wait=options.max_wait)) if options.single_rank_load else hooks
+
+
+def _allocate_balanced_mbs_synced(options: ArealOptions) -> Callable[..., list[list[int]]]:
+    def allocate_balanced_mbs_synced(
+        mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
+    ) -> list[list[int]]:
+        if not dist.is_initialized():
+            return plan_microbatches(
+                lens,
+                max_tokens=mb_spec.max_tokens_per_mb,
+                min_microbatches=mb_spec.n_mbs or 1,
+                divisor=mb_spec.n_mbs_divisor,
+                cost_model=options.cost_model,
+            )
+        group = group_or_world(group)
+        return plan_microbatches_alike(
+            lens,
+            max_tokens=mb_spec.max_tokens_per_mb,
+            min_microbatches=mb_spec.n_mbs or 1,
+            divisor=mb_spec.n_mbs_divisor,
+            cost_model=options.cost_model,
+            group=group,
+            device=buffer_device(group),
+        )
+
+    return allocate_balanced_mbs_synced

@@ -1,0 +1,125 @@
+"""A rank's rows in micro-batches under AReaL's cap, as many on every rank.
+
+Each rank packs its own rows, since ranks that share rows (tensor, context and pipeline parallelism) must cut them
+alike. Their number is then agreed on: all ranks take the largest, and those that had fewer pack again.
+
+Invariants: no micro-batch over `max_tokens_per_mb` and none empty; the number is the same on every rank, at least
+`n_mbs` and a multiple of `n_mbs_divisor`; where that cannot be, every rank raises, with what is wrong on which.
+Micro-batches come costliest first, so that ranks that meet in each of them (FSDP) meet in alike ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.schedule import build_data_schedule
+from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.runtime.gather import gather_lengths
+from megatron_balance.runtime.sample import KeySpec, SampleSchema
+
+MicroBatches = list[list[int]]
+"""For every micro-batch the positions of its rows, rising."""
+
+_COUNTS = SampleSchema((KeySpec("micro-batches and rows", dtype=torch.int64, shape=(), per_token=True),))
+
+
+def plan_microbatches(
+    lengths: Sequence[int] | NDArray[Any],
+    *,
+    max_tokens: int,
+    min_microbatches: int = 1,
+    divisor: int = 1,
+    cost_model: CostModel,
+) -> MicroBatches:
+    """One rank's micro-batches.
+
+    Args:
+        lengths: `[num_rows]` tokens of each row.
+        max_tokens: tokens that a micro-batch holds at most (`max_tokens_per_mb`).
+        min_microbatches: micro-batches at least (`n_mbs`).
+        divisor: their number is a multiple of it (`n_mbs_divisor`).
+        cost_model: what a row costs.
+
+    Raises:
+        BalanceError: a row is over the cap, or there are fewer rows than micro-batches.
+    """
+    least = -(-min_microbatches // divisor) * divisor
+    _check_enough(len(lengths), num_microbatches=least, divisor=divisor)
+    schedule = build_data_schedule(
+        lengths,
+        cost_model=cost_model,
+        topology=Topology(1, microbatch_multiple=divisor),
+        limits=Limits(max_tokens),
+    )
+    if schedule.num_microbatches < least:
+        schedule = build_data_schedule(
+            lengths,
+            cost_model=cost_model,
+            topology=Topology(1, microbatch_multiple=least),
+            limits=Limits(max_tokens),
+        )
+    if schedule.oversized:
+        raise BalanceError(
+            f"a row has {int(schedule.lengths.max())} tokens and max_tokens_per_mb is {max_tokens}: raise it, or cut "
+            "rows at that length."
+        )
+    _check_enough(len(lengths), num_microbatches=schedule.num_microbatches, divisor=divisor)
+    costliest_first = np.argsort(-schedule.cost_grid[0], kind="stable")
+    return [list(schedule.ranks[0][slot]) for slot in costliest_first]
+
+
+def plan_microbatches_alike(
+    lengths: Sequence[int] | NDArray[Any],
+    *,
+    max_tokens: int,
+    min_microbatches: int = 1,
+    divisor: int = 1,
+    cost_model: CostModel,
+    group: dist.ProcessGroup,
+    device: torch.device | str = "cpu",
+) -> MicroBatches:
+    """`plan_microbatches` with the same number on every rank of a group.
+
+    Args:
+        lengths: `[num_rows]` tokens of each of this rank's rows.
+        max_tokens: as in `plan_microbatches`, likewise `min_microbatches`, `divisor` and `cost_model`.
+        group: the ranks that take as many micro-batches.
+        device: where the collective's buffers live: `cuda` for NCCL.
+
+    Raises:
+        BalanceError: on every rank alike, naming the ranks whose rows cannot be packed so.
+    """
+    while True:
+        planned: MicroBatches = []
+        problem: str | None = None
+        try:
+            planned = plan_microbatches(
+                lengths,
+                max_tokens=max_tokens,
+                min_microbatches=min_microbatches,
+                divisor=divisor,
+                cost_model=cost_model,
+            )
+        except BalanceError as error:
+            problem = str(error)
+        counts = gather_lengths([len(planned)], group=group, schema=_COUNTS, problem=problem, device=device)
+        min_microbatches = int(counts.lengths.max())
+        if (counts.lengths == min_microbatches).all():
+            return planned
+
+
+def _check_enough(num_rows: int, *, num_microbatches: int, divisor: int) -> None:
+    if num_rows < num_microbatches:
+        raise BalanceError(
+            f"{num_rows} rows for {num_microbatches} micro-batches (n_mbs_divisor is {divisor}), as many as on every "
+            "rank: none may be empty. Give each rank more rows, raise max_tokens_per_mb, or lower n_mbs or "
+            "n_mbs_divisor."
+        )

@@ -1,0 +1,126 @@
+"""One rank loads for all: the others wait for as long as it takes, load nothing and learn of its failure.
+
+A rollout may take longer than a process group waits, so ranks do not meet in the group that moves data: they wait in
+one of their own, over gloo, whose patience is a parameter. Only when the rank that loads is through, well or not, do
+they go on, all together.
+
+Invariants: `load` runs on one rank; where it fails every rank raises, that one its own error and the others one that
+quotes it; batches never run out because an epoch ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+
+Item = TypeVar("Item")
+
+MAX_WAIT = timedelta(days=7)
+"""Longer than any rollout; a rank that dies ends the wait at once, since its connection breaks."""
+
+
+class SingleRankLoad:
+    """Ranks of which one loads. Making it is collective.
+
+    Args:
+        loads: whether this rank is the one.
+        ranks: global ranks that load or wait; all by default.
+        max_wait: how long the others wait for one load.
+
+    Raises:
+        BalanceError: on every rank alike: not exactly one rank loads.
+    """
+
+    def __init__(self, *, loads: bool, ranks: list[int] | None = None, max_wait: timedelta = MAX_WAIT) -> None:
+        ranks = ranks or list(range(dist.get_world_size()))
+        self.loads = loads
+        # Without local synchronisation every rank of the world would have to come, members or not.
+        group = dist.new_group(ranks, timeout=max_wait, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is not among those it names"
+        self._waiting_group = group
+        answers: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(answers, loads, group=self._waiting_group)
+        loading = [rank for rank, answer in zip(sorted(ranks), answers, strict=True) if answer]
+        if len(loading) != 1:
+            raise BalanceError(f"single_rank_load: the ranks that load are {loading}: it must be exactly one.")
+        self._source = loading[0]
+
+    def run(self, load: Callable[[], list[Item]]) -> list[Item]:
+        """What `load` returns on the rank that loads; an empty list on the others, once that one is through.
+
+        Raises:
+            BalanceError: on the ranks that wait, where `load` failed; the rank that loads raises what `load` did.
+        """
+        if self.loads:
+            with _Announcement(self):
+                return load()
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, src=self._source, group=self._waiting_group)
+        if message[0] is not None:
+            raise BalanceError(f"rank {self._source}, which loads for all, failed: {message[0]}")
+        return []
+
+    def announce(self, failure: str | None) -> None:
+        """Let the others go on; with a text they raise it."""
+        dist.broadcast_object_list([failure], src=self._source, group=self._waiting_group)
+
+
+class _Announcement:
+    """Tells the others how it ended, whatever the exception, and lets that pass."""
+
+    def __init__(self, single: SingleRankLoad) -> None:
+        self._single = single
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._single.announce(None if kind is None else f"{kind.__name__}: {error}")
+
+
+class IdleDataLoader:
+    """In place of a data loader on ranks that load nothing: as long as the real one, and without data.
+
+    Args:
+        num_batches: batches of an epoch, which trainers count steps by.
+        batch_size: samples of a batch.
+    """
+
+    def __init__(self, *, num_batches: int, batch_size: int) -> None:
+        self._num_batches = num_batches
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        raise BalanceError("this rank loads nothing under single_rank_load: only the rank that loads has batches.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what a checkpoint stores for this rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+
+
+def endless(loader: Iterable[Item]) -> Iterator[Item]:
+    """The batches of a loader, epoch after epoch: every `next` gives one, also where an epoch has just ended.
+
+    Raises:
+        BalanceError: an epoch without batches.
+    """
+    while True:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise BalanceError("the data loader gives no batches: its data set is smaller than one batch.")
