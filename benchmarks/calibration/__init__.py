@@ -1,0 +1,1 @@
+"""Training with measured seconds as the cost, against FLOPs: see `__main__.py`."""
