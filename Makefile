@@ -1,6 +1,6 @@
 # make            what there is
 # make quickstart plans, trains and compares on this machine; needs no GPU
-# make test       every test, and every example in the planner's docstrings
+# make test       every test, every example in the planner's docstrings, and the adapters on the real packages
 # make lint       style, formatting, import contracts, types
 
 PYTHON := .venv/bin/python
@@ -25,6 +25,7 @@ quickstart: .venv
 
 test: .venv
 	$(PYTHON) -m pytest
+	scripts/test_adapters.sh
 
 lint: .venv
 	$(PYTHON) -m ruff check .
@@ -33,5 +34,5 @@ lint: .venv
 	$(PYTHON) -m pyright
 
 clean:
-	rm -rf .venv build dist megatron_balance.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build dist megatron_balance.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
