@@ -1,0 +1,292 @@
+"""The record of a run: every step's lengths, plan and measured seconds, in a folder of small files.
+
+    run.json                     ranks, limits, cost model, what it ran on
+    plans_00000.npz              of many steps: lengths, where each sample ran, predicted costs, time spent planning
+    seconds_rank00003_00000.npz  what the micro-batches of one data-parallel rank took
+
+One rank writes the plans, every rank its own seconds: nothing is sent for it. From a record a run can be
+planned again under another policy, and drawn.
+
+Invariants: `read_record(folder)` gives back what the writers were given; files are numpy's own, without
+pickled objects; a run that was killed leaves all but its last, unwritten chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner.topology import Limits, Topology
+
+FORMAT = "megatron_balance record 1"
+"""What run.json says it is; the number rises when its meaning changes."""
+
+CHUNK_STEPS = 64
+"""Steps a file holds."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is the same in all steps of a run.
+
+    Attributes:
+        topology: the ranks.
+        limits: what a micro-batch holds.
+        cost_model: what a sample costs, as the run began.
+        cost_name: `tokens`, `flops` or `seconds`.
+        objective: when ranks wait for one another.
+        policy: the flags that chose it, for people.
+        origin: hardware and versions (`runtime.environment`), for people.
+    """
+
+    _: KW_ONLY
+    topology: Topology
+    limits: Limits
+    cost_model: CostModel
+    cost_name: str
+    objective: str
+    policy: str
+    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def write(self, folder: Path) -> None:
+        """Write run.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> RunInfo:
+        """Read run.json.
+
+        Raises:
+            BalanceError: there is none, or it is of another format.
+        """
+        path = folder / "run.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BalanceError(f"{str(folder)!r} is no record of a run: {error}.") from error
+        if content.pop("format", None) != FORMAT:
+            raise BalanceError(f"{str(path)!r} does not say {FORMAT!r}: it was written by another version.")
+        cost_model = content["cost_model"]
+        cost_model["windows"] = tuple(tuple(window) for window in cost_model["windows"])
+        return cls(
+            **content
+            | {
+                "topology": Topology(**content["topology"]),
+                "limits": Limits(**content["limits"]),
+                "cost_model": CostModel(**cost_model),
+            }
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StepRecord:
+    """One step.
+
+    Attributes:
+        iteration: Megatron's count of it, from 1.
+        num_microbatches: slots of every rank.
+        segment_lengths: `[sum(num_segments)]` int64 original tokens of each sequence.
+        num_segments: `[num_samples]` int64 sequences of each sample.
+        slot_of: `[num_samples]` int64 `rank * num_microbatches + slot`.
+        home_ranks: `[num_samples]` int64 rank that loaded each sample.
+        cost_grid: `[dp_size, num_microbatches]` int64 predicted costs, in units of `2**cost_shift`.
+        cost_shift: see DataSchedule.
+        plan_seconds, exchange_seconds, exposed_seconds: spent planning, moving, and waiting for both.
+        seconds: `[dp_size, num_microbatches]` measured, forward and backward; NaN where it was not.
+    """
+
+    _: KW_ONLY
+    iteration: int
+    num_microbatches: int
+    segment_lengths: NDArray[np.int64]
+    num_segments: NDArray[np.int64]
+    slot_of: NDArray[np.int64]
+    home_ranks: NDArray[np.int64]
+    cost_grid: NDArray[np.int64]
+    cost_shift: int
+    plan_seconds: float
+    exchange_seconds: float
+    exposed_seconds: float
+    seconds: NDArray[np.float64]
+
+    @classmethod
+    def of_schedule(
+        cls,
+        schedule: DataSchedule,
+        *,
+        iteration: int,
+        plan_seconds: float = 0.0,
+        exchange_seconds: float = 0.0,
+        exposed_seconds: float = 0.0,
+    ) -> StepRecord:
+        """A step as it was planned, not measured yet."""
+        num_samples = schedule.slot_of.size
+        lengths, counts, homes = schedule.segment_lengths, schedule.num_segments, schedule.home_ranks
+        return cls(
+            iteration=iteration,
+            num_microbatches=schedule.num_microbatches,
+            segment_lengths=schedule.lengths if lengths is None else lengths,
+            num_segments=np.ones(num_samples, dtype=np.int64) if counts is None else counts,
+            slot_of=schedule.slot_of,
+            home_ranks=np.zeros(num_samples, dtype=np.int64) if homes is None else homes,
+            cost_grid=schedule.cost_grid,
+            cost_shift=schedule.cost_shift,
+            plan_seconds=plan_seconds,
+            exchange_seconds=exchange_seconds,
+            exposed_seconds=exposed_seconds,
+            seconds=np.full(schedule.cost_grid.shape, np.nan),
+        )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """`[num_samples]` original tokens of each sample."""
+        samples = np.repeat(np.arange(self.num_segments.size), self.num_segments)
+        return np.bincount(samples, weights=self.segment_lengths, minlength=self.num_segments.size).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run that was recorded.
+
+    Attributes:
+        info: what is the same in all steps.
+        steps: in the order of iterations.
+    """
+
+    info: RunInfo
+    steps: tuple[StepRecord, ...]
+
+
+class PlanWriter:
+    """Writes the plans of a run, a chunk of steps a file.
+
+    Args:
+        folder: of the record; files of an earlier run are written over as far as this one comes.
+        info: written at once.
+    """
+
+    def __init__(self, folder: Path, *, info: RunInfo) -> None:
+        info.write(folder)
+        self._folder = folder
+        self._steps: list[StepRecord] = []
+        self._num_chunks = 0
+
+    def add(self, step: StepRecord) -> None:
+        """Take in one step; every `CHUNK_STEPS` a file is written."""
+        self._steps.append(step)
+        if len(self._steps) == CHUNK_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has not been written."""
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        path = self._folder / f"plans_{self._num_chunks:05d}.npz"
+        self._num_chunks += 1
+        per_step = {name: np.array([getattr(step, name) for step in steps]) for name in _PER_STEP}
+        ragged = {name: np.concatenate([getattr(step, name).ravel() for step in steps]) for name in _RAGGED}
+        counts = {
+            "num_samples": np.array([step.slot_of.size for step in steps]),
+            "dp_size": np.array([step.cost_grid.shape[0] for step in steps]),
+        }
+        np.savez_compressed(path, **per_step, **ragged, **counts)
+
+
+class SecondsWriter:
+    """Writes what one data-parallel rank's micro-batches took.
+
+    Args:
+        folder: of the record.
+        dp_rank: of this rank.
+    """
+
+    def __init__(self, folder: Path, *, dp_rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._dp_rank = dp_rank
+        self._steps: list[tuple[int, NDArray[np.float64]]] = []
+        self._num_chunks = 0
+
+    def add(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
+        """Take in one step: `[num_microbatches]` seconds."""
+        self._steps.append((iteration, seconds))
+        if len(self._steps) == CHUNK_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has not been written."""
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        path = self._folder / f"seconds_rank{self._dp_rank:05d}_{self._num_chunks:05d}.npz"
+        self._num_chunks += 1
+        np.savez_compressed(
+            path,
+            iteration=np.array([iteration for iteration, _ in steps]),
+            num_microbatches=np.array([seconds.size for _, seconds in steps]),
+            seconds=np.concatenate([seconds for _, seconds in steps]).astype(np.float32),
+        )
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Read a run back, also one that was killed or still goes on.
+
+    Raises:
+        BalanceError: the folder holds no record.
+    """
+    info = RunInfo.read(folder)
+    steps: dict[int, StepRecord] = {}
+    for path in sorted(folder.glob("plans_*.npz")):
+        with np.load(path, allow_pickle=False) as chunk:
+            steps |= {step.iteration: step for step in _steps_of(chunk)}
+    for path in sorted(folder.glob("seconds_rank*.npz")):
+        dp_rank = int(path.name.split("_")[1].removeprefix("rank"))
+        with np.load(path, allow_pickle=False) as chunk:
+            ends = np.cumsum(chunk["num_microbatches"])
+            for iteration, seconds in zip(
+                chunk["iteration"].tolist(), np.split(chunk["seconds"], ends[:-1]), strict=True
+            ):
+                step = steps.get(iteration)
+                if step is not None and seconds.size == step.num_microbatches and dp_rank < len(step.seconds):
+                    step.seconds[dp_rank] = seconds
+    return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
+
+
+_PER_STEP = (
+    "iteration",
+    "num_microbatches",
+    "cost_shift",
+    "plan_seconds",
+    "exchange_seconds",
+    "exposed_seconds",
+)
+_RAGGED = ("segment_lengths", "num_segments", "slot_of", "home_ranks", "cost_grid")
+
+
+def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
+    num_samples = chunk["num_samples"]
+    of_samples = {
+        name: np.split(chunk[name], np.cumsum(num_samples)[:-1]) for name in ("num_segments", "slot_of", "home_ranks")
+    }
+    num_segments = np.array([counts.sum() for counts in of_samples["num_segments"]])
+    segments = np.split(chunk["segment_lengths"], np.cumsum(num_segments)[:-1])
+    shapes = list(zip(chunk["dp_size"].tolist(), chunk["num_microbatches"].tolist(), strict=True))
+    grids = np.split(chunk["cost_grid"], np.cumsum([dp_size * slots for dp_size, slots in shapes])[:-1])
+    steps: list[StepRecord] = []
+    for index, shape in enumerate(shapes):
+        values: dict[str, Any] = {name: chunk[name][index].item() for name in _PER_STEP}
+        values |= {name: of_sample[index] for name, of_sample in of_samples.items()}
+        values |= {"segment_lengths": segments[index], "cost_grid": grids[index].reshape(shape)}
+        steps.append(StepRecord(**values, seconds=np.full(shape, np.nan)))
+    return steps

@@ -1,0 +1,95 @@
+"""A recorded run reads back as it was, also where it was cut short."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_balance import BalanceError, CostModel, DataSchedule, Limits, Topology, build_data_schedule
+from megatron_balance.report.record import CHUNK_STEPS, PlanWriter, RunInfo, SecondsWriter, StepRecord, read_record
+
+INFO = RunInfo(
+    topology=Topology(4, cp_size=2, pp_size=2),
+    limits=Limits(4096),
+    cost_model=CostModel(linear=1000, quadratic=3, windows=((128, 7),)),
+    cost_name="flops",
+    objective="pipeline",
+    policy="--balance-data --balance-by-flops",
+    origin={"device": "a test"},
+)
+
+
+def plan(step: int) -> DataSchedule:
+    """Another number of samples, sequences and micro-batches in every step."""
+    rng = np.random.default_rng(step)
+    num_segments = rng.integers(0, 4, 20 + step % 7)
+    num_segments[0] = 1
+    return build_data_schedule(
+        rng.integers(1, 3000, num_segments.sum()),
+        num_segments=num_segments,
+        cost_model=INFO.cost_model,
+        topology=INFO.topology,
+        limits=INFO.limits,
+        home_ranks=rng.integers(0, 4, num_segments.size),
+    )
+
+
+def write(folder: Path, *, num_steps: int, flush: bool = True) -> list[StepRecord]:
+    plans = PlanWriter(folder, info=INFO)
+    ranks = [SecondsWriter(folder, dp_rank=rank) for rank in range(4)]
+    steps = [
+        StepRecord.of_schedule(plan(step), iteration=step + 1, plan_seconds=0.001 * step, exchange_seconds=0.5)
+        for step in range(num_steps)
+    ]
+    for step in steps:
+        plans.add(step)
+        step.seconds[:] = np.random.default_rng(step.iteration).random(step.seconds.shape).astype(np.float32)
+        for rank, writer in enumerate(ranks):
+            writer.add(step.iteration, seconds=step.seconds[rank])
+    if flush:
+        plans.flush()
+        for writer in ranks:
+            writer.flush()
+    return steps
+
+
+def assert_same(ours: StepRecord, theirs: StepRecord) -> None:
+    for field in fields(StepRecord):
+        np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name), err_msg=field.name)
+
+
+@pytest.mark.parametrize("num_steps", [1, CHUNK_STEPS, CHUNK_STEPS + 3])
+def test_what_was_written_reads_back(tmp_path: Path, num_steps: int) -> None:
+    steps = write(tmp_path, num_steps=num_steps)
+    record = read_record(tmp_path)
+    assert record.info == INFO
+    assert len(record.steps) == num_steps
+    for ours, theirs in zip(record.steps, steps, strict=True):
+        assert_same(ours, theirs)
+    np.testing.assert_array_equal(record.steps[0].lengths, plan(0).lengths)
+
+
+def test_a_run_that_was_killed_leaves_its_whole_chunks(tmp_path: Path) -> None:
+    steps = write(tmp_path, num_steps=CHUNK_STEPS + 3, flush=False)
+    record = read_record(tmp_path)
+    assert [step.iteration for step in record.steps] == list(range(1, CHUNK_STEPS + 1))
+    assert_same(record.steps[-1], steps[CHUNK_STEPS - 1])
+
+
+def test_what_was_not_measured_is_nan(tmp_path: Path) -> None:
+    write(tmp_path, num_steps=2)
+    (tmp_path / "seconds_rank00002_00000.npz").unlink()
+    seconds = read_record(tmp_path).steps[1].seconds
+    assert np.isnan(seconds[2]).all()
+    assert not np.isnan(seconds[[0, 1, 3]]).any()
+
+
+def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BalanceError, match="is no record of a run"):
+        read_record(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(BalanceError, match="does not say 'megatron_balance record 1'"):
+        read_record(tmp_path)
