@@ -194,13 +194,11 @@ class PlanWriter:
         steps, self._steps = self._steps, []
         path = self._folder / f"plans_{self._num_chunks:05d}.npz"
         self._num_chunks += 1
-        per_step = {name: np.array([getattr(step, name) for step in steps]) for name in _PER_STEP}
-        ragged = {name: np.concatenate([getattr(step, name).ravel() for step in steps]) for name in _RAGGED}
-        counts = {
-            "num_samples": np.array([step.slot_of.size for step in steps]),
-            "dp_size": np.array([step.cost_grid.shape[0] for step in steps]),
-        }
-        np.savez_compressed(path, **per_step, **ragged, **counts)
+        arrays: dict[str, Any] = {name: np.array([getattr(step, name) for step in steps]) for name in _PER_STEP}
+        arrays |= {name: np.concatenate([getattr(step, name).ravel() for step in steps]) for name in _RAGGED}
+        arrays["num_samples"] = np.array([step.slot_of.size for step in steps])
+        arrays["dp_size"] = np.array([step.cost_grid.shape[0] for step in steps])
+        np.savez_compressed(path, **arrays)
 
 
 class SecondsWriter:
