@@ -1,0 +1,47 @@
+"""verl: its batches, mini-batches and micro-batches balanced by this package's plan.
+
+Three ways in: `MEGATRON_BALANCE_VERL=1` in the environment of the driver and of every worker, which the plug-in
+that verl looks for reads (`plugin.py`); `VERL_USE_EXTERNAL_MODULES=megatron_balance.adapters.verl.plugin` beside it,
+where the package was not installed by pip; or `install()` in each process, before verl's trainers are imported or
+after.
+
+Importing this package loads neither torch nor verl, and patches nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_balance.adapters.verl.settings import active
+
+if TYPE_CHECKING:
+    from megatron_balance.adapters.verl.data_proto import BalancedData
+    from megatron_balance.adapters.verl.hooks import InstalledAdapter
+    from megatron_balance.adapters.verl.workload import Model
+
+__all__ = ["balance_data_proto", "install", "is_installed"]
+
+
+def install(
+    model: Model | None = None,
+    *,
+    cost: str | None = None,
+    keep_minibatch: bool = True,
+    dispatch: bool | tuple[str, ...] = False,
+) -> InstalledAdapter:
+    """Hook verl in this process; see `megatron_balance.adapters.verl.hooks`."""
+    from megatron_balance.adapters.verl import hooks  # loads verl
+
+    return hooks.install(model, cost=cost, keep_minibatch=keep_minibatch, dispatch=dispatch)
+
+
+def is_installed() -> bool:
+    """Whether verl is balanced in this process."""
+    return active() is not None
+
+
+def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = None) -> BalancedData:
+    """Split a DataProto into parts of equal work; see `megatron_balance.adapters.verl.data_proto`."""
+    from megatron_balance.adapters.verl import data_proto  # loads verl
+
+    return data_proto.balance_data_proto(obj, chunks, model_config=model_config)

@@ -1,0 +1,99 @@
+"""DataProto and TensorDict: the lengths of their rows, and rows in another order.
+
+`balance_data_proto` is the function that verl's pull request on data-parallel balance proposed, with its faults
+mended: padding rows are part of the order, so that undoing the order and then trimming them gives every row back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from verl.protocol import DataProto
+from verl.utils import tensordict_utils
+
+from megatron_balance.adapters.verl.row_order import RowOrder, order_rows
+from megatron_balance.adapters.verl.settings import active
+from megatron_balance.adapters.verl.workload import Model, choose_workload, nested_lengths
+from megatron_balance.errors import BalanceError
+
+
+def row_lengths(data: DataProto | TensorDict) -> NDArray[np.int64] | None:
+    """Tokens of each row: int64 `[num_rows]`, or None where neither `input_ids` nor `attention_mask` tells."""
+    tensors = data.batch if isinstance(data, DataProto) else data
+    if tensors is None or not len(tensors.batch_size):
+        return None
+    mask, ids = tensors.get("attention_mask", None), tensors.get("input_ids", None)
+    if isinstance(ids, torch.Tensor) and ids.is_nested:
+        return nested_lengths(ids).cpu().numpy()
+    if isinstance(mask, torch.Tensor) and not mask.is_nested and mask.dim() > 1:
+        return mask.reshape(mask.shape[0], -1).long().sum(dim=-1).cpu().numpy()
+    return None
+
+
+def select_rows(data: Any, rows: NDArray[np.int64]) -> Any:
+    """The rows of a DataProto or TensorDict in this order, as a new one."""
+    index = torch.from_numpy(rows)
+    if not isinstance(data, DataProto):
+        return tensordict_utils.index_select_tensor_dict(data, index)
+    # Not select_idxs, which cannot index nested tensors.
+    batch = None if data.batch is None else tensordict_utils.index_select_tensor_dict(data.batch, index)
+    columns = {key: column[rows] for key, column in data.non_tensor_batch.items()}
+    return type(data)(batch=batch, non_tensor_batch=columns, meta_info=data.meta_info)
+
+
+@dataclass(frozen=True, eq=False)
+class BalancedData:
+    """A DataProto cut into parts of equal work.
+
+    Attributes:
+        parts: one DataProto a rank, all with the same number of rows.
+        order: where each row of the padded batch went.
+        num_rows: rows before padding.
+    """
+
+    parts: tuple[DataProto, ...]
+    order: RowOrder
+    num_rows: int
+
+    def restore(self, outputs: list[DataProto]) -> DataProto:
+        """What the ranks made of their parts, in the order of the rows, without the padding.
+
+        Raises:
+            BalanceError: the outputs do not have a row for each row of the parts.
+        """
+        output = DataProto.concat(outputs)
+        if len(output) != self.order.rows.size:
+            raise BalanceError(f"the ranks returned {len(output)} rows for {self.order.rows.size}.")
+        # First in order, then trimmed: the padding is at the end only once the order is undone.
+        return select_rows(output, self.order.places[: self.num_rows])
+
+
+def balance_data_proto(obj: DataProto, chunks: int, *, model_config: Model | None = None) -> BalancedData:
+    """Splits a DataProto into parts of equal size and as equal work as can be.
+
+    Args:
+        obj: the rows; it is not changed. Where `chunks` does not divide them it is padded, as verl pads: by copies of
+            the last row.
+        chunks: parts to make.
+        model_config: what `install()` takes as the model, or `{"mlp_workload_factor": ...}`; by default the installed
+            one, else verl's own formula.
+
+    Raises:
+        BalanceError: the lengths of the rows are not known, or there are none.
+    """
+    lengths = row_lengths(obj)
+    if lengths is None or not lengths.size:
+        raise BalanceError("a DataProto is balanced by its attention_mask or nested input_ids: it has no such rows.")
+    settings = active()
+    cost_model = choose_workload(model_config)
+    if model_config is None and settings is not None:
+        cost_model = settings.cost_model
+    padded = np.concatenate([np.arange(lengths.size), np.full(-lengths.size % chunks, lengths.size - 1)])
+    order = order_rows(lengths[padded], num_ranks=chunks, cost_model=cost_model)
+    parts = tuple(select_rows(obj, padded[part]) for part in order.parts)
+    return BalancedData(parts, order, lengths.size)

@@ -1,0 +1,231 @@
+"""Worker-group calls: rows are sent in balanced order and come back in the caller's.
+
+A call of a worker group dispatches its arguments, executes, and collects, in one thread. Between the first and the
+last the row order is kept for that thread:
+
+    dispatch   pad where verl would, order rows (one order for all arguments), let verl cut them into parts
+    collect    let verl join the results, put rows back in order
+    then       verl trims the padding, which is at the end again
+
+Invariants: all arguments of one call have the same order; each mini-batch holds the rows that it would have held
+without; a call whose rows have no known length, or whose arguments are futures or keys, is verl's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.utils import tensordict_utils
+
+from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
+from megatron_balance.adapters.verl.row_order import RowOrder, minibatches_of_parts, order_rows
+from megatron_balance.adapters.verl.settings import Settings, active, while_active
+from megatron_balance.errors import BalanceError
+from megatron_balance.patching import Function
+
+
+class _Call(threading.local):
+    """The worker-group call that this thread is in."""
+
+    method_name: str | None = None
+    order: RowOrder | None = None
+
+
+_call = _Call()
+
+
+@dataclass(frozen=True)
+class BalancedDispatch:
+    """A method's dispatch function, under which arguments are ordered as they are cut. Can be pickled."""
+
+    dispatch_fn: Callable[..., Any]
+    method_name: str
+
+    def __call__(self, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
+        """verl's dispatched arguments; the order that they are in is kept for `BalancedCollect`."""
+        _call.method_name, _call.order = self.method_name, None
+        try:
+            return self.dispatch_fn(worker_group, *args, **kwargs)
+        finally:
+            _call.method_name = None
+
+
+@dataclass(frozen=True)
+class BalancedCollect:
+    """The same method's collect function, after which rows are in order again. Can be pickled."""
+
+    collect_fn: Callable[..., Any]
+    method_name: str
+
+    def __call__(self, worker_group: Any, output: Any) -> Any:
+        """verl's collected output, in the caller's order."""
+        order, _call.order = _call.order, None
+        output = self.collect_fn(worker_group, output)
+        return output if order is None else in_order(output, order=order, method_name=self.method_name)
+
+
+@dataclass
+class OrderedFuture(DataProtoFuture):
+    """A future whose rows are put in order when they arrive."""
+
+    _: KW_ONLY
+    order: RowOrder
+    method_name: str
+
+    def get(self) -> Any:
+        """The result, its rows in the caller's order."""
+        inner = DataProtoFuture(self.collect_fn, self.futures)
+        output = in_order(inner.get(), order=self.order, method_name=self.method_name)
+        return output if self.dispatch_fn is None else self.dispatch_fn(output)
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """Futures of the parts, each of which puts the whole in order before it takes its part."""
+        parts = DataProtoFuture(self.collect_fn, self.futures).chunk(chunks)
+        return [
+            OrderedFuture(
+                self.collect_fn, self.futures, part.dispatch_fn, order=self.order, method_name=self.method_name
+            )
+            for part in parts
+        ]
+
+
+def in_order(output: Any, *, order: RowOrder, method_name: str) -> Any:
+    """A method's joined result with its rows in the caller's order.
+
+    Args:
+        output: with one row a row dispatched; or with none (metrics), one a rank, or a list a rank, as it is.
+        order: in which rows were dispatched.
+        method_name: for the message.
+
+    Raises:
+        BalanceError: the result has another number of rows, so that they cannot be told apart.
+    """
+    if isinstance(output, DataProtoFuture):
+        return OrderedFuture(
+            output.collect_fn, output.futures, output.dispatch_fn, order=order, method_name=method_name
+        )
+    if isinstance(output, TensorDict):
+        num_rows = len(output) if len(output.batch_size) else 0
+    elif isinstance(output, DataProto):
+        num_rows = len(output)
+    else:
+        return output
+    if num_rows == order.rows.size:
+        return select_rows(output, order.places)
+    if num_rows in (0, len(order.parts)):
+        return output
+    raise BalanceError(
+        f"{method_name} returned {num_rows} rows for {order.rows.size}: they cannot be put back in order. Name the "
+        "methods to balance in install(dispatch=...), without this one."
+    )
+
+
+def bind_balanced(bind: Function, *, before: Callable[[], None]) -> Function:
+    """verl's `func_generator`, which makes the methods of a worker group.
+
+    Args:
+        bind: verl's own.
+        before: called first; the process that makes worker groups is the one that has the trainer.
+    """
+
+    def balanced(
+        _: Settings,
+        worker_group: Any,
+        method_name: str,
+        dispatch_fn: Callable[..., Any],
+        collect_fn: Callable[..., Any],
+        execute_fn: Callable[..., Any],
+        blocking: bool,
+    ) -> Any:
+        before()
+        dispatch, collect = BalancedDispatch(dispatch_fn, method_name), BalancedCollect(collect_fn, method_name)
+        return bind(worker_group, method_name, dispatch, collect, execute_fn, blocking)
+
+    return while_active(bind, balanced)
+
+
+def split_balanced(split: Function, *, pads: bool) -> Function:
+    """verl's `_split_args_kwargs_data_proto`, or the one of the two that pads."""
+
+    @functools.wraps(split)
+    def hook(chunks: int, *args: Any, **kwargs: Any) -> Any:
+        settings, method_name = active(), _call.method_name
+        if settings is None or method_name is None or not settings.dispatches(method_name):
+            return split(chunks, *args, **kwargs)
+        arguments = [*args, *kwargs.values()]
+        padding = _num_padding_rows(arguments, chunks=chunks, pads=pads)
+        if padding is None:
+            return split(chunks, *args, **kwargs)
+        if padding:
+            # In place and once each, as verl does.
+            for argument in {id(argument): argument for argument in arguments}.values():
+                argument.padding(padding)
+        order = _order_of(arguments, chunks=chunks, settings=settings)
+        if order is None:
+            splitted_args, splitted_kwargs = split(chunks, *args, **kwargs)
+        else:
+            _call.order = order
+            splitted_args, splitted_kwargs = split(
+                chunks,
+                *[select_rows(argument, order.rows) for argument in args],
+                **{key: select_rows(argument, order.rows) for key, argument in kwargs.items()},
+            )
+        if padding:
+            # verl saw rows that needed none; it trims by this number after collecting.
+            splitted_kwargs[_padding_size_key] = padding
+        return splitted_args, splitted_kwargs
+
+    vars(hook)["is_hook"] = True
+    return hook
+
+
+def _num_padding_rows(arguments: list[Any], *, chunks: int, pads: bool) -> int | None:
+    """Rows that verl would add; None where the call is left to verl."""
+    if not arguments or not all(isinstance(argument, (DataProto, TensorDict)) for argument in arguments):
+        return None
+    if any(isinstance(argument, TensorDict) and not len(argument.batch_size) for argument in arguments):
+        return None
+    sizes = {len(argument) for argument in arguments}
+    if len(sizes) > 1 or 0 in sizes or all(row_lengths(argument) is None for argument in arguments):
+        return None
+    padding = -sizes.pop() % chunks
+    padded = all(isinstance(argument, DataProto) and argument.is_padding_enabled() for argument in arguments)
+    return None if padding and not (pads and padded) else padding
+
+
+def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOrder | None:
+    """The one order of a call's arguments; None where verl's own mini-batches cannot be kept."""
+    lengths = next(found for argument in arguments if (found := row_lengths(argument)) is not None)
+    minibatch_rows = lengths.size
+    size = 1
+    for argument in arguments:
+        if (given := _flag(argument, "mini_batch_size")) is not None:
+            minibatch_rows = int(given)
+        elif (given := _flag(argument, "num_mini_batch")) is not None:
+            minibatch_rows = lengths.size // int(given)
+        size = int(_flag(argument, "force_group_size") or size)
+    per_rank = minibatch_rows // chunks
+    cut_evenly = minibatch_rows % chunks == 0 and lengths.size % minibatch_rows == 0 and per_rank % size == 0
+    if not cut_evenly:
+        return None
+    minibatches: list[NDArray[np.int64]] = minibatches_of_parts(
+        lengths.size, num_ranks=chunks, minibatch_rows=minibatch_rows
+    )
+    return order_rows(
+        lengths, num_ranks=chunks, cost_model=settings.cost_model, minibatches=minibatches, force_group_size=size
+    )
+
+
+def _flag(argument: Any, name: str) -> Any:
+    """What verl put beside the rows: in `meta_info`, or in the TensorDict itself."""
+    if isinstance(argument, DataProto):
+        return argument.meta_info.get(name)
+    return tensordict_utils.get_non_tensor_data(argument, key=name, default=None)

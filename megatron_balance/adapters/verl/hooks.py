@@ -1,0 +1,306 @@
+"""The hooks in verl, in a checked table.
+
+    from megatron_balance.adapters.verl import install
+    adapter = install("Qwen3-8B")
+    adapter.undo()
+
+verl's modules bind functions by value. Those that are loaded are hooked at once; the trainers, which load later than
+the plug-in, when the first worker group is made, in the one process that has a trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_balance.adapters.verl.partitions import balanced_partitions, group_balanced_partitions
+from megatron_balance.adapters.verl.settings import Settings, activate, active, is_hook, while_active
+from megatron_balance.adapters.verl.workload import Model, choose_workload, tensor_workloads
+from megatron_balance.errors import BalanceError
+from megatron_balance.patching import Function, Hook, Patches
+from megatron_balance.patching import install as install_hooks
+
+SUPPORTED_VERSIONS = ("0.9",)
+"""verl releases on which the tests run."""
+
+BALANCING = "verl.utils.seqlen_balancing"
+DECORATOR = "verl.single_controller.base.decorator"
+WORKER_GROUP = "verl.single_controller.ray.base"
+RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
+V1_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
+ENGINES = ("verl.workers.engine.utils",)
+
+
+def _workload(stock: Function) -> Function:
+    def balanced(settings: Settings, seqlen_list: Any) -> Any:
+        return tensor_workloads(seqlen_list, cost_model=settings.cost_model)
+
+    return while_active(stock, balanced)
+
+
+def _partitions(stock: Function) -> Function:
+    def balanced(_: Settings, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+        return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
+
+    return while_active(stock, balanced)
+
+
+def _group_partitions(stock: Function) -> Function:
+    def balanced(settings: Settings, seqlen_list: Any, uid_list: Any, k_partitions: int) -> list[list[int]]:
+        lengths = np.asarray(seqlen_list, dtype=np.int64)
+        return group_balanced_partitions(lengths, uids=uid_list, num_parts=k_partitions, cost_model=settings.cost_model)
+
+    return while_active(stock, balanced)
+
+
+def _micro_batches(stock: Function) -> Function:
+    from verl.utils.device import get_device_name
+
+    from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
+    from megatron_balance.adapters.verl.micro_batches import MicroBatchLimits, plan_micro_batches
+
+    def balanced(
+        settings: Settings,
+        batch: Any,
+        max_token_len: int,
+        dp_group: Any = None,
+        num_batches_divided_by: int | None = None,
+        same_micro_num_in_dp: bool = True,
+        min_num_micro_batch: int | None = None,
+        use_dynamic_bsz_balance: bool = True,
+        force_group_size: int = 1,
+    ) -> tuple[list[Any], list[list[int]]]:
+        lengths = row_lengths(batch)
+        together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
+        planned = plan_micro_batches(
+            np.zeros(0, dtype=np.int64) if lengths is None else lengths,
+            limits=MicroBatchLimits(
+                int(max_token_len),
+                multiple=num_batches_divided_by or 1,
+                min_num_micro_batch=min_num_micro_batch or 1,
+                force_group_size=force_group_size,
+            ),
+            cost_model=settings.cost_model,
+            mountain=use_dynamic_bsz_balance,
+            group=dp_group if together else None,
+            device=get_device_name(),
+        )
+        return [select_rows(batch, np.array(rows, dtype=np.int64)) for rows in planned], planned
+
+    return while_active(stock, balanced)
+
+
+def _bound_methods(stock: Function) -> Function:
+    from megatron_balance.adapters.verl.dispatch import bind_balanced
+
+    return bind_balanced(stock, before=hook_trainers)
+
+
+def _split(stock: Function, *, pads: bool) -> Function:
+    from megatron_balance.adapters.verl.dispatch import split_balanced
+
+    return split_balanced(stock, pads=pads)
+
+
+def _data_proto_batch(stock: Function) -> Function:
+    from megatron_balance.adapters.verl.trainer import balance_data_proto_batch
+
+    return balance_data_proto_batch(stock)
+
+
+def _key_batch(stock: Function) -> Function:
+    from megatron_balance.adapters.verl.trainer import balance_key_batch
+
+    return balance_key_batch(stock)
+
+
+def _bound(function: str, *modules: str) -> tuple[str, ...]:
+    """Where a function of `verl.utils.seqlen_balancing` is bound: there, and by value in modules that are loaded.
+
+    A module that was loaded while the adapter was installed before has a hook already, and keeps it.
+    """
+    loaded = [name for name in modules if name in sys.modules]
+    return (BALANCING, *(name for name in loaded if not is_hook(getattr(sys.modules[name], function, None))))
+
+
+def hooks() -> tuple[Hook, ...]:
+    """The table, for the modules that are loaded."""
+    return (
+        Hook(
+            target=f"{BALANCING}:calculate_workload",
+            bound_in=_bound("calculate_workload", *TRAINERS),
+            parameters=("seqlen_list",),
+            wrap=_workload,
+            why="its factor is that of one 7B model, its sums those of its input's dtype",
+            until="verl takes the factor from the model",
+        ),
+        Hook(
+            target=f"{BALANCING}:get_seqlen_balanced_partitions",
+            bound_in=_bound("get_seqlen_balanced_partitions", *TRAINERS),
+            parameters=("seqlen_list", "k_partitions", "equal_size"),
+            wrap=_partitions,
+            why="largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
+            until="verl takes a partition function",
+        ),
+        Hook(
+            target=f"{BALANCING}:get_group_balanced_partitions",
+            bound_in=(BALANCING,),
+            parameters=("seqlen_list", "uid_list", "k_partitions"),
+            wrap=_group_partitions,
+            why="a uid that comes again counts as another group there",
+            until="verl collects the rows of a uid",
+        ),
+        Hook(
+            target=f"{BALANCING}:rearrange_micro_batches",
+            bound_in=_bound("rearrange_micro_batches", *ENGINES),
+            parameters=(
+                "batch",
+                "max_token_len",
+                "dp_group",
+                "num_batches_divided_by",
+                "same_micro_num_in_dp",
+                "min_num_micro_batch",
+                "use_dynamic_bsz_balance",
+                "force_group_size",
+            ),
+            wrap=_micro_batches,
+            why="it raises the count until largest differencing happens to fit the cap",
+            until="verl takes a packing function",
+        ),
+        Hook(
+            target=f"{DECORATOR}:_split_args_kwargs_data_proto_with_auto_padding",
+            bound_in=(DECORATOR,),
+            parameters=("chunks", "args", "kwargs"),
+            wrap=functools.partial(_split, pads=True),
+            why="the only place that sees all arguments of a DP_COMPUTE_PROTO call before they are cut",
+            until="verl has a hook for the order of rows",
+        ),
+        Hook(
+            target=f"{DECORATOR}:_split_args_kwargs_data_proto",
+            bound_in=(DECORATOR,),
+            parameters=("chunks", "args", "kwargs"),
+            wrap=functools.partial(_split, pads=False),
+            why="the same for calls over a device mesh",
+            until="verl has a hook for the order of rows",
+        ),
+        Hook(
+            target=f"{WORKER_GROUP}:func_generator",
+            bound_in=(WORKER_GROUP,),
+            parameters=("self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"),
+            wrap=_bound_methods,
+            why="it joins dispatch and collect of one call, between which the order is kept",
+            until="verl has a hook for the order of rows",
+        ),
+    )
+
+
+def trainer_hooks() -> tuple[Hook, ...]:
+    """The rows of trainers whose module is loaded."""
+    parameters = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
+    rows = (
+        Hook(
+            target=f"{RAY_TRAINER}:RayPPOTrainer._balance_batch",
+            bound_in=(f"{RAY_TRAINER}:RayPPOTrainer",),
+            parameters=parameters,
+            wrap=_data_proto_batch,
+            why="it sorts rows over mini-batches that it balanced, and counts a mini-batch in prompts",
+            until="verl keeps the mini-batches it is asked to keep",
+        ),
+        Hook(
+            target=f"{V1_TRAINER}:PPOTrainer._balance_batch",
+            bound_in=(f"{V1_TRAINER}:PPOTrainer",),
+            parameters=parameters,
+            wrap=_key_batch,
+            why="it does not look at keep_minibatch",
+            until="verl keeps the mini-batches it is asked to keep",
+        ),
+    )
+    return tuple(row for row in rows if row.target.split(":")[0] in sys.modules)
+
+
+_patches: list[Patches] = []
+_hooked_trainers: set[str] = set()
+
+
+class InstalledAdapter:
+    """The hooks of this process."""
+
+    def undo(self) -> None:
+        """Take the hooks out, last first.
+
+        Raises:
+            BalanceError: someone else has wrapped one of them since; it and those before it stay.
+        """
+        while _patches:
+            _patches[-1].undo()
+            _patches.pop()
+        _hooked_trainers.clear()
+        activate(None)
+
+
+def install(
+    model: Model | None = None,
+    *,
+    cost: str | None = None,
+    keep_minibatch: bool = True,
+    dispatch: bool | tuple[str, ...] = False,
+) -> InstalledAdapter:
+    """Hook verl in this process. Installing twice with the same arguments installs once.
+
+    Args:
+        model: whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
+            `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
+        cost: `flops`, `tokens` or the path of a calibration.json; by default flops where there is a model.
+        keep_minibatch: the trainers balance inside mini-batches always; False to leave it to verl's caller, which
+            does not ask for it in verl 0.9.
+        dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.
+
+    Raises:
+        BalanceError: verl is missing, of another version, or a target has moved; nothing is changed then. Or the
+            adapter is installed with other arguments.
+    """
+    settings = Settings(choose_workload(model, cost=cost), keep_minibatch=keep_minibatch, dispatch=dispatch)
+    if active() is not None:
+        if active() != settings:
+            raise BalanceError("the verl adapter is installed with other arguments: undo() that first.")
+        return InstalledAdapter()
+    version = verl_version()
+    if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+        raise BalanceError(
+            f"verl is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
+            f"verl=={SUPPORTED_VERSIONS[-1]}.* or train without MEGATRON_BALANCE_VERL."
+        )
+    _patches.append(install_hooks(hooks(), version=f"verl {version}"))
+    activate(settings)
+    hook_trainers()
+    return InstalledAdapter()
+
+
+def hook_trainers() -> None:
+    """Hook the trainers that are loaded and not hooked yet.
+
+    Raises:
+        BalanceError: a trainer is not as expected.
+    """
+    rows = [row for row in trainer_hooks() if row.target not in _hooked_trainers]
+    if rows:
+        _patches.append(install_hooks(rows, version=f"verl {verl_version()}"))
+        _hooked_trainers.update(row.target for row in rows)
+
+
+def verl_version() -> str:
+    """The version of verl.
+
+    Raises:
+        BalanceError: it is not installed.
+    """
+    try:
+        return importlib.import_module("verl").__version__
+    except ModuleNotFoundError as error:
+        raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error

@@ -1,0 +1,38 @@
+"""A pytest plugin that runs verl's own tests with the adapter on, in this process and in those that the tests start.
+
+MEGATRON_BALANCE_VERL="dispatch=yes" python -m pytest -p verl_plugin ...
+"""
+
+import os
+
+import pytest
+
+EXTERNAL_MODULES = "verl_cpu_platform,verl_seed,megatron_balance.adapters.verl.plugin"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("MEGATRON_BALANCE_VERL", "dispatch=yes")
+    os.environ["VERL_PLATFORM"] = "cpu"
+    # verl imports these itself, in Ray's workers and in spawned processes as well.
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = EXTERNAL_MODULES
+    import verl  # noqa: F401
+
+    from megatron_balance.adapters.verl import is_installed
+
+    if not is_installed():
+        raise pytest.UsageError("verl was imported and the adapter is not installed in it.")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    import verl
+
+    from megatron_balance.adapters.verl.settings import active
+
+    return f"verl {verl.__version__} from {os.path.dirname(verl.__file__)}, balanced: {active()}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    from megatron_balance.adapters.verl import is_installed
+
+    # A test that took the hooks out would have run the rest without them.
+    assert is_installed()

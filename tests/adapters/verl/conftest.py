@@ -1,0 +1,15 @@
+"""verl on a CPU, in this process and in those that it starts: its own environment variables, before it is imported."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+UPSTREAM = str(Path(__file__).parents[3] / "scripts" / "upstream")
+
+if importlib.util.find_spec("tensordict") is not None:
+    os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu_platform"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [UPSTREAM, os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, UPSTREAM)
