@@ -1,0 +1,168 @@
+"""What a shuffle of recsys-examples costs as data-parallel ranks grow: the gather, the plan, both ways to move rows.
+
+    .venv-recsys/bin/python -m benchmarks.adapters.recsys [--dp-size 1 2 4 8] [--batch-size 128] [--repeats 5]
+
+Ranks are processes of this machine over gloo, so seconds are of its memory and cores, and more ranks than cores wait
+for one another; bytes and plans are those of any machine. The batch is HSTU's: items, actions and labels of lognormal
+length, and one context feature. `exposed` is what a step waits for the shuffle where its first half runs before a
+forward pass of `--forward-ms` and its second half after it; `at once` is the same step with the shuffle in one piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
+
+COLUMNS = ("ranks", "gather", "plan", "all-gather", "all-to-all", "at once", "exposed", "MiB in", "MiB in", "load")
+UNITS = ("", "ms", "ms", "ms", "ms", "ms", "ms", "all-gather", "all-to-all", "max/mean")
+
+
+class Shuffler:
+    """What upstream's base class brings: a thread."""
+
+    def __init__(self) -> None:
+        self._kk_executor = ThreadPoolExecutor(max_workers=1)
+
+
+@dataclass
+class Batch:
+    """The fields of upstream's HSTU batch that matter here."""
+
+    features: KeyedJaggedTensor
+    labels: KeyedJaggedTensor
+    batch_size: int
+    actual_batch_size: int
+    item_feature_name: str = "item"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints a table.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dp-size", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--batch-size", type=int, default=128, help="rows of a rank")
+    parser.add_argument("--mean-length", type=float, default=512, help="items of a row")
+    parser.add_argument("--forward-ms", type=float, default=50)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(arguments)
+    for row in (COLUMNS, UNITS, *(measure(dp_size, args=args) for dp_size in args.dp_size)):
+        sys.stdout.write(" ".join(f"{cell:>10}" for cell in row) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def measure(dp_size: int, *, args: argparse.Namespace) -> list[str]:
+    """One row of the table: the slowest rank's medians."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.SimpleQueue()
+        ranks = [context.Process(target=_rank, args=(rank, dp_size, folder, args, results)) for rank in range(dp_size)]
+        for process in ranks:
+            process.start()
+        of_ranks = [results.get() for _ in ranks]
+        for process in ranks:
+            process.join()
+    slowest = np.max([figures for figures, _ in of_ranks], axis=0)
+    loads = np.array([load for _, load in of_ranks], dtype=np.float64)
+    return [str(dp_size), *(f"{value:.2f}" for value in slowest), f"{loads.max() / loads.mean():.5f}"]
+
+
+def _rank(rank: int, dp_size: int, folder: str, args: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=dp_size)
+    group = dist.group.WORLD
+    assert group is not None
+    shuffler = make_shuffler_class(Shuffler)(num_heads=4, head_dim=256)
+    batch = _make_batch(rank, batch_size=args.batch_size, mean_length=args.mean_length)
+
+    def forward() -> None:
+        time.sleep(args.forward_ms / 1000)  # a GPU works, its host waits
+
+    def in_halves() -> None:
+        handle = shuffler.start_shuffle_async(batch, group)
+        forward()
+        shuffler.finish_shuffle(batch, handle, group, True)
+
+    def at_once() -> None:
+        shuffler.shuffle(batch, group, use_all2all=True)
+        forward()
+
+    handle = shuffler.start_shuffle_async(batch, group)
+    handle.plan.result()
+    started = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group), repeats=args.repeats)
+    planned = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group).plan.result(), repeats=args.repeats)
+    figures = [
+        started,
+        max(planned - started, 0.0),
+        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, False), repeats=args.repeats),
+        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, True), repeats=args.repeats),
+        _milliseconds(at_once, repeats=args.repeats) - args.forward_ms,
+        _milliseconds(in_halves, repeats=args.repeats) - args.forward_ms,
+        *_mebibytes_received(handle, rank=rank, dp_size=dp_size),
+    ]
+    ranks = handle.plan.result()
+    results.put((figures, int(handle.rows.workloads[ranks == rank].sum())))
+    dist.destroy_process_group()
+
+
+def _make_batch(rank: int, *, batch_size: int, mean_length: float) -> Batch:
+    rng = np.random.default_rng(rank)
+    items = np.clip(rng.lognormal(np.log(mean_length) - 0.5, 1, batch_size), 1, 8 * mean_length).astype(np.int64)
+    lengths = np.concatenate([items, items, np.ones(batch_size, dtype=np.int64)])
+    return Batch(
+        features=KeyedJaggedTensor.from_lengths_sync(
+            keys=["item", "action", "context"],
+            values=torch.arange(int(lengths.sum())),
+            lengths=torch.from_numpy(lengths),
+        ),
+        labels=KeyedJaggedTensor.from_lengths_sync(
+            keys=["label"], values=torch.arange(int(items.sum())), lengths=torch.from_numpy(items)
+        ),
+        batch_size=batch_size,
+        actual_batch_size=batch_size,
+    )
+
+
+def _milliseconds(call: Callable[[], Any], *, repeats: int) -> float:
+    """The median of calls that begin together on all ranks."""
+    seconds: list[float] = []
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds) * 1000
+
+
+def _mebibytes_received(handle: Any, *, rank: int, dp_size: int) -> tuple[float, float]:
+    """What comes from other ranks, by all-gather and by all-to-all."""
+    rows, ranks = handle.rows, handle.plan.result()
+    nbytes = rows.layout.row_nbytes(rows.lengths)
+    of_ranks = np.bincount(rows.home_ranks, weights=nbytes, minlength=dp_size)
+    coming = nbytes[(ranks == rank) & (rows.home_ranks != rank)].sum()
+    return (dp_size - 1) * of_ranks.max() / 2**20, coming / 2**20
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Installing is checked, whole and undone; against a double of recsys-examples, on the real torchrec."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
+
+from megatron_balance.adapters import recsys
+from megatron_balance.errors import BalanceError
+
+HOOKED = [
+    (BaseTaskBalancedBatchShuffler, "shuffle"),
+    (BaseTaskBalancedBatchShuffler, "start_shuffle_async"),
+    (BaseTaskBalancedBatchShuffler, "finish_shuffle"),
+    (HSTUAttentionTask, "get_workloads"),
+    (SelfAttentionTask, "get_workloads"),
+]
+
+
+def functions():
+    return [vars(owner)[name] for owner, name in HOOKED]
+
+
+def test_everything_is_hooked_and_given_back():
+    before = functions()
+    installed = recsys.install()
+    try:
+        assert recsys.is_installed()
+        assert recsys.install() is installed
+        assert not set(before) & set(functions())
+        shuffler = BatchShufflerFactory.create("megatron_balance", num_heads=2, head_dim=8, action_interleaved=False)
+        assert isinstance(shuffler, BaseTaskBalancedBatchShuffler)
+        assert not shuffler.action_interleaved
+    finally:
+        installed.undo()
+    assert functions() == before
+    assert not recsys.is_installed()
+    assert not BatchShufflerFactory.is_registered("megatron_balance")
+
+
+def test_r24_the_identity_shuffler_stays_what_it_is():
+    installed = recsys.install()
+    try:
+        batch = object()
+        assert BatchShufflerFactory.create("identity").shuffle(batch) is batch
+        assert type(BatchShufflerFactory.create("identity")) is IdentityBalancedBatchShuffler
+    finally:
+        installed.undo()
+
+
+def test_autoinstall_is_one_import():
+    try:
+        importlib.import_module("megatron_balance.adapters.recsys.autoinstall")
+        assert recsys.is_installed()
+    finally:
+        recsys.install().undo()
+
+
+def test_a_changed_signature_changes_nothing_and_says_what_was_seen(monkeypatch):
+    monkeypatch.setattr(BaseTaskBalancedBatchShuffler, "finish_shuffle", lambda self, batch: batch)
+    before = functions()
+    with pytest.raises(BalanceError, match=r"finish_shuffle in recsys-examples in .*torchrec 1\.8\.0.*no longer takes"):
+        recsys.install()
+    assert functions() == before
+    assert not recsys.is_installed()
+    assert not BatchShufflerFactory.is_registered("megatron_balance")
+
+
+def test_a_taken_name_changes_nothing():
+    before = functions()
+    BatchShufflerFactory.register("megatron_balance", IdentityBalancedBatchShuffler)
+    try:
+        with pytest.raises(BalanceError, match="'megatron_balance' is registered already"):
+            recsys.install()
+    finally:
+        BatchShufflerFactory.unregister("megatron_balance")
+    assert functions() == before
+
+
+def test_without_a_checkout_the_message_says_what_is_missing():
+    code = "from megatron_balance.adapters import recsys; recsys.install()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "PYTHONPATH must name the examples folder of recsys-examples" in done.stderr
+
+
+def test_importing_patches_nothing_and_needs_no_torchrec():
+    code = "import sys, megatron_balance.adapters.recsys; print('torchrec' in sys.modules, 'commons' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
