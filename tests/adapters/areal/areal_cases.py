@@ -1,0 +1,138 @@
+"""What each rank of a test world does, AReaL not needed. Arguments and results pass through a pipe."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from areal_trajectories import digest, make_trajectory, row_digests
+
+from megatron_balance.adapters.areal import SingleRankLoad, distributed_batch, redistribute
+from megatron_balance.adapters.areal.microbatches import plan_microbatches_alike
+from megatron_balance.adapters.areal.trajectories import row_lengths
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost import CostModel
+
+
+def own_trajectories(lengths: list[list[list[int]]]) -> list[dict]:
+    """Those of this rank, numbered over all ranks."""
+    rank = dist.get_rank()
+    first = sum(map(len, lengths[:rank]))
+    return [make_trajectory(first + index, rows) for index, rows in enumerate(lengths[rank])]
+
+
+def move(lengths, gather_all=False, cost_model=None):
+    moved = redistribute(
+        own_trajectories(lengths),
+        group=dist.group.WORLD,
+        cost_model=cost_model or CostModel.tokens(),
+        gather_all=gather_all,
+    )
+    return {
+        "ids_per_rank": moved.ids_per_rank,
+        "digests": [digest(trajectory) for trajectory in moved.trajectories],
+        "everything": None if moved.everything is None else [digest(trajectory) for trajectory in moved.everything],
+    }
+
+
+def refuse(lengths, fault, at_fault):
+    """What each rank raises where one has a fault; then, that the group still works."""
+    trajectories = own_trajectories(lengths)
+    if dist.get_rank() == at_fault:
+        last = trajectories[-1] if trajectories else {}
+        if fault == "key":
+            last["reward_model"] = torch.ones(1)
+        elif fault == "own key":
+            trajectories[0]["reward_model"] = torch.ones(1)
+        elif fault == "dtype":
+            last["logprobs"] = last["logprobs"].double()
+        elif fault == "mask":
+            del last["attention_mask"]
+        elif fault == "pickle":
+            last["name"] = lambda: None
+        elif fault == "sparse":
+            last["rewards"] = last["rewards"].to_sparse()
+    try:
+        redistribute(trajectories, group=dist.group.WORLD, cost_model=CostModel.tokens())
+    except BalanceError as error:
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone)
+        return str(error), int(everyone)
+    return None
+
+
+def scatter(lengths, source):
+    batches = None
+    if dist.get_rank() == source:
+        batches = [make_trajectory(number, rows) for number, rows in enumerate(lengths)]
+    batch = distributed_batch(batches, group=dist.group.WORLD)
+    return {
+        "shapes": {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)},
+        "longest": max(row_lengths(batch)),
+        "rows": row_digests(batch),
+    }
+
+
+def pack_alike(lengths, max_tokens, min_microbatches=1, divisor=1):
+    """Micro-batches of this rank, or what it raises."""
+    try:
+        return plan_microbatches_alike(
+            lengths[dist.get_rank()],
+            max_tokens=max_tokens,
+            min_microbatches=min_microbatches,
+            divisor=divisor,
+            cost_model=CostModel(linear=100, quadratic=1),
+            group=dist.group.WORLD,
+        )
+    except BalanceError as error:
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone)
+        return str(error), int(everyone)
+
+
+def wait_longer_than_the_group(seconds, group_seconds, source):
+    """A load that takes longer than the group that moves the data waits; then the data moves in that group."""
+    group = dist.new_group(timeout=timedelta(seconds=group_seconds), backend="gloo")
+    single = SingleRankLoad(loads=dist.get_rank() == source)
+    calls = []
+
+    def load():
+        calls.append(dist.get_rank())
+        time.sleep(seconds)
+        return [make_trajectory(number, [number + 1]) for number in range(8)]
+
+    batch = distributed_batch(single.run(load), group=group)
+    return calls, len(batch["attention_mask"])
+
+
+def wait_in_the_group(seconds, group_seconds, source):
+    """The same without `SingleRankLoad`: what waiting in the group that moves the data comes to."""
+    group = dist.new_group(timeout=timedelta(seconds=group_seconds), backend="gloo")
+    if dist.get_rank() == source:
+        time.sleep(seconds)
+        return "loaded"
+    try:
+        dist.broadcast(torch.zeros(1), src=source, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "waited"
+
+
+def load_that_fails(source):
+    single = SingleRankLoad(loads=dist.get_rank() == source)
+    outcomes = []
+    for attempt in range(2):
+        try:
+            outcomes.append(single.run(lambda attempt=attempt: [{}[f"prompt {attempt}"]]))
+        except (KeyError, BalanceError) as error:
+            outcomes.append((type(error).__name__, str(error)))
+    outcomes.append(single.run(lambda: ["later"]))
+    return outcomes
+
+
+def ranks_that_all_load(ranks):
+    try:
+        SingleRankLoad(loads=dist.get_rank() in ranks)
+    except BalanceError as error:
+        return str(error)
+    return None
