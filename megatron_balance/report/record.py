@@ -76,14 +76,12 @@ class RunInfo:
             raise BalanceError(f"{str(folder)!r} is no record of a run: {error}.") from error
         if content.pop("format", None) != FORMAT:
             raise BalanceError(f"{str(path)!r} does not say {FORMAT!r}: it was written by another version.")
-        cost_model = content["cost_model"]
-        cost_model["windows"] = tuple(tuple(window) for window in cost_model["windows"])
         return cls(
             **content
             | {
                 "topology": Topology(**content["topology"]),
                 "limits": Limits(**content["limits"]),
-                "cost_model": CostModel(**cost_model),
+                "cost_model": _cost_model(content["cost_model"]),
             }
         )
 
@@ -101,6 +99,8 @@ class StepRecord:
         home_ranks: `[num_samples]` int64 rank that loaded each sample.
         cost_grid: `[dp_size, num_microbatches]` int64 predicted costs, in units of `2**cost_shift`.
         cost_shift: see DataSchedule.
+        cost_model: what the step was planned with. Where calibration learns in training it is no longer the run's
+            first, and counts attoseconds.
         plan_seconds, exchange_seconds, exposed_seconds: spent planning, moving, and waiting for both.
         seconds: `[dp_size, num_microbatches]` measured, forward and backward; NaN where it was not.
     """
@@ -114,6 +114,7 @@ class StepRecord:
     home_ranks: NDArray[np.int64]
     cost_grid: NDArray[np.int64]
     cost_shift: int
+    cost_model: CostModel
     plan_seconds: float
     exchange_seconds: float
     exposed_seconds: float
@@ -141,6 +142,7 @@ class StepRecord:
             home_ranks=np.zeros(num_samples, dtype=np.int64) if homes is None else homes,
             cost_grid=schedule.cost_grid,
             cost_shift=schedule.cost_shift,
+            cost_model=schedule.cost_model,
             plan_seconds=plan_seconds,
             exchange_seconds=exchange_seconds,
             exposed_seconds=exposed_seconds,
@@ -198,6 +200,7 @@ class PlanWriter:
         arrays |= {name: np.concatenate([getattr(step, name).ravel() for step in steps]) for name in _RAGGED}
         arrays["num_samples"] = np.array([step.slot_of.size for step in steps])
         arrays["dp_size"] = np.array([step.cost_grid.shape[0] for step in steps])
+        arrays["cost_model"] = np.array([json.dumps(asdict(step.cost_model)) for step in steps])
         np.savez_compressed(path, **arrays)
 
 
@@ -261,6 +264,11 @@ def read_record(folder: Path) -> RunRecord:
     return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
 
 
+def _cost_model(coefficients: Mapping[str, Any]) -> CostModel:
+    windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
+    return CostModel(**{**coefficients, "windows": windows})
+
+
 _PER_STEP = (
     "iteration",
     "num_microbatches",
@@ -286,5 +294,6 @@ def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
         values: dict[str, Any] = {name: chunk[name][index].item() for name in _PER_STEP}
         values |= {name: of_sample[index] for name, of_sample in of_samples.items()}
         values |= {"segment_lengths": segments[index], "cost_grid": grids[index].reshape(shape)}
+        values |= {"cost_model": _cost_model(json.loads(chunk["cost_model"][index].item()))}
         steps.append(StepRecord(**values, seconds=np.full(shape, np.nan)))
     return steps
