@@ -1,8 +1,9 @@
-"""The controller's plain class, beneath Ray's actor class, and its version.
+"""The class that the controller's methods are looked up in, beneath Ray's actor class, and its version.
 
-`@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, and
-pickles both by value into the actor's process when the first actor starts: what is patched in the plain class by
-then is patched in the actor. `AsyncTrainingController` of this module is that plain class, so that a hook can name
+`@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which it
+wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts. What
+is patched by then is patched in the actor, but only in the subclass: its methods hide those of the plain class.
+`AsyncTrainingController` of this module is that subclass, so that a hook can name
 `megatron_balance.adapters.torchspec.actor_class:AsyncTrainingController`.
 """
 
@@ -28,7 +29,9 @@ def __getattr__(name: str) -> Any:
     ray_metadata = getattr(controller, "__ray_metadata__", None)
     if ray_metadata is None:
         return controller  # Ray's decorator was switched off.
-    return getattr(ray_metadata.modified_class, "__ray_actor_class__", None)
+    # A Ray that does not trace leaves the subclass without methods of its own.
+    modified = ray_metadata.modified_class
+    return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
 
 
 def torchspec_version() -> str:

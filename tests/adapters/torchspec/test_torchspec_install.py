@@ -18,33 +18,43 @@ HOOKED = {
 }
 
 
-def plain_class(upstream):
-    return upstream.AsyncTrainingController.__ray_metadata__.modified_class.__ray_actor_class__
+def hooked_class(upstream):
+    return upstream.AsyncTrainingController.__ray_metadata__.modified_class
 
 
 @pytest.mark.parametrize("approach", HOOKED)
 def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(upstream, approach):
-    before = dict(vars(plain_class(upstream)))
+    before = dict(vars(hooked_class(upstream)))
     patches = torchspec.install(approach)
-    after = vars(plain_class(upstream))
+    after = vars(hooked_class(upstream))
     assert {name for name in before if after[name] is not before[name]} == HOOKED[approach]
     assert torchspec.is_installed()
     patches.undo()
-    assert dict(vars(plain_class(upstream))) == before
+    assert dict(vars(hooked_class(upstream))) == before
     assert not torchspec.is_installed()
 
 
+def test_a_class_that_ray_has_not_decorated_is_hooked_itself(upstream, monkeypatch):
+    plain = hooked_class(upstream).__ray_actor_class__
+    monkeypatch.setattr(upstream, "AsyncTrainingController", plain)
+    before = plain._partition_results
+    patches = torchspec.install("A")
+    assert plain._partition_results is not before
+    patches.undo()
+    assert plain._partition_results is before
+
+
 def test_presorting_without_a_window_leaves_dispatches_alone(upstream):
-    before = vars(plain_class(upstream))["try_dispatch_batch"]
+    before = vars(hooked_class(upstream))["try_dispatch_batch"]
     torchspec.install("C", window=1)
-    assert vars(plain_class(upstream))["try_dispatch_batch"] is before
+    assert vars(hooked_class(upstream))["try_dispatch_batch"] is before
 
 
 def test_installing_twice_installs_once_and_never_other_settings(upstream):
     torchspec.install("B", window=2)
-    hooked = vars(plain_class(upstream))["try_dispatch_batch"]
+    hooked = vars(hooked_class(upstream))["try_dispatch_batch"]
     torchspec.install("B", window=2)
-    assert vars(plain_class(upstream))["try_dispatch_batch"] is hooked
+    assert vars(hooked_class(upstream))["try_dispatch_batch"] is hooked
     with pytest.raises(BalanceError, match="window=3"):
         torchspec.install("B", window=3)
 
@@ -85,17 +95,17 @@ def test_a_missing_torchspec_is_told(monkeypatch):
 
 
 def test_a_method_that_moved_is_named_with_the_version_and_nothing_is_changed(upstream):
-    plain = plain_class(upstream)
-    before = dict(vars(plain))
-    del plain._prepare_dataset
+    hooked = hooked_class(upstream)
+    before = dict(vars(hooked))
+    del hooked._prepare_dataset
     with pytest.raises(BalanceError, match=r"_prepare_dataset in torchspec 0\.1\.0"):
         torchspec.install("C")
-    assert vars(plain)["_partition_results"] is before["_partition_results"]
+    assert vars(hooked)["_partition_results"] is before["_partition_results"]
     assert not torchspec.is_installed()
 
 
 def test_a_parameter_that_moved_is_named(upstream):
-    plain_class(upstream)._partition_results = lambda self, outputs: [outputs]
+    hooked_class(upstream)._partition_results = lambda self, outputs: [outputs]
     with pytest.raises(BalanceError, match="no longer takes results"):
         torchspec.install("A")
 

@@ -1,3 +1,4 @@
+import functools
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,12 +15,23 @@ class InferenceOutput:
     metadata: dict = field(default_factory=dict)
 
 
+def traced(method):
+    @functools.wraps(method)
+    def wrapper(*positional, **keywords):
+        return method(*positional, **keywords)
+
+    return wrapper
+
+
 def as_actor(plain):
-    """What Ray's decorator leaves: an object that keeps a subclass and exports it when the first actor starts."""
+    """What Ray's decorator leaves: an object that keeps a subclass, whose methods are wrapped ones of its own."""
 
     class Modified(plain):
         __ray_actor_class__ = plain
 
+    for name, method in vars(plain).items():
+        if callable(method) and not name.startswith("__"):
+            setattr(Modified, name, traced(method))
     metadata = SimpleNamespace(modified_class=Modified, last_export_cluster_and_job=None)
 
     def remote(*positional, **keywords):

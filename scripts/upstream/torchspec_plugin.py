@@ -1,0 +1,79 @@
+"""A pytest plugin: TorchSpec's own tests with the adapter on. `pytest -p torchspec_plugin` from a checkout.
+
+The tests import the controller anew, with Ray's decorator switched off, whenever they make one. Each of these classes
+is hooked as soon as its module has run, by an import hook.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import queue
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_balance.adapters import torchspec
+from megatron_balance.adapters.torchspec.actor_class import CONTROLLER
+from megatron_balance.adapters.torchspec.hooks import InstalledHooks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("balance")
+    group.addoption("--balance-approach", default="A", help="A, B or C")
+    group.addoption("--balance-window", type=int, default=2, help="dispatches' worth of samples to choose among")
+    group.addoption("--balance-cost", default="padded", help="padded or tokens")
+    group.addoption("--local-queues", action="store_true", help="queues of this process in place of Ray's: faster")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--local-queues"):
+        import ray.util.queue
+
+        ray.util.queue.Queue = queue.Queue
+    sys.meta_path.insert(0, HookedController(_settings(config)))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HookedController)]
+    InstalledHooks().undo()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    where = "in this process" if config.getoption("--local-queues") else "Ray's"
+    return f"megatron_balance: TorchSpec's controller is hooked with {_settings(config)}; queues are {where}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    hooked = next(finder.num_hooked for finder in sys.meta_path if isinstance(finder, HookedController))
+    terminalreporter.write_line(f"megatron_balance: hooked the controller's class {hooked} times")
+
+
+def _settings(config: pytest.Config) -> dict[str, Any]:
+    return {name: config.getoption(f"--balance-{name}") for name in ("approach", "window", "cost")}
+
+
+class HookedController(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and runs the controller's module as ever, then hooks its class."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.num_hooked = 0
+        self._settings = settings
+        self._loader: Any = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname == CONTROLLER else None
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        InstalledHooks().undo()
+        torchspec.install(**self._settings)
+        self.num_hooked += 1
