@@ -1,7 +1,7 @@
 """Worker-group calls: rows are sent in balanced order and come back in the caller's.
 
 A call of a worker group dispatches its arguments, executes, and collects, in one thread. Between the first and the
-last the row order is kept for that thread:
+last the row order is kept in that thread:
 
     dispatch   pad where verl would, order rows (one order for all arguments), let verl cut them into parts
     collect    let verl join the results, put rows back in order
@@ -31,15 +31,24 @@ from megatron_balance.adapters.verl.settings import Settings, active, while_acti
 from megatron_balance.errors import BalanceError
 from megatron_balance.patching import Function
 
-
-class _Call(threading.local):
-    """The worker-group call that this thread is in."""
-
-    method_name: str | None = None
-    order: RowOrder | None = None
+_Key = tuple[int, str]
+"""A worker group and one of its methods."""
 
 
-_call = _Call()
+class _Calls(threading.local):
+    """The worker-group calls that this thread is in: verl may make one while it dispatches another.
+
+    Attributes:
+        dispatching: the innermost call whose arguments are being cut.
+        orders: of each call between its dispatch and its collect, where there is one.
+    """
+
+    def __init__(self) -> None:
+        self.dispatching: _Key | None = None
+        self.orders: dict[_Key, RowOrder] = {}
+
+
+_calls = _Calls()
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,13 @@ class BalancedDispatch:
 
     def __call__(self, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
         """verl's dispatched arguments; the order that they are in is kept for `BalancedCollect`."""
-        _call.method_name, _call.order = self.method_name, None
+        outer, _calls.dispatching = _calls.dispatching, (id(worker_group), self.method_name)
+        # Left from a call that failed.
+        _calls.orders.pop(_calls.dispatching, None)
         try:
             return self.dispatch_fn(worker_group, *args, **kwargs)
         finally:
-            _call.method_name = None
+            _calls.dispatching = outer
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class BalancedCollect:
 
     def __call__(self, worker_group: Any, output: Any) -> Any:
         """verl's collected output, in the caller's order."""
-        order, _call.order = _call.order, None
+        order = _calls.orders.pop((id(worker_group), self.method_name), None)
         output = self.collect_fn(worker_group, output)
         return output if order is None else in_order(output, order=order, method_name=self.method_name)
 
@@ -157,8 +168,8 @@ def split_balanced(split: Function, *, pads: bool) -> Function:
 
     @functools.wraps(split)
     def hook(chunks: int, *args: Any, **kwargs: Any) -> Any:
-        settings, method_name = active(), _call.method_name
-        if settings is None or method_name is None or not settings.dispatches(method_name):
+        settings, call = active(), _calls.dispatching
+        if settings is None or call is None or not settings.dispatches(call[1]):
             return split(chunks, *args, **kwargs)
         arguments = [*args, *kwargs.values()]
         padding = _num_padding_rows(arguments, chunks=chunks, pads=pads)
@@ -172,7 +183,7 @@ def split_balanced(split: Function, *, pads: bool) -> Function:
         if order is None:
             splitted_args, splitted_kwargs = split(chunks, *args, **kwargs)
         else:
-            _call.order = order
+            _calls.orders[call] = order
             splitted_args, splitted_kwargs = split(
                 chunks,
                 *[select_rows(argument, order.rows) for argument in args],

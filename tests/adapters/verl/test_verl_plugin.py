@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from megatron_balance import BalanceError
 from megatron_balance.adapters.verl import is_installed
@@ -33,7 +33,7 @@ def test_options_are_read():
 
 
 def test_an_error_ends_the_process():
-    with pytest.raises(SystemExit, match="MEGATRON_BALANCE_VERL='model=none-such'.*Qwen3-8B"):
+    with pytest.raises(SystemExit, match=r"MEGATRON_BALANCE_VERL='model=none-such'.*Qwen3-8B"):
         install_from({"MEGATRON_BALANCE_VERL": "model=none-such"})
 
 

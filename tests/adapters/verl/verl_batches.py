@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 from verl.protocol import DataProto
 
-HEAVY_TAIL = (512, 3, 40, 77, 130, 9, 300, 25, 64, 480)
+HEAVY_TAIL = (512, 480, 3, 40, 77, 130, 9, 300, 64, 25)
 
 
 def padded_batch(lengths, *, uids=None, auto_padding=False, **meta):

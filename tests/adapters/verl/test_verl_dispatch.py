@@ -1,0 +1,111 @@
+"""R12, R15: calls through a real RayWorkerGroup of four workers on the CPU, balanced, and back in order."""
+
+import pytest
+
+pytest.importorskip("verl")
+
+import numpy as np
+import ray
+from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils import tensordict_utils
+from verl_batches import HEAVY_TAIL, nested_batch, padded_batch
+from verl_workers import EchoWorker
+
+from megatron_balance import BalanceError
+from megatron_balance.adapters.verl import install
+
+NUM_RANKS = 4
+LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 1, 32), 1, 1500).astype(np.int64)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """A worker group that is made while the adapter is installed, as the trainer's is."""
+    adapter = install(dispatch=True)
+    ray.init(num_cpus=4 * NUM_RANKS, include_dashboard=False, logging_level="warning")
+    pool = RayResourcePool(process_on_nodes=[NUM_RANKS], use_gpu=False, max_colocate_count=1)
+    yield RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=EchoWorker))
+    ray.shutdown()
+    adapter.undo()
+
+
+def loads_of(lengths, ranks):
+    work = np.asarray(lengths) ** 2 + 24576 * np.asarray(lengths)
+    return np.bincount(ranks, weights=work, minlength=NUM_RANKS)
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_ten_rows_over_four_ranks_with_auto_padding(workers, as_keyword):
+    data = padded_batch(HEAVY_TAIL, auto_padding=True)
+    output = workers.echo(data=data) if as_keyword else workers.echo(data)
+    assert output.batch["row"].tolist() == list(range(10))
+    assert output.non_tensor_batch["name"].tolist() == [f"row {row}" for row in range(10)]
+    assert output.batch["attention_mask"].sum(dim=1).tolist() == list(HEAVY_TAIL)
+    # verl's cut gives rows 0 and 1, the longest two, to one rank.
+    stock = loads_of(HEAVY_TAIL, np.arange(10) // 3)
+    assert loads_of(HEAVY_TAIL, output.batch["rank"].numpy()).max() < 0.6 * stock.max()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 62])
+def test_any_number_of_rows_comes_back(workers, num_rows):
+    lengths = np.random.default_rng(num_rows).integers(1, 300, num_rows)
+    output = workers.echo(padded_batch(lengths, auto_padding=True))
+    assert output.batch["row"].tolist() == list(range(num_rows))
+    assert output.batch["attention_mask"].sum(dim=1).tolist() == lengths.tolist()
+
+
+def test_all_arguments_have_one_order(workers):
+    left, right = padded_batch(HEAVY_TAIL, auto_padding=True), padded_batch([5] * 10, auto_padding=True)
+    output = workers.join(left, right=right)
+    assert output.batch["row"].tolist() == output.batch["row_of_right"].tolist() == list(range(10))
+
+
+def test_a_result_for_each_rank_is_left_alone(workers):
+    tokens = workers.count_tokens(padded_batch(LENGTHS))
+    assert len(tokens) == NUM_RANKS
+    assert sum(tokens) == LENGTHS.sum()
+    assert max(tokens) < 1.2 * LENGTHS.sum() / NUM_RANKS
+
+
+def test_rows_that_went_missing_are_named(workers):
+    with pytest.raises(BalanceError, match="halve returned 28 rows for 32"):
+        workers.halve(padded_batch(LENGTHS))
+
+
+def test_tensordicts_come_back_in_order_when_they_arrive(workers):
+    output = workers.echo_tensors(nested_batch(LENGTHS)).get()
+    assert output["row"].tolist() == list(range(32))
+    assert output["input_ids"].offsets().diff().tolist() == LENGTHS.tolist()
+    loads = loads_of(LENGTHS, output["rank"].numpy())
+    assert loads.max() <= 1.01 * loads.mean()
+
+
+def test_a_future_passed_on_is_in_order(workers):
+    """The parts of a future are taken from the rows in order, on the worker that asks for them."""
+    output = workers.echo_again(workers.echo_tensors(nested_batch(LENGTHS))).get()
+    assert output["row"].tolist() == list(range(32))
+
+
+def test_mini_batches_hold_the_rows_they_would_have_held(workers):
+    batch = nested_batch(LENGTHS)
+    tensordict_utils.assign_non_tensor(batch, mini_batch_size=16)
+    output = workers.echo_tensors(batch).get()
+    assert output["row"].tolist() == list(range(32))
+    minibatch = output["place"].numpy() // (16 // NUM_RANKS)
+    # verl's parts are rows 0..7, 8..15, ...: of each, the first four are in the first mini-batch.
+    assert minibatch.tolist() == [row % 8 // 4 for row in range(32)]
+    assert (np.diff(output["rank"].numpy()) != 0).sum() > NUM_RANKS  # and they did move
+
+
+def test_rows_without_a_length_go_as_they_are(workers):
+    data = padded_batch(LENGTHS)
+    data.batch.pop("attention_mask")
+    assert workers.echo(data).batch["rank"].tolist() == [row // 8 for row in range(32)]
+
+
+def test_after_undo_calls_are_verls_own(workers):
+    install(dispatch=True).undo()
+    try:
+        assert workers.echo(padded_batch(LENGTHS)).batch["rank"].tolist() == [row // 8 for row in range(32)]
+    finally:
+        install(dispatch=True)

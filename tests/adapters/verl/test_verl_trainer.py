@@ -1,0 +1,148 @@
+"""R15, R17: the trainers' `_balance_batch`, on the real classes, inside mini-batches and with uids kept whole."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+import numpy as np
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl_batches import padded_batch
+
+from megatron_balance import BalanceError
+from megatron_balance.adapters.verl import install
+
+DP_SIZE = 4
+LENGTHS = np.clip(np.random.default_rng(7).lognormal(5, 1, 64), 1, 2000).astype(np.int64)
+
+
+def work(tokens):
+    return tokens**2 + 24576 * tokens
+
+
+def trainer_of(*, ppo_mini_batch_size, rollout_n=1, **attributes):
+    """What `_balance_batch` asks of a trainer. Eight workers, two to a data-parallel rank."""
+    actor = SimpleNamespace(ppo_mini_batch_size=ppo_mini_batch_size, get=lambda key: ppo_mini_batch_size)
+    role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=rollout_n))
+    mapping = [rank // 2 for rank in range(2 * DP_SIZE)]
+    group = SimpleNamespace(_dispatch_info={}, _query_dispatch_info=lambda role: mapping)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(actor_rollout_ref=role, trainer=SimpleNamespace(critic_warmup=0)),
+        actor_rollout_wg=group,
+        tokenizer=SimpleNamespace(eos_token_id=0),
+        use_critic=False,
+        global_steps=1,
+        **attributes,
+    )
+    trainer._get_dp_size = lambda worker_group, role: RayPPOTrainer._get_dp_size(trainer, worker_group, role)
+    trainer._get_required_batch_multiple = lambda dp_size: PPOTrainer._get_required_batch_multiple(trainer, dp_size)
+    return trainer
+
+
+@pytest.fixture
+def installed():
+    adapter = install()
+    yield
+    adapter.undo()
+
+
+def balance(trainer, *, lengths=LENGTHS, uids=None, **arguments):
+    """Rows in their new order, `[num_rows]`, and the metrics."""
+    batch, metrics = padded_batch(lengths, uids=uids), {}
+    RayPPOTrainer._balance_batch(trainer, batch, metrics, **arguments)
+    rows = batch.batch["row"].numpy()
+    assert sorted(rows.tolist()) == list(range(len(lengths)))
+    return rows, metrics
+
+
+def slices_of(rows, *, minibatch_rows):
+    """`[num_minibatches, dp_size, rows]`, as verl's ranks cut their parts."""
+    return rows.reshape(DP_SIZE, -1, minibatch_rows // DP_SIZE).swapaxes(0, 1)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("keep_minibatch", [True, False])
+def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
+    rows, metrics = balance(trainer_of(ppo_mini_batch_size=4, rollout_n=4), keep_minibatch=keep_minibatch)
+    for index, of_ranks in enumerate(slices_of(rows, minibatch_rows=16)):
+        assert set(of_ranks.reshape(-1)) == set(range(16 * index, 16 * index + 16))
+        costs = work(LENGTHS[of_ranks])
+        # What no partition into equal counts beats: the mean, or the heaviest row with the three lightest.
+        bound = max(costs.sum() / DP_SIZE, costs.max() + np.sort(costs, axis=None)[:3].sum())
+        assert costs.sum(axis=1).max() <= 1.02 * bound
+    assert metrics["global_seqlen/balanced_max"] < metrics["global_seqlen/max"]
+
+
+def test_verls_own_mixes_the_mini_batches_that_it_is_asked_to_keep():
+    """Why the method is hooked: this is stock verl, and it fails what the test above asserts."""
+    rows, _ = balance(trainer_of(ppo_mini_batch_size=16), keep_minibatch=True)
+    first = slices_of(rows, minibatch_rows=16)[0]
+    assert set(first.reshape(-1)) != set(range(16))
+
+
+def test_rows_may_change_their_mini_batch_where_no_one_keeps_them():
+    adapter = install(keep_minibatch=False)
+    try:
+        trainer = trainer_of(ppo_mini_batch_size=16)
+        free, _ = balance(trainer)
+        kept, _ = balance(trainer, keep_minibatch=True)
+    finally:
+        adapter.undo()
+    loads = work(LENGTHS[free.reshape(DP_SIZE, -1)]).sum(axis=1)
+    assert loads.max() <= 1.005 * loads.mean()
+    assert set(slices_of(free, minibatch_rows=16)[0].reshape(-1)) != set(range(16))
+    assert set(slices_of(kept, minibatch_rows=16)[0].reshape(-1)) == set(range(16))
+
+
+@pytest.mark.usefixtures("installed")
+def test_62_rows_over_4_ranks():
+    rows, _ = balance(trainer_of(ppo_mini_batch_size=62), lengths=LENGTHS[:62])
+    loads = [work(LENGTHS[part]).sum() for part in np.split(rows, [16, 32, 47])]
+    assert max(loads) * 4 / sum(loads) < 1.05
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_rows_after_the_last_full_mini_batch_are_kept():
+    rows, _ = balance(trainer_of(ppo_mini_batch_size=24), lengths=LENGTHS[:56])
+    assert len(rows) == 56
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("order", ["in a row", "interleaved"])
+def test_the_prefix_grouper_gets_whole_uids(order):
+    """uids that come again are one group: with 16 uids of 4 rows and 8 uids a mini-batch, 2 a rank in each."""
+    uids = np.repeat(np.arange(16), 4) if order == "in a row" else np.tile(np.arange(16), 4)
+    trainer = trainer_of(ppo_mini_batch_size=8, rollout_n=4, use_prefix_grouper=True)
+    rows, _ = balance(trainer, uids=uids)
+    for index, of_ranks in enumerate(slices_of(rows, minibatch_rows=32)):
+        held = [uids[part].tolist() for part in of_ranks]
+        # Each rank has two uids, whole, each in one run.
+        assert all(part[0] == part[3] != part[4] == part[7] for part in held)
+        assert {uid for part in held for uid in part} == set(range(8 * index, 8 * index + 8))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("uids", "prompts"),
+    [(np.repeat(np.arange(16), 4), 6), (np.minimum(np.arange(64) // 4, 14), 16)],
+    ids=["six uids a mini-batch", "a uid of eight rows"],
+)
+def test_a_uid_that_verl_would_split_is_named(uids, prompts):
+    trainer = trainer_of(ppo_mini_batch_size=prompts, rollout_n=4, use_prefix_grouper=True)
+    with pytest.raises(BalanceError, match="ppo_mini_batch_size"):
+        balance(trainer, uids=uids)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_v1_trainer_orders_its_keys():
+    tags = [{"seq_len": int(length)} for length in LENGTHS]
+    batch, metrics = KVBatchMeta(keys=[str(row) for row in range(64)], tags=tags), {}
+    ordered = PPOTrainer._balance_batch(trainer_of(ppo_mini_batch_size=4, rollout_n=4), batch, metrics)
+    rows = np.array([int(key) for key in ordered.keys])
+    assert [tag["seq_len"] for tag in ordered.tags] == LENGTHS[rows].tolist()
+    for index, of_ranks in enumerate(slices_of(rows, minibatch_rows=16)):
+        assert set(of_ranks.reshape(-1)) == set(range(16 * index, 16 * index + 16))
+    assert metrics["global_seqlen/balanced_max"] < metrics["global_seqlen/max"]
