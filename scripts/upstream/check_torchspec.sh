@@ -9,7 +9,8 @@
 # With Ray's queues for approach A by tokens, which is what that file describes; again with queues of this process for
 # the others, where one test is deselected: test_longest_first_balances_load_across_ranks asserts token sums that no
 # plan by padded length has.
-# About 15 minutes on two busy cores. Ray gives its node 30 s to start; "timed out during startup" means too busy a machine.
+# About 15 minutes on two busy cores. Ray gives its node 30 s to start: "timed out during startup" means that the
+# machine is too busy.
 # TorchSpec's other tests need GPUs, SGLang, vLLM, Mooncake or models to download, or do not touch the controller.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

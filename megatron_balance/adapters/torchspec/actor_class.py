@@ -41,10 +41,11 @@ def torchspec_version() -> str:
         BalanceError: there is none, or it is of another version.
     """
     spec = util.find_spec("torchspec")
-    if spec is None or not spec.submodule_search_locations:
+    # A folder of that name on the path, without a file in it that makes it a package, has no origin.
+    if spec is None or spec.origin is None:
         raise BalanceError("torchspec is not installed: install it from its git repository, PyPI's is a placeholder.")
     # A checkout on PYTHONPATH has no metadata; its version is in a file beside the package.
-    version_file = Path(next(iter(spec.submodule_search_locations))).parent / "version.txt"
+    version_file = Path(spec.origin).parent.parent / "version.txt"
     if version_file.is_file():
         version = version_file.read_text().strip()
     else:

@@ -86,10 +86,11 @@ def test_another_version_is_refused_with_both_versions_named(upstream, tmp_path,
         torchspec.install("A")
 
 
-def test_a_missing_torchspec_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchspec", None)
-    monkeypatch.delitem(sys.modules, "torchspec")
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "double" not in entry])
+@pytest.mark.parametrize("folder", ["empty", "of that name"])
+def test_a_missing_torchspec_is_told(monkeypatch, tmp_path, folder):
+    if folder == "of that name":
+        (tmp_path / "torchspec").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(entry for entry in sys.path if "double" not in entry)])
     with pytest.raises(BalanceError, match="torchspec is not installed"):
         torchspec.install("A")
 
