@@ -80,7 +80,7 @@ def test_another_version_is_refused_with_both_versions_named(upstream, tmp_path,
     (tmp_path / "torchspec" / "__init__.py").touch()
     (tmp_path / "version.txt").write_text("0.2.0\n")
     for name in [name for name in sys.modules if name.startswith("torchspec")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(BalanceError, match=r"torchspec is 0\.2\.0.*0\.1\.0"):
         torchspec.install("A")
