@@ -67,7 +67,7 @@ def test_json_is_a_valid_plan_of_the_lengths_in_file_order(lengths_file: Path, t
     arguments = ["--model", "Qwen3-8B", "--cp-size", "2", "--microbatch-multiple", "2"]
     assert plan(str(lengths_file), *BATCH, *arguments, "--json", str(out)) == 0
     content = json.loads(out.read_text())
-    assert set(content) == {"cost_model", "topology", "steps"}
+    assert set(content) == {"cost_model", "cost_name", "topology", "limits", "steps"}
     topology = Topology(**content["topology"])
     assert (topology.dp_size, topology.cp_size, topology.microbatch_multiple) == (4, 2, 2)
     windows = tuple(map(tuple, content["cost_model"].pop("windows")))
@@ -93,7 +93,7 @@ def test_tokens_are_the_cost_without_a_model(lengths_file: Path, capsys: pytest.
     assert plan(str(lengths_file), *BATCH) == 0
     printed = capsys.readouterr().out
     assert "Cost: tokens." in printed
-    assert table_rows(printed)[3][0] == "tokens, level packing (--balance-data)"
+    assert table_rows(printed)[3][0] == "tokens, level packing (from Python)"
 
 
 def test_model_may_be_a_config_file(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_help_names_groups_and_an_example(capsys: pytest.CaptureFixture[str]) ->
         plan("--help")
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    for part in ["example:", "synthetic:NAME[:N]", "ranks, as in Megatron:", "over bound", "Qwen3-8B"]:
+    for part in ["examples:", "synthetic:NAME[:N]", "ranks, as in Megatron:", "over bound", "Qwen3-8B"]:
         assert part in printed
 
 

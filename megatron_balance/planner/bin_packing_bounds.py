@@ -60,10 +60,8 @@ def _by_pairs(values: NDArray[np.int64], counts: NDArray[np.int64], *, capacity:
 
 def _by_steps(values: NDArray[np.int64], counts: NDArray[np.int64], *, capacity: int) -> int:
     """The bound of Fekete and Schepers."""
-    best = 0
-    for steps in range(1, MAX_STEPS + 1):
-        whole, rest = np.divmod((steps + 1) * values, capacity)
-        # In units of 1/(k*T) of a bin.
-        units = np.where(rest == 0, values * steps, whole * capacity)
-        best = max(best, -(-int((units * counts).sum()) // (steps * capacity)))
-    return best
+    steps = np.arange(1, MAX_STEPS + 1)[:, None]
+    whole, rest = np.divmod((steps + 1) * values, capacity)
+    # In units of 1/(k*T) of a bin.
+    units = np.where(rest == 0, values * steps, whole * capacity)
+    return int((-(-(units @ counts) // (steps[:, 0] * capacity))).max())

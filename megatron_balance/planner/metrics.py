@@ -18,6 +18,7 @@ from megatron_balance.planner.bounds import lower_bound, single_sample_floor
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, sum_segments
 from megatron_balance.planner.locality import Homes
+from megatron_balance.planner.pipeline import pipeline_makespans
 from megatron_balance.planner.problem import build_problem, meeting_ranks, resolve_objective
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.planner.topology import Limits, Topology
@@ -36,6 +37,8 @@ class ScheduleMetrics:
         step_imbalance: costliest rank over the mean rank.
         microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
             over the sum of the means.
+        pipeline_imbalance: longest makespan over that of as many micro-batches that are all alike, so that the bubble
+            that even these have is not counted; step_imbalance where there is one stage.
         padding_fraction: padding over padded tokens.
         peak_tokens: padded tokens of the fullest micro-batch.
         cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
@@ -55,6 +58,7 @@ class ScheduleMetrics:
     single_sample_floor: float
     step_imbalance: float
     microbatch_imbalance: float
+    pipeline_imbalance: float
     padding_fraction: float
     peak_tokens: int
     cap_headroom: float | None
@@ -174,6 +178,7 @@ def _figures(
     predicted, bound = problem.predicted_cost(grid), lower_bound(problem)
     of_groups = grid.reshape(-1, meeting_ranks(topology), num_microbatches)
     mean = int(grid.sum()) / topology.dp_size
+    step_imbalance = int(grid.sum(axis=1).max()) / mean if mean else 1.0
 
     counts = np.bincount(slot_of, minlength=num_slots)
     tokens = np.zeros(num_slots, dtype=np.int64)
@@ -194,8 +199,9 @@ def _figures(
         lower_bound=bound << problem.cost_shift,
         over_bound=predicted / bound if bound else 1.0,
         single_sample_floor=single_sample_floor(problem),
-        step_imbalance=int(grid.sum(axis=1).max()) / mean if mean else 1.0,
+        step_imbalance=step_imbalance,
         microbatch_imbalance=int(of_groups.max(axis=1).sum(axis=1).max()) / mean if mean else 1.0,
+        pipeline_imbalance=step_imbalance if topology.pp_size == 1 else _pipeline_imbalance(grid, topology=topology),
         padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
         peak_tokens=peak,
         cap_headroom=None if cap is None else 1 - peak / cap,
@@ -206,6 +212,15 @@ def _figures(
         moved_off_node_tokens=off_node,
         moved_tokens_unlabelled=None,
     )
+
+
+def _pipeline_imbalance(grid: NDArray[np.int64], *, topology: Topology) -> float:
+    """See ScheduleMetrics. `grid`: `[dp_size, num_microbatches]`."""
+    stages = {"pp_size": topology.pp_size, "vpp_size": topology.vpp_size}
+    even = pipeline_makespans(np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size)), **stages)
+    # Expert-parallel groups meet in every micro-batch, on every stage: the costliest sets the pace.
+    of_groups = grid.reshape(-1, topology.ep_span, grid.shape[1]).max(axis=1)
+    return int(pipeline_makespans(of_groups, **stages).max()) / int(even[0]) if even[0] else 1.0
 
 
 def _slot_of(ranks: Sequence[Sequence[Sequence[int]]], *, num_samples: int, num_microbatches: int) -> NDArray[np.int64]:

@@ -49,6 +49,14 @@ def meeting_ranks(topology: Topology) -> int:
     return topology.dp_size if topology.fully_sharded or span == 1 else span
 
 
+def is_makespan(objective: str, *, topology: Topology) -> bool:
+    """Whether an objective's value is a pipeline's makespan: under `pipeline`, and where expert-parallel groups meet
+    in a pipeline. Any other value is the work of all stages together.
+    """
+    expert_pipeline = topology.ep_span > 1 and topology.pp_size > 1
+    return objective == "pipeline" or (objective == "microbatch" and expert_pipeline)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One global batch to plan.
@@ -93,8 +101,7 @@ class Problem:
     @property
     def in_pipeline(self) -> bool:
         """Whether time is a makespan: under `pipeline`, and where expert-parallel groups meet in a pipeline."""
-        expert_pipeline = self.topology.ep_span > 1 and self.topology.pp_size > 1
-        return self.objective == "pipeline" or (self.objective == "microbatch" and expert_pipeline)
+        return is_makespan(self.objective, topology=self.topology)
 
     def cost_grid(self, slot_of: NDArray[np.int64], *, num_microbatches: int) -> NDArray[np.int64]:
         """Cost of every micro-batch.

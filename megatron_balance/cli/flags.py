@@ -1,0 +1,132 @@
+"""Flags that several commands share: lengths, batch, ranks, cost, planning. Declared once, read once.
+
+Invariant: a flag that was not given is None (or empty), so that a recorded run's own value can stand in for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.lengths import SYNTHETIC_LENGTHS
+from megatron_balance.planner.presets import PRESETS
+from megatron_balance.planner.problem import OBJECTIVES
+from megatron_balance.planner.text_lengths import TOKENS_PER_MESSAGE
+from megatron_balance.planner.topology import Topology
+
+LENGTHS_HELP = f"""\
+lengths:
+  FILE.npy .npz .jsonl .csv .txt .parquet, in the order of training; or synthetic:NAME[:N], drawn with --seed:
+  {", ".join(SYNTHETIC_LENGTHS)}
+  or a data set in text (.jsonl, .parquet) with --tokenizer"""
+
+MODELS_HELP = f"""\
+models:
+  {", ".join(PRESETS)}
+  or the path of a Hugging Face config.json"""
+
+
+def add_lengths_flags(parser: argparse.ArgumentParser) -> None:
+    """Where lengths come from; LENGTHS itself is declared by the command."""
+    group = parser.add_argument_group("lengths")
+    group.add_argument("--key", metavar="NAME", help="array, column or field of the file that holds the lengths")
+    group.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="LENGTHS is a data set in text: count its tokens with this Hugging Face tokenizer.json, or the folder "
+        "that holds it",
+    )
+    group.add_argument(
+        "--text-key",
+        metavar="NAME",
+        help="field of the text, or of a conversation's messages (default: messages, conversations or text)",
+    )
+    group.add_argument(
+        "--tokens-per-message",
+        type=int,
+        default=TOKENS_PER_MESSAGE,
+        metavar="N",
+        help=f"added to each message for its role and marks (default: {TOKENS_PER_MESSAGE}, as in ChatML)",
+    )
+    group.add_argument("--shuffle", action="store_true", help="shuffle the lengths before cutting them into batches")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of --shuffle and of synthetic lengths (default: 0)"
+    )
+
+
+def add_batch_flags(parser: argparse.ArgumentParser, *, required: bool, steps_default: str) -> None:
+    """Size of a global batch and of a micro-batch, and how many steps."""
+    group = parser.add_argument_group("batch")
+    group.add_argument("--global-batch-size", type=int, required=required, metavar="N", help="samples a step")
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=int,
+        required=required,
+        metavar="T",
+        help="tokens a GPU may hold in a micro-batch; longer samples run alone",
+    )
+    group.add_argument("--steps", type=int, metavar="K", help=f"global batches to plan (default: {steps_default})")
+
+
+def add_rank_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The ranks of the run."""
+    group = parser.add_argument_group("ranks, as in Megatron")
+    group.add_argument("--dp-size", type=int, required=required, metavar="D", help="data-parallel ranks")
+    group.add_argument("--cp-size", type=int, metavar="C", help="context-parallel ranks (default: 1)")
+    group.add_argument("--tp-size", type=int, metavar="P", help="tensor-parallel ranks (default: 1)")
+    group.add_argument("--pp-size", type=int, metavar="P", help="pipeline stages (default: 1)")
+    group.add_argument("--ep-size", type=int, metavar="E", help="expert-parallel ranks (default: 1)")
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="activations are split over tensor-parallel ranks"
+    )
+    group.add_argument(
+        "--microbatch-multiple",
+        type=int,
+        metavar="G",
+        help="num_microbatches must be a multiple of it, as under interleaved pipelines (default: 1)",
+    )
+
+
+def add_cost_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What a sample costs."""
+    group = parser.add_argument_group("cost")
+    group.add_argument(
+        "--model", metavar="MODEL", help="preset name, or a Hugging Face config.json; its FLOPs are the cost"
+    )
+    group.add_argument(
+        "--cost",
+        metavar="COST",
+        help="what a sample costs: tokens, flops, or a calibration.json (default: flops with --model, else tokens)",
+    )
+    return group
+
+
+def add_planning_flags(parser: argparse.ArgumentParser, *, objective_default: str) -> argparse._ArgumentGroup:
+    """How plans are made and judged."""
+    group = parser.add_argument_group("planning")
+    group.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        help="when ranks wait for one another: once a step, in every micro-batch (expert parallelism, FSDP), in a "
+        f"pipeline (default: {objective_default})",
+    )
+    group.add_argument("--algorithm", default="auto", metavar="NAME", help="how samples are packed (default: auto)")
+    return group
+
+
+def topology_from_flags(args: argparse.Namespace, *, base: Topology | None = None) -> Topology:
+    """The ranks that flags name, on top of those of a recorded run.
+
+    Raises:
+        BalanceError: a size is not positive, or there are no data-parallel ranks.
+    """
+    names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size", "microbatch_multiple")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.sequence_parallel:
+        given["sequence_parallel"] = True
+    if base is not None:
+        return replace(base, **given)
+    if "dp_size" not in given:
+        raise BalanceError("--dp-size is missing: give the number of data-parallel ranks.")
+    return Topology(given.pop("dp_size"), **given)
