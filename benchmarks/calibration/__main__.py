@@ -57,16 +57,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (default: 16)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    results = {
-        name: _compare(name, flags, rounds=args.rounds, steps=args.steps, out=args.out)
-        for name, flags in MODELS.items()
-    }
     shown = f"scripts/bench_calibration.sh --rounds {args.rounds} --steps {args.steps}"
-    record = {"command": shown, "environment": environment("cpu"), "models": results}
-    (args.out / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = _report(record)
-    (args.out / "calibration.md").write_text(text)
-    print(text)
+    record: dict[str, Any] = {"command": shown, "environment": environment("cpu"), "models": {}}
+    for name, flags in MODELS.items():
+        record["models"][name] = _compare(name, flags, rounds=args.rounds, steps=args.steps, out=args.out)
+        # After each model: a run that is cut short leaves what it has.
+        (args.out / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "calibration.md").write_text(_report(record))
+    print(_report(record))
     return 0
 
 
