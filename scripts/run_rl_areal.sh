@@ -6,7 +6,8 @@
 #   SCRIPT           a training script of AReaL's that makes a PPOTrainer: examples/math/gsm8k_rl.py of its checkout
 #   CONFIG           its yaml: examples/math/gsm8k_grpo.yaml
 #   MODEL            what FLOPs are counted of: a preset's name, or the path of a Hugging Face config.json
-#   AREAL OVERRIDES  anything the configuration takes: actor.path=..., train_dataset.path=..., actor.mb_spec.max_tokens_per_mb=...
+#   AREAL OVERRIDES  anything the configuration takes: actor.path=..., train_dataset.path=...,
+#                    actor.mb_spec.max_tokens_per_mb=...
 #
 # Environment: SINGLE_RANK_LOAD=1 trains with one process a rank (AReaL's local launcher) and lets the first of them roll
 # out for all. Else AReaL's single controller deals trajectories out, and this launcher hooks it. Its workers are hooked

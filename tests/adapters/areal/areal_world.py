@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from importlib.metadata import distributions
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -19,6 +20,9 @@ import pytest
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
+# Its distribution, since this folder itself may be found as a package of its name. And not pytest.importorskip, which
+# skips as well where something that AReaL needs is missing.
+HAS_AREAL = bool(list(distributions(name="areal")))
 WAIT_SECONDS = 180  # longer than AReaL takes to import on a busy machine
 
 

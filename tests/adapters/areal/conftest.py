@@ -1,7 +1,6 @@
 """Worlds of gloo ranks; hooks taken out after every test."""
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from megatron_balance.adapters.areal import hooks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from areal_world import World
+from areal_world import HAS_AREAL, World
 
 HOOKED = (
     "areal.infra.controller.train_controller",
@@ -29,7 +28,7 @@ def world2():
 @pytest.fixture(scope="session")
 def world4():
     # The one that runs AReaL's own code, where it is installed.
-    world = World(4, modules=HOOKED if find_spec("areal") else ("torch",))
+    world = World(4, modules=HOOKED if HAS_AREAL else ("torch",))
     yield world
     world.stop()
 

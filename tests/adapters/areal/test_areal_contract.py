@@ -6,21 +6,20 @@ import inspect
 import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from areal_world import HAS_AREAL
 
 from megatron_balance.adapters import areal
 from megatron_balance.adapters.areal import hooks
 from megatron_balance.adapters.areal.single_rank import IdleDataLoader
 from megatron_balance.errors import BalanceError
 
-# Not importorskip: it skips as well where something that AReaL needs is missing.
-if find_spec("areal") is None:
+if not HAS_AREAL:
     pytest.skip("AReaL is not installed: scripts/adapter_env.sh areal", allow_module_level=True)
 areal_data = import_module("areal.utils.data")
 cli_args = import_module("areal.api.cli_args")

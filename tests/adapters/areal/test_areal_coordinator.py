@@ -1,15 +1,13 @@
 """AReaL's real coordinator and batch splitting over four gloo ranks; bodies in areal_coordinator_cases.py."""
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 from areal_trajectories import digest, make_trajectory, random_lengths
+from areal_world import HAS_AREAL
 
 from megatron_balance.adapters.areal.trajectories import trimmed
 
-# Not importorskip: it skips as well where something that AReaL needs is missing.
-if find_spec("areal") is None:
+if not HAS_AREAL:
     pytest.skip("AReaL is not installed: scripts/adapter_env.sh areal", allow_module_level=True)
 CASES = "areal_coordinator_cases"
 
