@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.flag_conflicts import problems
 from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.model_shape import ModelShape
@@ -104,6 +105,13 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         dest="balance_overlap",
         help="Fetch, plan and move a step's samples when it begins, not while the step before runs.",
     )
+    group.add_argument(
+        "--balance-record",
+        metavar="DIR",
+        default=None,
+        help="Write every step's lengths, plan and measured seconds to this folder, for megatron-balance report and "
+        "compare. A run that begins anew replaces the record there; a resumed one goes on with it.",
+    )
     _check_after_parsing(parser)
     return parser
 
@@ -136,6 +144,7 @@ class BalanceConfig:
         overlap: prepare the next step while this one runs.
         unit: one of UNITS.
         lookahead: global batches to choose from.
+        record: folder of the run's record, or None. Ranks may name it differently.
     """
 
     use_dynamic_batch_size: bool = False
@@ -149,6 +158,7 @@ class BalanceConfig:
     overlap: bool = True
     unit: str = "segment"
     lookahead: int = 1
+    record: str | None = field(default=None, repr=False)
 
     @classmethod
     def from_megatron_args(cls, args: Any) -> BalanceConfig:
@@ -158,9 +168,17 @@ class BalanceConfig:
             args: Megatron's namespace, parsed; it need not be validated yet.
 
         Raises:
-            BalanceError: flags that cannot work together; names the flag, the value and the remedy.
+            BalanceError: flags that cannot work together (flag_conflicts.py); names the flag, the value and the remedy.
         """
-        config = cls(
+        config = cls.unchecked(args)
+        for problem in problems(config, args=args):
+            raise BalanceError(problem)
+        return config
+
+    @classmethod
+    def unchecked(cls, args: Any) -> BalanceConfig:
+        """Read the flags as they are; arguments as for `from_megatron_args`."""
+        return cls(
             use_dynamic_batch_size=args.use_dynamic_batch_size,
             max_tokens_per_gpu=args.max_tokens_per_gpu,
             balance_data=args.balance_data,
@@ -172,40 +190,8 @@ class BalanceConfig:
             overlap=args.balance_overlap,
             unit=args.balance_unit,
             lookahead=args.balance_lookahead,
+            record=args.balance_record,
         )
-        if config.lookahead < 1:
-            raise BalanceError(f"--balance-lookahead is {config.lookahead}: it must be 1 (off) or more global batches.")
-        if config.lookahead > 1 and not config.active:
-            raise BalanceError(
-                f"--balance-lookahead is {config.lookahead} and nothing is balanced: add --balance-data or set 1."
-            )
-        if config.balance_by_flops and not config.use_dynamic_batch_size:
-            raise BalanceError(
-                "--balance-by-flops is set without --use-dynamic-batch-size: add --use-dynamic-batch-size and "
-                "--max-tokens-per-gpu, or drop --balance-by-flops."
-            )
-        for flag, value in (
-            ("--balance-calibration", config.calibration),
-            ("--balance-calibrate-online", config.calibrate_online),
-        ):
-            if value and not config.balance_by_flops:
-                raise BalanceError(f"{flag} is set without --balance-by-flops, which it refines: add that, or drop it.")
-        if config.calibrate_online and getattr(args, "overlap_moe_expert_parallel_comm", False):
-            raise BalanceError(
-                "--balance-calibrate-online is set with --overlap-moe-expert-parallel-comm, under which forward and "
-                "backward passes of micro-batches run together and cannot be told apart: use --balance-calibration."
-            )
-        if config.use_dynamic_batch_size and (config.max_tokens_per_gpu is None or config.max_tokens_per_gpu < 1):
-            raise BalanceError(
-                f"--use-dynamic-batch-size needs --max-tokens-per-gpu above 0, and it is {config.max_tokens_per_gpu}: "
-                "give the most tokens that fit a GPU's memory, --seq-length for a start."
-            )
-        if config.active and not args.calculate_per_token_loss:
-            raise BalanceError(
-                "--calculate-per-token-loss is not set, and balancing changes which samples share a micro-batch: add "
-                "--calculate-per-token-loss, without which loss and gradients would depend on it."
-            )
-        return config
 
     @property
     def active(self) -> bool:
@@ -216,6 +202,28 @@ class BalanceConfig:
     def effective_unit(self) -> str:
         """Look-ahead counts rows of a global batch, so rows stay whole."""
         return "sample" if self.lookahead > 1 else self.unit
+
+    @property
+    def cost_name(self) -> str:
+        """What costs are as the run begins: `tokens`, `flops` or `seconds`."""
+        if not self.balance_by_flops:
+            return "tokens"
+        return "flops" if self.calibration is None else "seconds"
+
+    @property
+    def policy(self) -> str:
+        """The flags that chose the plans, for people."""
+        flags = {
+            "--use-dynamic-batch-size": self.use_dynamic_batch_size,
+            "--balance-data": self.balance_data,
+            "--balance-by-flops": self.balance_by_flops,
+            "--balance-calibration": self.calibration is not None,
+            "--balance-calibrate-online": self.calibrate_online,
+            f"--balance-lookahead {self.lookahead}": self.lookahead > 1,
+            f"--balance-objective {self.objective}": self.objective != "auto",
+            f"--balance-algorithm {self.algorithm}": self.algorithm != "auto",
+        }
+        return " ".join(flag for flag, is_set in flags.items() if is_set)
 
     def limits(self, *, micro_batch_size: int) -> Limits:
         """What a micro-batch may hold."""
@@ -276,17 +284,3 @@ def topology_from_megatron_args(args: Any) -> Topology:
         sequence_parallel=bool(args.sequence_parallel),
         fully_sharded=bool(args.use_megatron_fsdp or args.use_torch_fsdp2),
     )
-
-
-def why_stock(args: Any) -> str | None:
-    """Why a run with balance flags must stay as it is, or None.
-
-    Args:
-        args: Megatron's namespace, parsed.
-    """
-    graphs = getattr(args, "cuda_graph_impl", "none") != "none"
-    if graphs or getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False):
-        return "CUDA graphs replay fixed shapes (--cuda-graph-impl), and balanced micro-batches differ in length"
-    if getattr(args, "hybrid_context_parallel", False):
-        return "--hybrid-context-parallel has a scheduler of its own"
-    return None

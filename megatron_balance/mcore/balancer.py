@@ -41,12 +41,15 @@ class StepBalancer:
         model_group: tensor- and pipeline-parallel ranks of this model replica, or None where it is one rank;
             a group of its own, gloo.
         pool: samples that wait under look-ahead, or None without.
+
+    Attributes:
+        maker: as given.
     """
 
     def __init__(
         self, maker: StepMaker, *, model_group: dist.ProcessGroup | None = None, pool: SamplePool | None = None
     ) -> None:
-        self._maker = maker
+        self.maker = maker
         self._model_group = model_group
         self._pool = pool
         self._last: BalancedStep | None = None
@@ -99,7 +102,7 @@ class StepBalancer:
 
         def work() -> tuple[list[Any], BalancedStep | None]:
             items = ahead.fetch(num_items)
-            return items, self._maker.make(items, num_items=num_items, pool=pool)
+            return items, self.maker.make(items, num_items=num_items, pool=pool)
 
         self._prepared = _Preparation(self._thread.submit(work))
 
@@ -107,7 +110,7 @@ class StepBalancer:
         """Write what the newest step left: samples that wait, what calibration learned. Nothing without either."""
         if self._pool is not None:
             self._pool.save(folder)
-        if self._last is not None and self._last.calibration is not None and self._maker.dp_group.rank() == 0:
+        if self._last is not None and self._last.calibration is not None and self.maker.dp_group.rank() == 0:
             self._last.calibration.write(folder)
 
     def restore(self, folder: Path) -> None:
@@ -115,8 +118,8 @@ class StepBalancer:
         if self._pool is not None:
             self._pool.restore(folder)
             self._num_batches_to_skip = self._pool.num_batches_ahead
-        if self._maker.calibration is not None:
-            self._maker.calibration.state = CalibrationState.read(folder)
+        if self.maker.calibration is not None:
+            self.maker.calibration.state = CalibrationState.read(folder)
 
     def _num_items(self, num_microbatches: int) -> int:
         return num_microbatches * (1 if self._pool is None else self._pool.num_missing_batches)
@@ -136,7 +139,7 @@ class StepBalancer:
         # Under a growing batch size other items come than those prepared, on every rank.
         if prepared is not None and prepared.is_of(items):
             return prepared.result()
-        return self._maker.make(items, num_items=num_items, pool=self._pool)
+        return self.maker.make(items, num_items=num_items, pool=self._pool)
 
     def _broadcast_counts(self, counts: list[int] | None) -> list[int]:
         """`[num_microbatches, tokens of each]` from the first rank of a model replica to its other ranks.

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.mcore.groups import is_first_of_replica
 from megatron_balance.mcore.sample_pool import SamplePool
 
 
@@ -27,14 +28,7 @@ def save_state(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
         args: Megatron's arguments.
         iteration: of the checkpoint.
     """
-    from megatron.core import parallel_state
-
-    places = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-    )
-    if args.save and not any(places):
+    if args.save and is_first_of_replica():
         balancer.save(state_folder(args.save, iteration))
 
 

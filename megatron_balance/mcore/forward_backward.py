@@ -27,15 +27,16 @@ from megatron_balance.mcore.arguments import (
     BalanceConfig,
     cost_model_from_megatron_args,
     topology_from_megatron_args,
-    why_stock,
 )
 from megatron_balance.mcore.balancer import StepBalancer
 from megatron_balance.mcore.checkpoint import restore_state
-from megatron_balance.mcore.cpu import is_cpu_enabled
+from megatron_balance.mcore.flag_conflicts import why_stock
+from megatron_balance.mcore.groups import new_group, own_group, reads_data
+from megatron_balance.mcore.observer import RunObserver
+from megatron_balance.mcore.observer_setup import observer_of_run
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_log import StepLog
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
-from megatron_balance.mcore.step_timing import StepTiming
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.runtime.online_calibration import OnlineCalibration
 
@@ -47,16 +48,18 @@ class BalancedForwardBackward:
 
     Attributes:
         last_step: the data of the newest step, for logs and tests.
-        timing: tells the online calibration what micro-batches take, or None without it.
+        observer: watches the run, or None where nobody does.
     """
 
-    def __init__(self, balancer: StepBalancer, *, args: Any, overlap: bool, timing: StepTiming | None = None) -> None:
+    def __init__(
+        self, balancer: StepBalancer, *, args: Any, overlap: bool, log: StepLog, observer: RunObserver | None
+    ) -> None:
         self.balancer = balancer
-        self.timing = timing
+        self.observer = observer
         self._overlap = overlap
         self.last_step: BalancedStep | None = None
         self._args = args
-        self._log = StepLog(log_interval=args.log_interval, enabled=dist.get_rank() == 0)
+        self._log = log
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
         """Run one step.
@@ -69,7 +72,7 @@ class BalancedForwardBackward:
             return schedule(**arguments)
         iterators = arguments["data_iterator"]
         source = _first_iterator(iterators)
-        if not _reads_data():
+        if not reads_data():
             source = None
         step = self.balancer.balance(source, num_microbatches=arguments["num_microbatches"])
         if not isinstance(step, BalancedStep):
@@ -79,11 +82,12 @@ class BalancedForwardBackward:
             )
             return schedule(**{**arguments, "data_iterator": _hand_out(iterators, lambda: iter(step))})
         self.last_step = step
-        if self.timing is not None:
-            self.timing.begin(step)
+        if step.schedule is not None:
+            self._log.warn_of_oversized(step.schedule)
+        if self.observer is not None:
+            self.observer.begin(step, iteration=self._iteration)
         if self._overlap and self._goes_on():
             self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"])
-        self._log.step(step)
         arguments |= {
             "data_iterator": _hand_out(iterators, lambda: map(dict, step.microbatches or ())),
             "num_microbatches": step.num_microbatches,
@@ -94,13 +98,23 @@ class BalancedForwardBackward:
             with _variable_seq_lengths(arguments["model"]):
                 return schedule(**arguments)
         finally:
-            if self.timing is not None:
-                self.timing.end()
+            if self.observer is not None:
+                self.observer.end()
+
+    def logged(self) -> None:
+        """Megatron has logged a step."""
+        if self.observer is not None:
+            self.observer.logged(self._iteration)
+
+    @property
+    def _iteration(self) -> int:
+        """The step's number in Megatron's log, from 1; `curr_iteration` counts those before it."""
+        return self._args.curr_iteration + 1
 
     def _goes_on(self) -> bool:
         """Whether another step is to come; a data set may hold no more than the steps there are."""
         last = self._args.train_iters
-        return last is None or self._args.curr_iteration + 1 < last
+        return last is None or self._iteration < last
 
     def _with_microbatch_shape(self, forward_step_func: Schedule, microbatch_tokens: list[int]) -> Schedule:
         """Have Megatron's arguments tell each micro-batch's own shape while it runs.
@@ -118,7 +132,7 @@ class BalancedForwardBackward:
             stock = args.seq_length, args.micro_batch_size
             args.seq_length, args.micro_batch_size = microbatch_tokens[slot], 1
             try:
-                with contextlib.nullcontext() if self.timing is None else self.timing.forward(slot):
+                with contextlib.nullcontext() if self.observer is None else self.observer.forward(slot):
                     return forward_step_func(data_iterator, model, *rest, **keywords)
             finally:
                 args.seq_length, args.micro_batch_size = stock
@@ -156,12 +170,6 @@ def _variable_seq_lengths(model: Any) -> Iterator[None]:
             config.variable_seq_lengths = value
 
 
-def _reads_data() -> bool:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_rank() == 0
-
-
 def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     """What balances this run, or None where it stays stock.
 
@@ -175,16 +183,16 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     config = BalanceConfig.from_megatron_args(args)
     if not config.active:
         return None
-    reason = why_stock(args)
+    log = StepLog(enabled=dist.get_rank() == 0)
+    reason = why_stock(config, args=args)
     if reason is not None:
-        log = StepLog(log_interval=args.log_interval, enabled=dist.get_rank() == 0)
         log.warn_once(f"{reason}: training goes on without balancing.")
         return None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     model_group = parallel_state.get_model_parallel_group()
     topology = topology_from_megatron_args(args)
     cost_model = cost_model_from_megatron_args(args, config=config)
-    dp_group = _own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
+    dp_group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
     calibration = None
     if config.calibrate_online:
         calibration = _online_calibration(cost_model, args=args, timeout=timeout)
@@ -206,29 +214,16 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
             dp_group=dp_group,
             calibration=calibration,
         ),
-        model_group=_own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
+        model_group=own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
         pool=pool,
     )
     restore_state(balancer, args=args, lookahead=config.lookahead)
-    timing = None
-    if calibration is not None and _reads_data():
-        timing = StepTiming(calibration, dp_rank=dp_group.rank(), on_gpu=not is_cpu_enabled())
-    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap, timing=timing)
+    observer = observer_of_run(config, args=args, maker=balancer.maker, log=log, timeout=timeout)
+    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap, log=log, observer=observer)
 
 
 def _online_calibration(prior: CostModel, *, args: Any, timeout: timedelta) -> OnlineCalibration:
     """Learns with all ranks that read data: tensor-parallel ranks are innermost in Megatron's order of ranks."""
     tp_size = args.tensor_model_parallel_size
     ranks = range(dist.get_rank() % tp_size, dist.get_world_size(), tp_size)
-    return OnlineCalibration(prior, group=_new_group(list(ranks), timeout=timeout))
-
-
-def _own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
-    """The same ranks once more: a thread may use it while training uses theirs, and no GPU waits for it."""
-    return _new_group(dist.get_process_group_ranks(group), timeout=timeout)
-
-
-def _new_group(ranks: list[int], *, timeout: timedelta) -> dist.ProcessGroup:
-    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=timeout)
-    assert isinstance(own, dist.ProcessGroup), "this rank is in its own group"
-    return own
+    return OnlineCalibration(prior, group=new_group(list(ranks), timeout=timeout))

@@ -59,10 +59,22 @@ def _with_backward_timed(backward_step: Function) -> Function:
     @functools.wraps(backward_step)
     def wrapper(*positional: Any, **keywords: Any) -> Any:
         balanced = current()
-        if balanced is None or balanced.timing is None:
+        if balanced is None or balanced.observer is None:
             return backward_step(*positional, **keywords)
-        with balanced.timing.backward():
+        with balanced.observer.backward():
             return backward_step(*positional, **keywords)
+
+    return wrapper
+
+
+def _with_figures_logged(training_log: Function) -> Function:
+    @functools.wraps(training_log)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        result = training_log(*positional, **keywords)
+        balanced = current()
+        if balanced is not None:
+            balanced.logged()
+        return result
 
     return wrapper
 
@@ -97,8 +109,16 @@ HOOKS = (
         bound_in=("megatron.core.pipeline_parallel.schedules",),
         parameters=(),
         wrap=_with_backward_timed,
-        why="--balance-calibrate-online measures backward passes; every schedule looks the function up; else nothing",
+        why="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
+    ),
+    Hook(
+        target="megatron.training.training:training_log",
+        bound_in=("megatron.training.training",),
+        parameters=(),
+        wrap=_with_figures_logged,
+        why="tells the figures of balancing after Megatron's own, when the device has just been waited for",
+        until="Megatron has callbacks around a step",
     ),
 )
 

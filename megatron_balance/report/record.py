@@ -173,15 +173,16 @@ class PlanWriter:
     """Writes the plans of a run, a chunk of steps a file.
 
     Args:
-        folder: of the record; files of an earlier run are written over as far as this one comes.
+        folder: of the record.
         info: written at once.
+        resume: go on after the files that are there; else they are an earlier run's and are removed.
     """
 
-    def __init__(self, folder: Path, *, info: RunInfo) -> None:
+    def __init__(self, folder: Path, *, info: RunInfo, resume: bool = False) -> None:
         info.write(folder)
         self._folder = folder
         self._steps: list[StepRecord] = []
-        self._num_chunks = 0
+        self._num_chunks = _first_chunk(folder, prefix="plans", resume=resume)
 
     def add(self, step: StepRecord) -> None:
         """Take in one step; every `CHUNK_STEPS` a file is written."""
@@ -210,14 +211,15 @@ class SecondsWriter:
     Args:
         folder: of the record.
         dp_rank: of this rank.
+        resume: as for PlanWriter, of this rank's files.
     """
 
-    def __init__(self, folder: Path, *, dp_rank: int) -> None:
+    def __init__(self, folder: Path, *, dp_rank: int, resume: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._dp_rank = dp_rank
         self._steps: list[tuple[int, NDArray[np.float64]]] = []
-        self._num_chunks = 0
+        self._num_chunks = _first_chunk(folder, prefix=f"seconds_rank{dp_rank:05d}", resume=resume)
 
     def add(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
         """Take in one step: `[num_microbatches]` seconds."""
@@ -238,6 +240,16 @@ class SecondsWriter:
             num_microbatches=np.array([seconds.size for _, seconds in steps]),
             seconds=np.concatenate([seconds for _, seconds in steps]).astype(np.float32),
         )
+
+
+def _first_chunk(folder: Path, *, prefix: str, resume: bool) -> int:
+    """The number of the next file, after those of an earlier run have been taken away or left."""
+    earlier = sorted(folder.glob(f"{prefix}_*.npz"))
+    if resume:
+        return int(earlier[-1].stem.rsplit("_", 1)[1]) + 1 if earlier else 0
+    for path in earlier:
+        path.unlink()
+    return 0
 
 
 def read_record(folder: Path) -> RunRecord:

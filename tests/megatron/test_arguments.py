@@ -9,7 +9,8 @@ import pytest
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore import add_balance_args, hooks
-from megatron_balance.mcore.arguments import BalanceConfig, why_stock
+from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.flag_conflicts import problems, why_stock
 
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
@@ -57,6 +58,7 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
             f"{PER_TOKEN} {PACKED} --balance-calibration c.json",
             "--balance-calibration is set without --balance-by-flops",
         ),
+        (f"{PER_TOKEN} --balance-record r", "--balance-record is r and nothing is balanced"),
         (f"{PER_TOKEN} {PACKED} --balance-calibrate-online", "-online is set without --balance-by-flops"),
         (
             f"{PER_TOKEN} {PACKED} --balance-by-flops --balance-calibrate-online --overlap-moe-expert-parallel-comm",
@@ -86,8 +88,17 @@ def test_unknown_choices(parser: argparse.ArgumentParser, flags: str, capsys: py
 )
 def test_runs_that_stay_stock(parser: argparse.ArgumentParser, flags: str, reason: str) -> None:
     args = parser.parse_args(f"{PER_TOKEN} --balance-data {flags}".split())
-    assert reason in (why_stock(args) or "")
+    assert reason in (why_stock(BalanceConfig.from_megatron_args(args), args=args) or "")
 
 
 def test_an_ordinary_run_is_balanced(parser: argparse.ArgumentParser) -> None:
-    assert why_stock(parser.parse_args(f"{PER_TOKEN} --balance-data".split())) is None
+    args = parser.parse_args(f"{PER_TOKEN} --balance-data".split())
+    assert why_stock(BalanceConfig.from_megatron_args(args), args=args) is None
+
+
+def test_every_problem_is_found_not_only_the_first(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args([])
+    args.balance_by_flops, args.balance_calibrate_online, args.balance_data = True, True, True
+    config = BalanceConfig.unchecked(args)
+    found = problems(config, args=args)
+    assert [problem.split()[0] for problem in found] == ["--balance-by-flops", "--calculate-per-token-loss"]

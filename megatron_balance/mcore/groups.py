@@ -1,0 +1,51 @@
+"""This rank's place in Megatron's parallel layout, and process groups that are the package's own.
+
+A group of our own: a thread may use it while training uses Megatron's, and no GPU waits for it (gloo).
+"""
+
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
+    """The same ranks once more."""
+    return new_group(dist.get_process_group_ranks(group), timeout=timeout)
+
+
+def new_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
+    """A group that its ranks make, this one among them; all of them make their groups in one order.
+
+    Args:
+        ranks: of the world.
+        timeout: of its collectives.
+    """
+    own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, timeout=timeout)
+    assert isinstance(own, dist.ProcessGroup), "this rank is in its own group"
+    return own
+
+
+def reads_data() -> bool:
+    """Whether this rank is the first of its tensor-parallel group."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def is_first_of_replica() -> bool:
+    """Whether this rank is the one rank that stands for its model replica."""
+    from megatron.core import parallel_state
+
+    return not any(
+        (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+        )
+    )
