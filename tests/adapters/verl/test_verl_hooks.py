@@ -1,6 +1,7 @@
 """Installing into the real verl: checked, undone, and after it verl's own functions again."""
 
 import importlib
+import sys
 
 import pytest
 
@@ -19,6 +20,12 @@ def bound():
     """Every object in verl that a hook may replace."""
     owners = [importlib.import_module(name) for name in (hooks.BALANCING, hooks.DECORATOR, hooks.WORKER_GROUP)]
     return {(owner.__name__, name): getattr(owner, name) for owner in owners for name in NAMES if hasattr(owner, name)}
+
+
+def test_the_plugin_is_loaded_and_inert():
+    assert "megatron_balance.adapters.verl.plugin" in sys.modules
+    assert not is_installed()
+    assert not any(settings.is_hook(function) for function in bound().values())
 
 
 def test_install_and_undo():
