@@ -11,6 +11,7 @@ from collections.abc import Callable
 from benchmarks.planner.baselines.equal_size_kk import LINEAR
 from benchmarks.planner.setups import Setup
 from megatron_balance import CostModel, ModelShape
+from megatron_balance.planner.cost import MICROBATCH_TOKENS
 
 
 def slime_approximate(shape: ModelShape) -> CostModel:
@@ -65,5 +66,9 @@ COST_WAYS: dict[str, CostWay] = {
     "24576 L + L² (verl)": lambda shape, setup: verl_fixed(),
     "FLOPs, all on the sample's rank": lambda shape, setup: CostModel.from_shape(shape),
     "FLOPs": lambda shape, setup: CostModel.from_shape(shape, ep_size=setup.topology.ep_size),
+    f"FLOPs and {MICROBATCH_TOKENS} tokens a micro-batch": lambda shape, setup: CostModel.from_shape(
+        shape, ep_size=setup.topology.ep_size, microbatch_tokens=MICROBATCH_TOKENS
+    ),
 }
-"""The last is this package's; the one before does not know that an expert-parallel group shares its experts."""
+"""The last is what this package plans with; the first of FLOPs does not know that an expert-parallel group shares its
+experts, the next holds micro-batches for free."""

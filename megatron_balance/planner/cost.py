@@ -23,6 +23,11 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner.flops import causal_pairs, fwd_flops_by_part
 from megatron_balance.planner.model_shape import ModelShape
 
+MICROBATCH_TOKENS = 128
+"""Tokens that a micro-batch costs besides its own, where nothing was measured: launches, weights read and gradients
+added once more. With FLOPs alone a plan takes more micro-batches than it needs, since they are free. The number hardly
+matters: 32 to 512 lose alike on assumed devices where 0 loses up to 8 % (benchmarks/results/ablation.md)."""
+
 MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a handful of them never leaves int64."""
 
@@ -91,7 +96,9 @@ class CostModel:
         return cls(linear=1)
 
     @classmethod
-    def from_shape(cls, shape: ModelShape, *, ep_size: int = 1, recompute: bool = False) -> CostModel:
+    def from_shape(
+        cls, shape: ModelShape, *, ep_size: int = 1, recompute: bool = False, microbatch_tokens: int = 0
+    ) -> CostModel:
         """The cost is the FLOPs of training on the sample: forward and backward, whole model.
 
         A GEMM runs three times (forward, gradient of its input, of its weights). The attention core runs 3.5
@@ -103,6 +110,7 @@ class CostModel:
             shape: the model.
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
             recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
+            microbatch_tokens: what a micro-batch costs whatever it holds, as tokens; runs take `MICROBATCH_TOKENS`.
         """
         extra = int(recompute)
         linear = quadratic = expert_linear = 0
@@ -120,6 +128,7 @@ class CostModel:
 
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
+            per_microbatch=microbatch_tokens * (linear + expert_linear),
             quadratic=core(quadratic),
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),

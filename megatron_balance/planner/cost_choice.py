@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.presets import PRESETS
 
@@ -62,7 +62,7 @@ def choose_cost_model(
                 "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
                 f"or one of {', '.join(PRESETS)}."
             )
-        return CostModel.from_shape(find_shape(model), ep_size=ep_size)
+        return CostModel.from_shape(find_shape(model), ep_size=ep_size, microbatch_tokens=MICROBATCH_TOKENS)
     if cost.endswith(".json"):
         return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
     raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a calibration.json.")

@@ -171,3 +171,10 @@ def test_every_preset_has_a_cost(name: str, ep_size: int) -> None:
     scaled = model.sample_costs(np.array([1, 512, 65536]))
     assert (np.diff(scaled.costs) > 0).all()
     assert (scaled.expert_costs.sum() > 0) == (ep_size > 1 and model.expert_linear > 0)
+
+
+def test_a_micro_batch_costs_as_many_tokens_as_said() -> None:
+    shape = ModelShape.preset("Qwen3-30B-A3B")
+    alone, shared = (CostModel.from_shape(shape, ep_size=ep_size, microbatch_tokens=128) for ep_size in (1, 8))
+    assert alone.per_microbatch == 128 * alone.linear == shared.per_microbatch
+    assert CostModel.from_shape(shape).per_microbatch == 0
