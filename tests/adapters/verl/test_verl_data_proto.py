@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 
 import numpy as np
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 
 ROOT = Path(__file__).parents[3]
 SAY = "import verl; from megatron_balance.adapters.verl import is_installed; print('installed:', is_installed())"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 
 import torch
 from verl.utils import seqlen_balancing

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 
 import torch
 import torch.distributed as dist
