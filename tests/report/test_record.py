@@ -93,3 +93,24 @@ def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(BalanceError, match="does not say 'megatron_balance record 1'"):
         read_record(tmp_path)
+
+
+def test_a_resumed_run_goes_on_with_the_record_and_a_new_one_replaces_it(tmp_path: Path) -> None:
+    def write_steps(first: int, *, num_steps: int, resume: bool) -> None:
+        plans = PlanWriter(tmp_path, info=INFO, resume=resume)
+        rank = SecondsWriter(tmp_path, dp_rank=0, resume=resume)
+        for step in range(first, first + num_steps):
+            record = StepRecord.of_schedule(plan(step), iteration=step, plan_seconds=float(first))
+            plans.add(record)
+            rank.add(step, seconds=np.full(record.num_microbatches, float(first)))
+        plans.flush()
+        rank.flush()
+
+    write_steps(1, num_steps=5, resume=False)
+    write_steps(4, num_steps=4, resume=True)  # from the checkpoint after step 3
+    steps = read_record(tmp_path).steps
+    assert [step.iteration for step in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step.plan_seconds for step in steps] == [1, 1, 1, 4, 4, 4, 4]
+    assert [step.seconds[0, 0] for step in steps] == [1, 1, 1, 4, 4, 4, 4]
+    write_steps(1, num_steps=2, resume=False)
+    assert [step.iteration for step in read_record(tmp_path).steps] == [1, 2]

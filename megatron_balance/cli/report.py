@@ -1,0 +1,105 @@
+"""Show a run, or a plan, as one HTML page that opens offline, and as a trace for Perfetto.
+
+What a step looked like on every rank before and after, who waited, what was predicted and what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.calibration import Calibration
+from megatron_balance.report.record import RunRecord
+
+_EPILOG = """\
+examples:
+  megatron-balance plan lengths.npy --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --json plan.json
+  megatron-balance report plan.json
+      what balancing would do, before any training
+
+  megatron-balance report record --calibration calibration.json --trace trace.json
+      what it did; record is the folder that --balance-record of the training run names
+
+  megatron-balance report record plan.json --iterations 100:200
+      both: steps of the run beside the steps planned beforehand, in the same order
+
+Open the trace at ui.perfetto.dev or chrome://tracing.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `report`."""
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a record, file of plan --json, or one of each"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+    )
+    output.add_argument("--trace", type=Path, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well")
+    show = parser.add_argument_group("what is shown")
+    show.add_argument("--iterations", metavar="A:B", help="only steps A to B, B left out; either may be missing")
+    show.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="calibration.json whose measurements are shown as well"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page, and the trace if asked to."""
+    from megatron_balance.report.figures import run_figures
+    from megatron_balance.report.page import write_page
+    from megatron_balance.report.trace import write_trace
+
+    record, beforehand = _runs(args.runs)
+    if args.iterations is not None:
+        record, beforehand = _cut(record, beforehand, iterations=args.iterations)
+    calibration = None if args.calibration is None else Calibration.read(args.calibration)
+    figures = run_figures(record, beforehand=beforehand)
+    page = write_page(figures, out=args.out, calibration=calibration)
+    print(f"{page}: {len(record.steps)} steps, {page.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
+    if args.trace is not None:
+        trace = write_trace(figures, out=args.trace)
+        print(f"{trace}: {trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
+    return 0
+
+
+def _runs(paths: list[Path]) -> tuple[RunRecord, RunRecord | None]:
+    """What ran, and what was planned beforehand where both are given."""
+    from megatron_balance.report.plan_file import read_plan, read_run
+
+    records = [path for path in paths if path.is_dir()]
+    plans = [path for path in paths if not path.is_dir()]
+    if len(records) > 1 or len(plans) > 1:
+        raise BalanceError(
+            f"report is given {len(records)} folders and {len(plans)} files: give one record, one plan, or one of each."
+        )
+    record = read_run((records or plans)[0])
+    beforehand = read_plan(plans[0]) if records and plans else None
+    if not record.steps:
+        raise BalanceError(
+            f"{str(paths[0])!r} holds no step yet: a run writes its record every 64 steps and at its end."
+        )
+    if beforehand is not None and beforehand.info.topology.dp_size != record.info.topology.dp_size:
+        raise BalanceError(
+            f"the plan is for --dp-size {beforehand.info.topology.dp_size}, the run had "
+            f"{record.info.topology.dp_size}: plan for as many ranks, or leave one of them out."
+        )
+    return record, beforehand
+
+
+def _cut(record: RunRecord, beforehand: RunRecord | None, *, iterations: str) -> tuple[RunRecord, RunRecord | None]:
+    first, colon, last = iterations.partition(":")
+    if not colon or not all(end.isdecimal() or not end for end in (first, last)):
+        raise BalanceError(f"--iterations is {iterations!r}: it must be A:B, for instance 100:200.")
+    begin, end = int(first or 0), int(last) if last else record.steps[-1].iteration + 1
+    kept = [index for index, step in enumerate(record.steps) if begin <= step.iteration < end]
+    if not kept:
+        raise BalanceError(
+            f"--iterations is {iterations!r}: the run has steps {record.steps[0].iteration} to "
+            f"{record.steps[-1].iteration}."
+        )
+    steps = slice(kept[0], kept[-1] + 1)
+    earlier = None if beforehand is None else RunRecord(beforehand.info, beforehand.steps[steps])
+    return RunRecord(record.info, record.steps[steps]), earlier

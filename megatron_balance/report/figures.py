@@ -1,0 +1,129 @@
+"""What a run comes to, step by step and on the whole: the numbers behind every chart and table of the report.
+
+Invariant: stock and plan are judged by the same cost model in each step, and by the same formula as what was
+measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.metrics import ScheduleMetrics
+from megatron_balance.report.judging import imbalance, rejudged, step_metrics, stock_step
+from megatron_balance.report.record import RunInfo, RunRecord, StepRecord
+from megatron_balance.report.time_scale import TimeScale, in_one_unit, is_measured, time_scale
+from megatron_balance.report.timeline import lay_out
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyFigures:
+    """One policy over all steps.
+
+    Attributes:
+        steps: `[num_steps]` where samples were, or would have been.
+        metrics: `[num_steps]` judged by each step's cost model.
+        imbalance: `[num_steps]` slowest over mean, by the objective.
+        times: `[num_steps]` predicted step times, in the unit of the time scale.
+    """
+
+    steps: tuple[StepRecord, ...]
+    metrics: tuple[ScheduleMetrics, ...]
+    imbalance: NDArray[np.float64]
+    times: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class RunFigures:
+    """A run, with what it is compared to.
+
+    Attributes:
+        record: the run, its costs in one unit.
+        scale: from costs to time.
+        stock: the same samples under Megatron's own sampler.
+        planned: as the run planned them.
+        beforehand: a plan made before the run, judged as the run's own; None without one.
+        measured_imbalance: `[num_steps]`, NaN where a step was not measured.
+        measured_seconds: `[num_steps]` of the busiest rank's micro-batches, likewise.
+    """
+
+    record: RunRecord
+    scale: TimeScale
+    stock: PolicyFigures
+    planned: PolicyFigures
+    beforehand: PolicyFigures | None
+    measured_imbalance: NDArray[np.float64]
+    measured_seconds: NDArray[np.float64]
+
+    @property
+    def info(self) -> RunInfo:
+        """What is the same in all steps."""
+        return self.record.info
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any step was."""
+        return not bool(np.isnan(self.measured_imbalance).all())
+
+    @cached_property
+    def speed_up(self) -> float:
+        """Predicted time under stock over predicted time as planned, of all steps."""
+        planned = float(self.planned.times.sum())
+        return float(self.stock.times.sum()) / planned if planned else 1.0
+
+    @cached_property
+    def shown_imbalance(self) -> NDArray[np.float64]:
+        """`[num_steps]` measured where it was, else planned."""
+        return np.where(np.isnan(self.measured_imbalance), self.planned.imbalance, self.measured_imbalance)
+
+    @cached_property
+    def iterations(self) -> NDArray[np.int64]:
+        """`[num_steps]` Megatron's count of them."""
+        return np.array([step.iteration for step in self.record.steps], dtype=np.int64)
+
+
+def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> RunFigures:
+    """Judge a run.
+
+    Args:
+        record: the run; at least one step.
+        beforehand: a plan of as many data-parallel ranks; step i of it goes beside step i of the run.
+    """
+    record = in_one_unit(record)
+    scale, info = time_scale(record), record.info
+    stock = tuple(stock_step(step, info=info) for step in record.steps)
+    earlier = None
+    if beforehand is not None:
+        earlier = tuple(
+            rejudged(plan, cost_model=step.cost_model, info=info)
+            for plan, step in zip(beforehand.steps, record.steps, strict=False)
+        )
+    measured = [is_measured(step) for step in record.steps]
+    return RunFigures(
+        record=record,
+        scale=scale,
+        stock=_policy(stock, scale=scale),
+        planned=_policy(record.steps, scale=scale),
+        beforehand=None if earlier is None else _policy(earlier, scale=scale),
+        measured_imbalance=np.array(
+            [
+                imbalance(step.seconds, info=info) if known else np.nan
+                for step, known in zip(record.steps, measured, strict=True)
+            ]
+        ),
+        measured_seconds=np.array([float(step.seconds.sum(axis=1).max()) for step in record.steps]),
+    )
+
+
+def _policy(steps: tuple[StepRecord, ...], *, scale: TimeScale) -> PolicyFigures:
+    info = scale.info
+    metrics = tuple(step_metrics(step, info=info) for step in steps)
+    return PolicyFigures(
+        steps=steps,
+        metrics=metrics,
+        imbalance=np.array([imbalance(step.cost_grid, info=info) for step in steps]),
+        times=np.array([lay_out(scale.times(step), info=info).total for step in steps]),
+    )

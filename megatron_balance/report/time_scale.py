@@ -1,0 +1,118 @@
+"""What a predicted cost is on the time axis: seconds where that is known, else the cost's own unit.
+
+    costs are seconds (a calibration)      predicted seconds are shown as they are
+    costs are tokens or FLOPs, measured    scaled by one number, the median over steps of measured / predicted
+    costs are tokens or FLOPs, planned     shown in tokens or FLOPs
+
+A pipeline stage is what is measured, so it is what is shown; a calibration is of the whole model, and is
+scaled there too. Where ranks wait for one another inside a micro-batch, only the costliest says what it took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.calibration import UNITS_PER_SECOND
+from megatron_balance.report.judging import rejudged, waiting_span
+from megatron_balance.report.record import RunInfo, RunRecord, StepRecord
+
+_UNITS = {"tokens": "tokens", "flops": "FLOP"}
+
+
+@dataclass(frozen=True)
+class TimeScale:
+    """From costs to what the time axis shows, on one pipeline stage.
+
+    Attributes:
+        unit: `s`, `tokens` or `FLOP`.
+        per_cost: units per unit of the run's first cost model.
+        per_learned_cost: units per unit of a cost model that was learned in training, which counts attoseconds.
+        fitted: `per_cost` was fitted to what was measured.
+        first_model: as the run began.
+    """
+
+    unit: str
+    per_cost: float
+    per_learned_cost: float
+    fitted: bool
+    info: RunInfo
+
+    def times(self, step: StepRecord) -> NDArray[np.float64]:
+        """`[dp_size, num_microbatches]` predicted times of a step's micro-batches."""
+        return step.cost_grid.astype(np.float64) * self.of_cost(step)
+
+    def of_cost(self, step: StepRecord) -> float:
+        """Units of one count of the step's cost grid."""
+        scale = self.per_learned_cost if is_learned(step, info=self.info) else self.per_cost
+        return float(2**step.cost_shift) * scale
+
+
+def is_learned(step: StepRecord, *, info: RunInfo) -> bool:
+    """Whether calibration in training has changed the cost model before this step."""
+    return step.cost_model != info.cost_model
+
+
+def is_measured(step: StepRecord) -> bool:
+    """Whether every rank's micro-batches were."""
+    return not np.isnan(step.seconds).any()
+
+
+def in_one_unit(record: RunRecord) -> RunRecord:
+    """The record, its costs by the first cost model where nothing measured links that to a learned one."""
+    if any(is_measured(step) for step in record.steps):
+        return record
+    info = record.info
+    return RunRecord(info, tuple(rejudged(step, cost_model=info.cost_model, info=info) for step in record.steps))
+
+
+def time_scale(record: RunRecord) -> TimeScale:
+    """The scale of a record that is `in_one_unit`."""
+    info = record.info
+    stages = info.topology.pp_size
+    in_seconds = info.cost_name == "seconds"
+    exact = 1 / UNITS_PER_SECOND / stages
+    first, learned = (
+        _fitted(
+            [step for step in record.steps if is_measured(step) and is_learned(step, info=info) == wanted], info=info
+        )
+        for wanted in (False, True)
+    )
+    if in_seconds and stages == 1:
+        first = None
+    elif first is None and learned is not None:
+        # Calibration had learned before the first step was measured: its seconds stand for the steps before.
+        step = next(step for step in record.steps if is_learned(step, info=info))
+        before = rejudged(step, cost_model=info.cost_model, info=info)
+        ratio = (float(step.cost_grid.sum()) * 2.0**step.cost_shift) / (
+            float(before.cost_grid.sum()) * 2.0**before.cost_shift
+        )
+        first = learned * ratio
+    shown_in_seconds = in_seconds or first is not None
+    return TimeScale(
+        unit="s" if shown_in_seconds else _UNITS.get(info.cost_name, "cost"),
+        per_cost=first if first is not None else exact if in_seconds else 1 / stages,
+        per_learned_cost=learned if learned is not None and stages > 1 else 1 / UNITS_PER_SECOND,
+        fitted=first is not None,
+        info=info,
+    )
+
+
+def telling(step: StepRecord, *, info: RunInfo) -> NDArray[np.bool_]:
+    """`[dp_size, num_microbatches]` micro-batches whose measured seconds are their own, not waiting for others."""
+    groups = step.cost_grid.reshape(-1, waiting_span(info), step.num_microbatches)
+    own = (groups == groups.max(axis=1, keepdims=True)).reshape(step.cost_grid.shape)
+    return own & (step.seconds > 0)
+
+
+def _fitted(steps: list[StepRecord], *, info: RunInfo) -> float | None:
+    """The median step's measured seconds per unit of cost; None without measurements."""
+    ratios: list[float] = []
+    for step in steps:
+        chosen = telling(step, info=info)
+        costs = float(step.cost_grid[chosen].sum()) * 2.0**step.cost_shift
+        if costs:
+            ratios.append(float(step.seconds[chosen].sum()) / costs)
+    return float(np.median(ratios)) if ratios else None

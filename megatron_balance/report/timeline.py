@@ -1,0 +1,75 @@
+"""When each micro-batch of a step begins and ends, on every rank, and who waits for whom.
+
+    step        a rank's micro-batches follow one another; ranks wait at the end
+    microbatch  a slot begins when every rank that meets there has ended the one before
+    pipeline    as `step`, on one stage. The planner knows makespans, not when a stage is free, so the
+                pipeline's bubble is drawn with the waiting at the end
+
+Invariants: micro-batches of a rank do not overlap and are in slot order; none ends after `total`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.pipeline import pipeline_makespans
+from megatron_balance.planner.problem import is_makespan
+from megatron_balance.report.judging import waiting_span
+from megatron_balance.report.record import RunInfo
+
+_WHOLE = 2**40
+"""Times are counted in this part of the longest row, where integers are asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One step.
+
+    Attributes:
+        starts: `[dp_size, num_microbatches]`, in the unit of the durations.
+        durations: `[dp_size, num_microbatches]`.
+        total: when the step ends; ranks wait until then.
+    """
+
+    starts: NDArray[np.float64]
+    durations: NDArray[np.float64]
+    total: float
+
+    @property
+    def idle_fraction(self) -> float:
+        """Waiting, of all ranks' time."""
+        all_time = self.total * len(self.durations)
+        return 1 - float(self.durations.sum()) / all_time if all_time else 0.0
+
+
+def lay_out(durations: NDArray[np.float64], *, info: RunInfo, with_bubble: bool = True) -> Timeline:
+    """Place a step's micro-batches in time.
+
+    Args:
+        durations: `[dp_size, num_microbatches]` of one pipeline stage.
+        info: when ranks wait for one another.
+        with_bubble: count the pipeline's bubble in; not for measured times, which leave it out.
+    """
+    span = waiting_span(info)
+    num_slots = durations.shape[1]
+    slowest = durations.reshape(-1, span, num_slots).max(axis=1)
+    ends = np.cumsum(slowest, axis=1)
+    starts = np.repeat(ends - slowest, span, axis=0)
+    total = float(ends[:, -1].max())
+    if with_bubble and total and info.topology.pp_size > 1 and is_makespan(info.objective, topology=info.topology):
+        total = max(total, _makespan(durations, info=info))
+    return Timeline(starts, durations, total)
+
+
+def _makespan(durations: NDArray[np.float64], *, info: RunInfo) -> float:
+    topology = info.topology
+    meet = info.objective == "microbatch" or bool(info.cost_model.expert_linear)
+    of_groups = durations.reshape(-1, topology.ep_span if meet else 1, durations.shape[1]).max(axis=1)
+    longest = float(of_groups.sum(axis=1).max())
+    # A micro-batch costs all stages together what it costs one of them, times their number.
+    costs = np.rint(of_groups / longest * _WHOLE).astype(np.int64) * topology.pp_size
+    makespans = pipeline_makespans(costs, pp_size=topology.pp_size, vpp_size=topology.vpp_size)
+    return float(makespans.max()) / _WHOLE * longest

@@ -1,0 +1,190 @@
+"""The timelines of some steps as compact numbers, which the page turns into drawings.
+
+A run of a thousand steps is not shown step by step: those that tell most are, the rest evenly, as many as fit.
+
+Invariant: times are whole parts of the step (`RESOLUTION` of the longest timeline), so that a step of 64 ranks
+takes tens of kilobytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.report.figures import RunFigures
+from megatron_balance.report.judging import samples_of_slots
+from megatron_balance.report.record import StepRecord
+from megatron_balance.report.time_scale import is_measured
+from megatron_balance.report.timeline import Timeline, lay_out
+
+RESOLUTION = 50_000
+"""Parts of the longest timeline of a step that times are counted in."""
+
+MAX_STEPS = 40
+MAX_BYTES = 3_500_000
+MAX_SLICES = 4096
+"""Micro-batches drawn in one timeline; with more, only some of the ranks are."""
+
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True)
+class TimelineData:
+    """What the page draws timelines from.
+
+    Attributes:
+        steps: one mapping a step, in order of iterations.
+        first_shown: index of the one to begin with.
+        text: all of it as JSON.
+        note: which steps and ranks these are, in words.
+    """
+
+    steps: tuple[dict[str, Any], ...]
+    first_shown: int
+    text: str
+    note: str
+
+
+def timeline_data(figures: RunFigures) -> TimelineData:
+    """Timelines of the steps that tell most, as far as they fit."""
+    chosen: dict[int, tuple[str, str]] = {}
+    size = 0
+    for index, label in _by_interest(figures):
+        text = json.dumps(_step(index, label=label, figures=figures), separators=(",", ":"))
+        if chosen and size + len(text) > MAX_BYTES:
+            break
+        size += len(text)
+        chosen[index] = (label, text)
+    order = sorted(chosen)
+    shown = order.index(next(iter(chosen)))
+    text = '{"unit":' + json.dumps(figures.scale.unit) + f',"first":{shown},"steps":['
+    text += ",".join(chosen[index][1] for index in order) + "]}"
+    return TimelineData(
+        steps=tuple(json.loads(chosen[index][1]) for index in order),
+        first_shown=shown,
+        text=text,
+        note=_note(figures, order),
+    )
+
+
+def _note(figures: RunFigures, order: list[int]) -> str:
+    num_steps, dp_size = len(figures.record.steps), figures.info.topology.dp_size
+    note = (
+        ""
+        if len(order) == num_steps
+        else f"{len(order)} of {num_steps:,} steps: the worst, the median, the last, and others evenly. "
+    )
+    drawn = min(len(_drawn_ranks(figures, index)) for index in order)
+    if drawn < dp_size:
+        note += f"At least {drawn} of {dp_size:,} ranks are drawn: the busiest of each timeline, and others evenly. "
+    return note
+
+
+def _by_interest(figures: RunFigures) -> Iterator[tuple[int, str]]:
+    """Indices of steps, each once, with what they are; the one to begin with first."""
+    shown = figures.shown_imbalance
+    order = np.argsort(shown, kind="stable")
+    word = "measured" if figures.is_measured else "planned"
+    # A step that is two of these keeps the first name: the worst stays the worst, be it the last as well.
+    labels: dict[int, str] = {}
+    for index, label in (
+        (int(order[(order.size - 1) // 2]), f"median {word} imbalance"),
+        (int(order[-1]), f"worst {word} imbalance"),
+        (order.size - 1, "last"),
+        (0, "first"),
+    ):
+        labels.setdefault(index, label)
+    evenly = np.linspace(0, order.size - 1, MAX_STEPS - len(labels) + 1).astype(int).tolist()
+    for index in evenly:
+        labels.setdefault(index, "")
+    yield from labels.items()
+
+
+def _timelines(figures: RunFigures, index: int) -> list[tuple[str, str, StepRecord, Timeline]]:
+    """Key, title, samples and times of each timeline of a step, from before to after."""
+    scale, info = figures.scale, figures.info
+    policies = [("stock", "Before: stock sampler, predicted", figures.stock)]
+    if figures.beforehand is not None:
+        policies.append(("beforehand", "Planned beforehand, predicted", figures.beforehand))
+    policies.append(("planned", "After: the plan, predicted", figures.planned))
+    lines = [
+        (key, title, policy.steps[index], lay_out(scale.times(policy.steps[index]), info=info))
+        for key, title, policy in policies
+        if index < len(policy.steps)
+    ]
+    step = figures.record.steps[index]
+    if is_measured(step):
+        lines.append(("measured", "After: measured", step, lay_out(step.seconds, info=info, with_bubble=False)))
+    return lines
+
+
+def _drawn_ranks(figures: RunFigures, index: int) -> NDArray[np.int64]:
+    """Ranks that are drawn: all, or the busiest of each timeline and others evenly."""
+    lines = _timelines(figures, index)
+    dp_size = figures.info.topology.dp_size
+    num_slots = max(step.num_microbatches for _, _, step, _ in lines)
+    num_drawn = min(dp_size, MAX_RANKS, max(MAX_SLICES // num_slots, 8))
+    if num_drawn == dp_size:
+        return np.arange(dp_size)
+    busiest = [int(line.durations.sum(axis=1).argmax()) for _, _, _, line in lines]
+    evenly = np.linspace(0, dp_size - 1, max(num_drawn - len(busiest), 1)).astype(int).tolist()
+    return np.unique(busiest + evenly)
+
+
+def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
+    step = figures.record.steps[index]
+    ranks = _drawn_ranks(figures, index)
+    lines = _timelines(figures, index)
+    tick = max(line.total for _, _, _, line in lines) / RESOLUTION or 1.0
+    batches: list[list[int]] = []
+    panels: list[dict[str, Any]] = []
+    for key, title, placed, line in lines:
+        lengths = placed.lengths.tolist()
+        if lengths not in batches:
+            batches.append(lengths)
+        slots = samples_of_slots(placed)
+        drawn = [
+            slots[rank * placed.num_microbatches + slot]
+            for rank in ranks.tolist()
+            for slot in range(placed.num_microbatches)
+        ]
+        panels.append(
+            {
+                "key": key,
+                "title": title,
+                "slots": placed.num_microbatches,
+                "total": round(line.total / tick),
+                "idle": round(line.idle_fraction, 4),
+                "imbalance": round(_imbalance(figures, index, key=key), 4),
+                "starts": _ticks(line.starts[ranks], tick=tick),
+                "ends": _ticks((line.starts + line.durations)[ranks], tick=tick),
+                "batch": batches.index(lengths),
+                "counts": [len(ids) for ids in drawn],
+                "ids": [sample for ids in drawn for sample in ids],
+            }
+        )
+    return {
+        "iteration": step.iteration,
+        "label": label,
+        "tick": float(f"{tick:.6g}"),
+        "ranks": ranks.tolist(),
+        "batches": batches,
+        "panels": panels,
+    }
+
+
+def _imbalance(figures: RunFigures, index: int, *, key: str) -> float:
+    if key == "measured":
+        return float(figures.measured_imbalance[index])
+    policy = {"stock": figures.stock, "planned": figures.planned, "beforehand": figures.beforehand}[key]
+    assert policy is not None
+    return float(policy.imbalance[index])
+
+
+def _ticks(times: NDArray[np.float64], *, tick: float) -> list[int]:
+    return np.rint(times / tick).astype(np.int64).ravel().tolist()
