@@ -7,31 +7,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
+
 ROOT = Path(__file__).resolve().parent.parent
-
-CPU_FLAGS = (
-    "--transformer-impl local --spec megatron_balance.mcore.attention thd_block_spec --distributed-backend gloo "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
-    "--no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
-)
-"""Megatron's fused kernels and NCCL need a GPU."""
-
-MODEL_FLAGS = (
-    "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-    "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 "
-    "--make-vocab-size-divisible-by 1"
-)
-"""A Llama-like model on bytes."""
-
-TRAINING_FLAGS = (
-    "--micro-batch-size 1 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 1 "
-    "--calculate-per-token-loss --eval-iters 0 --eval-interval 100000 --log-interval 1"
-)
 
 
 @dataclass(frozen=True)
@@ -61,6 +44,8 @@ def train(
     flags: Sequence[str],
     *,
     num_ranks: int,
+    script: Path = ROOT / "scripts" / "record_steps.py",
+    environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 300,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> Recorded:
@@ -70,6 +55,8 @@ def train(
         record: folder for the records.
         flags: added to the common ones.
         num_ranks: processes on this machine.
+        script: what each of them runs; it records as record_steps.py does.
+        environment: variables beside those of this process.
         timeout_seconds: after which the run is killed.
         on_line: called with every line of output as it comes.
 
@@ -77,13 +64,16 @@ def train(
         RunFailed: the run ended with an error or was killed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "megatron_balance.launch", "--cpu", str(ROOT / "scripts" / "record_steps.py"), str(record)]
+    command += ["-m", "megatron_balance.launch", "--cpu", str(script), str(record)]
     command += [*f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
-    # One thread a rank: ranks that share cores would slow each other down, and not evenly.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
     lines: list[str] = []
     with subprocess.Popen(
-        command, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        env=os.environ | ENVIRONMENT | dict(environment or {}),
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as process:
         # torchrun ends its workers when it is told to end; killed outright it would leave them.
         killer = threading.Timer(timeout_seconds, process.terminate)

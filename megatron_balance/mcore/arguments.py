@@ -1,15 +1,10 @@
-"""The flags, and what they mean once: `BalanceConfig`. Megatron's namespace goes no further than this file.
+"""What a run's arguments mean, once: `BalanceConfig`, the cost model, the topology.
 
-    --use-dynamic-batch-size   pack what a rank loaded into micro-batches of at most max_tokens_per_gpu*cp_size tokens
-    --balance-data             move samples between data-parallel ranks, so that each carries the same cost
-    --balance-by-flops         the cost is FLOPs, not tokens, and packing is number partitioning, not first-fit
-
-The three combine; by-flops requires dynamic batching, which is what gives it something to pack.
+Megatron's namespace goes no further than this file and those that set a run up.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,115 +12,11 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.flag_conflicts import problems
+from megatron_balance.mcore.flags import parse_command_line
 from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.topology import Limits, Topology
-
-OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
-UNITS = ("segment", "sample")
-ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
-
-
-def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags, and check them right after parsing. Use as Megatron's `extra_args_provider`.
-
-    Adding them twice adds them once, so that the hook and the provider can both be in use.
-    """
-    if "--balance-data" in parser._option_string_actions:
-        return parser
-    group = parser.add_argument_group(title="balance")
-    group.add_argument(
-        "--use-dynamic-batch-size",
-        action="store_true",
-        help="Pack the samples of a step into as few micro-batches as fit --max-tokens-per-gpu, in place of "
-        "--micro-batch-size samples each.",
-    )
-    group.add_argument(
-        "--max-tokens-per-gpu",
-        type=int,
-        default=None,
-        help="Most tokens of a micro-batch on one GPU; a micro-batch holds this times --context-parallel-size. "
-        "A longer sample runs alone.",
-    )
-    group.add_argument(
-        "--balance-data",
-        action="store_true",
-        help="Move samples between data-parallel ranks within a step, so that every rank carries the same cost.",
-    )
-    group.add_argument(
-        "--balance-by-flops",
-        action="store_true",
-        help="Count FLOPs of this run's model in place of tokens, and pack micro-batches by number partitioning "
-        "in place of first-fit. Requires --use-dynamic-batch-size.",
-    )
-    group.add_argument(
-        "--balance-calibration",
-        metavar="FILE",
-        default=None,
-        help="Count the seconds of a calibration.json (megatron-balance calibrate) in place of FLOPs. Refines "
-        "--balance-by-flops.",
-    )
-    group.add_argument(
-        "--balance-calibrate-online",
-        action="store_true",
-        help="Measure the run's own micro-batches and count the seconds they show, fitted anew after 4, 8, 16, 32 and "
-        "every 64 steps, the same on every rank, kept with the checkpoint. Refines --balance-by-flops.",
-    )
-    group.add_argument(
-        "--balance-objective",
-        choices=OBJECTIVES,
-        default="auto",
-        help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP), or in "
-        "a pipeline. auto reads it from the parallel sizes.",
-    )
-    group.add_argument(
-        "--balance-algorithm",
-        choices=ALGORITHMS,
-        default="auto",
-        help="auto: level packing with --balance-by-flops, else first-fit.",
-    )
-    group.add_argument(
-        "--balance-unit",
-        choices=UNITS,
-        default="segment",
-        help="What moves where a row holds several packed sequences: each by itself, or the row as a whole.",
-    )
-    group.add_argument(
-        "--balance-lookahead",
-        type=int,
-        default=1,
-        metavar="W",
-        help="Choose each step's samples from W global batches, so that steps are alike; a sample waits at most W-1 "
-        "steps. 1 keeps the order of the data. Rows move as a whole.",
-    )
-    group.add_argument(
-        "--no-balance-overlap",
-        action="store_false",
-        dest="balance_overlap",
-        help="Fetch, plan and move a step's samples when it begins, not while the step before runs.",
-    )
-    group.add_argument(
-        "--balance-record",
-        metavar="DIR",
-        default=None,
-        help="Write every step's lengths, plan and measured seconds to this folder, for megatron-balance report and "
-        "compare. A run that begins anew replaces the record there; a resumed one goes on with it.",
-    )
-    _check_after_parsing(parser)
-    return parser
-
-
-def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
-    """Have this parser refuse flags that cannot work together before anything is initialised."""
-    parse_known_args = parser.parse_known_args
-
-    def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
-        parsed, unknown = parse_known_args(args, namespace, **rest)
-        BalanceConfig.from_megatron_args(parsed)
-        return parsed, unknown
-
-    parser.parse_known_args = checked  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -139,10 +30,10 @@ class BalanceConfig:
         balance_by_flops: FLOPs are the cost.
         calibration: path of a calibration.json whose seconds are the cost in place of FLOPs, or None.
         calibrate_online: seconds measured in the run are the cost, once there are some.
-        objective: one of OBJECTIVES.
-        algorithm: one of ALGORITHMS.
+        objective: `auto`, `step`, `microbatch` or `pipeline`.
+        algorithm: `auto`, or a name in the planner's `partition.ALGORITHMS`.
         overlap: prepare the next step while this one runs.
-        unit: one of UNITS.
+        unit: `segment` or `sample`.
         lookahead: global batches to choose from.
         record: folder of the run's record, or None. Ranks may name it differently.
     """
@@ -252,6 +143,7 @@ def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostMo
         ModelShape.from_megatron_args(args),
         ep_size=args.expert_model_parallel_size,
         recompute=args.recompute_granularity == "full",
+        microbatch_tokens=MICROBATCH_TOKENS,
     )
 
 
@@ -259,13 +151,9 @@ def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
     """The model that a training script's flags describe. Flags that are not Megatron's are left aside.
 
     Raises:
-        BalanceError: a flag that the model's FLOPs depend on is missing.
+        BalanceError: a flag that the model's FLOPs depend on is missing, or a flag's value is wrong.
     """
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args, _ = parser.parse_known_args(list(flags))
-    return ModelShape.from_megatron_args(args)
+    return ModelShape.from_megatron_args(parse_command_line(flags).args)
 
 
 def topology_from_megatron_args(args: Any) -> Topology:

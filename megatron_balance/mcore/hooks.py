@@ -13,8 +13,8 @@ import functools
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.arguments import add_balance_args
 from megatron_balance.mcore.checkpoint import save_state
+from megatron_balance.mcore.flags import add_balance_args
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
@@ -134,12 +134,7 @@ def install() -> InstalledHooks:
     """
     global _patches
     if _patches is None:
-        version = _megatron_version()
-        if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
-            raise BalanceError(
-                f"megatron-core is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
-                f"megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.* or train without --balance-*."
-            )
+        version = supported_version()
         _patches = install_hooks(HOOKS, version=f"megatron-core {version}")
     return InstalledHooks()
 
@@ -153,6 +148,21 @@ class InstalledHooks:
         if _patches is not None:
             _patches.undo()
         _patches = _balanced = None
+
+
+def supported_version() -> str:
+    """The version of Megatron Core in this environment.
+
+    Raises:
+        BalanceError: there is none, or it is not one of SUPPORTED_VERSIONS.
+    """
+    version = _megatron_version()
+    if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+        raise BalanceError(
+            f"megatron-core is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
+            f"megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.* or train without --balance-*."
+        )
+    return version
 
 
 def current() -> BalancedForwardBackward | None:

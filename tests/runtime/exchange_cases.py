@@ -16,6 +16,7 @@ from megatron_balance.planner.cost import CostModel
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
 from megatron_balance.runtime.online_calibration import OnlineCalibration
+from megatron_balance.runtime.rank_seconds import gather_rank_seconds
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 DTYPES = (
@@ -318,3 +319,12 @@ def online_calibration(
     if calibration.state.coefficients is None:
         assert calibration.cost_model == calibration.prior
     return dataclasses.asdict(calibration.state)
+
+
+def rank_seconds(*, dp_ranks: list[int], measured: list[list[float]], dp_size: int) -> list[list[float]] | None:
+    """Seconds of every model replica, on the first rank of the group."""
+    group = _group()
+    gathered = gather_rank_seconds(
+        np.array(measured[group.rank()]), dp_rank=dp_ranks[group.rank()], dp_size=dp_size, group=group
+    )
+    return None if gathered is None else gathered.tolist()

@@ -1,0 +1,80 @@
+"""Check this environment: packages, hooks into Megatron, your script's flags, and a run of two ranks.
+
+Prints a line for each check, `ok` or `problem` and its remedy. Exits with 0, or with 1 where there is a problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_balance.mcore.checks import Finding
+
+_EPILOG = """\
+examples:
+  megatron-balance doctor
+  megatron-balance doctor --no-smoke -- --num-layers 32 … --use-dynamic-batch-size --balance-by-flops
+      what follows -- are the flags of your training script; conflicts among them are told
+
+It trains nothing of yours and changes nothing: the run is a tiny model on this machine's CPU, about ten seconds.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `doctor`."""
+    parser.epilog = _EPILOG
+    parser.add_argument("megatron_args", nargs="*", metavar="-- MEGATRON_ARGS", help="your script's flags, after --")
+    parser.add_argument("--no-smoke", action="store_false", dest="smoke", help="leave out the run of two ranks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and print; the result is the exit status."""
+    _quieten_imports()
+    from megatron_balance.mcore import checks
+
+    num_problems = _print("packages", checks.check_packages(), details=args.debug)
+    num_problems += _print("hooks into Megatron", checks.check_hooks(), details=args.debug)
+    if args.megatron_args:
+        num_problems += _print("your flags", checks.check_flags(args.megatron_args), details=args.debug)
+    else:
+        _print_rules()
+    if args.smoke:
+        num_problems += _print("a run of two ranks", checks.check_smoke_run(), details=args.debug)
+    print("\nno problem" if not num_problems else f"\nproblems: {num_problems}")
+    return 1 if num_problems else 0
+
+
+def _print(title: str, findings: Iterable[Finding], *, details: bool) -> int:
+    """Print findings as they come.
+
+    Returns:
+        How many are problems.
+    """
+    num_problems = 0
+    print(f"\n{title}")
+    for finding in findings:
+        num_problems += not finding.ok
+        # One line whatever a library put into its part of it.
+        print(f"  {'ok' if finding.ok else 'problem':8} {' '.join(finding.says.split())}", flush=True)
+        if details and finding.details:
+            print(finding.details, flush=True)
+    return num_problems
+
+
+def _print_rules() -> None:
+    from megatron_balance.mcore.flag_conflicts import REFUSED, STOCK
+
+    print("\nflags (give your script's after -- to have them checked)")
+    for rule in (*REFUSED, *STOCK):
+        print(f"  {'rule':8} {rule.says}")
+
+
+def _quieten_imports() -> None:
+    """What packages say of missing kernels when they are imported is told by the checks themselves."""
+    warnings.simplefilter("ignore")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)

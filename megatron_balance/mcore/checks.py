@@ -1,0 +1,176 @@
+"""What `megatron-balance doctor` looks at: packages, hooks, flags, a small run.
+
+Invariants: nothing of this process is changed but by imports; every finding that is a problem names its remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_balance import __version__
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.arguments import BalanceConfig, cost_model_from_megatron_args
+from megatron_balance.mcore.flag_conflicts import problems, why_stock
+from megatron_balance.mcore.flags import parse_command_line
+from megatron_balance.mcore.smoke import NUM_RANKS, NUM_STEPS, smoke_run
+
+_NOT_INSTALLED = "not installed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        ok: whether it is as it should be.
+        says: what was found and, where it is a problem, the remedy.
+        details: what a person may want to read beside it; empty where there is nothing.
+    """
+
+    ok: bool
+    says: str
+    details: str = ""
+
+
+def check_packages() -> Iterator[Finding]:
+    """Versions of what a run needs, and whether they load."""
+    yield Finding(True, f"megatron-balance {__version__}, Python {platform.python_version()}")
+    try:
+        import torch
+
+        from megatron_balance.runtime.environment import environment
+    except ImportError as error:
+        yield Finding(False, f"torch: {error}. Install it: pip install 'megatron-balance[megatron]'")
+        return
+    has_gpu = torch.cuda.is_available()
+    hardware = environment("cuda" if has_gpu else "cpu")
+    where = hardware["device"] if has_gpu else f"no GPU ({hardware['device']}): training needs one, or launch --cpu"
+    yield Finding(True, f"torch {torch.__version__}, {where}")
+    yield _megatron()
+    versions = hardware["versions"]
+    # The local attention of Megatron refuses packed sequences; Transformer Engine's takes them.
+    without = "GPUs run packed sequences through it: pip install 'transformer-engine[pytorch]'"
+    yield _optional("transformer-engine", "transformer_engine.pytorch", versions, needed=has_gpu, without=without)
+    without = "without it and Transformer Engine add --no-gradient-accumulation-fusion"
+    yield _optional("apex", "apex", versions, needed=False, without=without)
+
+
+def _megatron() -> Finding:
+    from megatron_balance.mcore.hooks import supported_version
+
+    try:
+        version = supported_version()
+        importlib.import_module("megatron.training")
+    except BalanceError as error:
+        return Finding(False, str(error))
+    except ImportError as error:
+        return Finding(
+            False,
+            f"megatron.training does not load: {error}. Its wheel holds it with the extra [training]: pip install "
+            "'megatron-balance[megatron]', or set PYTHONPATH to a Megatron-LM checkout.",
+        )
+    # Behind the + Megatron puts the commit of whatever repository this process was started in.
+    return Finding(True, f"megatron-core {version.partition('+')[0]}, with megatron.training")
+
+
+def _optional(name: str, module: str, versions: dict[str, str], *, needed: bool, without: str) -> Finding:
+    """A package that only some runs need.
+
+    Args:
+        name: of the package.
+        module: that is imported from it where it is needed.
+        versions: of the packages that are installed.
+        needed: whether this machine's runs need it.
+        without: what to do without it.
+    """
+    version = versions.get(name)
+    if version is None:
+        return Finding(not needed, f"{name} is {_NOT_INSTALLED}; {without}")
+    if needed:
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:
+            return Finding(False, f"{name} {version} does not load: {error}. Build it for this torch: {without}")
+    return Finding(True, f"{name} {version}")
+
+
+def check_hooks() -> Iterator[Finding]:
+    """Each hook by itself, put in place and taken out again. The package's own must not be in place."""
+    from megatron_balance.mcore.hooks import HOOKS, supported_version
+    from megatron_balance.patching import install
+
+    try:
+        version = f"megatron-core {supported_version()}"
+    except BalanceError as error:
+        yield Finding(False, f"no hook applies: {error}")
+        return
+    for hook in HOOKS:
+        try:
+            install([hook], version=version).undo()
+        except BalanceError as error:
+            yield Finding(False, str(error))
+        else:
+            yield Finding(True, f"{hook.target}: {hook.why}")
+
+
+def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
+    """Whether the flags of a training script go together, as far as that can be told before Megatron validates them.
+
+    Args:
+        flags: as they follow the script on its command line.
+    """
+    try:
+        command_line = parse_command_line(flags)
+    except BalanceError as error:
+        yield Finding(False, f"Megatron's parser refuses: {error} Its --help tells what it takes.")
+        return
+    except ImportError as error:
+        yield Finding(False, f"flags were not read: {error}. Mend megatron-core first, see above.")
+        return
+    args = command_line.args
+    yield from _unknown(command_line.unknown, known=[name.replace("_", "-") for name in vars(args)])
+    config = BalanceConfig.unchecked(args)
+    if not config.active and not problems(config, args=args):
+        yield Finding(True, "no flag asks for balancing: the run is stock; add --balance-data to balance it")
+        return
+    broken = [Finding(False, problem) for problem in problems(config, args=args)]
+    reason = why_stock(config, args=args)
+    if reason is not None:
+        broken.append(Finding(False, f"the run would stay stock: {reason}. Drop that flag, or the balance flags."))
+    # A checkpoint's own arguments are read when the run begins.
+    if not broken and not args.use_checkpoint_args:
+        args.vocab_size = args.vocab_size or 1  # in a run the tokenizer tells it
+        try:
+            cost_model_from_megatron_args(args, config=config)
+        except BalanceError as error:
+            broken.append(Finding(False, str(error)))
+    yield from broken or [Finding(True, f"{config.policy}: these flags go together")]
+
+
+def _unknown(unknown: Sequence[str], *, known: Sequence[str]) -> Iterator[Finding]:
+    """Flags that nobody here knows: a misspelt one of ours is a problem, others are the script's."""
+    for flag in unknown:
+        if not flag.startswith("--"):
+            continue
+        name = flag.removeprefix("--").split("=")[0]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if near:
+            yield Finding(False, f"{flag} is no flag of Megatron or this package: did you mean --{near[0]}?")
+        elif "balance" in name:
+            yield Finding(False, f"{flag} is no flag of Megatron or this package: see the README's table of flags")
+        else:
+            yield Finding(True, f"{flag} is left to your script: Megatron does not know it")
+
+
+def check_smoke_run() -> Iterator[Finding]:
+    """A run of two ranks on this machine's CPU."""
+    run = smoke_run()
+    if run.problem is None:
+        yield Finding(True, f"{NUM_RANKS} ranks trained {NUM_STEPS} balanced steps on the CPU", run.output)
+    else:
+        remedy = "Mend what is said above first; --debug shows all that it printed"
+        yield Finding(False, f"{NUM_RANKS} ranks on the CPU: {run.problem}. {remedy}.", run.output)

@@ -1,0 +1,152 @@
+"""`megatron-balance doctor`: a line a check, remedies, the exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megatron_balance import BalanceError
+from megatron_balance.cli import main
+from megatron_balance.mcore import checks, hooks, smoke
+
+BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-data --calculate-per-token-loss"
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
+
+
+def doctor(capsys: pytest.CaptureFixture[str], flags: str = "") -> tuple[int, list[str]]:
+    """The exit status and the lines, without the run of two ranks."""
+    status = main(["doctor", "--no-smoke", *(["--", *flags.split()] if flags else [])])
+    return status, [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def problems(lines: list[str]) -> list[str]:
+    return [line.removeprefix("problem").strip() for line in lines if line.startswith("problem  ")]
+
+
+def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.training import training
+
+    before = training.get_forward_backward_func, training.training_log
+    status, lines = doctor(capsys)
+    assert status == 0
+    assert problems(lines) == []
+    assert lines[-1] == "no problem"
+    for hook in hooks.HOOKS:
+        assert any(line.startswith(f"ok       {hook.target}:") for line in lines)
+    assert any(line.startswith("ok       torch ") for line in lines)
+    assert any(line.startswith("ok       megatron-core 0.19") for line in lines)
+    assert "rule     every balance flag needs --calculate-per-token-loss" in lines
+    assert (training.get_forward_backward_func, training.training_log) == before
+
+
+def test_a_hook_that_does_not_apply(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = replace(hooks.HOOKS[1], target="megatron.core.pipeline_parallel.schedules:gone")
+    monkeypatch.setattr(hooks, "HOOKS", (hooks.HOOKS[0], moved, *hooks.HOOKS[2:]))
+    status, lines = doctor(capsys)
+    assert status == 1
+    [problem] = problems(lines)
+    assert "cannot hook megatron.core.pipeline_parallel.schedules:gone" in problem
+    assert "Use a supported version" in problem
+    assert lines[-1] == "problems: 1"
+
+
+def test_an_unsupported_megatron(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_megatron_version", lambda: "0.12.1")
+    status, lines = doctor(capsys)
+    assert status == 1
+    assert len(problems(lines)) == 2  # the package, and so every hook
+    assert all("megatron-core is 0.12.1" in problem for problem in problems(lines))
+
+
+def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    found = list(checks.check_packages())
+    assert any(finding.ok and finding.says.endswith("a GPU") for finding in found)
+    [problem] = [finding.says for finding in found if not finding.ok]
+    assert "transformer-engine is not installed" in problem
+    assert "pip install 'transformer-engine[pytorch]'" in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--balance-by-flops --calculate-per-token-loss", ["--balance-by-flops is set without --use-dynamic"]),
+        (
+            "--use-dynamic-batch-size --max-tokens-per-gpu 0 --balance-calibrate-online",
+            ["--balance-calibrate-online is set", "--use-dynamic-batch-size needs", "--calculate-per-token-loss is"],
+        ),
+        (f"{BALANCED} --cuda-graph-impl local", ["the run would stay stock: CUDA graphs"]),
+        (f"{BALANCED} --balance-by-flop", ["--balance-by-flop is no flag of Megatron or this package: did you mean"]),
+        (f"{BALANCED} --balance-harder", ["--balance-harder is no flag"]),
+        (f"{BALANCED} --balance-objective fastest", ["Megatron's parser refuses: argument --balance-objective"]),
+        (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),
+        (f"{BALANCED} --balance-by-flops --balance-calibration nowhere.json", ["'nowhere.json'"]),
+        (f"{BALANCED} --balance-by-flops", []),
+        ("--lr 1e-3", []),
+    ],
+)
+def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[str]) -> None:
+    status, lines = doctor(capsys, f"pretrain_gpt.py {MODEL} --my-script-s-own 3 {flags}")
+    found = problems(lines)
+    assert status == bool(expected)
+    assert len(found) == len(expected)
+    for problem, words in zip(found, expected, strict=True):
+        assert words in problem
+    if "parser refuses" not in "".join(expected):
+        assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines
+
+
+def test_flags_are_read_while_hooks_are_in_place() -> None:
+    installed = hooks.install()
+    try:
+        [finding] = checks.check_flags(["--balance-data"])
+        assert finding.says.startswith("--calculate-per-token-loss is not set")
+    finally:
+        installed.undo()
+
+
+def test_the_command_runs_two_ranks_and_says_so() -> None:
+    command = [sys.executable, "-m", "megatron_balance", "doctor", "--debug"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok       2 ranks trained 2 balanced steps on the CPU" in done.stdout
+    assert "megatron_balance: iteration 2 | step | max/mean of rank time: planned" in done.stdout  # --debug
+
+
+def test_a_run_that_fails_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke, "_SMOKE_FLAGS", smoke._SMOKE_FLAGS + " --max-tokens-per-gpu 0")
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    [problem] = [line for line in lines if "2 ranks on the CPU" in line]
+    assert "--use-dynamic-batch-size needs --max-tokens-per-gpu above 0, and it is 0" in problem
+    assert "--debug shows all that it printed" in problem
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_run_that_is_not_balanced_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "_SMOKE_FLAGS", smoke._SMOKE_FLAGS.split("--use-dynamic")[0])
+    assert smoke.smoke_run().problem == "it ran, but 0 of 2 steps were balanced"
+
+
+def test_a_run_that_hangs_is_ended() -> None:
+    run = smoke.smoke_run(timeout_seconds=0.5)
+    assert run.problem is not None
+    assert "no end after" in run.problem
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise BalanceError("megatron-core is not installed: pip install 'megatron-balance[megatron]'.")
+
+    monkeypatch.setattr(hooks, "_megatron_version", missing)
+    assert any(not finding.ok and "is not installed: pip" in finding.says for finding in checks.check_packages())
+    [hooks_finding] = checks.check_hooks()
+    assert not hooks_finding.ok
