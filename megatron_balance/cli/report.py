@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     calibration = None if args.calibration is None else Calibration.read(args.calibration)
     figures = run_figures(record, beforehand=beforehand)
     page = write_page(figures, out=args.out, calibration=calibration)
-    print(f"{page}: {len(record.steps)} steps, {page.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
+    print(f"{page}: {len(figures.record.steps)} steps, {page.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
     if args.trace is not None:
         trace = write_trace(figures, out=args.trace)
         print(f"{trace}: {trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
@@ -77,10 +77,6 @@ def _runs(paths: list[Path]) -> tuple[RunRecord, RunRecord | None]:
         )
     record = read_run((records or plans)[0])
     beforehand = read_plan(plans[0]) if records and plans else None
-    if not record.steps:
-        raise BalanceError(
-            f"{str(paths[0])!r} holds no step yet: a run writes its record every 64 steps and at its end."
-        )
     if beforehand is not None and beforehand.info.topology.dp_size != record.info.topology.dp_size:
         raise BalanceError(
             f"the plan is for --dp-size {beforehand.info.topology.dp_size}, the run had "
@@ -93,13 +89,16 @@ def _cut(record: RunRecord, beforehand: RunRecord | None, *, iterations: str) ->
     first, colon, last = iterations.partition(":")
     if not colon or not all(end.isdecimal() or not end for end in (first, last)):
         raise BalanceError(f"--iterations is {iterations!r}: it must be A:B, for instance 100:200.")
-    begin, end = int(first or 0), int(last) if last else record.steps[-1].iteration + 1
-    kept = [index for index, step in enumerate(record.steps) if begin <= step.iteration < end]
-    if not kept:
+    kept = [
+        index
+        for index, step in enumerate(record.steps)
+        if int(first or 0) <= step.iteration and (not last or step.iteration < int(last))
+    ]
+    if not kept and record.steps:
         raise BalanceError(
             f"--iterations is {iterations!r}: the run has steps {record.steps[0].iteration} to "
             f"{record.steps[-1].iteration}."
         )
-    steps = slice(kept[0], kept[-1] + 1)
+    steps = slice(kept[0], kept[-1] + 1) if kept else slice(0)
     earlier = None if beforehand is None else RunRecord(beforehand.info, beforehand.steps[steps])
     return RunRecord(record.info, record.steps[steps]), earlier

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.planner.metrics import ScheduleMetrics
 from megatron_balance.report.judging import imbalance, rejudged, step_metrics, stock_step
 from megatron_balance.report.record import RunInfo, RunRecord, StepRecord
@@ -89,10 +90,21 @@ def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> Ru
     """Judge a run.
 
     Args:
-        record: the run; at least one step.
+        record: the run. Steps without samples are left out.
         beforehand: a plan of as many data-parallel ranks; step i of it goes beside step i of the run.
+
+    Raises:
+        BalanceError: no step holds a sample.
     """
-    record = in_one_unit(record)
+    kept = [index for index, step in enumerate(record.steps) if step.segment_lengths.size]
+    if not kept:
+        raise BalanceError(
+            "the run holds no step with samples: a record is written every 64 steps, and when the run ends."
+        )
+    record = in_one_unit(RunRecord(record.info, tuple(record.steps[index] for index in kept)))
+    if beforehand is not None:
+        steps = tuple(beforehand.steps[index] for index in kept if index < len(beforehand.steps))
+        beforehand = RunRecord(beforehand.info, steps)
     scale, info = time_scale(record), record.info
     stock = tuple(stock_step(step, info=info) for step in record.steps)
     earlier = None

@@ -50,35 +50,17 @@ def read_plan(path: Path) -> RunRecord:
 
 
 def _info(content: Mapping[str, Any]) -> RunInfo:
-    topology = Topology(**content["topology"])
     coefficients = content["cost_model"]
     windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
     cost_model = CostModel(**{**coefficients, "windows": windows})
-    metrics = content["steps"][0]["metrics"]
-    limits = content.get("limits")
-    cost_name = content.get("cost_name") or _cost_name(cost_model)
     return RunInfo(
-        topology=topology,
-        limits=_limits_behind(metrics, topology=topology) if limits is None else Limits(**limits),
+        topology=Topology(**content["topology"]),
+        limits=Limits(**content["limits"]),
         cost_model=cost_model,
-        # A calibration is named by its file.
-        cost_name=cost_name if cost_name in ("tokens", "flops") else "seconds",
-        objective=metrics["objective"],
+        cost_name=content["cost_name"],
+        objective=content["steps"][0]["metrics"]["objective"],
         policy="megatron-balance plan",
     )
-
-
-def _limits_behind(metrics: Mapping[str, Any], *, topology: Topology) -> Limits:
-    """The token cap that a step's headroom was counted from."""
-    cap = metrics["peak_tokens"] / (1 - metrics["cap_headroom"])
-    return Limits(max(round(cap / topology.cp_size), 1))
-
-
-def _cost_name(cost_model: CostModel) -> str:
-    """FLOPs are free of what a micro-batch and a sequence cost besides; a calibration counts it."""
-    if cost_model == CostModel.tokens():
-        return "tokens"
-    return "seconds" if cost_model.per_microbatch or cost_model.per_sequence else "flops"
 
 
 def _step(step: Mapping[str, Any], *, iteration: int, info: RunInfo) -> StepRecord:

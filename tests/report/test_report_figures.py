@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from report_runs import SECONDS_PER_COST, large_record, measured, planned_step, run_info, run_record, unmeasured
 
-from megatron_balance import Limits, Topology
+from megatron_balance import BalanceError, Limits, Topology
 from megatron_balance.planner.calibration import UNITS_PER_SECOND
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.report.figures import run_figures
@@ -156,6 +156,18 @@ def test_of_many_ranks_the_busiest_are_drawn() -> None:
     assert len(step["ranks"]) <= 64
     assert int(figures.record.steps[0].seconds.sum(axis=1).argmax()) in step["ranks"]
     assert int(figures.stock.steps[0].cost_grid.sum(axis=1).argmax()) in step["ranks"]
+
+
+def test_steps_without_samples_are_left_out() -> None:
+    record = run_record(num_steps=3)
+    empty = planned_step(record.info, iteration=2, num_samples=0, seed=0)
+    steps = (record.steps[0], empty, record.steps[2])
+    figures = run_figures(RunRecord(record.info, steps), beforehand=unmeasured(record))
+    assert figures.iterations.tolist() == [1, 3]
+    assert figures.beforehand is not None
+    np.testing.assert_allclose(figures.beforehand.times, figures.planned.times)
+    with pytest.raises(BalanceError, match="no step with samples"):
+        run_figures(RunRecord(record.info, (empty,)))
 
 
 def test_amounts_read_as_people_say_them() -> None:
