@@ -138,7 +138,7 @@ def gather_lengths(
     if (fingerprints != fingerprints[0]).any():
         seen = "; ".join(f"{value:#x} on {_ranks(fingerprints == value)}" for value in _distinct(fingerprints))
         raise BalanceError(
-            f"Ranks were started with different --balance-* flags or versions (fingerprints {seen}): "
+            f"Ranks were started with different balance settings or versions (fingerprints {seen}): "
             "give every rank the same command line and the same installation."
         )
 
