@@ -14,12 +14,31 @@ from types import ModuleType
 from typing import NoReturn
 
 from megatron_balance import __version__
-from megatron_balance.cli import calibrate, plan
+from megatron_balance.cli import calibrate, compare, doctor, plan, report
 from megatron_balance.errors import BalanceError
 
-_COMMANDS: dict[str, ModuleType] = {"plan": plan, "calibrate": calibrate}
+_COMMANDS: dict[str, ModuleType] = {
+    "plan": plan,
+    "compare": compare,
+    "calibrate": calibrate,
+    "report": report,
+    "doctor": doctor,
+}
 
 _USAGE_ERROR = 2
+
+_INTERRUPTED = 130
+"""As shells report a command that Ctrl-C ended."""
+
+
+_EPILOG = """\
+start here:
+  megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --model Qwen3-8B
+  megatron-balance COMMAND --help
+
+completion of commands and flags, with the package argcomplete (pip install 'megatron-balance[completion]'):
+  eval "$(register-python-argcomplete megatron-balance)"
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megatron-balance",
         description="Balances the data-parallel ranks of Megatron-LM when samples have very different lengths.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
@@ -53,6 +74,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks what may follow; argcomplete ends the process then."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
@@ -64,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = build_parser().parse_args(arguments)
+        parser = build_parser()
+        _complete(parser)
+        args = parser.parse_args(arguments)
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -72,6 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (`| head`): nobody is left to tell. What is buffered goes nowhere at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        if "--debug" in arguments:
+            raise
+        return _INTERRUPTED
     except BalanceError as error:
         if "--debug" in arguments:
             raise

@@ -21,7 +21,7 @@ from megatron_balance.planner.lengths import read_lengths, synthetic_lengths
 from megatron_balance.planner.lookahead import LookAhead
 from megatron_balance.planner.text_lengths import count_text_tokens
 from megatron_balance.planner.topology import Topology
-from megatron_balance.report.record import RunRecord
+from megatron_balance.report.record import RunRecord, StepRecord
 
 SYNTHETIC_STEPS = 10
 """Global batches drawn for `synthetic:NAME` when neither N nor --steps is given."""
@@ -130,9 +130,13 @@ def recorded_batches(record: RunRecord, *, dp_size: int) -> list[GlobalBatch]:
             # A run whose homes nobody noted has zeros.
             loaded_by=step.home_ranks if kept and step.home_ranks.any() else None,
         )
-        for step in record.steps
-        if step.segment_lengths.size
+        for step in recorded_steps(record)
     ]
+
+
+def recorded_steps(record: RunRecord) -> list[StepRecord]:
+    """The steps of a run that had samples."""
+    return [step for step in record.steps if step.segment_lengths.size]
 
 
 def look_ahead(
@@ -151,10 +155,14 @@ def look_ahead(
     counts = np.concatenate([_counts(batch) for batch in batches])
     homes = np.concatenate([batch.home_ranks(topology.dp_size) for batch in batches])
     ends = np.cumsum(counts)
-    pool.push(_costs(segments, ends=ends, cost_model=cost_model, topology=topology))
-    pool.drain()
+    costs = _costs(segments, ends=ends, cost_model=cost_model, topology=topology)
+    num_pushed = 0
     chosen: list[GlobalBatch] = []
-    while pool.num_waiting:
+    while len(chosen) < len(batches):
+        # No more than the window: every choice goes through the whole pool.
+        num_pushed = pool.push(costs[num_pushed : num_pushed + pool.num_missing]).stop
+        if num_pushed == len(costs):
+            pool.drain()
         arrivals = pool.pop()
         # As ranks gather them: by the rank that holds them, then by arrival.
         arrivals = arrivals[np.argsort(homes[arrivals], kind="stable")]

@@ -41,21 +41,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `calibrate`."""
     parser.epilog = _EPILOG
     parser.add_argument("megatron_args", nargs="*", metavar="-- MEGATRON_ARGS", help="Megatron's flags, after --")
-    parser.add_argument("--model", metavar="MODEL", help="preset name, or a Hugging Face config.json")
-    parser.add_argument(
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="MODEL", help="preset name, or a Hugging Face config.json")
+    model.add_argument("--recompute", action="store_true", help="as under --recompute-granularity full")
+    model.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument(
         "--max-tokens", type=int, required=True, metavar="T", help="largest micro-batch: your --max-tokens-per-gpu"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="default: calibration.json"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--recompute", action="store_true", help="as under --recompute-granularity full")
-    parser.add_argument(
+    measuring.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    measuring.add_argument(
         "--layers-per-kind", type=int, default=2, metavar="K", help="layers of a kind that run together (default: 2)"
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="R", help="times each shape is measured (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of held-out lengths and of the order")
+    measuring.add_argument(
+        "--repeats", type=int, default=3, metavar="R", help="times each shape is measured (default: 3)"
+    )
+    measuring.add_argument("--seed", type=int, default=0, metavar="S", help="of held-out lengths and of the order")
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="default: calibration.json"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ Invariant: a flag that was not given is None (or empty), so that a recorded run'
 from __future__ import annotations
 
 import argparse
+import textwrap
 from dataclasses import replace
 
 from megatron_balance.errors import BalanceError
@@ -23,7 +24,7 @@ lengths:
 
 MODELS_HELP = f"""\
 models:
-  {", ".join(PRESETS)}
+{textwrap.fill(", ".join(PRESETS), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
   or the path of a Hugging Face config.json"""
 
 

@@ -73,11 +73,14 @@ class PlannedStep:
     """One global batch under one policy.
 
     Attributes:
+        batch: its samples.
         metrics: its figures, judged by the setting's cost model.
         plan_seconds: time to plan it.
         plan: the schedule, or where there is none, as under stock, the ranks themselves.
     """
 
+    batch: GlobalBatch
+    _: KW_ONLY
     metrics: ScheduleMetrics
     plan_seconds: float
     plan: DataSchedule | Ranks
@@ -165,7 +168,8 @@ def _planned(batch: GlobalBatch, policy: Policy, setting: Setting) -> PlannedSte
         move_samples=policy.move_samples,
     )
     plan_seconds = time.perf_counter() - started
-    return PlannedStep(schedule_metrics(schedule, cost_model=setting.cost_model), plan_seconds, schedule)
+    metrics = schedule_metrics(schedule, cost_model=setting.cost_model)
+    return PlannedStep(batch, metrics=metrics, plan_seconds=plan_seconds, plan=schedule)
 
 
 def _stock(batch: GlobalBatch, setting: Setting) -> PlannedStep:
@@ -184,4 +188,4 @@ def _stock(batch: GlobalBatch, setting: Setting) -> PlannedStep:
         objective=setting.objective,
         home_ranks=homes,
     )
-    return PlannedStep(metrics, plan_seconds, ranks)
+    return PlannedStep(batch, metrics=metrics, plan_seconds=plan_seconds, plan=ranks)

@@ -79,7 +79,7 @@ def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] |
         samples_of = [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
     elif algorithm != "level_packing":
         samples_of = assign_ranks(problem, algorithm=algorithm)
-    at_home = 0 if home_ranks is None else _bound_at_home(problem, home_ranks)
+    at_home = 0 if home_ranks is None else _largest_at_home(problem, home_ranks)
     best: Placement | None = None
     for candidate in range(MAX_CANDIDATES):
         if samples_of is None:
@@ -95,7 +95,9 @@ def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] |
         if best is None or found.predicted_cost < best.predicted_cost:
             best = found
         excess = best.predicted_cost - bound
-        if excess <= bound // GOOD_ENOUGH or best.predicted_cost <= at_home:
+        # At home, more micro-batches change nothing but what they cost besides.
+        home_bound = at_home + best.num_microbatches * problem.per_microbatch if at_home else 0
+        if excess <= bound // GOOD_ENOUGH or best.predicted_cost <= home_bound:
             break
         stride = multiple
         if candidate + 1 >= NUM_CANDIDATES:
@@ -124,9 +126,9 @@ def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] |
     return replace(best, lower_bound=bound)
 
 
-def _bound_at_home(problem: Problem, home_ranks: NDArray[np.int64]) -> int:
-    """What no plan beats whose samples stay where they were loaded; 0 where costs are more than sums of ranks."""
-    if problem.sync_span > 1 or problem.in_pipeline or problem.per_microbatch or problem.shared_costs.any():
+def _largest_at_home(problem: Problem, home_ranks: NDArray[np.int64]) -> int:
+    """The costliest rank's samples where they were loaded; 0 where the time is more than sums of ranks."""
+    if problem.sync_span > 1 or problem.in_pipeline or problem.shared_costs.any():
         return 0
     loads = np.zeros(problem.topology.dp_size, dtype=np.int64)
     np.add.at(loads, home_ranks, problem.costs)

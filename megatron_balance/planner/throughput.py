@@ -50,7 +50,7 @@ def rate_of_flops(topology: Topology, *, peak_tflops: float | None, efficiency: 
     if not 0 < efficiency <= 1:
         raise BalanceError(f"--efficiency is {efficiency}: it must be a part of the peak, above 0 and at most 1.")
     if peak_tflops is None:
-        return CostRate(1 / _sharing(topology), is_absolute=False, source="FLOPs, of no stated speed")
+        return CostRate(1 / _sharing(topology), is_absolute=False, source="FLOPs")
     if not 0 < peak_tflops < float("inf"):
         raise BalanceError(f"--peak-tflops is {peak_tflops}: it must be the TFLOPS of one GPU, above 0.")
     return CostRate(
@@ -62,7 +62,7 @@ def rate_of_flops(topology: Topology, *, peak_tflops: float | None, efficiency: 
 
 def rate_of_tokens(topology: Topology) -> CostRate:
     """The cost is tokens."""
-    return CostRate(1 / _sharing(topology), is_absolute=False, source="tokens, of no stated speed")
+    return CostRate(1 / _sharing(topology), is_absolute=False, source="tokens")
 
 
 def rate_of_calibration() -> CostRate:

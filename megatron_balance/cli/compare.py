@@ -1,0 +1,269 @@
+"""Compare every policy on your lengths, before any training or on a run that was recorded.
+
+Each policy plans the same global batches, and one cost model judges them all. Times are predicted from these plans:
+communication, optimiser and data loading are not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.cli.batches import (
+    GlobalBatch,
+    check_counts,
+    cut,
+    is_record,
+    read_flagged_lengths,
+    recorded_batches,
+)
+from megatron_balance.cli.compare_help import EPILOG, MAX_SAMPLES
+from megatron_balance.cli.comparison import Comparison, PolicyFigures, Question, as_it_ran, can_look_ahead
+from megatron_balance.cli.comparison_table import print_policies, print_sweep
+from megatron_balance.cli.cost_source import DEFAULT_EFFICIENCY, CostSource
+from megatron_balance.cli.flags import (
+    add_batch_flags,
+    add_cost_flags,
+    add_lengths_flags,
+    add_planning_flags,
+    add_rank_flags,
+    topology_from_flags,
+)
+from megatron_balance.cli.policies import Setting
+from megatron_balance.cli.progress import Progress, progress_bar
+from megatron_balance.cli.recommendation import Recommendation, recommend
+from megatron_balance.cli.sweep import (
+    SWEPT,
+    Axis,
+    num_points,
+    parse_sweeps,
+    run_sweep,
+)
+from megatron_balance.cli.sweep_chart import write_sweep_chart
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.report.record import RunRecord, read_record
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `compare`."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "lengths", metavar="LENGTHS", help="file of sample lengths, synthetic:NAME[:N], a text data set, or a record"
+    )
+    add_lengths_flags(parser)
+    add_batch_flags(
+        parser,
+        required=False,
+        steps_default=f"all, but at most {MAX_SAMPLES['step']} samples over all points of a sweep, or "
+        f"{MAX_SAMPLES['slots']} where ranks meet in every micro-batch or in a pipeline, or {MAX_SAMPLES['groups']} "
+        "where several expert-parallel groups do",
+    )
+    add_rank_flags(parser, required=False)
+    cost = add_cost_flags(parser)
+    cost.add_argument(
+        "--peak-tflops", type=float, metavar="P", help="dense TFLOPS of one GPU in training precision: gives seconds"
+    )
+    cost.add_argument(
+        "--efficiency",
+        type=float,
+        metavar="E",
+        help=f"part of it that your training reaches (default: {DEFAULT_EFFICIENCY}, an assumption)",
+    )
+    planning = add_planning_flags(parser, objective_default="auto, from the ranks; of a record, the run's")
+    planning.add_argument(
+        "--lookahead", default="2,4", metavar="W,…", help="windows of look-ahead to try; 1 for none (default: 2,4)"
+    )
+    sweep = parser.add_argument_group("sweep")
+    sweep.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V,…",
+        help=f"compare at several sizes, throughput per GPU; twice for a grid. NAME: {', '.join(SWEPT)}",
+    )
+    sweep.add_argument("--chart", type=Path, metavar="OUT.html", help="draw the sweep (needs plotly)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="OUT", help="write all figures to a file")
+    output.add_argument("--save-lengths", type=Path, metavar="OUT.npy", help="write the lengths, to count texts once")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, or sweep; print; write what was asked for."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    axes = parse_sweeps(args.sweep)
+    if args.chart is not None and not axes:
+        raise BalanceError(f"--chart {args.chart} draws a sweep, and there is none: add --sweep dp_size=2,4,8.")
+    record = read_record(Path(args.lengths)) if is_record(args.lengths) else None
+    topology, limits = _ranks_and_cap(args, record=record, axes=axes)
+    question = Question(
+        costs=CostSource.from_flags(args, record=record),
+        objective=args.objective or (None if record is None or axes else record.info.objective),
+        algorithm=args.algorithm,
+        lookaheads=_lookaheads(args.lookahead),
+    )
+    setting = question.setting(topology, limits=limits)  # flags that cannot be used are named before long work
+    most_samples = _most_samples(setting) // num_points(axes)
+    batches = _batches(args, record=record, dp_size=topology.dp_size, most_samples=most_samples)
+    if axes or not can_look_ahead(batches):
+        question = replace(question, lookaheads=())
+    print(_inputs(batches, cost=question.costs.text(topology)))
+
+    content: dict[str, Any] = {
+        "topology": asdict(topology),
+        "limits": asdict(limits),
+        "cost_name": setting.cost_name,
+        "num_steps": len(batches),
+        "num_samples": sum(batch.num_samples for batch in batches),
+        "rate": asdict(question.costs.rate(topology)),
+    }
+    num_policies = len(question.policies(setting))
+    with progress_bar("planning") as progress:
+        after_step = _counter(progress, total=num_points(axes) * num_policies * len(batches))
+        if axes:
+            points = run_sweep(
+                axes, batches, question=question, topology=topology, limits=limits, after_step=after_step
+            )
+        else:
+            points = []
+            comparison = question.compare(batches, topology=topology, limits=limits, after_step=after_step)
+    if axes:
+        is_absolute = question.costs.rate(topology).is_absolute
+        print_sweep(points, axes=axes, is_absolute=is_absolute)
+        content["sweep"] = {"axes": [asdict(axis) for axis in axes], "points": [asdict(point) for point in points]}
+        if args.chart is not None:
+            caption = f"Predicted by imbalance alone, from {question.costs.text(topology)}; global batch unchanged."
+            write_sweep_chart(args.chart, points, axes=axes, is_absolute=is_absolute, caption=caption)
+            print(f"The chart is in {args.chart}.")
+    else:
+        shown, advice = _conclude(comparison, question=question, record=record, topology=topology)
+        content["policies"] = [asdict(figures) for figures in shown]
+        content["measured_imbalance"] = question.costs.measured_imbalance
+        content["recommendation"] = asdict(advice)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    content |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
+    if args.json is not None:
+        _write_json(args.json, content)
+        print(f"All figures are in {args.json}.")
+    where = f" at {num_points(axes)} points" if axes else ""
+    print(
+        f"Compared {num_policies} policies{where} on {content['num_samples']} samples in {seconds:.1f} s "
+        f"({cpu_seconds:.1f} s of CPU)."
+    )
+    return 0
+
+
+def _ranks_and_cap(
+    args: argparse.Namespace, *, record: RunRecord | None, axes: Sequence[Axis]
+) -> tuple[Topology, Limits]:
+    """Those of the flags, else of the record; a swept one starts at its first value."""
+    for axis in axes:
+        if getattr(args, axis.name) is None:
+            setattr(args, axis.name, axis.values[0])
+    if record is None:
+        wanted = ("--global-batch-size", "--dp-size", "--max-tokens-per-gpu")
+        missing = [flag for flag in wanted if getattr(args, flag[2:].replace("-", "_")) is None]
+        if missing:
+            raise BalanceError(f"{', '.join(missing)} missing: compare needs them, but for the folder of a record.")
+        return topology_from_flags(args), Limits(args.max_tokens_per_gpu)
+    if args.global_batch_size is not None:
+        raise BalanceError("--global-batch-size is given with a recorded run, whose steps are what they were: drop it.")
+    cap = args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu
+    if cap is None:
+        raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
+    return topology_from_flags(args, base=record.info.topology), Limits(cap)
+
+
+def _lookaheads(text: str) -> tuple[int, ...]:
+    if not all(window.isdecimal() and int(window) for window in text.split(",")):
+        raise BalanceError(f"--lookahead is {text!r}: it must be integers of at least 1, parted by commas.")
+    return tuple(int(window) for window in text.split(",") if int(window) > 1)
+
+
+def _batches(
+    args: argparse.Namespace, *, record: RunRecord | None, dp_size: int, most_samples: int
+) -> list[GlobalBatch]:
+    """The steps to plan."""
+    check_counts(args.global_batch_size or 1, steps=args.steps)
+    if record is not None:
+        batches = recorded_batches(record, dp_size=dp_size)[: args.steps]
+        if not batches:
+            raise BalanceError(f"{args.lengths!r} holds no step with samples: the run wrote none yet.")
+        return batches
+    lengths = read_flagged_lengths(args, global_batch_size=args.global_batch_size)
+    if args.save_lengths is not None:
+        try:
+            with args.save_lengths.open("wb") as file:
+                np.save(file, lengths)
+        except OSError as error:
+            raise BalanceError(
+                f"--save-lengths is {str(args.save_lengths)!r}: it cannot be written ({error.strerror})."
+            ) from error
+    most = max(most_samples // args.global_batch_size, 1)
+    batches = cut(lengths, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=most)
+    num_steps = lengths.size // args.global_batch_size
+    if args.steps is None and len(batches) < num_steps:
+        print(f"Planned are the first {len(batches)} of {num_steps} steps; --steps {num_steps} for all.")
+    return batches
+
+
+def _most_samples(setting: Setting) -> int:
+    """Samples to plan when nobody says how many steps."""
+    if setting.objective == "step":
+        return MAX_SAMPLES["step"]
+    in_groups = 1 < setting.topology.ep_span < setting.topology.dp_size
+    return MAX_SAMPLES["groups" if in_groups else "slots"]
+
+
+def _counter(progress: Progress, *, total: int) -> Callable[[], None]:
+    done = 0
+
+    def after_step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    return after_step
+
+
+def _inputs(batches: Sequence[GlobalBatch], *, cost: str) -> str:
+    lengths = np.concatenate([batch.segment_lengths for batch in batches])
+    sizes = sorted({batch.num_samples for batch in batches})
+    size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    steps = "step" if len(batches) == 1 else "steps"
+    return (
+        f"{len(batches)} {steps} of {size} samples. Lengths: mean {lengths.mean():.0f}, median "
+        f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: {cost}."
+    )
+
+
+def _conclude(
+    comparison: Comparison, *, question: Question, record: RunRecord | None, topology: Topology
+) -> tuple[list[PolicyFigures], Recommendation]:
+    """Print the table, the flags and the recommendation."""
+    shown = [comparison.figures(result) for result in comparison.results]
+    if record is not None and topology == record.info.topology:
+        shown.insert(1, comparison.figures(as_it_ran(record, batches=comparison.batches, setting=comparison.setting)))
+    print_policies(shown, comparison=comparison)
+    if question.costs.measured_imbalance is not None:
+        print(f"Measured in the run: slowest over mean {question.costs.measured_imbalance:.3f}.")
+    advice = recommend(comparison, question=question, results=comparison.results)
+    how = "measured seconds of micro-batches" if comparison.setting.cost_name == "seconds" else "imbalance alone"
+    print(f"Recommendation, predicted by {how}:")
+    for sentence in advice.sentences:
+        print(f"  {sentence}")
+    return shown, advice
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BalanceError(f"--json is {str(file)!r}: it cannot be written ({error.strerror}).") from error
