@@ -92,7 +92,7 @@ def _facts(figures: RunFigures) -> tuple[str, ...]:
 def _tiles(figures: RunFigures, *, fit: CostFit | None) -> tuple[tuple[str, str, str], ...]:
     stock, planned = figures.stock.imbalance.mean(), figures.planned.imbalance.mean()
     tiles = [
-        ("Predicted speed-up", f"{figures.speed_up:.2f}×", "of a step against the stock sampler, by imbalance alone"),
+        ("Predicted speed-up", f"{figures.speed_up:.2f}×", "of a step, against the stock sampler"),
         ("Imbalance, stock", f"{stock:.3f}", "predicted, slowest / mean"),
         ("Imbalance, planned", f"{planned:.3f}", "predicted, slowest / mean"),
     ]
@@ -157,10 +157,13 @@ def _moved_part(figures: RunFigures) -> Callable[[ScheduleMetrics], float]:
 def _notes(figures: RunFigures) -> tuple[str, ...]:
     per_slot = figures.info.limits.micro_batch_size or 1
     samples = "one sample" if per_slot == 1 else f"{per_slot} samples"
+    counted = "what ranks wait for one another"
+    if figures.info.cost_model.per_microbatch:
+        counted += ", and what every micro-batch costs besides its samples"
     notes = [
         "Stock is Megatron's own sampler on the same samples: every rank runs what it loaded, "
         f"{samples} a micro-batch. Both are judged by the same cost model. The "
-        "predicted speed-up counts what ranks wait for one another, not the padding that packing saves besides."
+        f"predicted speed-up counts {counted}; the padding that packing saves is not in it."
     ]
     if figures.is_measured:
         notes.append("What is measured are micro-batches: a measured step is the busiest rank's sum of them.")
