@@ -1,0 +1,289 @@
+"""What a training run tells of its balancing, and the record it leaves: real `pretrain()` runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from training_run import Recorded, RunFailed, train
+
+from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.mcore.figures import Figures
+from megatron_balance.mcore.recording import RunRecording
+from megatron_balance.mcore.run_metrics import RunMetrics
+from megatron_balance.mcore.step_log import StepLog
+from megatron_balance.mcore.step_maker import BalancedStep
+from megatron_balance.mcore.step_timing import TimedStep
+from megatron_balance.report.record import RunRecord, read_record
+from megatron_balance.runtime.rank_seconds import busiest_over_mean
+
+SCRIPT = Path(__file__).parent / "scalar_run.py"
+FLAGS = (
+    "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --seq-length 512 "
+    "--max-position-embeddings 512 --global-batch-size 16 --ckpt-format torch --use-dynamic-batch-size "
+    "--max-tokens-per-gpu 1024 --balance-data --balance-by-flops"
+)
+NUM_STEPS = 7
+SAVED_AT = 4
+LINE = re.compile(
+    r"megatron_balance: iteration (?P<iteration>\d+) \| (?P<objective>\w+) \| max/mean of rank time: "
+    r"planned (?P<planned>[\d.]+), measured (?P<measured>[\d.]+) \(busiest rank (?P<busiest>[\d.]+) ms\) .*"
+    r"micro-batches (?P<slots>[\d.]+) .*padding .*moved .*plan .*exchange .*exposed (?P<exposed>[\d.]+) ms$",
+    re.MULTILINE,
+)
+PLANNED_NAMES = {
+    "planned_imbalance",
+    "over_bound",
+    "num_microbatches",
+    "padding_fraction",
+    "moved_fraction",
+    "moved_fraction_unlabelled",
+    "plan_seconds",
+    "exchange_seconds",
+    "exposed_seconds",
+}
+NAMES = {*PLANNED_NAMES, "measured_imbalance", "busiest_rank_seconds"}
+
+
+def run(folder: Path, flags: str, *, num_ranks: int = 2) -> Recorded:
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    return train(folder, f"{FLAGS} {flags}".split(), num_ranks=num_ranks, script=SCRIPT, environment=environment)
+
+
+def scalars(folder: Path, *, rank: int) -> dict[str, dict[int, float]]:
+    """What the only writer was told of balancing: name, then iteration, then value."""
+    [path] = folder.iterdir()
+    assert path.name == f"rank{rank}.jsonl"
+    told: dict[str, dict[int, float]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        if row["name"].startswith("balance/"):
+            told.setdefault(row["name"].removeprefix("balance/"), {})[row["step"]] = row["value"]
+    return told
+
+
+def step_imbalance(record: RunRecord, *, iterations: range) -> float:
+    ranks = [step.cost_grid.sum(axis=1) for step in record.steps if step.iteration in iterations]
+    return float(np.mean([of_step.max() / of_step.mean() for of_step in ranks]))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run with everything on: evaluation between steps, look-ahead, checkpoints, a record, both writers."""
+
+    folder: Path
+    recorded: Recorded
+
+    @property
+    def record(self) -> RunRecord:
+        return read_record(self.folder / "record")
+
+    @property
+    def lines(self) -> list[dict[str, str]]:
+        return [match.groupdict() for match in LINE.finditer(self.recorded.output)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    flags = (
+        f"--num-layers 1 --train-iters {NUM_STEPS} --log-interval 3 --eval-interval 2 --eval-iters 1 "
+        f"--balance-lookahead 2 --save {folder / 'checkpoints'} --save-interval {SAVED_AT} "
+        f"--balance-record {folder / 'record'} --tensorboard-dir {folder / 'tensorboard'} "
+        f"--wandb-project p --wandb-exp-name e --wandb-save-dir {folder}"
+    )
+    return Whole(folder, run(folder / "steps", flags))
+
+
+class TestOneRun:
+    def test_a_line_each_log_interval(self, whole: Whole) -> None:
+        assert [line["iteration"] for line in whole.lines] == ["3", "6"]
+        steps = whole.recorded.steps
+        for line, iterations in zip(whole.lines, (range(1, 4), range(4, 7)), strict=True):
+            assert line["objective"] == "step"
+            slots = np.mean([steps[iteration - 1]["num_microbatches"] for iteration in iterations])
+            assert float(line["slots"]) == pytest.approx(slots, rel=1e-3)
+            planned = step_imbalance(whole.record, iterations=iterations)
+            assert float(line["planned"]) == pytest.approx(planned, abs=1e-4)
+
+    def test_what_was_measured_is_what_the_record_holds(self, whole: Whole) -> None:
+        for line, first in zip(whole.lines, (0, 3), strict=True):
+            seconds = np.stack([step.seconds.sum(axis=1) for step in whole.record.steps[first : first + 3]], axis=1)
+            assert float(line["measured"]) == pytest.approx(busiest_over_mean(seconds), abs=2e-4)
+            assert float(line["busiest"]) == pytest.approx(seconds.max(axis=0).mean() * 1e3, abs=0.1)
+
+    def test_the_scalars_are_those_of_the_line(self, whole: Whole) -> None:
+        told = scalars(whole.folder / "tensorboard", rank=1)
+        assert set(told) == {*NAMES, "drift"}
+        for line in whole.lines:
+            iteration = int(line["iteration"])
+            assert told["planned_imbalance"][iteration] == pytest.approx(float(line["planned"]), abs=1e-4)
+            assert told["measured_imbalance"][iteration] == pytest.approx(float(line["measured"]), abs=1e-4)
+            assert told["exposed_seconds"][iteration] * 1e3 == pytest.approx(float(line["exposed"]), abs=0.1)
+        assert {tuple(of_name) for of_name in told.values()} == {(3, 6)}
+
+    def test_wandb_is_told_the_same(self, whole: Whole) -> None:
+        [path] = (whole.folder / "wandb").glob("offline-run-*/*.wandb")
+        content = path.read_bytes()
+        assert all(f"balance/{name}".encode() in content for name in NAMES)
+
+    def test_the_record_is_what_ran(self, whole: Whole) -> None:
+        record = whole.record
+        assert [step.iteration for step in record.steps] == list(range(1, NUM_STEPS + 1))
+        for ours, theirs in zip(record.steps, whole.recorded.steps, strict=True):
+            assert ours.lengths.tolist() == theirs["lengths"]
+            slots = [slot for slots in theirs["ranks"] for slot in slots]
+            assert [np.flatnonzero(ours.slot_of == slot).tolist() for slot in range(len(slots))] == slots
+            assert ours.exposed_seconds == theirs["exposed_seconds"]
+            assert ours.seconds.shape == (2, theirs["num_microbatches"])
+            assert (ours.seconds > 0).all()
+        assert record.info.policy.startswith("--use-dynamic-batch-size --balance-data --balance-by-flops")
+        assert (record.info.cost_name, record.info.objective) == ("flops", "step")
+        assert "megatron-core" in record.info.origin["versions"]
+
+
+def test_a_resumed_run_goes_on_with_the_record(tmp_path: Path, whole: Whole) -> None:
+    record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
+    shutil.copytree(whole.folder / "record", record)
+    shutil.copytree(whole.folder / "checkpoints", checkpoints)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(f"{SAVED_AT}")
+    flags = f"--num-layers 1 --train-iters {NUM_STEPS} --log-interval {NUM_STEPS} --balance-lookahead 2"
+    resumed = run(tmp_path / "steps", f"{flags} --load {checkpoints} --balance-record {record}")
+    assert [match["iteration"] for match in LINE.finditer(resumed.output)] == [str(NUM_STEPS)]
+    steps = read_record(record).steps
+    assert [step.iteration for step in steps] == list(range(1, NUM_STEPS + 1))
+    before = whole.record.steps
+    assert [step.exposed_seconds for step in steps[:SAVED_AT]] == [step.exposed_seconds for step in before[:SAVED_AT]]
+    exposed = [step["exposed_seconds"] for step in resumed.steps]
+    assert [step.exposed_seconds for step in steps[SAVED_AT:]] == exposed
+    assert not any(np.isnan(step.seconds).any() for step in steps)
+
+
+def test_the_last_rank_tells_everything_though_it_reads_no_data(tmp_path: Path) -> None:
+    flags = f"--num-layers 1 --train-iters 2 --log-interval 2 --tensorboard-dir {tmp_path / 'tb'}"
+    record = f"--balance-record {tmp_path / 'record'}"
+    tensor_parallel = run(tmp_path / "steps", f"{flags} --tensor-model-parallel-size 2 {record}", num_ranks=4)
+    assert set(scalars(tmp_path / "tb", rank=3)) == NAMES
+    assert len(LINE.findall(tensor_parallel.output)) == 1
+    assert all((step.seconds > 0).all() for step in read_record(tmp_path / "record").steps)
+
+
+def test_a_virtual_pipeline_knows_its_ranks_but_not_its_micro_batches(tmp_path: Path) -> None:
+    flags = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --train-iters 2"
+    pipeline = run(tmp_path / "steps", f"{flags} --log-interval 1 --balance-record {tmp_path / 'record'}", num_ranks=2)
+    lines = [match.groupdict() for match in LINE.finditer(pipeline.output)]
+    assert [line["measured"] for line in lines] == ["1.0000", "1.0000"]  # one replica
+    assert all(float(line["busiest"]) > 0 for line in lines)
+    steps = read_record(tmp_path / "record").steps
+    assert [step.iteration for step in steps] == [1, 2]
+    assert all(np.isnan(step.seconds).all() for step in steps)
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFailed) as failed:
+        run(tmp_path / "steps", f"--num-layers 1 --train-iters 2 --balance-record {tmp_path / 'file' / 'record'}")
+    told = f"megatron_balance: --balance-record {tmp_path / 'file' / 'record'}: "
+    assert told in str(failed.value)
+    assert "Name a folder that every node can write to." in str(failed.value)
+
+
+SCHEDULE = build_data_schedule(
+    [7, 5, 4, 4, 3, 1],
+    cost_model=CostModel(linear=10, quadratic=1),
+    topology=Topology(2),
+    limits=Limits(8),
+    home_ranks=[0, 0, 0, 1, 1, 1],
+)
+STEP = BalancedStep(SCHEDULE.num_microbatches, [8] * SCHEDULE.num_microbatches, schedule=SCHEDULE, plan_seconds=0.25)
+
+
+class TestFigures:
+    def test_of_a_step(self) -> None:
+        figures = Figures.of_step(STEP, schedule=SCHEDULE)
+        ranks = SCHEDULE.cost_grid.sum(axis=1)
+        assert figures.planned_imbalance == ranks.max() / ranks.mean()
+        assert figures.num_microbatches == SCHEDULE.num_microbatches
+        assert figures.plan_seconds == 0.25
+        moved = sum(
+            length
+            for length, home, rank in zip(SCHEDULE.lengths, [0, 0, 0, 1, 1, 1], SCHEDULE.destinations(), strict=True)
+            if home != rank
+        )
+        assert figures.moved_fraction == moved / 24
+        assert set(figures.known()) == PLANNED_NAMES
+
+    def test_means_leave_out_what_is_not_known(self) -> None:
+        mean = Figures.mean([Figures(over_bound=1.0, drift=0.5), Figures(over_bound=2.0)])
+        assert mean.known() == {"over_bound": 1.5, "drift": 0.5}
+
+
+class Lines(StepLog):
+    """Keeps what it would print."""
+
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.lines: list[tuple[int, Figures]] = []
+
+    def line(self, figures: Figures, *, iteration: int, objective: str) -> None:
+        self.lines.append((iteration, figures))
+
+
+class TestOneRank:
+    @pytest.fixture
+    def log(self) -> Lines:
+        return Lines()
+
+    @pytest.fixture
+    def metrics(self, log: Lines, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunMetrics]:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group: Any = dist.group.WORLD
+        yield RunMetrics(log, log_interval=2, group=group, dp_rank=0, dp_size=1)
+        dist.destroy_process_group()
+
+    def take(self, metrics: RunMetrics, iteration: int, *, seconds: float | None) -> None:
+        metrics.begin(STEP, iteration=iteration)
+        if seconds is not None:
+            metrics.measured(TimedStep(iteration, SCHEDULE, np.array([seconds])))
+        metrics.logged(iteration)
+
+    def test_a_step_that_runs_again_counts_once(self, metrics: RunMetrics, log: Lines) -> None:
+        metrics.begin(STEP, iteration=1)
+        metrics.measured(TimedStep(1, SCHEDULE, np.array([5.0])))
+        self.take(metrics, 1, seconds=1.0)
+        self.take(metrics, 2, seconds=2.0)
+        [(iteration, figures)] = log.lines
+        assert iteration == 2
+        assert figures.busiest_rank_seconds == 1.5
+
+    def test_each_interval_begins_anew_and_an_empty_one_is_silent(self, metrics: RunMetrics, log: Lines) -> None:
+        for iteration, seconds in enumerate((1.0, 2.0, 3.0, None), start=1):
+            self.take(metrics, iteration, seconds=seconds)
+        metrics.logged(6)
+        assert [iteration for iteration, _ in log.lines] == [2, 4]
+        assert log.lines[1][1].busiest_rank_seconds == 3.0
+
+    def test_what_was_not_measured_is_unknown(self, metrics: RunMetrics, log: Lines) -> None:
+        self.take(metrics, 2, seconds=None)
+        [(_, figures)] = log.lines
+        assert set(figures.known()) == PLANNED_NAMES
+
+
+def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "record"
+    recording = RunRecording(folder, info=None, dp_rank=0, resume=False)
+    recording.measured(TimedStep(1, SCHEDULE, np.ones(SCHEDULE.num_microbatches)))
+    shutil.rmtree(folder)
+    recording.flush()
+    recording.measured(TimedStep(2, SCHEDULE, np.ones(SCHEDULE.num_microbatches)))
+    recording.flush()
+    [line] = capsys.readouterr().out.splitlines()
+    assert f"--balance-record {folder}: " in line
+    assert line.endswith("Training goes on, unrecorded.")
