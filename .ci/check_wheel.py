@@ -10,6 +10,7 @@ with zipfile.ZipFile(sys.argv[1]) as archive:
 strangers = [name for name in names if name.split("/")[0].split("-")[0] != "megatron_balance"]
 assert not strangers, f"the wheel holds more than the package: {strangers}"
 assert "megatron_balance/py.typed" in names, "the wheel lacks py.typed"
+assert "megatron_balance/report/assets/page.js" in names, "the wheel lacks the page's assets"
 assert any(name.endswith("licenses/LICENSE") for name in names), "the wheel lacks the licence"
 
 missing = [name for name in megatron_balance.__all__ if not hasattr(megatron_balance, name)]

@@ -2,7 +2,8 @@
 
 Trains a small model with Megatron's own loop on two data-parallel ranks, on the functions and classes of
 Python's standard library: stock, with --balance-data, and with --balance-data --balance-by-flops. Prints one
-table, writes build/quickstart/result.json, and fails where balancing changes a loss.
+table, writes build/quickstart/result.json, draws the last run's record as build/quickstart/report.html, and fails
+where balancing changes a loss.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from training_run import ROOT, Recorded, largest_difference, train
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.mcore.sft_dataset import SftDataset, builtin_samples
 from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
+from megatron_balance.report.page import write_report
 
 OUT = ROOT / "build" / "quickstart"
 NUM_RANKS = 2
@@ -56,7 +58,7 @@ PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
 POLICIES = {
     "stock": "",
     "balance_data": f"{PACKED} --balance-data",
-    "balance_by_flops": f"{PACKED} --balance-data --balance-by-flops",
+    "balance_by_flops": f"{PACKED} --balance-data --balance-by-flops --balance-record {OUT / 'record'}",
 }
 
 
@@ -72,6 +74,8 @@ def main() -> int:
     (OUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     _print_table(result["policies"], console=console)
     console.print(f"Written to {(OUT / 'result.json').relative_to(ROOT)}")
+    page = write_report(OUT / "record", out=OUT / "report.html")
+    console.print(f"Steps rank by rank, before and after: open {page.relative_to(ROOT)} in a browser")
     worst = max(differences.values())
     if worst > MAX_LOSS_DIFFERENCE:
         console.print(f"[red]A loss differs from stock by {worst:.1e} relatively: more than {MAX_LOSS_DIFFERENCE:.0e}.")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quickstart import FLAGS, NUM_RANKS, POLICIES, SEQ_LENGTH, WARM_UP_STEPS
+from quickstart import FLAGS, NUM_RANKS, PACKED, SEQ_LENGTH, WARM_UP_STEPS
 from training_run import ROOT, Recorded, train
 
 from megatron_balance import Topology
@@ -32,6 +32,7 @@ NARROW = ["--hidden-size", "64", "--kv-channels", "16", "--ffn-hidden-size", "19
 """Half the quickstart's width: a model whose FLOPs do not tell its seconds on a CPU."""
 
 MODELS = {"quickstart": FLAGS, "quickstart at half the width": [*FLAGS, *NARROW]}
+BY_FLOPS = [*PACKED.split(), "--balance-data", "--balance-by-flops"]
 STEPS_OF_ONLINE_WARM_UP = 8
 """By then online calibration was fitted twice."""
 
@@ -76,14 +77,14 @@ def _compare(name: str, flags: list[str], *, rounds: int, steps: int, out: Path)
     ways = {
         "FLOPs": _Way(()),
         "calibration": _Way(("--balance-calibration", str(path))),
-        "online": _Way(("--balance-calibrate-online",), first_step=STEPS_OF_ONLINE_WARM_UP),
+        "online": _Way(("--balance-calibrate-online",), first_step=BY_FLOPS = [*PACKED.split(), "--balance-data", "--balance-by-flops"]
+STEPS_OF_ONLINE_WARM_UP),
     }
     seconds: dict[str, list[list[float]]] = {way: [] for way in ways}
     foretold: dict[str, list[list[float]]] = {way: [] for way in ways}
     for index in range(rounds):
         for way_name, way in ways.items():
-            by_flops = POLICIES["balance_by_flops"].split()
-            run_flags = [*flags, "--train-iters", str(steps), *by_flops, *way.flags]
+            run_flags = [*flags, "--train-iters", str(steps), *BY_FLOPS, *way.flags]
             run = train(ROOT / "build" / "bench" / "runs" / way_name, run_flags, num_ranks=NUM_RANKS)
             seconds[way_name].append(_busiest(run))
             foretold[way_name].append(_foretold(run, calibration=calibration))
