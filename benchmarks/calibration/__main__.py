@@ -77,8 +77,7 @@ def _compare(name: str, flags: list[str], *, rounds: int, steps: int, out: Path)
     ways = {
         "FLOPs": _Way(()),
         "calibration": _Way(("--balance-calibration", str(path))),
-        "online": _Way(("--balance-calibrate-online",), first_step=BY_FLOPS = [*PACKED.split(), "--balance-data", "--balance-by-flops"]
-STEPS_OF_ONLINE_WARM_UP),
+        "online": _Way(("--balance-calibrate-online",), first_step=STEPS_OF_ONLINE_WARM_UP),
     }
     seconds: dict[str, list[list[float]]] = {way: [] for way in ways}
     foretold: dict[str, list[list[float]]] = {way: [] for way in ways}
