@@ -1,0 +1,66 @@
+"""How long `megatron-balance compare` takes on 100,000 lengths: CPU and wall seconds of whole commands.
+
+    .venv/bin/python -m benchmarks.compare_speed [--repeats 3]
+
+Seconds are of the command, numpy's import and reading of lengths included; the least of the repeats is printed, since
+other work on the machine only adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+SETTINGS = {
+    "step, dp 8, batch 256": "--global-batch-size 256 --dp-size 8 --model Qwen3-8B",
+    "step, dp 64, batch 1024": "--global-batch-size 1024 --dp-size 64 --model Qwen3-8B",
+    "pipeline, dp 8, pp 4, batch 256": "--global-batch-size 256 --dp-size 8 --pp-size 4 --model Qwen3-8B",
+    "all ranks meet, dp 8, ep 8, batch 256": "--global-batch-size 256 --dp-size 8 --ep-size 8 --model Qwen3-30B-A3B",
+    "groups meet, dp 16, ep 8, batch 256": "--global-batch-size 256 --dp-size 16 --ep-size 8 --model Qwen3-30B-A3B",
+}
+_LENGTHS = "synthetic:servegen_mlarge:100000"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one command took.
+
+    Attributes:
+        wall_seconds: from start to end.
+        cpu_seconds: of all its threads, user and system.
+        last_line: what it printed last.
+    """
+
+    wall_seconds: float
+    cpu_seconds: float
+    last_line: str
+
+
+def measure(flags: str) -> Taken:
+    """Run the command once."""
+    command = [sys.executable, "-m", "megatron_balance", "compare", _LENGTHS, "--max-tokens-per-gpu", "16384"]
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([*command, *flags.split()], capture_output=True, text=True, check=True)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Taken(wall, cpu, done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    lines = ["| setting | CPU s | wall s | what it says |", "|---|---|---|---|"]
+    for name, flags in SETTINGS.items():
+        best = min((measure(flags) for _ in range(args.repeats)), key=lambda taken: taken.cpu_seconds)
+        lines.append(f"| {name} | {best.cpu_seconds:.1f} | {best.wall_seconds:.1f} | {best.last_line} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
