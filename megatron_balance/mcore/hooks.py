@@ -50,6 +50,8 @@ def _with_state_saved(save_checkpoint: Function) -> Function:
         if balanced is not None and not keywords.get("non_persistent_ckpt"):
             # Before Megatron says that the checkpoint is complete.
             save_state(balanced.balancer, args=get_args(), iteration=iteration)
+            if balanced.observer is not None:
+                balanced.observer.flush()  # a run that resumes from here finds its record whole
         return save_checkpoint(iteration, *positional, **keywords)
 
     return wrapper
@@ -101,7 +103,7 @@ HOOKS = (
         bound_in=("megatron.training.training",),
         parameters=("iteration", "non_persistent_ckpt"),
         wrap=_with_state_saved,
-        why="samples wait between steps under --balance-lookahead, and --balance-calibrate-online learns; else nothing",
+        why="keeps samples that wait under --balance-lookahead, what --balance-calibrate-online learned, the record",
         until="Megatron's data loaders save a state of their own",
     ),
     Hook(

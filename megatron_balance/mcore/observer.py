@@ -59,8 +59,8 @@ class RunObserver:
         if self._metrics is not None:
             self._metrics.logged(iteration)
 
-    def close(self) -> None:
-        """The run ends: write what has not been written."""
+    def flush(self) -> None:
+        """The run ends or saves a checkpoint: write what has not been written."""
         if self._timing is not None:
             self._timing.read_finished()
         if self._recording is not None:

@@ -76,7 +76,7 @@ def observer_of_run(
     if measures and not getattr(args, "overlap_moe_expert_parallel_comm", False):
         timing = StepTiming(listeners, on_gpu=not is_cpu_enabled())
     observer = RunObserver(timing=timing, metrics=metrics, recording=recording)
-    atexit.register(observer.close)
+    atexit.register(observer.flush)
     return observer
 
 

@@ -1,7 +1,8 @@
 """`--balance-record DIR`: what every step planned and took, written while the run goes on (`report/record.py`).
 
 The first rank of the run writes the plans; the first rank of every model replica (tensor-, pipeline- and
-context-parallel rank 0) writes its seconds. Files are written every 64 steps and when the process ends.
+context-parallel rank 0) writes its seconds. Files are written every 64 steps, with every checkpoint, and when the
+process ends.
 
 Invariants: nothing is sent between ranks for it; a run that begins anew replaces the record in the folder, a resumed
 one goes on with it. Training does not end because a disk is full: the rank says so and records no more.

@@ -148,6 +148,11 @@ class TestOneRun:
         assert (record.info.cost_name, record.info.objective) == ("flops", "step")
         assert "megatron-core" in record.info.origin["versions"]
 
+    def test_the_record_is_whole_at_every_checkpoint(self, whole: Whole) -> None:
+        files = sorted((whole.folder / "record").glob("*_00000.npz"))
+        assert len(files) == 3
+        assert all(np.load(file)["iteration"].tolist() == list(range(1, SAVED_AT + 1)) for file in files)
+
 
 def test_a_resumed_run_goes_on_with_the_record(tmp_path: Path, whole: Whole) -> None:
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
