@@ -242,4 +242,15 @@ def test_a_terminal_gets_the_same_cells(monkeypatch: pytest.MonkeyPatch, capsys:
     print_table(("policy", "ms"), [["a", "1.0"], ["b", "2.0"]])
     printed = capsys.readouterr().out
     assert all(cell in printed for cell in ("policy", "ms", "1.0", "2.0"))
-    assert "│" in printed or "┃" in printed
+    assert "─" in printed
+
+
+def test_a_narrow_terminal_cuts_no_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "48")
+    columns = ("policy", *(f"column{index}" for index in range(5)))
+    print_table(columns, [["a long policy", *["12.34"] * 5], ["b", *["1.0"] * 5]], emphasized=0)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert printed.count("12.34") == 5

@@ -251,10 +251,10 @@ def _conclude(
     shown = [comparison.figures(result) for result in comparison.results]
     if record is not None and topology == record.info.topology:
         shown.insert(1, comparison.figures(as_it_ran(record, batches=comparison.batches, setting=comparison.setting)))
-    print_policies(shown, comparison=comparison)
+    advice = recommend(comparison, question=question, results=comparison.results)
+    print_policies(shown, comparison=comparison, advised=advice.policy)
     if question.costs.measured_imbalance is not None:
         print(f"Measured in the run: slowest over mean {question.costs.measured_imbalance:.3f}.")
-    advice = recommend(comparison, question=question, results=comparison.results)
     how = "measured seconds of micro-batches" if comparison.setting.cost_name == "seconds" else "imbalance alone"
     print(f"Recommendation, predicted by {how}:")
     for sentence in advice.sentences:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_balance.cli.flags import LENGTHS_HELP, MODELS_HELP
 from megatron_balance.planner.cost import MICROBATCH_TOKENS
 
-MAX_SAMPLES = {"step": 2**17, "slots": 2**15, "groups": 2**12}
+MAX_SAMPLES = {"step": 2**17, "slots": 2**14, "groups": 2**12}
 """Samples planned when --steps is not given, over all points of a sweep together, so that it takes seconds. Plans are
 dearer where ranks meet in every slot or in a pipeline, and dearest where several groups of ranks do.
 """

@@ -9,11 +9,13 @@ from megatron_balance.cli.sweep import Axis, SweepPoint, best_point, relative_to
 from megatron_balance.cli.table import print_table
 
 
-def print_policies(shown: Sequence[PolicyFigures], *, comparison: Comparison) -> None:
-    """A row a policy, stock first, and the flags of each."""
-    print_table(_columns(comparison), [_cells(figures, comparison) for figures in shown])
+def print_policies(shown: Sequence[PolicyFigures], *, comparison: Comparison, advised: str) -> None:
+    """A row a policy, stock first, and the flags of each. `advised`: name of the policy to set off."""
+    names = [figures.name for figures in shown]
+    rows = [_cells(figures, comparison) for figures in shown]
+    print_table(_columns(comparison), rows, emphasized=names.index(advised))
     print("Flags:")
-    width = max(len(figures.name) for figures in shown)
+    width = max(map(len, names))
     for figures in shown[1:]:
         print(f"  {figures.name:<{width}}  {figures.flags}")
 
@@ -63,8 +65,8 @@ def print_sweep(points: Sequence[SweepPoint], *, axes: Sequence[Axis], is_absolu
     unit = "tokens/s per GPU" if is_absolute else "throughput per GPU, stock at the first point = 1"
     print(f"Of each policy: {unit}. Of the fastest: speed over stock, imbalance, headroom, micro-batches.")
     columns = [*(axis.name for axis in axes), "GPUs", *names, "speed", "imbalance", "headroom", "micro-batches"]
-    print_table([*columns, "worst floor"], rows)
     best = best_point(points)
+    print_table([*columns, "worst floor"], rows, emphasized=points.index(best))
     where = ", ".join(f"{axis.name} {value}" for axis, value in zip(axes, best.values, strict=True))
     print(
         f"Most tokens per GPU, predicted without communication: {where} with {best.best.name} "

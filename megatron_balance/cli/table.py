@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from typing import TextIO
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasized: int | None = None, file: TextIO | None = None
+) -> None:
     """Print rows under their column names; the first column is text, the others are numbers.
 
     Args:
         columns: names of the columns.
-        rows: cells, as many in a row as there are columns. The last row is set off: it is the one to read.
+        rows: cells, as many in a row as there are columns.
+        emphasized: index of the row to read, which a terminal shows in bold; the last one by default.
         file: where to; standard output by default.
     """
     target = sys.stdout if file is None else file
     if target.isatty() and importlib.util.find_spec("rich") is not None:
-        _print_with_rich(columns, rows, target)
+        _print_with_rich(columns, rows, len(rows) - 1 if emphasized is None else emphasized, target)
     else:
         print(plain_table(columns, rows), file=target)
 
@@ -37,13 +40,15 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _print_with_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], target: TextIO) -> None:
+def _print_with_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], emphasized: int, target: TextIO) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    # Few lines, so that many columns fit; where they do not, names of columns are folded and no cell is cut.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index, overflow="fold")
     for index, row in enumerate(rows):
-        table.add_row(*row, style="bold" if index == len(rows) - 1 else None)
+        table.add_row(*row, style="bold" if index == emphasized else None)
     Console(file=target).print(table)
