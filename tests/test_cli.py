@@ -248,7 +248,7 @@ def test_a_terminal_gets_the_same_cells(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_narrow_terminal_cuts_no_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "48")
+    monkeypatch.setenv("COLUMNS", "52")
     columns = ("policy", *(f"column{index}" for index in range(5)))
     print_table(columns, [["a long policy", *["12.34"] * 5], ["b", *["1.0"] * 5]], emphasized=0)
     printed = capsys.readouterr().out
