@@ -494,3 +494,19 @@ def test_the_shell_is_told_what_may_follow(tmp_path: Path) -> None:
     }
     subprocess.run([sys.executable, "-m", "megatron_balance"], env=environment, check=True, capture_output=True)
     assert answer.read_text().split() == ["--max-tokens-per-gpu"]
+
+
+def test_a_gain_below_one_percent_is_not_worth_more_flags(tmp_path: Path) -> None:
+    arguments = ["synthetic:gsm8k_sft:2560", "--global-batch-size", 64, "--dp-size", 8]
+    content = figures_of(tmp_path, *arguments, "--max-tokens-per-gpu", 32768, "--model", "Qwen3-8B")
+    chosen = content["policies"][content["recommendation"]["policy"]]
+    fastest = max(content["policies"].values(), key=lambda figures: figures["speedup"])
+    assert chosen["speedup"] < fastest["speedup"] < 1.01 * chosen["speedup"]
+    assert len(chosen["flags"]) < len(fastest["flags"])
+
+
+def test_a_sweep_of_caps_keeps_who_loaded_what(tmp_path: Path) -> None:
+    folder = write_record(tmp_path / "record")
+    (point,) = figures_of(tmp_path, folder, "--sweep", "max_tokens_per_gpu=4096")["sweep"]["points"]
+    packed = figures_of(tmp_path, folder)["policies"]["packed"]
+    assert point["policies"][1]["step_imbalance"] == packed["step_imbalance"]
