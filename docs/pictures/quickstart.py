@@ -1,0 +1,76 @@
+"""Draws what `make quickstart` measured: `python docs/pictures/quickstart.py` after it, on the machine it ran on.
+
+A bar is the work of a rank in one step: CPU seconds of its process in Megatron's train_step. Ranks meet at the end of
+a step, so the one with less to do waits: hatched. A rank that waits sleeps, and other programs on the machine are not
+counted, so this holds on a machine that has other work too, where the time on the clock would not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from panels import Bar, Panel
+
+RECORDS = Path(__file__).parents[2] / "build" / "quickstart"
+WARM_UP_STEPS = 2
+POLICIES = {"stock": "Stock Megatron", "balance_by_flops": "--balance-data --balance-by-flops"}
+
+
+def cpu_seconds(policy: str) -> NDArray[np.float64]:
+    """`[num_ranks, num_steps]` CPU seconds of each step, those after the warm-up."""
+    ranks = [path.read_text().splitlines() for path in sorted((RECORDS / policy).glob("rank*.jsonl"))]
+    return np.array([[json.loads(step)["cpu_seconds"] for step in steps[WARM_UP_STEPS:]] for steps in ranks])
+
+
+def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:
+    """Steps one after another, each as long as its busiest rank.
+
+    Args:
+        title: names the policy.
+        seconds: `[num_ranks, num_steps]`.
+        longest: step of the darkest colour, seconds.
+    """
+    busiest = seconds.max(axis=0)
+    starts = np.cumsum(busiest) - busiest
+    idle = 1 - seconds.sum() / (len(seconds) * busiest.sum())
+    bars: list[Bar] = []
+    for rank, of_rank in enumerate(seconds):
+        for start, worked, lasted in zip(starts, of_rank, busiest, strict=True):
+            bars.append(Bar(rank, start=start, duration=worked, shade=worked / longest))
+            bars.append(Bar(rank, start=start + worked, duration=lasted - worked, shade=None))
+    return Panel(
+        f"{title}: {busiest.mean():.2f} s a step, ranks wait {idle:.0%} of the time",
+        rows=[f"rank {rank}" for rank in range(len(seconds))],
+        bars=bars,
+    )
+
+
+def panels(policies: Sequence[str] = tuple(POLICIES)) -> list[Panel]:
+    """What was measured, a timeline a policy."""
+    seconds = {policy: cpu_seconds(policy) for policy in policies}
+    longest = max(of_policy.max() for of_policy in seconds.values())
+    return [panel(POLICIES[policy], seconds[policy], longest=longest) for policy in policies]
+
+
+def main() -> None:
+    """Write quickstart_before_after.svg beside this file."""
+    from timeline import draw  # loads matplotlib
+
+    from megatron_balance.runtime.environment import environment  # loads torch
+
+    measured = panels()
+    num_ranks, num_steps = len(measured[0].rows), len(measured[0].bars) // (2 * len(measured[0].rows))
+    draw(
+        measured,
+        time_label=f"CPU seconds of {num_steps} steps, measured on {environment('cpu')['device']}, "
+        f"{num_ranks} ranks, a core each",
+        path=Path(__file__).with_name("quickstart_before_after.svg"),
+    )
+
+
+if __name__ == "__main__":
+    main()

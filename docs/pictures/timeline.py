@@ -1,0 +1,69 @@
+"""Draws ranks as rows of bars over time, in colours that read on a light and on a dark page.
+
+Invariant: nothing is opaque but bars; text and lines are of one grey that stands off from white as from black.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from panels import Panel
+
+GREY = "#808080"
+"""3.9 to 1 against white and against mkdocs' dark page, 4.8 to 1 against GitHub's: text is large."""
+
+CHEAP, COSTLY = (0.56, 0.74, 0.98), (0.14, 0.36, 0.80)
+"""Colours of a bar of no cost and of the costliest."""
+
+IDLE = "//////"
+
+mpl.rcParams |= {
+    "svg.fonttype": "none",  # text stays text: sharp, and found by a search
+    "svg.hashsalt": "megatron_balance",  # the same file every time
+    "font.size": 12,
+    "hatch.linewidth": 1,
+    "text.color": GREY,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+}
+
+
+def draw(panels: Sequence[Panel], *, time_label: str, path: Path) -> None:
+    """Panels below one another over one time axis, written as SVG."""
+    num_rows = sum(len(panel.rows) for panel in panels)
+    figure = Figure(figsize=(9, 0.42 * num_rows + 0.75 * len(panels) + 0.5), layout="constrained")
+    axes = figure.subplots(
+        len(panels), 1, sharex=True, squeeze=False, height_ratios=[len(panel.rows) for panel in panels]
+    )[:, 0]
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_panel(axis, panel)
+    axes[0].set_xlim(0, 1.005 * max(bar.start + bar.duration for panel in panels for bar in panel.bars))
+    axes[-1].set_xlabel(time_label)
+    figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+
+
+def _draw_panel(axis: Axes, panel: Panel) -> None:
+    axis.set_title(panel.title, loc="left", fontsize=13, fontweight="bold")
+    for bar in panel.bars:
+        style = {"facecolor": "none", "edgecolor": GREY, "linewidth": 0, "hatch": IDLE}
+        if bar.shade is not None:
+            mixed = [low + (high - low) * bar.shade for low, high in zip(CHEAP, COSTLY, strict=True)]
+            style = {"facecolor": mixed, "edgecolor": "white", "linewidth": 0.6}
+        axis.barh(bar.row, bar.duration, left=bar.start, height=0.82, **style)
+        if bar.label:
+            middle = bar.start + bar.duration / 2
+            colour = "white" if (bar.shade or 0) > 0.45 else "#10233f"
+            axis.text(middle, bar.row, bar.label, ha="center", va="center_baseline", fontsize=9, color=colour)
+    for meeting in panel.meetings:
+        axis.axvline(meeting, color=GREY, linewidth=1)
+    axis.set_yticks(range(len(panel.rows)), panel.rows)
+    axis.set_ylim(len(panel.rows) - 0.4, -0.6)
+    axis.tick_params(length=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
