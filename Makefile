@@ -1,11 +1,12 @@
 # make            what there is
 # make quickstart plans, trains and compares on this machine; needs no GPU
 # make test       every test, every example in the planner's docstrings, and the adapters on the real packages
+# make docs       the documentation, into build/site; a warning is an error
 # make lint       style, formatting, import contracts, types
 
 PYTHON := .venv/bin/python
 
-.PHONY: help .venv quickstart test lint clean
+.PHONY: help .venv quickstart test lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -32,6 +33,9 @@ lint: .venv
 	$(PYTHON) -m ruff format --check .
 	.venv/bin/lint-imports --no-cache
 	$(PYTHON) -m pyright
+
+docs:
+	scripts/build_docs.sh
 
 clean:
 	rm -rf .venv .venv-* build dist megatron_balance.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
