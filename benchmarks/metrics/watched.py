@@ -1,0 +1,133 @@
+"""Train with the same global batch in every step, watched in some steps and unwatched in others: run by __main__.py.
+
+    torchrun … -m megatron_balance.launch --cpu benchmarks/metrics/watched.py RECORD_DIR ARGS
+
+Each rank writes RECORD_DIR/rankN.jsonl, a line a step: CPU seconds from the beginning of the step to that of the next,
+Megatron's log and ours included, whether it was watched, and the CPU seconds that were spent watching.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+from benchmarks.metrics import WATCHED
+from megatron_balance.mcore import hooks, pretrain_sft
+from megatron_balance.mcore.observer import RunObserver
+from megatron_balance.mcore.step_maker import BalancedStep
+from megatron_balance.patching import Function, Hook, install
+
+
+def main() -> None:
+    """Record while the script trains."""
+    directory = Path(sys.argv.pop(1))
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"rank{os.environ['RANK']}.jsonl").open("w") as out:
+        train_step = Hook(
+            target="megatron.training.training:train_step",
+            bound_in=("megatron.training.training",),
+            parameters=("data_iterator",),
+            wrap=functools.partial(_alternating, out=out),
+            why="times a step with all that follows it, and feeds it the same data again",
+            until="Megatron has callbacks around a step",
+        )
+        patches = install([train_step], version="of this environment")
+        try:
+            pretrain_sft.main()
+        finally:
+            patches.undo()
+
+
+def _alternating(train_step: Function, *, out: TextIO) -> Function:
+    steps = itertools.count()
+    data: list[Any] = []
+    metered: list[Metered] = []
+    began = time.process_time()
+
+    @functools.wraps(train_step)
+    def wrapper(forward_step_func: Any, data_iterator: Any, *rest: Any, **keywords: Any) -> Any:
+        nonlocal began
+        now, step = time.process_time(), next(steps)
+        if not data:
+            rows = [next(data_iterator) for _ in range(get_num_microbatches())]
+            data.append(RerunDataIterator(itertools.cycle(rows)))
+        balanced = hooks.current()
+        if step and balanced is not None:
+            if not metered:
+                metered.append(Metered(balanced.observer))
+            row = {"watched": WATCHED[(step - 1) % len(WATCHED)], "cpu_seconds": now - began}
+            print(json.dumps(row | {"watching_cpu_seconds": metered[0].read()}), file=out, flush=True)
+            balanced.observer = metered[0] if WATCHED[step % len(WATCHED)] else None
+        began = time.process_time()
+        return train_step(forward_step_func, data[0], *rest, **keywords)
+
+    return wrapper
+
+
+class Metered:
+    """A run's observer, and the CPU seconds of its calls."""
+
+    def __init__(self, observer: RunObserver) -> None:
+        self._observer = observer
+        self._cpu_seconds = 0.0
+
+    def read(self) -> float:
+        """CPU seconds since it was last asked."""
+        seconds, self._cpu_seconds = self._cpu_seconds, 0.0
+        return seconds
+
+    def begin(self, step: BalancedStep, *, iteration: int) -> None:
+        """As the observer's."""
+        with self._metering():
+            self._observer.begin(step, iteration=iteration)
+
+    @contextlib.contextmanager
+    def forward(self, slot: int) -> Iterator[None]:
+        """As the observer's."""
+        with self._metering():
+            inner = self._observer.forward(slot)
+            inner.__enter__()
+        yield
+        with self._metering():
+            inner.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """As the observer's."""
+        with self._metering():
+            inner = self._observer.backward()
+            inner.__enter__()
+        yield
+        with self._metering():
+            inner.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """As the observer's."""
+        with self._metering():
+            self._observer.end()
+
+    def logged(self, iteration: int) -> None:
+        """As the observer's."""
+        with self._metering():
+            self._observer.logged(iteration)
+
+    @contextlib.contextmanager
+    def _metering(self) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self._cpu_seconds += time.thread_time() - began
+
+
+if __name__ == "__main__":
+    main()
