@@ -25,8 +25,7 @@ quickstart: .venv
 	$(PYTHON) scripts/quickstart.py
 
 test: .venv
-	$(PYTHON) -m pytest
-	scripts/test_adapters.sh
+	scripts/test.sh
 
 lint: .venv
 	$(PYTHON) -m ruff check .
