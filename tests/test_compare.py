@@ -24,7 +24,8 @@ from megatron_balance.planner.cost_choice import choose_cost_model
 from megatron_balance.planner.metrics import schedule_metrics
 from megatron_balance.planner.schedule import build_data_schedule
 from megatron_balance.planner.topology import Limits, Topology
-from megatron_balance.report.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.report.record import RunInfo, StepRecord
+from megatron_balance.report.record_writers import PlanWriter, SecondsWriter
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
 

@@ -33,7 +33,8 @@ from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data
 from megatron_balance.cli import build_parser, main
 from megatron_balance.mcore.figures import Figures
 from megatron_balance.mcore.flags import add_balance_args
-from megatron_balance.report.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.report.record import RunInfo, StepRecord
+from megatron_balance.report.record_writers import PlanWriter, SecondsWriter
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -18,7 +18,8 @@ import numpy as np
 from megatron_balance.mcore.step_log import StepLog
 from megatron_balance.mcore.step_maker import BalancedStep
 from megatron_balance.mcore.step_timing import TimedStep
-from megatron_balance.report.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.report.record import RunInfo, StepRecord
+from megatron_balance.report.record_writers import PlanWriter, SecondsWriter
 
 
 class RunRecording:

@@ -17,18 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.layer_kinds import NEEDED
 
 _COPIED = {
     "experts": ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_latent_size"),
     "mla": ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "dsa": ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    "gated_delta_net": (
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_conv_kernel_dim",
-    ),
+    "gated_delta_net": NEEDED["gated_delta_net"],
     "mamba": ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"),
 }
 """Arguments taken over as they are, where the model has such layers: Megatron gives many a default anyway."""

@@ -30,9 +30,6 @@ from megatron_balance.planner.topology import Limits, Topology
 FORMAT = "megatron_balance record 1"
 """What run.json says it is; the number rises when its meaning changes."""
 
-CHUNK_STEPS = 64
-"""Steps a file holds."""
-
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -169,89 +166,6 @@ class RunRecord:
     steps: tuple[StepRecord, ...]
 
 
-class PlanWriter:
-    """Writes the plans of a run, a chunk of steps a file.
-
-    Args:
-        folder: of the record.
-        info: written at once.
-        resume: go on after the files that are there; else they are an earlier run's and are removed.
-    """
-
-    def __init__(self, folder: Path, *, info: RunInfo, resume: bool = False) -> None:
-        info.write(folder)
-        self._folder = folder
-        self._steps: list[StepRecord] = []
-        self._num_chunks = _first_chunk(folder, prefix="plans", resume=resume)
-
-    def add(self, step: StepRecord) -> None:
-        """Take in one step; every `CHUNK_STEPS` a file is written."""
-        self._steps.append(step)
-        if len(self._steps) == CHUNK_STEPS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what has not been written."""
-        if not self._steps:
-            return
-        steps, self._steps = self._steps, []
-        path = self._folder / f"plans_{self._num_chunks:05d}.npz"
-        self._num_chunks += 1
-        arrays: dict[str, Any] = {name: np.array([getattr(step, name) for step in steps]) for name in _PER_STEP}
-        arrays |= {name: np.concatenate([getattr(step, name).ravel() for step in steps]) for name in _RAGGED}
-        arrays["num_samples"] = np.array([step.slot_of.size for step in steps])
-        arrays["dp_size"] = np.array([step.cost_grid.shape[0] for step in steps])
-        arrays["cost_model"] = np.array([json.dumps(asdict(step.cost_model)) for step in steps])
-        np.savez_compressed(path, **arrays)
-
-
-class SecondsWriter:
-    """Writes what one data-parallel rank's micro-batches took.
-
-    Args:
-        folder: of the record.
-        dp_rank: of this rank.
-        resume: as for PlanWriter, of this rank's files.
-    """
-
-    def __init__(self, folder: Path, *, dp_rank: int, resume: bool = False) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._dp_rank = dp_rank
-        self._steps: list[tuple[int, NDArray[np.float64]]] = []
-        self._num_chunks = _first_chunk(folder, prefix=f"seconds_rank{dp_rank:05d}", resume=resume)
-
-    def add(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
-        """Take in one step: `[num_microbatches]` seconds."""
-        self._steps.append((iteration, seconds))
-        if len(self._steps) == CHUNK_STEPS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what has not been written."""
-        if not self._steps:
-            return
-        steps, self._steps = self._steps, []
-        path = self._folder / f"seconds_rank{self._dp_rank:05d}_{self._num_chunks:05d}.npz"
-        self._num_chunks += 1
-        np.savez_compressed(
-            path,
-            iteration=np.array([iteration for iteration, _ in steps]),
-            num_microbatches=np.array([seconds.size for _, seconds in steps]),
-            seconds=np.concatenate([seconds for _, seconds in steps]).astype(np.float32),
-        )
-
-
-def _first_chunk(folder: Path, *, prefix: str, resume: bool) -> int:
-    """The number of the next file, after those of an earlier run have been taken away or left."""
-    earlier = sorted(folder.glob(f"{prefix}_*.npz"))
-    if resume:
-        return int(earlier[-1].stem.rsplit("_", 1)[1]) + 1 if earlier else 0
-    for path in earlier:
-        path.unlink()
-    return 0
-
-
 def read_record(folder: Path) -> RunRecord:
     """Read a run back, also one that was killed or still goes on.
 
@@ -281,7 +195,7 @@ def _cost_model(coefficients: Mapping[str, Any]) -> CostModel:
     return CostModel(**{**coefficients, "windows": windows})
 
 
-_PER_STEP = (
+PER_STEP = (
     "iteration",
     "num_microbatches",
     "cost_shift",
@@ -289,7 +203,10 @@ _PER_STEP = (
     "exchange_seconds",
     "exposed_seconds",
 )
-_RAGGED = ("segment_lengths", "num_segments", "slot_of", "home_ranks", "cost_grid")
+"""Numbers of a step: one array over the steps of a file."""
+
+RAGGED = ("segment_lengths", "num_segments", "slot_of", "home_ranks", "cost_grid")
+"""Arrays of a step, joined end to end over the steps of a file."""
 
 
 def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
@@ -303,7 +220,7 @@ def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
     grids = np.split(chunk["cost_grid"], np.cumsum([dp_size * slots for dp_size, slots in shapes])[:-1])
     steps: list[StepRecord] = []
     for index, shape in enumerate(shapes):
-        values: dict[str, Any] = {name: chunk[name][index].item() for name in _PER_STEP}
+        values: dict[str, Any] = {name: chunk[name][index].item() for name in PER_STEP}
         values |= {name: of_sample[index] for name, of_sample in of_samples.items()}
         values |= {"segment_lengths": segments[index], "cost_grid": grids[index].reshape(shape)}
         values |= {"cost_model": _cost_model(json.loads(chunk["cost_model"][index].item()))}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_balance import BalanceError, CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.report.record import CHUNK_STEPS, PlanWriter, RunInfo, SecondsWriter, StepRecord, read_record
+from megatron_balance.report.record import RunInfo, StepRecord, read_record
+from megatron_balance.report.record_writers import CHUNK_STEPS, PlanWriter, SecondsWriter
 
 INFO = RunInfo(
     topology=Topology(4, cp_size=2, pp_size=2),
