@@ -8,7 +8,6 @@ then turns them into int64, so that a wrong value is named by file, line and val
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
 import zipfile
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.parquet import open_parquet
 from megatron_balance.planner.synthetic import SYNTHETIC_LENGTHS, synthetic_lengths
 
 __all__ = ["MAX_LENGTH", "SYNTHETIC_LENGTHS", "read_lengths", "synthetic_lengths"]
@@ -244,20 +244,9 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
 
 
 def _read_parquet(file: Path, key: str | None) -> _RawLengths:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-        arrow_error = importlib.import_module("pyarrow").ArrowException
-    except ImportError as error:
-        raise BalanceError(
-            f"{file}: reading parquet needs pyarrow; install it with `pip install 'megatron-balance[report]'`."
-        ) from error
-    try:
-        names = list(parquet.ParquetFile(file).schema_arrow.names)
-        name = _choose(file, names, key=key, what="column")
-        column = parquet.read_table(file, columns=[name]).column(name)
-        values = cast("NDArray[Any]", column.to_numpy())
-    except arrow_error as error:
-        raise BalanceError(f"{file} is not a parquet file: {error}") from error
+    with open_parquet(file, extra="report") as table:
+        name = _choose(file, list(table.schema_arrow.names), key=key, what="column")
+        values = cast("NDArray[Any]", table.read(columns=[name]).column(name).to_numpy())
     return _RawLengths(values=values, place=lambda index: f"column {name!r}, row {index}")
 
 

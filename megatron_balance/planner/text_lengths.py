@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.parquet import open_parquet
 
 TEXT_KEYS = ("messages", "conversations", "text")
 """Fields that are looked for when no key is given, in this order."""
@@ -203,27 +204,19 @@ def _read_jsonl(file: Path, key: str | None) -> tuple[int, Iterator[_Record]]:
 
 
 def _read_parquet(file: Path, key: str | None) -> tuple[int, Iterator[_Record]]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-        arrow_error = importlib.import_module("pyarrow").ArrowException
-    except ImportError as error:
-        raise BalanceError(
-            f"{file}: reading parquet needs pyarrow; install it with `pip install 'megatron-balance[text]'`."
-        ) from error
-    try:
-        table = parquet.ParquetFile(file)
+    with open_parquet(file, extra="text") as table:
         name = _choose(list(table.schema_arrow.names), key=key, where=str(file))
-    except arrow_error as error:
-        raise BalanceError(f"{file} is not a parquet file: {error}") from error
+        num_rows = int(table.metadata.num_rows)
 
     def records() -> Iterator[_Record]:
         row = 0
-        for batch in table.iter_batches(columns=[name], batch_size=_BATCH):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                yield f"row {row - 1}", value, row
+        with open_parquet(file, extra="text") as table:
+            for batch in table.iter_batches(columns=[name], batch_size=_BATCH):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield f"row {row - 1}", value, row
 
-    return int(table.metadata.num_rows), records()
+    return num_rows, records()
 
 
 _READERS: dict[str, Callable[[Path, str | None], tuple[int, Iterator[_Record]]]] = {
