@@ -13,6 +13,7 @@ import pytest
 import slime_cpu
 
 from megatron_balance.adapters import slime
+from megatron_balance.adapters.slime.hooks import installation
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    slime.InstalledHooks().undo()
+    installation.undo()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_balance.adapters import torchspec
 from megatron_balance.adapters.torchspec.actor_class import CONTROLLER
-from megatron_balance.adapters.torchspec.hooks import InstalledHooks
+from megatron_balance.adapters.torchspec.hooks import installation
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HookedController)]
-    InstalledHooks().undo()
+    installation.undo()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -74,6 +74,6 @@ class HookedController(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        InstalledHooks().undo()
+        installation.undo()
         torchspec.install(**self._settings)
         self.num_hooked += 1

@@ -149,9 +149,9 @@ def test_hooks_that_come_too_late_are_refused() -> None:
     """The controller's class was exported by the test above."""
     from megatron_balance import BalanceError
     from megatron_balance.adapters import torchspec
-    from megatron_balance.adapters.torchspec.hooks import InstalledHooks
+    from megatron_balance.adapters.torchspec.hooks import installation
 
-    InstalledHooks().undo()
+    installation.undo()
     with pytest.raises(BalanceError, match="started already"):
         torchspec.install("A")
     assert not torchspec.is_installed()

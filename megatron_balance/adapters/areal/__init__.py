@@ -7,13 +7,12 @@ or, with nothing to edit, `python -m megatron_balance.adapters.areal --cost flop
 """
 
 from megatron_balance.adapters.areal.balanced_batch import balance_batch
-from megatron_balance.adapters.areal.hooks import InstalledHooks, install, is_installed
+from megatron_balance.adapters.areal.hooks import install, is_installed
 from megatron_balance.adapters.areal.redistribution import distributed_batch, redistribute
 from megatron_balance.adapters.areal.single_rank import SingleRankLoad, endless
 from megatron_balance.adapters.areal.trainer import scaled_for_one_rank
 
 __all__ = [
-    "InstalledHooks",
     "SingleRankLoad",
     "balance_batch",
     "distributed_batch",

@@ -23,7 +23,8 @@ from megatron_balance.adapters.areal.single_rank import MAX_WAIT
 from megatron_balance.adapters.areal.trainer import single_rank_hooks
 from megatron_balance.adapters.areal.unpadding import with_token_axis_cut
 from megatron_balance.errors import BalanceError
-from megatron_balance.patching import Hook, Patches
+from megatron_balance.installation import Installation, check_version
+from megatron_balance.patching import Hook
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.cost_choice import Model, choose_cost_model
 
@@ -49,26 +50,7 @@ class ArealOptions:
     max_wait: timedelta = MAX_WAIT
 
 
-@dataclass(frozen=True)
-class InstalledHooks:
-    """Hooks that are in place."""
-
-    options: ArealOptions
-    patches: Patches
-
-    def undo(self) -> None:
-        """Put AReaL's own functions back.
-
-        Raises:
-            BalanceError: someone else has wrapped one of them since; nothing is changed then.
-        """
-        global _installed
-        self.patches.undo()
-        if _installed is self:
-            _installed = None
-
-
-_installed: InstalledHooks | None = None
+installation: Installation[ArealOptions] = Installation("AReaL")
 
 
 def install(
@@ -79,7 +61,7 @@ def install(
     single_rank_load: bool = False,
     gather_all: bool = False,
     max_wait: timedelta = MAX_WAIT,
-) -> InstalledHooks:
+) -> Installation[ArealOptions]:
     """Hook AReaL in this process, every rank and the controller alike. Installing twice installs once.
 
     Args:
@@ -96,7 +78,6 @@ def install(
         BalanceError: AReaL is missing, of another version, or a target has moved; it is installed with other options
             already; nothing is changed then.
     """
-    global _installed
     options = ArealOptions(
         cost_model=choose_cost_model(cost, model=model, ep_size=ep_size),
         ep_size=ep_size,
@@ -104,17 +85,14 @@ def install(
         gather_all=gather_all,
         max_wait=max_wait,
     )
-    if _installed is not None:
-        if _installed.options != options:
-            raise BalanceError(f"AReaL is hooked already, with {_installed.options}: undo() that first.")
-        return _installed
-    _installed = InstalledHooks(options, patching.install(_hooks(options), version=f"areal {_supported_version()}"))
-    return _installed
+    return installation.install(
+        options, hook=lambda: patching.install(_hooks(options), version=f"areal {_supported_version()}")
+    )
 
 
 def is_installed() -> bool:
     """Whether AReaL is hooked in this process."""
-    return _installed is not None
+    return installation.settings is not None
 
 
 def _supported_version() -> str:
@@ -122,12 +100,8 @@ def _supported_version() -> str:
         version = installed_version("areal")
     except PackageNotFoundError as error:
         raise BalanceError(f"AReaL is not installed: pip install areal=={SUPPORTED_VERSIONS[-1]}.") from error
-    if version not in SUPPORTED_VERSIONS:
-        raise BalanceError(
-            f"areal is {version}; this adapter is tested on {', '.join(SUPPORTED_VERSIONS)}: install areal=="
-            f"{SUPPORTED_VERSIONS[-1]}, or train without it."
-        )
-    return version
+    remedy = f"install areal=={SUPPORTED_VERSIONS[-1]}, or train without it"
+    return check_version(version, system="areal", supported=SUPPORTED_VERSIONS, remedy=remedy)
 
 
 def _hooks(options: ArealOptions) -> tuple[Hook, ...]:

@@ -7,8 +7,8 @@
 slime's own flags choose what is balanced: without `--balance-data` or `--balance-by-flops` its own function runs.
 """
 
-from megatron_balance.adapters.slime.hooks import SUPPORTED_VERSIONS, InstalledHooks, install, is_installed
+from megatron_balance.adapters.slime.hooks import SUPPORTED_VERSIONS, install, is_installed
 from megatron_balance.adapters.slime.masked_copies import MaskedCopy
 from megatron_balance.adapters.slime.options import SlimeOptions
 
-__all__ = ["SUPPORTED_VERSIONS", "InstalledHooks", "MaskedCopy", "SlimeOptions", "install", "is_installed"]
+__all__ = ["SUPPORTED_VERSIONS", "MaskedCopy", "SlimeOptions", "install", "is_installed"]

@@ -15,6 +15,7 @@ from megatron_balance.adapters.slime.masked_copies import MaskCopies
 from megatron_balance.adapters.slime.options import SlimeOptions
 from megatron_balance.adapters.slime.schedule import BalancedDpSchedule
 from megatron_balance.errors import BalanceError
+from megatron_balance.installation import Installation, check_version
 from megatron_balance.patching import Hook, Patches
 from megatron_balance.patching import install as install_hooks
 from megatron_balance.planner.cost_choice import Model
@@ -51,8 +52,7 @@ def hooks_for(options: SlimeOptions) -> tuple[Hook, ...]:
     )
 
 
-_patches: Patches | None = None
-_options: SlimeOptions | None = None
+installation: Installation[SlimeOptions] = Installation("slime")
 
 
 def install(
@@ -62,7 +62,7 @@ def install(
     objective: str = "auto",
     algorithm: str = "auto",
     strict_cap: bool = True,
-) -> InstalledHooks:
+) -> Installation[SlimeOptions]:
     """Hook slime in this process, the driver. Installing twice with the same choice installs once.
 
     Args:
@@ -76,39 +76,28 @@ def install(
         BalanceError: slime is missing, of another version, a target has moved, RolloutManager has been started
             already, or hooks of another choice are in place; nothing is changed then.
     """
-    global _patches, _options
     options = SlimeOptions(cost=cost, model=model, objective=objective, algorithm=algorithm, strict_cap=strict_cap)
-    if _patches is None:
-        version = slime_version()
-        if version is not None and not version.startswith(tuple(f"{release}." for release in SUPPORTED_VERSIONS)):
-            raise BalanceError(
-                f"slime is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: check out one of "
-                "these from github.com/THUDM/slime (the slime on PyPI is another project) or train without balancing."
-            )
-        patches = install_hooks(hooks_for(options), version=f"slime {version or '(of a source folder)'}")
-        if _manager_is_started():
-            patches.undo()
-            raise BalanceError("RolloutManager has been started already: install before create_rollout_manager().")
-        _patches, _options = patches, options
-    elif options != _options:
-        raise BalanceError(f"slime is hooked already with {_options}: undo() that before {options}.")
-    return InstalledHooks()
+    return installation.install(options, hook=lambda: _hook_driver(options))
 
 
 def is_installed() -> bool:
     """Whether slime is hooked in this process."""
-    return _patches is not None
+    return installation.settings is not None
 
 
-class InstalledHooks:
-    """The hooks of this process. A RolloutManager that runs already keeps what it was started with."""
-
-    def undo(self) -> None:
-        """Take the hooks out."""
-        global _patches, _options
-        if _patches is not None:
-            _patches.undo()
-        _patches = _options = None
+def _hook_driver(options: SlimeOptions) -> Patches:
+    version = slime_version()
+    if version is not None:
+        remedy = (
+            "check out one of these from github.com/THUDM/slime (the slime on PyPI is another project) or train "
+            "without balancing"
+        )
+        check_version(version, system="slime", supported=SUPPORTED_VERSIONS, remedy=remedy)
+    patches = install_hooks(hooks_for(options), version=f"slime {version or '(of a source folder)'}")
+    if _manager_is_started():
+        patches.undo()
+        raise BalanceError("RolloutManager has been started already: install before create_rollout_manager().")
+    return patches
 
 
 def slime_version() -> str | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.installation import check_version
 
 CONTROLLER = "torchspec.controller.training_controller"
 SUPPORTED_VERSIONS = ("0.1.0",)
@@ -53,12 +54,8 @@ def torchspec_version() -> str:
             version = metadata.version("torchspec")
         except metadata.PackageNotFoundError:
             raise BalanceError(f"torchspec in {spec.origin} does not say its version: install it with pip.") from None
-    if version not in SUPPORTED_VERSIONS:
-        raise BalanceError(
-            f"torchspec is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: use that, or "
-            "train without balancing."
-        )
-    return version
+    remedy = "use that, or train without balancing"
+    return check_version(version, system="torchspec", supported=SUPPORTED_VERSIONS, remedy=remedy)
 
 
 def check_not_started() -> None:

@@ -10,27 +10,18 @@ from megatron_balance.adapters.torchspec.dispatch import with_delays_reported, w
 from megatron_balance.adapters.torchspec.presort import with_presorted_data
 from megatron_balance.adapters.torchspec.rank_assignment import with_ranks_by_length
 from megatron_balance.adapters.torchspec.settings import Settings
-from megatron_balance.errors import BalanceError
+from megatron_balance.installation import Installation
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
 
 _CONTROLLER = "megatron_balance.adapters.torchspec.actor_class:AsyncTrainingController"
 
-_installed: tuple[Settings, Patches] | None = None
+installation: Installation[Settings] = Installation("TorchSpec")
 
 
-class InstalledHooks:
-    """The hooks of this process. A controller that runs keeps what it started with."""
-
-    def undo(self) -> None:
-        """Put the controller's own methods back."""
-        global _installed
-        if _installed is not None:
-            _installed[1].undo()
-        _installed = None
-
-
-def install(approach: str = "A", *, window: int = 2, cost: str = "padded", bucket_batches: int = 1) -> InstalledHooks:
+def install(
+    approach: str = "A", *, window: int = 2, cost: str = "padded", bucket_batches: int = 1
+) -> Installation[Settings]:
     """Balance the ranks of TorchSpec's trainer. Call it in the driver, before the controller starts.
 
     Installing twice installs once.
@@ -45,21 +36,19 @@ def install(approach: str = "A", *, window: int = 2, cost: str = "padded", bucke
         BalanceError: an argument is not one of these; TorchSpec is missing, of another version, or not as expected; a
             controller has started; other settings are installed. Nothing is changed then.
     """
-    global _installed
     settings = Settings(approach, window=window, cost=cost, bucket_batches=bucket_batches)
-    if _installed is not None:
-        if _installed[0] != settings:
-            raise BalanceError(f"installed with {_installed[0]}, asked for {settings}: undo() the first.")
-        return InstalledHooks()
-    version = torchspec_version()
-    check_not_started()
-    _installed = settings, install_hooks(_hooks(settings), version=f"torchspec {version}")
-    return InstalledHooks()
+    return installation.install(settings, hook=lambda: _hook_driver(settings))
 
 
 def is_installed() -> bool:
     """Whether `install` has hooked the controller in this process."""
-    return _installed is not None
+    return installation.settings is not None
+
+
+def _hook_driver(settings: Settings) -> Patches:
+    version = torchspec_version()
+    check_not_started()
+    return install_hooks(_hooks(settings), version=f"torchspec {version}")
 
 
 def _hooks(settings: Settings) -> tuple[Hook, ...]:

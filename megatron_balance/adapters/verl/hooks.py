@@ -13,15 +13,17 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import Any
 
-import numpy as np
-import torch.distributed as dist
-
-from megatron_balance.adapters.verl.partitions import balanced_partitions, group_balanced_partitions
-from megatron_balance.adapters.verl.settings import Settings, activate, active, is_hook, while_active
-from megatron_balance.adapters.verl.workload import Model, choose_workload, tensor_workloads
+from megatron_balance.adapters.verl.seqlen_balancing import (
+    count_workload,
+    pack_micro_batches,
+    partition,
+    partition_groups,
+)
+from megatron_balance.adapters.verl.settings import Settings, activate, active, is_hook
+from megatron_balance.adapters.verl.workload import Model, choose_workload
 from megatron_balance.errors import BalanceError
+from megatron_balance.installation import check_version
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
 
@@ -35,65 +37,6 @@ RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
 V1_TRAINER = "verl.trainer.ppo.v1.trainer_base"
 TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
 ENGINES = ("verl.workers.engine.utils",)
-
-
-def _workload(stock: Function) -> Function:
-    def balanced(settings: Settings, seqlen_list: Any) -> Any:
-        return tensor_workloads(seqlen_list, cost_model=settings.cost_model)
-
-    return while_active(stock, balanced)
-
-
-def _partitions(stock: Function) -> Function:
-    def balanced(_: Settings, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
-        return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
-
-    return while_active(stock, balanced)
-
-
-def _group_partitions(stock: Function) -> Function:
-    def balanced(settings: Settings, seqlen_list: Any, uid_list: Any, k_partitions: int) -> list[list[int]]:
-        lengths = np.asarray(seqlen_list, dtype=np.int64)
-        return group_balanced_partitions(lengths, uids=uid_list, num_parts=k_partitions, cost_model=settings.cost_model)
-
-    return while_active(stock, balanced)
-
-
-def _micro_batches(stock: Function) -> Function:
-    from verl.utils.device import get_device_name
-
-    from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
-    from megatron_balance.adapters.verl.micro_batches import MicroBatchLimits, plan_micro_batches
-
-    def balanced(
-        settings: Settings,
-        batch: Any,
-        max_token_len: int,
-        dp_group: Any = None,
-        num_batches_divided_by: int | None = None,
-        same_micro_num_in_dp: bool = True,
-        min_num_micro_batch: int | None = None,
-        use_dynamic_bsz_balance: bool = True,
-        force_group_size: int = 1,
-    ) -> tuple[list[Any], list[list[int]]]:
-        lengths = row_lengths(batch)
-        together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
-        planned = plan_micro_batches(
-            np.zeros(0, dtype=np.int64) if lengths is None else lengths,
-            limits=MicroBatchLimits(
-                int(max_token_len),
-                multiple=num_batches_divided_by or 1,
-                min_num_micro_batch=min_num_micro_batch or 1,
-                force_group_size=force_group_size,
-            ),
-            cost_model=settings.cost_model,
-            mountain=use_dynamic_bsz_balance,
-            group=dp_group if together else None,
-            device=get_device_name(),
-        )
-        return [select_rows(batch, np.array(rows, dtype=np.int64)) for rows in planned], planned
-
-    return while_active(stock, balanced)
 
 
 def _bound_methods(stock: Function) -> Function:
@@ -136,7 +79,7 @@ def hooks() -> tuple[Hook, ...]:
             target=f"{BALANCING}:calculate_workload",
             bound_in=_bound("calculate_workload", *TRAINERS),
             parameters=("seqlen_list",),
-            wrap=_workload,
+            wrap=count_workload,
             why="its factor is that of one 7B model, its sums those of its input's dtype",
             until="verl takes the factor from the model",
         ),
@@ -144,7 +87,7 @@ def hooks() -> tuple[Hook, ...]:
             target=f"{BALANCING}:get_seqlen_balanced_partitions",
             bound_in=_bound("get_seqlen_balanced_partitions", *TRAINERS),
             parameters=("seqlen_list", "k_partitions", "equal_size"),
-            wrap=_partitions,
+            wrap=partition,
             why="largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
             until="verl takes a partition function",
         ),
@@ -152,7 +95,7 @@ def hooks() -> tuple[Hook, ...]:
             target=f"{BALANCING}:get_group_balanced_partitions",
             bound_in=(BALANCING,),
             parameters=("seqlen_list", "uid_list", "k_partitions"),
-            wrap=_group_partitions,
+            wrap=partition_groups,
             why="a uid that comes again counts as another group there",
             until="verl collects the rows of a uid",
         ),
@@ -169,7 +112,7 @@ def hooks() -> tuple[Hook, ...]:
                 "use_dynamic_bsz_balance",
                 "force_group_size",
             ),
-            wrap=_micro_batches,
+            wrap=pack_micro_batches,
             why="it raises the count until largest differencing happens to fit the cap",
             until="verl takes a packing function",
         ),
@@ -270,12 +213,8 @@ def install(
         if active() != settings:
             raise BalanceError("the verl adapter is installed with other arguments: undo() that first.")
         return InstalledAdapter()
-    version = verl_version()
-    if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
-        raise BalanceError(
-            f"verl is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
-            f"verl=={SUPPORTED_VERSIONS[-1]}.* or train without MEGATRON_BALANCE_VERL."
-        )
+    remedy = f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without MEGATRON_BALANCE_VERL"
+    version = check_version(verl_version(), system="verl", supported=SUPPORTED_VERSIONS, remedy=remedy)
     _patches.append(install_hooks(hooks(), version=f"verl {version}"))
     activate(settings)
     hook_trainers()

@@ -37,6 +37,5 @@ def world4():
 def undone():
     """Whatever a test installs in this process is taken out after it."""
     yield
-    if hooks._installed is not None:
-        hooks._installed.undo()
+    hooks.installation.undo()
     assert not hooks.is_installed()

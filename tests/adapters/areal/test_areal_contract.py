@@ -92,7 +92,7 @@ def test_installing_twice_installs_once() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "installed_version", lambda name: "1.1.0")
     before = bound_functions()
-    with pytest.raises(BalanceError, match=r"areal is 1\.1\.0; this adapter is tested on 1\.0\.4"):
+    with pytest.raises(BalanceError, match=r"areal is 1\.1\.0; megatron_balance is tested on 1\.0\.4"):
         areal.install()
     assert bound_functions() == before
     assert not areal.is_installed()
@@ -281,7 +281,7 @@ def test_the_launcher_hooks_and_hands_on_arguments(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import sys\nfrom megatron_balance.adapters.areal import hooks\n"
-        "print(hooks._installed.options.cost_model.quadratic > 0, sys.argv[1:], __name__)\n"
+        "print(hooks.installation.settings.cost_model.quadratic > 0, sys.argv[1:], __name__)\n"
     )
     command = [sys.executable, "-m", "megatron_balance.adapters.areal", "--model", "Qwen3-8B", str(script)]
     done = subprocess.run([*command, "--config", "a.yaml"], capture_output=True, text=True, check=True, cwd=ROOT)

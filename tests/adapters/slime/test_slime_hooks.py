@@ -23,7 +23,7 @@ def rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """`slime.ray.rollout` of the double; nothing stays installed."""
     monkeypatch.setattr(hooks, "slime_version", lambda: "0.3.1")
     yield put_in_place(monkeypatch)
-    slime.InstalledHooks().undo()
+    hooks.installation.undo()
 
 
 def bound() -> list[object]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_balance.adapters import torchspec
-from megatron_balance.adapters.torchspec.hooks import InstalledHooks
+from megatron_balance.adapters.torchspec import hooks
 
 DOUBLE = Path(__file__).parent / "double"
 
@@ -19,7 +19,7 @@ def upstream(monkeypatch):
     monkeypatch.syspath_prepend(str(DOUBLE))
     _forget_torchspec()
     yield importlib.import_module("torchspec.controller.training_controller")
-    InstalledHooks().undo()
+    hooks.installation.undo()
     assert not torchspec.is_installed()
     _forget_torchspec()
 

@@ -1,0 +1,79 @@
+"""What stands in place of the functions of `verl.utils.seqlen_balancing`, while the adapter is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_balance.adapters.verl.partitions import balanced_partitions, group_balanced_partitions
+from megatron_balance.adapters.verl.settings import Settings, while_active
+from megatron_balance.adapters.verl.workload import tensor_workloads
+from megatron_balance.patching import Function
+
+
+def count_workload(stock: Function) -> Function:
+    """`calculate_workload`: by the model that was given."""
+
+    def balanced(settings: Settings, seqlen_list: Any) -> Any:
+        return tensor_workloads(seqlen_list, cost_model=settings.cost_model)
+
+    return while_active(stock, balanced)
+
+
+def partition(stock: Function) -> Function:
+    """`get_seqlen_balanced_partitions`: any number of rows over any number of ranks."""
+
+    def balanced(_: Settings, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+        return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
+
+    return while_active(stock, balanced)
+
+
+def partition_groups(stock: Function) -> Function:
+    """`get_group_balanced_partitions`: rows of one uid stay together."""
+
+    def balanced(settings: Settings, seqlen_list: Any, uid_list: Any, k_partitions: int) -> list[list[int]]:
+        lengths = np.asarray(seqlen_list, dtype=np.int64)
+        return group_balanced_partitions(lengths, uids=uid_list, num_parts=k_partitions, cost_model=settings.cost_model)
+
+    return while_active(stock, balanced)
+
+
+def pack_micro_batches(stock: Function) -> Function:
+    """`rearrange_micro_batches`: as few as fit the cap, as even as can be."""
+    from verl.utils.device import get_device_name
+
+    from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
+    from megatron_balance.adapters.verl.micro_batches import MicroBatchLimits, plan_micro_batches
+
+    def balanced(
+        settings: Settings,
+        batch: Any,
+        max_token_len: int,
+        dp_group: Any = None,
+        num_batches_divided_by: int | None = None,
+        same_micro_num_in_dp: bool = True,
+        min_num_micro_batch: int | None = None,
+        use_dynamic_bsz_balance: bool = True,
+        force_group_size: int = 1,
+    ) -> tuple[list[Any], list[list[int]]]:
+        lengths = row_lengths(batch)
+        together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
+        planned = plan_micro_batches(
+            np.zeros(0, dtype=np.int64) if lengths is None else lengths,
+            limits=MicroBatchLimits(
+                int(max_token_len),
+                multiple=num_batches_divided_by or 1,
+                min_num_micro_batch=min_num_micro_batch or 1,
+                force_group_size=force_group_size,
+            ),
+            cost_model=settings.cost_model,
+            mountain=use_dynamic_bsz_balance,
+            group=dp_group if together else None,
+            device=get_device_name(),
+        )
+        return [select_rows(batch, np.array(rows, dtype=np.int64)) for rows in planned], planned
+
+    return while_active(stock, balanced)
