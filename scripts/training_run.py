@@ -86,9 +86,13 @@ def train(
     output = "".join(lines)
     if process.returncode:
         raise RunFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-8000:]}")
-    records = [record / f"rank{rank}.jsonl" for rank in range(num_ranks)]
-    ranks = [[json.loads(line) for line in path.read_text().splitlines()] for path in records]
-    return Recorded(ranks=ranks, output=output)
+    return Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
+
+
+def read_records(record: Path, *, num_ranks: int) -> list[list[dict[str, Any]]]:
+    """For each rank, its steps."""
+    paths = [record / f"rank{rank}.jsonl" for rank in range(num_ranks)]
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
 
 def largest_difference(run: Recorded, *, reference: Recorded, key: str) -> float:

@@ -1,0 +1,1 @@
+"""The equality matrix: balanced training against unbalanced training, everywhere this package claims to run."""

@@ -1,0 +1,183 @@
+"""What is compared: layouts of ranks × precisions × optimizers × ways to train.
+
+Every cell (layout, precision, optimizer) has a stock run, which the others of that cell are compared with. A stock run
+that shuffles the rows within each global batch shows how far a sum in another order goes, without this package.
+
+Order of the data: `as_loaded`, the same rows in the same steps for all; `shuffled`, the same rows in the same steps in
+another order; `as_chosen`, the rows that look-ahead chose for each step, read from its run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NUM_STEPS = 8
+GLOBAL_BATCH_SIZE = 16
+SEQ_LENGTH = 512
+SEED = 1234
+
+COMMON = (
+    "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} "
+    f"--train-iters {NUM_STEPS} --seed {SEED}"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and how ranks share it."""
+
+    flags: str
+    num_ranks: int
+
+
+_MOE = (
+    "--num-layers 2 --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+    "--moe-token-dispatcher-type alltoall"
+)
+_INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+
+LAYOUTS = {
+    "DP2": Layout("--num-layers 2", 2),
+    "DP4": Layout("--num-layers 2", 4),
+    "DP2 PP2": Layout("--num-layers 2 --pipeline-model-parallel-size 2", 4),
+    "DP2 TP2": Layout("--num-layers 2 --tensor-model-parallel-size 2", 4),
+    "DP2 TP2 SP": Layout("--num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
+    "DP2 CP2": Layout("--num-layers 2 --context-parallel-size 2", 4),
+    "DP2 PP2 VPP2": Layout(_INTERLEAVED, 4),
+    "DP2 EP2": Layout(f"{_MOE} --moe-router-load-balancing-type none", 2),
+    "DP2 TP2 PP2 VPP2": Layout(f"{_INTERLEAVED} --tensor-model-parallel-size 2", 8),
+}
+
+AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+AUX_LAYOUTS = {
+    name: Layout(f"{_MOE} --moe-router-load-balancing-type {name} --moe-aux-loss-coeff 1e-2", 2) for name in AUX_LOSSES
+}
+
+PRECISIONS = {"fp32": "", "bf16": "--bf16"}
+
+OPTIMIZERS = {
+    "plain": "",
+    "distributed": "--use-distributed-optimizer",
+    "overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+
+_PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
+_BY_FLOPS = f"{_PACKED} --balance-data --balance-by-flops"
+
+POLICIES = {
+    "by FLOPs": _BY_FLOPS,
+    "by tokens": f"{_PACKED} --balance-data",
+    "moved, one a micro-batch": "--balance-data",
+    "packed in place": _PACKED,
+    "by FLOPs in place": f"{_PACKED} --balance-by-flops",
+    "objective step": f"{_BY_FLOPS} --balance-objective step",
+    "objective microbatch": f"{_BY_FLOPS} --balance-objective microbatch",
+    "objective pipeline": f"{_BY_FLOPS} --balance-objective pipeline",
+    "Karmarkar-Karp": f"{_BY_FLOPS} --balance-algorithm karmarkar_karp",
+    "greedy": f"{_BY_FLOPS} --balance-algorithm greedy",
+    "first-fit": f"{_BY_FLOPS} --balance-algorithm first_fit",
+    "look-ahead": f"{_BY_FLOPS} --balance-lookahead 3",
+    "online calibration": f"{_BY_FLOPS} --balance-calibrate-online",
+}
+LOOK_AHEAD = "look-ahead"
+
+STOCK = "stock"
+SHUFFLED = "stock, shuffled"
+AS_CHOSEN = "stock, rows as look-ahead chose"
+TWO_A_MICROBATCH = "stock, 2 a micro-batch"
+FOUR_A_MICROBATCH = "stock, 4 a micro-batch"
+_STOCK_FLAGS = {
+    STOCK: "",
+    SHUFFLED: "",
+    AS_CHOSEN: "",
+    TWO_A_MICROBATCH: "--micro-batch-size 2",
+    FOUR_A_MICROBATCH: "--micro-batch-size 4",
+}
+
+_EVERYWHERE = ("by FLOPs", "by tokens", "moved, one a micro-batch")
+_LAYOUTS_OF_EVERY_POLICY = ("DP2", "DP2 PP2", "DP2 EP2")
+_AUX_WAYS = (STOCK, SHUFFLED, TWO_A_MICROBATCH, FOUR_A_MICROBATCH, "moved, one a micro-batch", "packed in place")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        layout: a name in LAYOUTS or AUX_LAYOUTS.
+        precision: a name in PRECISIONS.
+        optimizer: a name in OPTIMIZERS.
+        way: a name in POLICIES, or one of the stock runs.
+    """
+
+    layout: str
+    precision: str
+    optimizer: str
+    way: str
+
+    @property
+    def cell(self) -> tuple[str, str, str]:
+        """What it shares with the run it is compared with."""
+        return self.layout, self.precision, self.optimizer
+
+    @property
+    def name(self) -> str:
+        """For people and for files."""
+        return " / ".join((*self.cell, self.way))
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether this package does anything in it."""
+        return self.way in POLICIES
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return (LAYOUTS | AUX_LAYOUTS)[self.layout].num_ranks
+
+    @property
+    def flags(self) -> str:
+        """Those that tell it from the others, and those of the model."""
+        parts = (COMMON, (LAYOUTS | AUX_LAYOUTS)[self.layout].flags, PRECISIONS[self.precision])
+        return " ".join((*parts, OPTIMIZERS[self.optimizer], (POLICIES | _STOCK_FLAGS)[self.way])).strip()
+
+    @property
+    def order(self) -> str:
+        """Of the data."""
+        return {SHUFFLED: "shuffled", AS_CHOSEN: "as_chosen"}.get(self.way, "as_loaded")
+
+    @property
+    def reference(self) -> Case:
+        """The stock run that this one is compared with."""
+        return self.beside(AS_CHOSEN if self.way == LOOK_AHEAD else STOCK)
+
+    def beside(self, way: str) -> Case:
+        """Another run of this cell."""
+        return Case(*self.cell, way)
+
+
+def cases(*, whole: bool) -> list[Case]:
+    """All runs, the more telling ones first; a run that another needs comes before it.
+
+    Args:
+        whole: every policy in every cell; else the rarer policies on three layouts alone.
+    """
+    return list(dict.fromkeys(_in_turn(whole=whole)))
+
+
+def _in_turn(*, whole: bool) -> Iterator[Case]:
+    cells = [
+        (layout, precision, optimizer) for optimizer in OPTIMIZERS for precision in PRECISIONS for layout in LAYOUTS
+    ]
+    for cell in sorted(cells, key=lambda cell: cell[1:] not in (("fp32", "plain"), ("bf16", "overlap"))):
+        yield from (Case(*cell, way) for way in (STOCK, SHUFFLED, _EVERYWHERE[0]))
+    for layout in AUX_LAYOUTS:
+        yield from (Case(layout, "fp32", "plain", way) for way in (*_AUX_WAYS, *_EVERYWHERE))
+    for policy in POLICIES:
+        for cell in cells:
+            if whole or policy in _EVERYWHERE or cell[0] in _LAYOUTS_OF_EVERY_POLICY:
+                case = Case(*cell, policy)
+                yield case
+                yield case.reference

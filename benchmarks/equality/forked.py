@@ -1,0 +1,146 @@
+"""Training runs whose ranks are forks of one process that has imported torch and Megatron already.
+
+A rank spends most of its time on imports, and a run of eight steps of a tiny model hardly any. So this process imports
+once and forks every rank of every run. A rank is then a process of its own, as under torchrun: it reads its flags and
+its environment, joins gloo, runs Megatron's `pretrain()` through scripts/record_steps.py and ends.
+
+Invariants: this process starts no thread, so that a fork lacks nothing; every fork has ended when a run returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from training_run import Recorded, RunFailed, read_records
+
+from megatron_balance.mcore.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
+
+_LAST_CHARACTERS = 3000
+
+
+@dataclass(frozen=True)
+class ForkedRun:
+    """What a run left behind.
+
+    Attributes:
+        recorded: its steps, rank by rank; the output is that of rank 0.
+        cpu_seconds: of all ranks, start and end included.
+        seconds: from the first fork to the last end.
+    """
+
+    recorded: Recorded
+    cpu_seconds: float
+    seconds: float
+
+
+def import_once() -> None:
+    """Import all that a rank would. Set OMP_NUM_THREADS=1 before Python starts."""
+    from megatron_balance.mcore import install
+    from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
+
+    enable_cpu()
+    install()
+    patch_megatron()
+    import megatron.core.tokenizers.text.libraries
+    import record_steps  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page
+    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which a fork would lack"
+
+
+def train_forked(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_seconds: float) -> ForkedRun:
+    """As `training_run.train`, in forks of this process.
+
+    Args:
+        record: folder for the records and for what each rank prints.
+        flags: added to the common ones.
+        num_ranks: processes.
+        timeout_seconds: after which the run is killed.
+
+    Raises:
+        RunFailed: a rank ended with an error, or the run was killed.
+    """
+    record.mkdir(parents=True, exist_ok=True)
+    command = [str(record), *f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
+    started, port = time.monotonic(), _free_port()
+    sys.stdout.flush()
+    running: dict[int, int] = {}
+    failed: str | None = None
+    cpu_seconds = 0.0
+    try:
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                _run_rank(command, rank=rank, num_ranks=num_ranks, port=port, log=_log(record, rank))
+            running[pid] = rank
+        while running and failed is None:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid in running:
+                rank = running.pop(pid)
+                cpu_seconds += usage.ru_utime + usage.ru_stime
+                if status:
+                    failed = f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
+            elif time.monotonic() - started > timeout_seconds:
+                failed = f"no end after {timeout_seconds:.0f} s"
+                rank = 0
+            else:
+                time.sleep(0.02)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if failed is not None:
+        raise RunFailed(f"{failed}:\n{_log(record, rank).read_text(errors='replace')[-_LAST_CHARACTERS:]}")
+    output = _log(record, 0).read_text(errors="replace")
+    recorded = Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
+    return ForkedRun(recorded, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
+
+
+def _log(record: Path, rank: int) -> Path:
+    return record / f"rank{rank}.log"
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run_rank(command: Sequence[str], *, rank: int, num_ranks: int, port: int, log: Path) -> NoReturn:
+    """The life of a rank, as torchrun and the launcher would give it."""
+    status = 1
+    try:
+        with log.open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        sys.argv = ["record_steps.py", *command]
+        import record_steps
+
+        record_steps.main()
+        status = 0
+    finally:  # nothing may leave a fork but by its status: it would go on as a second parent
+        if status:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

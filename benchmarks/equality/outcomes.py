@@ -1,0 +1,126 @@
+"""What the runs came to, kept in a file to which each run appends a line, so that an interrupted matrix goes on.
+
+Invariant: a run that did not end well, or was not balanced although it was to be, is an outcome too, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from training_run import Recorded
+
+from benchmarks.equality.cases import NUM_STEPS, Case
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run.
+
+    Attributes:
+        case: which run.
+        revision: of the code that ran.
+        losses: `[NUM_STEPS]`; empty where the run failed.
+        grad_norms: `[NUM_STEPS]`, likewise.
+        taken: of each step, the lengths of its rows; empty where the run was not balanced.
+        cpu_seconds: of all ranks together.
+        seconds: the run took, on a machine that may do other work.
+        error: why there are no figures, or None.
+    """
+
+    case: Case
+    revision: str
+    losses: Sequence[float] = ()
+    grad_norms: Sequence[float] = ()
+    taken: Sequence[Sequence[int]] = ()
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between two runs, relative to the second.
+
+    Attributes:
+        loss: largest over all steps.
+        grad_norm: likewise.
+        first_loss: of the first step, where both have the same weights.
+        first_grad_norm: likewise.
+    """
+
+    loss: float
+    grad_norm: float
+    first_loss: float
+    first_grad_norm: float
+
+
+def difference(outcome: Outcome, *, reference: Outcome) -> Difference:
+    """How far a run is from another."""
+    losses = _relative(outcome.losses, reference.losses)
+    grad_norms = _relative(outcome.grad_norms, reference.grad_norms)
+    return Difference(max(losses), max(grad_norms), losses[0], grad_norms[0])
+
+
+def _relative(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True)]
+
+
+def outcome_of(case: Case, recorded: Recorded, *, revision: str, cpu_seconds: float, seconds: float) -> Outcome:
+    """Read a run's records."""
+    losses = [step["lm_loss"] for step in recorded.steps]
+    grad_norms = [step["grad_norm"] for step in recorded.steps]
+    with_plan = next((steps for steps in recorded.ranks if any("ranks" in step for step in steps)), [])
+    error = None
+    if len(losses) != NUM_STEPS or not all(math.isfinite(figure) for figure in (*losses, *grad_norms)):
+        error = f"losses {losses}, gradient norms {grad_norms}: {NUM_STEPS} finite ones were expected"
+    elif sum("ranks" in step for step in with_plan) != NUM_STEPS * case.is_balanced:
+        error = f"{sum('ranks' in step for step in with_plan)} of {NUM_STEPS} steps were balanced"
+    return Outcome(
+        case,
+        revision,
+        losses=losses,
+        grad_norms=grad_norms,
+        taken=[step["lengths"] for step in with_plan if "lengths" in step],
+        cpu_seconds=round(cpu_seconds, 2),
+        seconds=round(seconds, 2),
+        error=error,
+    )
+
+
+class OutcomeFile:
+    """Outcomes by case; the newest of a case counts.
+
+    Args:
+        path: a jsonl file, made when there is something to keep.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.is_file() else []
+        self._outcomes = {outcome.case: outcome for outcome in map(_parse, lines)}
+
+    @property
+    def outcomes(self) -> Mapping[Case, Outcome]:
+        """All of them."""
+        return self._outcomes
+
+    def is_done(self, case: Case) -> bool:
+        """Whether a run ended well; one that failed may be tried again."""
+        return case in self._outcomes and self._outcomes[case].error is None
+
+    def add(self, outcome: Outcome) -> None:
+        """Keep one more."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as out:
+            out.write(json.dumps(asdict(outcome)) + "\n")
+        self._outcomes[outcome.case] = outcome
+
+
+def _parse(line: str) -> Outcome:
+    fields: dict[str, Any] = json.loads(line)
+    return Outcome(**fields | {"case": Case(**fields["case"])})
