@@ -9,7 +9,7 @@ another order; `as_chosen`, the rows that look-ahead chose for each step, read f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 NUM_STEPS = 8
@@ -96,6 +96,7 @@ _STOCK_FLAGS = {
     FOUR_A_MICROBATCH: "--micro-batch-size 4",
 }
 
+_FIRST = (("fp32", "plain"), ("bf16", "overlap"))
 _EVERYWHERE = ("by FLOPs", "by tokens", "moved, one a micro-batch")
 _LAYOUTS_OF_EVERY_POLICY = ("DP2", "DP2 PP2", "DP2 EP2")
 _AUX_WAYS = (STOCK, SHUFFLED, TWO_A_MICROBATCH, FOUR_A_MICROBATCH, "moved, one a micro-batch", "packed in place")
@@ -168,16 +169,17 @@ def cases(*, whole: bool) -> list[Case]:
 
 
 def _in_turn(*, whole: bool) -> Iterator[Case]:
-    cells = [
-        (layout, precision, optimizer) for optimizer in OPTIMIZERS for precision in PRECISIONS for layout in LAYOUTS
-    ]
-    for cell in sorted(cells, key=lambda cell: cell[1:] not in (("fp32", "plain"), ("bf16", "overlap"))):
-        yield from (Case(*cell, way) for way in (STOCK, SHUFFLED, _EVERYWHERE[0]))
+    kinds = [(precision, optimizer) for optimizer in OPTIMIZERS for precision in PRECISIONS]
+    yield from _of_kinds(_FIRST, whole=whole)
     for layout in AUX_LAYOUTS:
         yield from (Case(layout, "fp32", "plain", way) for way in (*_AUX_WAYS, *_EVERYWHERE))
-    for policy in POLICIES:
-        for cell in cells:
-            if whole or policy in _EVERYWHERE or cell[0] in _LAYOUTS_OF_EVERY_POLICY:
-                case = Case(*cell, policy)
-                yield case
-                yield case.reference
+    yield from _of_kinds(kinds, whole=whole)
+
+
+def _of_kinds(kinds: Sequence[tuple[str, str]], *, whole: bool) -> Iterator[Case]:
+    cells = [(layout, *kind) for kind in kinds for layout in LAYOUTS]
+    for cell in cells:
+        yield from (Case(*cell, way) for way in (STOCK, SHUFFLED, *_EVERYWHERE))
+    for cell in cells:
+        for policy in POLICIES if whole or cell[0] in _LAYOUTS_OF_EVERY_POLICY else ():
+            yield from (case := Case(*cell, policy), case.reference)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -52,8 +53,8 @@ def import_once() -> None:
     enable_cpu()
     install()
     patch_megatron()
-    import megatron.core.tokenizers.text.libraries
-    import record_steps  # noqa: F401
+    for name in ("record_steps", "megatron.core.tokenizers.text.libraries"):  # the latter is imported late, and slowly
+        importlib.import_module(name)
 
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page
