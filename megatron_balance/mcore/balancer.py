@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore import pool_files
 from megatron_balance.mcore.pull_ahead import pull_ahead_of
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
@@ -107,15 +108,26 @@ class StepBalancer:
         self._prepared = _Preparation(self._thread.submit(work))
 
     def save(self, folder: Path) -> None:
-        """Write what the newest step left: samples that wait, what calibration learned. Nothing without either."""
+        """Write what the newest step left: samples that wait, what calibration learned. Nothing without either.
+
+        What an earlier run left in the folder goes away.
+        """
+        rank = self.maker.dp_group.rank()
         if self._pool is not None:
             self._pool.save(folder)
-        if self._last is not None and self._last.calibration is not None and self.maker.dp_group.rank() == 0:
-            self._last.calibration.write(folder)
+        if rank == 0:
+            pool_files.forget_shares(folder, from_rank=0 if self._pool is None else self.maker.dp_group.size())
+            learned = None if self.maker.calibration is None else self.maker.calibration.state
+            if self._last is not None:
+                learned = self._last.calibration  # the thread may have planned a step that is not run yet
+            if learned is not None:
+                learned.write(folder)
+            else:
+                CalibrationState.forget(folder)
 
     def restore(self, folder: Path) -> None:
         """Read it back, before the first step. The loader's next batches are those already loaded: skip them."""
-        if self._pool is not None:
+        if self._pool is not None and pool_files.has_pool(folder):
             self._pool.restore(folder)
             self._num_batches_to_skip = self._pool.num_batches_ahead
         if self.maker.calibration is not None:

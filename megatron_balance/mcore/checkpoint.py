@@ -1,18 +1,27 @@
 """What goes with a checkpoint: samples that wait under `--balance-lookahead`, and what online calibration learned.
 
 It lies in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
-to write into one that is not empty.
+to write into one that is not empty. It is written before Megatron says that the checkpoint is complete, so a
+complete checkpoint has all of it.
+
+Invariants: a save leaves nothing there that it did not write, such as an earlier run's samples; what one rank cannot
+read is raised on every rank.
 """
 
 from __future__ import annotations
 
+import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore import pool_files
 from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.groups import is_first_of_replica
-from megatron_balance.mcore.sample_pool import SamplePool
+from megatron_balance.mcore.groups import is_first_of_replica, new_group
 
 
 def state_folder(checkpoints: str, iteration: int) -> Path:
@@ -32,25 +41,59 @@ def save_state(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
         balancer.save(state_folder(args.save, iteration))
 
 
-def restore_state(balancer: StepBalancer, *, args: Any, lookahead: int) -> None:
-    """Read the state of the checkpoint that this run resumes from, if it has one.
+def forget_state(*, args: Any, iteration: int) -> None:
+    """Remove what an earlier run left for a checkpoint that this run, a stock one, is about to write."""
+    if args.save and dist.get_rank() == 0:
+        shutil.rmtree(state_folder(args.save, iteration), ignore_errors=True)
+
+
+def restore_state(balancer: StepBalancer, *, args: Any, lookahead: int, timeout: timedelta) -> None:
+    """Read the state of the checkpoint that this run resumes from, if it has one. Every rank calls it.
 
     Args:
         balancer: of this rank, before its first step.
-        args: Megatron's arguments.
+        args: Megatron's arguments, after it loaded the checkpoint: `--finetune` starts again from iteration 0.
         lookahead: `--balance-lookahead` of this run.
+        timeout: of the collective by which ranks agree.
 
     Raises:
-        BalanceError: samples wait there, and this run has no look-ahead: they would be lost.
+        BalanceError: on every rank alike. The state is damaged, or not all of it is there; samples wait, and this run
+            has no look-ahead.
     """
     if not args.load or not args.iteration:
         return
     folder = state_folder(args.load, args.iteration)
-    if not folder.is_dir():
-        return
-    if lookahead == 1 and SamplePool.is_in(folder):
+    problem = None
+    try:
+        _restore(balancer, folder=folder, lookahead=lookahead)
+    except BalanceError as error:
+        problem = str(error)
+    group = new_group(range(dist.get_world_size()), timeout=timeout)
+    counts = torch.tensor([folder.is_dir(), problem is not None], dtype=torch.int64)
+    dist.all_reduce(counts, group=group)
+    num_found, num_failed = counts.tolist()
+    if num_found not in (0, group.size()):
+        raise BalanceError(
+            f"{num_found} of {group.size()} ranks find {folder}: --load must name a folder that all nodes share, and "
+            "the folder megatron_balance in it belongs to the checkpoints."
+        )
+    if num_failed:
+        raise BalanceError(problem or f"{num_failed} ranks cannot read {folder}; what they say tells why.")
+
+
+def _restore(balancer: StepBalancer, *, folder: Path, lookahead: int) -> None:
+    has_pool = pool_files.has_pool(folder)
+    if lookahead == 1 and has_pool and pool_files.read_index(folder).share_of:
         raise BalanceError(
             f"{folder} holds samples that wait for their step, and --balance-lookahead is 1: they would be skipped. "
-            "Resume with the --balance-lookahead of the run that saved it."
+            "Resume with the --balance-lookahead of the run that saved it, or delete the folder to go on without them."
         )
-    balancer.restore(folder)
+    if lookahead > 1 and not has_pool:
+        earlier = [other.name for other in sorted(folder.parent.glob("iter_*")) if pool_files.has_pool(other)]
+        if earlier and earlier[0] < folder.name:
+            raise BalanceError(
+                f"{folder} does not hold the samples that wait, and {earlier[0]} does: they would be skipped. Copy it "
+                "along with its checkpoint. If those that are there belong to another run, delete them."
+            )
+    if folder.is_dir():
+        balancer.restore(folder)

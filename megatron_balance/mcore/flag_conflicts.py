@@ -38,6 +38,40 @@ def _lookahead_balances(config: BalanceConfig, args: Any) -> str | None:
     return f"--balance-lookahead is {config.lookahead} and nothing is balanced: add --balance-data or set 1."
 
 
+def _lookahead_has_one_batch_size(config: BalanceConfig, args: Any) -> str | None:
+    if config.lookahead <= 1:
+        return None
+    for flag in ("rampup_batch_size", "step_batch_size_schedule"):
+        value = getattr(args, flag, None)
+        if value:
+            return (
+                f"--{flag.replace('_', '-')} is {value} with --balance-lookahead {config.lookahead}, which chooses "
+                "among global batches of one size: set --balance-lookahead 1 until the batch has grown."
+            )
+    return None
+
+
+def _lookahead_is_saved(config: BalanceConfig, args: Any) -> str | None:
+    interval = getattr(args, "non_persistent_save_interval", None)
+    if config.lookahead <= 1 or not interval:
+        return None
+    return (
+        f"--non-persistent-save-interval is {interval} with --balance-lookahead {config.lookahead}, whose samples that "
+        "wait go with persistent checkpoints alone: a run resumed from another would skip them. Use --save-interval, "
+        "or set --balance-lookahead 1."
+    )
+
+
+def _loader_has_no_state(config: BalanceConfig, args: Any) -> str | None:
+    folder = getattr(args, "dataloader_save", None)
+    if not config.active or not folder:
+        return None
+    return (
+        f"--dataloader-save is {folder}: balancing pulls the next step's items ahead, which the loader's own state "
+        "would count as trained, and a resumed run would skip them. Drop it, or the balance flags."
+    )
+
+
 def _record_balances(config: BalanceConfig, args: Any) -> str | None:
     if config.record is None or config.active:
         return None
@@ -96,6 +130,12 @@ def _loss_is_per_token(config: BalanceConfig, args: Any) -> str | None:
 REFUSED = (
     FlagRule("--balance-lookahead is 1 or more", _lookahead_is_positive),
     FlagRule("--balance-lookahead above 1 needs --balance-data or --use-dynamic-batch-size", _lookahead_balances),
+    FlagRule(
+        "--balance-lookahead above 1 excludes --rampup-batch-size and --step-batch-size-schedule",
+        _lookahead_has_one_batch_size,
+    ),
+    FlagRule("--balance-lookahead above 1 excludes --non-persistent-save-interval", _lookahead_is_saved),
+    FlagRule("every balance flag excludes --dataloader-save", _loader_has_no_state),
     FlagRule("--balance-record needs --balance-data or --use-dynamic-batch-size", _record_balances),
     FlagRule("--balance-by-flops needs --use-dynamic-batch-size", _flops_pack),
     FlagRule("--balance-calibration and --balance-calibrate-online need --balance-by-flops", _calibration_refines),

@@ -204,6 +204,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
             topology=topology,
             cost_model=cost_model,
             rank=dp_group.rank(),
+            micro_batch_size=args.micro_batch_size,
         )
     balancer = StepBalancer(
         StepMaker(
@@ -217,7 +218,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         model_group=own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
         pool=pool,
     )
-    restore_state(balancer, args=args, lookahead=config.lookahead)
+    restore_state(balancer, args=args, lookahead=config.lookahead, timeout=timeout)
     observer = observer_of_run(config, args=args, maker=balancer.maker, log=log, timeout=timeout)
     return BalancedForwardBackward(balancer, args=args, overlap=config.overlap, log=log, observer=observer)
 

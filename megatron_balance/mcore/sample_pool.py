@@ -2,31 +2,29 @@
 
 Every rank knows the lengths and homes of all samples that wait, and chooses the next batch alike
 (`planner/lookahead.py`); the samples themselves stay with the rank that loaded them. A checkpoint holds the
-pool, each rank its share, in a file that any number of ranks can read again.
+pool, each rank its share, in a file that any number of ranks can read again (`pool_files.py`).
 
-Invariants: a sample leaves once; what leaves depends on gathered lengths alone; `restore(save())` goes on as if
-nothing had happened, also with another data-parallel size (then the shares are dealt out anew).
+Invariants: a sample leaves once; what leaves depends on the order of the data set and on gathered lengths alone, not on
+which rank loaded what; `restore(save())` goes on as if nothing had happened, also with another data-parallel size (then
+the shares are dealt out anew).
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore import pool_files
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.lookahead import LookAhead
 from megatron_balance.planner.topology import Topology
 from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.runtime.wire import block_nbytes, read_block, write_block
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,24 @@ class SamplePool:
         topology: the ranks.
         cost_model: what a sample costs.
         rank: this rank in the data-parallel group.
+        micro_batch_size: rows of an item that a rank loads: the loader deals them out rank by rank.
     """
 
     def __init__(
-        self, window: int, *, global_batch_size: int, topology: Topology, cost_model: CostModel, rank: int
+        self,
+        window: int,
+        *,
+        global_batch_size: int,
+        topology: Topology,
+        cost_model: CostModel,
+        rank: int,
+        micro_batch_size: int = 1,
     ) -> None:
         self._look = LookAhead(window, batch_size=global_batch_size, dp_size=topology.dp_size)
         self._topology = topology
         self._cost_model = cost_model
         self._rank = rank
+        self._micro_batch_size = micro_batch_size
         self._waiting: dict[int, _Waiting] = {}
         self._schema: SampleSchema | None = None
 
@@ -95,8 +102,9 @@ class SamplePool:
             )
         ids = np.arange(len(gathered.lengths))
         segments = gathered.segments_of(ids) or [(int(length),) for length in gathered.lengths]
-        arrivals = self._look.push([self._cost(of_sample) for of_sample in segments])
-        for sample_id, arrival in enumerate(arrivals):
+        in_order = self._in_order_of_data(gathered)
+        arrivals = self._look.push([self._cost(segments[sample_id]) for sample_id in in_order])
+        for sample_id, arrival in zip(in_order, arrivals, strict=True):
             home = int(gathered.home_ranks[sample_id])
             mine = samples[sample_id - gathered.offset] if home == self._rank else None
             self._waiting[arrival] = _Waiting(home, segments[sample_id], mine)
@@ -136,84 +144,62 @@ class SamplePool:
         """Mean cost of a sample in the newest step over that of all samples so far."""
         return self._look.metrics().drift
 
-    @staticmethod
-    def is_in(folder: Path) -> bool:
-        """Whether a pool was saved there."""
-        return _share(folder, 0).exists()
-
     def save(self, folder: Path) -> None:
         """Write this rank's share into a folder."""
-        mine = {arrival: entry.sample for arrival, entry in self._waiting.items() if entry.sample is not None}
-        samples = list(mine.values())
-        block = torch.empty(0, dtype=torch.uint8)
-        if self._schema is not None and samples:
-            block = torch.empty(
-                block_nbytes(self._schema, lengths=[sample.length for sample in samples]), dtype=torch.uint8
-            )
-            write_block(block, samples=samples, schema=self._schema)
-        folder.mkdir(parents=True, exist_ok=True)
-        np.savez(
-            _share(folder, self._rank),
-            look_ahead=_as_bytes(json.dumps(self._look.state()).encode()),
-            schema=_as_bytes(b"" if self._schema is None else self._schema.to_bytes()),
-            arrivals=np.array(list(mine), dtype=np.int64),
-            num_segments=np.array([len(sample.segment_lengths) for sample in samples], dtype=np.int64),
-            segment_lengths=np.array([n for sample in samples for n in sample.segment_lengths], dtype=np.int64),
-            block=block.numpy(),
+        pool_files.write_share(
+            folder,
+            rank=self._rank,
+            num_shares=self._topology.dp_size,
+            look_ahead=self._look.state(),
+            schema=self._schema,
+            samples={arrival: entry.sample for arrival, entry in self._waiting.items() if entry.sample is not None},
         )
 
     def restore(self, folder: Path) -> None:
-        """Read back what all ranks wrote.
+        """Read back what all ranks wrote; each keeps the samples that are its own now.
+
+        The choice goes on with the number of ranks it began with, while samples wait: batches are those of a run that
+        was not interrupted, on any number of ranks.
 
         Raises:
-            BalanceError: a share is missing, or the run has another window or global batch size.
+            BalanceError: a share is missing or damaged, or the run has another window or global batch size.
         """
-        paths = sorted(folder.glob("pool_rank*.npz"))
-        if not paths or paths != [_share(folder, rank) for rank in range(len(paths))]:
-            raise BalanceError(f"{folder} lacks shares of the samples that wait: it has {[p.name for p in paths]}.")
-        found: dict[int, tuple[int, Sample]] = {}
-        state = None
-        for rank, path in enumerate(paths):
-            with np.load(path, allow_pickle=False) as share:
-                state = json.loads(share["look_ahead"].tobytes())
-                if share["schema"].size:
-                    self._schema = SampleSchema.from_bytes(share["schema"].tobytes())
-                found |= {
-                    arrival: (rank, sample)
-                    for arrival, sample in zip(share["arrivals"].tolist(), self._read(share), strict=True)
-                }
-        assert state is not None
+        index = pool_files.read_index(folder)
         for name, ours in (("window", self._look.window), ("batch_size", self._look.batch_size)):
-            if state[name] != ours:
+            if index.look_ahead[name] != ours:
                 raise BalanceError(
-                    f"{folder} was saved with a {name.replace('_', ' ')} of {state[name]}, and this run has {ours}: "
-                    "keep --balance-lookahead and --global-batch-size while samples wait."
+                    f"{folder} was saved with a {name.replace('_', ' ')} of {index.look_ahead[name]}, and this run has "
+                    f"{ours}: keep --balance-lookahead and --global-batch-size while samples wait."
                 )
         dp_size = self._topology.dp_size
-        self._look = LookAhead.from_state(state | {"dp_size": dp_size})
-        self._waiting = {}
-        for index, arrival in enumerate(sorted(found)):
-            rank, sample = found[arrival]
-            home = rank if len(paths) == dp_size else index % dp_size
-            self._waiting[arrival] = _Waiting(home, sample.segment_lengths, sample if home == self._rank else None)
+        homes = index.share_of
+        if index.num_shares != dp_size:
+            homes = {arrival: place % dp_size for place, arrival in enumerate(sorted(index.segment_lengths))}
+        mine = {arrival for arrival, home in homes.items() if home == self._rank}
+        found: dict[int, Sample] = {}
+        if index.schema is not None:
+            for share in sorted({index.share_of[arrival] for arrival in mine}):
+                found |= pool_files.read_samples(folder, rank=share, schema=index.schema)
+        self._schema = index.schema
+        self._waiting = {
+            arrival: _Waiting(
+                homes[arrival], index.segment_lengths[arrival], found[arrival] if arrival in mine else None
+            )
+            for arrival in sorted(homes)
+        }
+        # Costs anew: they are this run's, in its units. The data may have ended for the run that saved and go on for
+        # this one, which has more steps to train: it will ask.
+        state = {**index.look_ahead, "drained": False}
+        state["costs"] = [self._cost(self._waiting[arrival].segment_lengths) for arrival in state["arrivals"]]
+        self._look = LookAhead.from_state(state if homes else state | {"dp_size": dp_size})
+
+    def _in_order_of_data(self, gathered: GatheredLengths) -> list[int]:
+        """Sample ids in the order in which one rank alone would have loaded them."""
+        homes, counts = gathered.home_ranks, gathered.num_samples_per_rank
+        place = np.arange(len(homes)) - np.repeat(np.cumsum(counts) - counts, counts)
+        item, row = np.divmod(place, self._micro_batch_size)
+        return np.lexsort((row, homes, item)).tolist()
 
     def _cost(self, segment_lengths: Sequence[int]) -> int:
         padded = self._topology.padded_seq_len(np.array(segment_lengths, dtype=np.int64))
         return sum(self._cost_model(length) for length in padded.tolist())
-
-    def _read(self, share: np.lib.npyio.NpzFile) -> list[Sample]:
-        ends = np.cumsum(share["num_segments"]).tolist()
-        flat = share["segment_lengths"].tolist()
-        segments = [tuple(flat[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-        if not segments or self._schema is None:
-            return []
-        block = torch.from_numpy(share["block"])
-        return read_block(block, lengths=[sum(n) for n in segments], schema=self._schema, segment_lengths=segments)
-
-
-def _share(folder: Path, rank: int) -> Path:
-    return folder / f"pool_rank{rank:05d}.npz"
-
-
-def _as_bytes(text: bytes) -> NDArray[np.uint8]:
-    return np.frombuffer(text, dtype=np.uint8)

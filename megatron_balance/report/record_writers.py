@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.report.record import PER_STEP, RAGGED, RunInfo, StepRecord
+from megatron_balance.whole_file import whole_file
 
 CHUNK_STEPS = 64
 """Steps a file holds."""
@@ -53,7 +54,8 @@ class _ChunkWriter(Generic[Step]):
         steps, self._steps = self._steps, []
         path = self._folder / f"{self._prefix}_{self._num_chunks:05d}.npz"
         self._num_chunks += 1
-        np.savez_compressed(path, **self._arrays(steps))
+        with whole_file(path) as file:
+            np.savez_compressed(file, **self._arrays(steps))
 
     def _arrays(self, steps: list[Step]) -> dict[str, Any]:
         raise NotImplementedError

@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.planner.calibration import UNITS_PER_SECOND
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.fitting import fit_seconds, relative_errors
 from megatron_balance.planner.slot_features import NUM_FEATURES, coefficients_of, cost_model_of
+from megatron_balance.whole_file import whole_file
 
 FIRST_REFIT = 4
 """Steps before the first refit; the gap then doubles, up to `LONGEST_GAP`."""
@@ -67,21 +69,38 @@ class CalibrationState:
 
     def write(self, folder: Path) -> None:
         """Write it as JSON, whose numbers read back exactly."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        with whole_file(folder / _FILE) as file:
+            file.write(f"{json.dumps(asdict(self))}\n".encode())
+
+    @staticmethod
+    def forget(folder: Path) -> None:
+        """Remove what an earlier run may have written there."""
+        (folder / _FILE).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, folder: Path) -> CalibrationState:
-        """Read it back; a fresh state where the run that saved did not calibrate."""
-        if not (folder / _FILE).exists():
+        """Read it back; a fresh state where the run that saved did not calibrate.
+
+        Raises:
+            BalanceError: it cannot be read.
+        """
+        path = folder / _FILE
+        if not path.exists():
             return cls()
-        content = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        coefficients = content["coefficients"]
-        return cls(
-            num_steps=int(content["num_steps"]),
-            coefficients=None if coefficients is None else tuple(map(float, coefficients)),
-            error=content["error"],
-        )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            coefficients, off_by = content["coefficients"], content["error"]
+            if coefficients is not None and len(coefficients) != NUM_FEATURES:
+                raise ValueError(f"{len(coefficients)} coefficients in place of {NUM_FEATURES}")
+            return cls(
+                num_steps=int(content["num_steps"]),
+                coefficients=None if coefficients is None else tuple(map(float, coefficients)),
+                error=None if off_by is None else float(off_by),
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise BalanceError(
+                f"{path} is damaged or was written by another version ({error}): delete it, and the run learns anew."
+            ) from error
 
 
 class OnlineCalibration:
