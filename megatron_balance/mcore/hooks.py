@@ -10,6 +10,7 @@ Without a balance flag the hooks hand on to Megatron's own functions: the run is
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from megatron_balance.errors import BalanceError
@@ -19,8 +20,11 @@ from megatron_balance.mcore.forward_backward import BalancedForwardBackward, bal
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
 
-SUPPORTED_VERSIONS = ("0.19",)
+SUPPORTED_VERSIONS = ("0.17", "0.18", "0.19")
 """Megatron Core releases on which the tests run."""
+
+ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
+"""Set to 1 in the environment of every rank, it lets another release through; hooks are checked as ever."""
 
 
 def _with_balance_arguments(add_megatron_arguments: Function) -> Function:
@@ -156,13 +160,15 @@ def supported_version() -> str:
     """The version of Megatron Core in this environment.
 
     Raises:
-        BalanceError: there is none, or it is not one of SUPPORTED_VERSIONS.
+        BalanceError: there is none, or it is not one of SUPPORTED_VERSIONS and nobody asked for another.
     """
     version = _megatron_version()
-    if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+    supported = version.startswith(tuple(f"{release}." for release in SUPPORTED_VERSIONS))
+    if not supported and os.environ.get(ANY_VERSION) != "1":
         raise BalanceError(
             f"megatron-core is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
-            f"megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.* or train without --balance-*."
+            f"megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*, or set {ANY_VERSION}=1 "
+            "to try this one."
         )
     return version
 

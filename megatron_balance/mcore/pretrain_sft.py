@@ -2,19 +2,20 @@
 
     torchrun --nproc-per-node 2 -m megatron_balance.launch -m megatron_balance.mcore.pretrain_sft ARGS
 
-The Megatron wheel has the training loop but no script: this is one, for text models. Data is a jsonl
-file (`--data-path FILE`) or, without one, the built-in corpus of byte-level tokens
-(`--tokenizer-type NullTokenizer --vocab-size 257`). It knows nothing of balancing: the balance flags reach
-it as they reach any script.
+The Megatron wheel has the training loop but no script: this is one, for text models, on every supported release.
+Data is a jsonl file (`--data-path FILE`) or, without one, the built-in corpus of byte-level tokens
+(`--tokenizer-type NullTokenizer --vocab-size 257`). It knows nothing of balancing: the balance flags reach it as they
+reach any script.
 """
 
 # Megatron types its getters Optional; before training they are not.
 # pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,41 +26,36 @@ from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, get_timers, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training import argument_utils, arguments, get_args, get_timers, pretrain, training
 from torch import Tensor
 
+from megatron_balance.mcore.sft_batch import get_batch
 from megatron_balance.mcore.sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
-
-BATCH_KEYS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "position_ids",
-    "attention_mask",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-)
 
 
 def main() -> None:
-    """Parse Megatron's arguments and train."""
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    """Parse Megatron's arguments and train, as the installed release wants it."""
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-    pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    run: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets_provider,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    defaults = {"tokenizer_type": "NullTokenizer"}
+    if "cfg_container" not in inspect.signature(pretrain).parameters:  # 0.17
+        from megatron_balance.mcore.sft_model import model_provider
+
+        pretrain(**run, model_provider=model_provider, args_defaults=defaults)
+        return
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        model = argument_utils.gpt_config_from_args(args)
+        pretrain(**run, cfg_container=argument_utils.pretrain_cfg_container_from_args(args, model))
+    else:  # 0.18
+        from megatron_balance.mcore.sft_model import model_provider
+
+        container = argument_utils.pretrain_cfg_container_from_args(args)
+        pretrain(**run, cfg_container=container, model_provider=model_provider)
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[SftDataset | None, ...]:
@@ -100,36 +96,6 @@ def _samples(args: Any) -> Iterator[SftSample]:
         yield from builtin_samples()
 
 
-def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, Any]:
-    """The next micro-batch on this rank: read once a tensor-parallel group, split over context parallelism."""
-    args = get_args()
-    batch: dict[str, Any] = {}
-    if mpu.get_tensor_model_parallel_rank() == 0:
-        assert data_iterator is not None
-        row = next(data_iterator)
-        batch = {key: row[key].cuda(non_blocking=True) if row.get(key) is not None else None for key in BATCH_KEYS}
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=True,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=False,
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
-    batch = flatten_batch_for_packed_sequences(batch)
-    if batch["tokens"] is None and batch["labels"] is None:
-        return batch  # a middle pipeline stage: it needs to know where sequences start, no more
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-
-
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
     """One micro-batch forward, in the form Megatron's schedules call it."""
     timers = get_timers()
@@ -138,7 +104,8 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch
     timers("batch-generator").stop()
     cu_seqlens = batch["cu_seqlens"].squeeze(0)
     padded = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
-    update_seqlen_stats_from_cu_seqlens(cu_seqlens)
+    if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):  # from 0.18
+        training.update_seqlen_stats_from_cu_seqlens(cu_seqlens)
     starts = cu_seqlens if padded is None else padded
     max_seqlen = int(batch["max_seqlen"].max())
     output = model(
