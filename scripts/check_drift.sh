@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Compares what is hooked and relied on in Megatron with what was reviewed (patches/fingerprints): the functions are
+# there, take what they took, do what they did, and are bound where the hooks replace them. Nothing is imported.
+#
+#   scripts/check_drift.sh                     the versions that were reviewed, from their wheels
+#   scripts/check_drift.sh 0.19.2 0.19.3       these versions, from their wheels
+#   scripts/check_drift.sh --wheel PATH        a wheel
+#   scripts/check_drift.sh --checkout DIR      a checkout; also runs the tests of what only its version has
+#   scripts/check_drift.sh --accept …          record what is there as reviewed
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+drift() { PYTHONPATH=scripts .venv/bin/python -m drift "$@"; }
+places=() versions=() accept=() checkout=
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        --wheel) places+=("${2:?give the path of a wheel}"); shift 2 ;;
+        --checkout) checkout=$(cd "${2:?give the folder of a checkout}" && pwd); places+=("$checkout"); shift 2 ;;
+        --accept) accept=(--accept); shift ;;
+        -*) echo "check_drift.sh: there is no option $1; see the head of this file" >&2; exit 2 ;;
+        *) versions+=("$1"); shift ;;
+    esac
+done
+if [[ ${#places[@]} -eq 0 && ${#versions[@]} -eq 0 ]]; then mapfile -t versions < <(drift --versions); fi
+wheels=build/wheels
+for version in "${versions[@]}"; do
+    compgen -G "$wheels/megatron_core-$version-*.whl" >/dev/null ||
+        .venv/bin/python -m pip download --quiet --no-deps --dest "$wheels" "megatron-core==$version"
+    places+=("$wheels"/megatron_core-"$version"-*.whl)
+done
+status=0
+drift "${accept[@]}" "${places[@]}" || status=1
+if [[ -n $checkout && -f $checkout/megatron/core/datasets/data_schedule_utils.py ]]; then
+    MEGATRON_CHECKOUT=$checkout .venv/bin/python -m pytest -q tests/megatron/test_packing_scheduler.py || status=1
+fi
+exit "$status"

@@ -1,0 +1,141 @@
+"""What of Megatron the package relies on beside the hooks' targets.
+
+A row says what is read, passed or called, and whether the body counts too: of a function that Megatron changes in
+every release and that is only called, its name and parameters are enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Relied:
+    """One definition that must stay as it is used.
+
+    Attributes:
+        target: `module:function`, `module:Class` or `module:Class.method`.
+        why: what relies on it.
+        parameters: that are passed by name.
+        names: that its body must mention: attributes it sets, functions it looks up, keywords it passes.
+        bound_in: modules from which it is imported.
+        body: whether any change of what it does is to be looked at.
+        first: the first release that has it, as `(major, minor)`.
+        last: the last release that has it.
+    """
+
+    target: str
+    why: str
+    parameters: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    bound_in: tuple[str, ...] = ()
+    body: bool = False
+    first: tuple[int, int] = (0, 17)
+    last: tuple[int, int] = (999, 0)
+
+    def is_in(self, release: tuple[int, int]) -> bool:
+        """Whether a release should have it."""
+        return self.first <= release <= self.last
+
+
+_SCHEDULE = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_TRAINING = "megatron.training.training"
+
+MEGATRON = (
+    Relied(
+        f"{_TRAINING}:train_step",
+        "passes the schedule what the wrapper replaces, by keyword",
+        names=("forward_backward_func", *_SCHEDULE),
+    ),
+    Relied(f"{_TRAINING}:train", "numbers the steps, and asks for the schedule", names=("curr_iteration",)),
+    Relied(f"{_TRAINING}:evaluate", "its steps pass through: they are forward_only", names=("forward_only",)),
+    *(
+        Relied(
+            f"{_SCHEDULES}:{name}",
+            "runs the balanced micro-batches, and looks backward_step up when it calls it",
+            parameters=_SCHEDULE,
+            names=("backward_step",),
+        )
+        for name in (
+            "forward_backward_no_pipelining",
+            "forward_backward_pipelining_without_interleaving",
+            "forward_backward_pipelining_with_interleaving",
+        )
+    ),
+    Relied(
+        "megatron.training.arguments:parse_args",
+        "looks add_megatron_arguments up when it is called",
+        names=("add_megatron_arguments",),
+        body=True,
+    ),
+    Relied(
+        "megatron.training.arguments:validate_args",
+        "forces variable_seq_lengths off, so that it is set for the step",
+        names=("variable_seq_lengths",),
+    ),
+    Relied(
+        "megatron.core.model_parallel_config:ModelParallelConfig",
+        "pipeline stages tell each other every shape",
+        names=("variable_seq_lengths",),
+    ),
+    Relied("megatron.core.utils:get_model_config", "finds that configuration", parameters=("model",), body=True),
+    Relied(
+        "megatron.core.rerun_state_machine:RerunDataIterator",
+        "items are pulled ahead behind it",
+        names=("iterable", "saved_microbatches"),
+        body=True,
+    ),
+    Relied(
+        "megatron.core.num_microbatches_calculator:get_num_microbatches",
+        "counts what was loaded: learning rate and resuming rely on it",
+        body=True,
+    ),
+    Relied("megatron.training.global_vars:get_args", "the run's arguments", bound_in=("megatron.training",), body=True),
+    Relied("megatron.training.global_vars:get_tensorboard_writer", "figures go there"),
+    Relied("megatron.training.global_vars:get_wandb_writer", "figures go there"),
+    Relied(
+        "megatron.training.utils:get_batch_on_this_tp_rank",
+        "ranks that receive a micro-batch take its shape from the arguments",
+        parameters=("data_iterator",),
+        names=("micro_batch_size", "seq_length"),
+        last=(0, 17),
+    ),
+    Relied(
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+        "ranks that receive a micro-batch take its shape from the arguments",
+        parameters=("micro_batch_size", "seq_length", "broadcast_src_rank", "broadcast_group"),
+        first=(0, 18),
+    ),
+    *(
+        Relied(f"{_PARALLEL_STATE}:{name}", "a rank's place in the layout")
+        for name in (
+            "get_data_parallel_group",
+            "get_model_parallel_group",
+            "get_tensor_model_parallel_rank",
+            "get_pipeline_model_parallel_rank",
+            "get_context_parallel_rank",
+        )
+    ),
+    Relied(
+        "megatron.core.datasets.data_schedule:wrap_data_iterator",
+        "chooses a scheduler from scheduler_map by its name",
+        names=("scheduler_map", "PackingSchedulerEnum", "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"),
+        first=(0, 20),
+        body=True,
+    ),
+    Relied(
+        "megatron.core.datasets.data_schedule:BasePackingScheduler",
+        "PackingScheduler is one of these",
+        names=("run", "get_groups_and_subsamples", "get_required_sample_keys"),
+        first=(0, 20),
+        body=True,
+    ),
+    Relied(
+        "megatron.core.datasets.data_schedule:DpBalancedScheduler.run",
+        "PackingScheduler hands its micro-batches on as this does",
+        first=(0, 20),
+        body=True,
+    ),
+)
