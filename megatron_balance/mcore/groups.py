@@ -13,6 +13,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_balance.runtime.agreement import Meeting
+from megatron_balance.runtime.peers import named_ranks, waiting_for
+
 
 def own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
     """The same ranks once more."""
@@ -26,9 +29,23 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
         ranks: of the world.
         timeout: of its collectives.
     """
-    own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, timeout=timeout)
+    with waiting_for(f"world {named_ranks(list(ranks))} to make a process group"):
+        own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, timeout=timeout)
     assert isinstance(own, dist.ProcessGroup), "this rank is in its own group"
     return own
+
+
+def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
+    """Where all ranks of the world can agree without a group; None where this process is alone.
+
+    Args:
+        timeout: after which a rank that has not come is named.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    # torch has no public name for the store that init_process_group met in.
+    store = dist.distributed_c10d._get_default_store()
+    return Meeting(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
 
 
 def reads_data() -> bool:

@@ -29,6 +29,7 @@ from megatron_balance.mcore.step_timing import Listener, StepTiming, calibrating
 from megatron_balance.planner.problem import resolve_objective
 from megatron_balance.report.record import RunInfo
 from megatron_balance.runtime.environment import environment
+from megatron_balance.runtime.peers import waiting_for
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
 
 
@@ -96,7 +97,8 @@ def _recording(
         except OSError as error:
             problem = str(error)
     failed = torch.tensor([problem is not None], dtype=torch.int64)
-    dist.all_reduce(failed, group=group)
+    with waiting_for("all ranks to open the record", group=group):
+        dist.all_reduce(failed, group=group)
     if failed:
         raise BalanceError(
             f"--balance-record {folder}: {problem or 'another rank cannot write there'}. Name a folder that every "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.mcore.figures import Figures
+from megatron_balance.runtime.peers import waiting_for
 
 
 def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Figures:
@@ -26,10 +27,11 @@ def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Fig
     """
     first, last = 0, group.size() - 1
     message = torch.tensor(astuple(figures or Figures()), dtype=torch.float64)
-    if first != last and group.rank() == first:
-        dist.send(message, dist.get_global_rank(group, last), group=group)
-    if first != last and group.rank() == last:
-        dist.recv(message, dist.get_global_rank(group, first), group=group)
+    with waiting_for("the figures on the rank that writes them", group=group):
+        if first != last and group.rank() == first:
+            dist.send(message, dist.get_global_rank(group, last), group=group)
+        if first != last and group.rank() == last:
+            dist.recv(message, dist.get_global_rank(group, first), group=group)
     return Figures(*message.tolist())
 
 

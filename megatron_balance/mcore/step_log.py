@@ -6,6 +6,7 @@ import math
 
 from megatron_balance.mcore.figures import Figures
 from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.runtime.peers import PeerError
 
 
 class StepLog:
@@ -31,6 +32,11 @@ class StepLog:
             print(f"megatron_balance: WARNING: {message}", flush=True)
         self._warned.add(topic)
 
+    def say(self, message: str) -> None:
+        """Print a line."""
+        if self._enabled:
+            print(f"megatron_balance: {message}", flush=True)
+
     def warn_of_oversized(self, schedule: DataSchedule) -> None:
         """Say once that a sample is longer than the cap, if one is."""
         if not schedule.oversized:
@@ -53,6 +59,17 @@ class StepLog:
         """
         if self._enabled:
             print(f"megatron_balance: iteration {iteration} | {objective} | {_line(figures)}", flush=True)
+
+
+def tell_of_lost_peers(error: PeerError, *, rank: int, iteration: int) -> None:
+    """Say at once, on whichever rank noticed: training may be in a collective whose watchdog ends the process.
+
+    Args:
+        error: what was noticed while a step was prepared.
+        rank: of this process.
+        iteration: that was prepared.
+    """
+    print(f"megatron_balance: WARNING: rank {rank} prepares iteration {iteration}: {error}", flush=True)
 
 
 def _line(figures: Figures) -> str:

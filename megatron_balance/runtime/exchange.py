@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.peers import waiting_for
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.wire import block_nbytes, read_block, write_block
 
@@ -79,7 +80,9 @@ def reroute_samples(
             if outgoing:  # most pairs of a large group exchange nothing
                 write_block(block, samples=outgoing, schema=schema)
         receive = torch.empty(sum(receive_nbytes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(receive, send.to(device), receive_nbytes, send_nbytes, group=group)
+        send = send.to(device)
+        with waiting_for("samples from the ranks that loaded them (exchange)", group=group):
+            dist.all_to_all_single(receive, send, receive_nbytes, send_nbytes, group=group)
         for block, ids, lengths in zip(receive.split(receive_nbytes), ids_from, lengths_from, strict=True):
             if lengths:
                 here = read_block(block, lengths=lengths, schema=schema, segment_lengths=gathered.segments_of(ids))

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.peers import MAX_RANKS_NAMED, named_ranks, waiting_for
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
-NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES = range(6)
-HEADER_FIELDS = 8  # two spare
+NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED = range(7)
+HEADER_FIELDS = 8  # one spare
 INLINE_LENGTHS = 120
 NO_SCHEMA = -1  # hashes are not negative
-MAX_RANKS_NAMED = 8  # an error on a thousand ranks must stay readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,7 @@ def gather_sample_lengths(
     *,
     group: dist.ProcessGroup,
     fingerprint: int = 0,
+    packed: bool = True,
     problem: str | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -82,6 +83,7 @@ def gather_sample_lengths(
         group=group,
         schema=schema,
         fingerprint=fingerprint,
+        packed=packed,
         problem=problem,
         device=device,
     )
@@ -94,6 +96,7 @@ def gather_lengths(
     num_segments: ArrayLike | None = None,
     schema: SampleSchema | None = None,
     fingerprint: int = 0,
+    packed: bool = True,
     problem: str | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -105,12 +108,13 @@ def gather_lengths(
         num_segments: `[num_local_samples]`, sequences of each sample, at least 1; None where each is one sequence.
         schema: of this rank's samples; None only where it has none, and then the others' is adopted.
         fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
+        packed: whether this rank's data tells where its sequences begin (`cu_seqlens`); equal on all ranks.
         problem: what this rank found wrong with its own data. It raises here, on every rank.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
         BalanceError: on every rank alike, naming the ranks: a problem on some rank, different fingerprints, different
-            schemas.
+            schemas, packed data on some ranks only.
     """
     lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
     counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
@@ -130,13 +134,14 @@ def gather_lengths(
     header[SCHEMA_HASH] = NO_SCHEMA if schema is None else schema.hash()
     header[FAILED] = problem is not None
     header[DETAIL_NBYTES] = len(detail)
+    header[UNPACKED] = not packed
     inline = values[:INLINE_LENGTHS]
     header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
-    headers = _all_gather(header, group=group, device=device)
+    headers = all_gather_row(header, group=group, device=device, what="the lengths of all ranks' samples (gather)")
 
     fingerprints = headers[:, FINGERPRINT]
     if (fingerprints != fingerprints[0]).any():
-        seen = "; ".join(f"{value:#x} on {_ranks(fingerprints == value)}" for value in _distinct(fingerprints))
+        seen = "; ".join(f"{value:#x} on {ranks_where(fingerprints == value)}" for value in _distinct(fingerprints))
         raise BalanceError(
             f"Ranks were started with different balance settings or versions (fingerprints {seen}): "
             "give every rank the same command line and the same installation."
@@ -145,11 +150,14 @@ def gather_lengths(
     failed = headers[:, FAILED] != 0
     hashes = headers[:, SCHEMA_HASH]
     if failed.any() or (hashes != hashes[0]).any():
-        details = _all_gather_bytes(detail, nbytes=headers[:, DETAIL_NBYTES], group=group, device=device)
+        what = "what all ranks say of their samples (gather)"
+        details = all_gather_bytes(detail, nbytes=headers[:, DETAIL_NBYTES], group=group, device=device, what=what)
         if failed.any():
             texts = (f"rank {rank}: {details[rank].decode()}" for rank in np.flatnonzero(failed)[:MAX_RANKS_NAMED])
-            raise BalanceError(f"{_ranks(failed)} cannot go on. " + " | ".join(texts))
+            raise BalanceError(f"{ranks_where(failed)} cannot go on. " + " | ".join(texts))
+        _check_alike_packed(headers[:, UNPACKED] != 0)
         schema = _agreed_schema(hashes, details)
+    _check_alike_packed(headers[:, UNPACKED] != 0)
 
     num_values = headers[:, NUM_VALUES]
     num_more = int(num_values.max()) - INLINE_LENGTHS
@@ -157,7 +165,8 @@ def gather_lengths(
     if num_more > 0:
         rest = np.zeros(num_more, dtype=np.int64)
         rest[: max(len(values) - INLINE_LENGTHS, 0)] = values[INLINE_LENGTHS:]
-        padded = np.concatenate([padded, _all_gather(rest, group=group, device=device)], axis=1)
+        more = all_gather_row(rest, group=group, device=device, what="the remaining lengths (gather)")
+        padded = np.concatenate([padded, more], axis=1)
     num_samples_per_rank = headers[:, NUM_SAMPLES]
     all_counts, segment_lengths = _read_values(padded, num_values=num_values, num_samples=num_samples_per_rank)
     starts = np.cumsum(all_counts) - all_counts
@@ -199,12 +208,13 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
     Raises:
         BalanceError: on every rank alike, naming the ranks that differ from rank 0.
     """
-    digests = _all_gather(np.array([digest], dtype=np.int64), group=group, device=device)[:, 0]
+    row = np.array([digest], dtype=np.int64)
+    digests = all_gather_row(row, group=group, device=device, what="the plans of all ranks (compare)")[:, 0]
     differ = digests != digests[0]
     if differ.any():
         raise BalanceError(
-            f"{_ranks(differ)} planned another schedule than rank 0: the planner saw other lengths, other flags or "
-            "another numpy there."
+            f"{ranks_where(differ)} planned another schedule than rank 0: the planner saw other lengths, other flags "
+            "or another numpy there."
         )
 
 
@@ -228,7 +238,7 @@ def _agreed_schema(hashes: NDArray[np.int64], details: Sequence[bytes]) -> Sampl
         phrases: list[str] = []
         for value in differing[:MAX_RANKS_NAMED]:
             schema = SampleSchema.from_bytes(details[int(np.argmax(hashes == value))])
-            phrases.append(f"on {_ranks(hashes == value)} " + ", ".join(schema.differences(reference)))
+            phrases.append(f"on {ranks_where(hashes == value)} " + ", ".join(schema.differences(reference)))
         raise BalanceError(f"Samples differ from those of rank {reference_rank}: " + "; ".join(phrases) + ".")
     return reference
 
@@ -238,31 +248,60 @@ def _distinct(values: NDArray[np.int64]) -> list[int]:
     return list(dict.fromkeys(values.tolist()))
 
 
-def _ranks(mask: NDArray[np.bool_]) -> str:
-    """`rank 3` or `ranks 1, 2 and 7 more`."""
+def _check_alike_packed(unpacked: NDArray[np.bool_]) -> None:
+    if unpacked.any() and not unpacked.all():
+        raise BalanceError(
+            f"Rows of {ranks_where(unpacked)} have no cu_seqlens, and those of {ranks_where(~unpacked)} have: every "
+            "rank must load packed (thd) data, or none."
+        )
+
+
+def ranks_where(mask: NDArray[np.bool_], *, names: Sequence[int] | None = None) -> str:
+    """`rank 3` or `ranks 1, 2 and 7 more`.
+
+    Args:
+        mask: `[group_size]`.
+        names: `[group_size]`, what the ranks are called; by default their place in the group.
+    """
     ranks = np.flatnonzero(mask).tolist()
-    named = ", ".join(map(str, ranks[:MAX_RANKS_NAMED]))
-    more = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
+    return named_ranks(ranks if names is None else [names[rank] for rank in ranks])
 
 
-def _all_gather(row: NDArray[np.int64], *, group: dist.ProcessGroup, device: torch.device | str) -> NDArray[np.int64]:
-    """int64 `[n]` of every rank → `[group_size, n]`."""
-    return _all_gather_tensor(torch.from_numpy(row), group=group, device=device).numpy()
+def all_gather_row(
+    row: NDArray[np.int64], *, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
+) -> NDArray[np.int64]:
+    """int64 `[n]` of every rank → `[group_size, n]`.
+
+    Args:
+        row: of this rank.
+        group: all that take part.
+        what: that is waited for, for the error of a peer that does not answer.
+        device: where the buffers live.
+    """
+    return _all_gather_tensor(torch.from_numpy(row), group=group, what=what, device=device).numpy()
 
 
-def _all_gather_bytes(
-    data: bytes, *, nbytes: NDArray[np.int64], group: dist.ProcessGroup, device: torch.device | str
+def all_gather_bytes(
+    data: bytes,
+    *,
+    nbytes: NDArray[np.int64],
+    group: dist.ProcessGroup,
+    what: str,
+    device: torch.device | str = "cpu",
 ) -> list[bytes]:
     """The bytes of every rank, of which every rank already knows the number: `nbytes` int64 `[group_size]`."""
     row = torch.zeros(int(nbytes.max()), dtype=torch.uint8)
     row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    rows = _all_gather_tensor(row, group=group, device=device)
+    rows = _all_gather_tensor(row, group=group, what=what, device=device)
     return [bytes(rows[rank, :count].tolist()) for rank, count in enumerate(nbytes)]
 
 
-def _all_gather_tensor(row: torch.Tensor, *, group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
+def _all_gather_tensor(
+    row: torch.Tensor, *, group: dist.ProcessGroup, what: str, device: torch.device | str
+) -> torch.Tensor:
     """`[n]` of every rank → `[group_size, n]`, on the CPU."""
     gathered = torch.empty(group.size() * row.numel(), dtype=row.dtype, device=device)
-    dist.all_gather_into_tensor(gathered, row.to(device), group=group)
-    return gathered.view(group.size(), -1).cpu()
+    row = row.to(device)
+    with waiting_for(what, group=group):
+        dist.all_gather_into_tensor(gathered, row, group=group)
+        return gathered.view(group.size(), -1).cpu()

@@ -27,6 +27,7 @@ from megatron_balance.planner.calibration import UNITS_PER_SECOND
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.fitting import fit_seconds, relative_errors
 from megatron_balance.planner.slot_features import NUM_FEATURES, coefficients_of, cost_model_of
+from megatron_balance.runtime.peers import waiting_for
 from megatron_balance.whole_file import whole_file
 
 FIRST_REFIT = 4
@@ -156,7 +157,8 @@ class OnlineCalibration:
         if rows is not None and len(rows) >= MIN_MEASUREMENTS:
             coefficients, error = _fit(rows, prior=self.prior)
             message = torch.tensor([*coefficients.tolist(), error, 1.0], dtype=torch.float64)
-        dist.broadcast(message, dist.get_global_rank(self._group, 0), group=self._group)
+        with waiting_for("the fitted cost model (calibration)", group=self._group):
+            dist.broadcast(message, dist.get_global_rank(self._group, 0), group=self._group)
         *coefficients, error, fitted = message.tolist()
         return (tuple(coefficients), error) if fitted else None
 
@@ -168,7 +170,8 @@ class OnlineCalibration:
                 share[: len(self._rows)] = torch.from_numpy(np.stack(list(self._rows)))
         first = dist.get_global_rank(self._group, 0)
         shares = [torch.empty_like(share) for _ in range(self._group.size())] if self._group.rank() == 0 else None
-        dist.gather(share, shares, dst=first, group=self._group)
+        with waiting_for("measured seconds of all ranks (calibration)", group=self._group):
+            dist.gather(share, shares, dst=first, group=self._group)
         if shares is None:
             return None
         rows = torch.cat(shares).numpy()

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_balance.runtime.peers import waiting_for
+
 NOT_MEASURING = -1
 """In place of a data-parallel rank: a member of the group that measures nothing."""
 
@@ -32,7 +34,8 @@ def gather_rank_seconds(
     share = torch.from_numpy(np.concatenate([[float(dp_rank)], seconds]))
     is_first = group.rank() == 0
     shares = [torch.empty_like(share) for _ in range(group.size())] if is_first else None
-    dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
+    with waiting_for("the seconds of all ranks (figures)", group=group):
+        dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
     if shares is None:
         return None
     # All or nothing in one sum: a NaN among a replica's ranks makes the replica NaN.

@@ -20,6 +20,19 @@ from megatron_balance.runtime.sample import Sample
 UNITS = ("segment", "sample")
 
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_INTEGER_KEYS = ("tokens", "labels", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+
+
+class RowError(BalanceError):
+    """What is wrong with one row of a batch.
+
+    Attributes:
+        row: of the batch.
+    """
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(f"Row {row}: {what}")
+        self.row = row
 
 
 def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sample]:
@@ -42,10 +55,11 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
         Samples whose tensors are views of the batch, or copies where a row of several sequences had padding between.
 
     Raises:
-        BalanceError: naming the key and the row: cu_seqlens that does not begin at 0, falls or passes the row's end;
-            sequences that leave out tokens with a loss; labels of another length than tokens; NaN in loss_mask; a value
-            that is no tensor, or of a shape that fits neither rows nor sequences; an unknown unit, or `sample` where a
-            key has one entry a sequence.
+        BalanceError: naming the key: labels of another length than tokens; tokens or labels that are no integers; a
+            value that is no tensor, or of a shape that fits neither rows nor sequences; an unknown unit, or `sample`
+            where a key has one entry a sequence. RowError: naming the row too: cu_seqlens that does not begin at 0,
+            falls or passes the row's end; sequences that leave out tokens with a loss; a negative token; NaN or
+            infinity in loss_mask.
     """
     if unit not in UNITS:
         raise BalanceError(f"unit is {unit!r}: it must be one of {', '.join(UNITS)}.")
@@ -130,11 +144,23 @@ def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             raise BalanceError(
                 f"{name} has shape {list(tensors[name].shape)} and tokens {list(shape)}: the two must be of one length."
             )
+    for name in _INTEGER_KEYS:
+        if name in tensors and (tensors[name].is_floating_point() or tensors[name].is_complex()):
+            raise BalanceError(f"{name} is {tensors[name].dtype}: it must be of an integer dtype.")
+    row = _first_row(tensors["tokens"] < 0)
+    if row is not None:
+        raise RowError(row, f"tokens holds {int(tensors['tokens'][row].min())}; a token id is 0 or above.")
     if "loss_mask" in tensors and torch.is_floating_point(tensors["loss_mask"]):
-        bad_rows = tensors["loss_mask"].isnan().flatten(1).any(1).nonzero().flatten().tolist()
-        if bad_rows:
-            raise BalanceError(f"Row {bad_rows[0]}: loss_mask holds NaN; it must be 0 or a weight.")
+        row = _first_row(~tensors["loss_mask"].isfinite())
+        if row is not None:
+            raise RowError(row, "loss_mask holds NaN or infinity; it must be 0 or a weight.")
     return tensors
+
+
+def _first_row(wrong: Tensor) -> int | None:
+    """The first row with any entry set, of bool `[num_rows, ...]`."""
+    rows = wrong.flatten(1).any(1).nonzero().flatten().tolist()
+    return rows[0] if rows else None
 
 
 def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
@@ -154,9 +180,10 @@ def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
     too_long = ((lengths > room) & present).nonzero().tolist()
     if too_long:
         row, index = too_long[0]
-        raise BalanceError(
-            f"Row {row}: sequence {index} has {int(lengths[row, index])} tokens by cu_seqlens and room for "
-            f"{int(room[row, index])} by cu_seqlens_padded."
+        raise RowError(
+            row,
+            f"sequence {index} has {int(lengths[row, index])} tokens by cu_seqlens and room for "
+            f"{int(room[row, index])} by cu_seqlens_padded.",
         )
     found = torch.stack([present.nonzero()[:, 0], starts[present], (starts + lengths)[present]], dim=1)
     return [(row, start, stop) for row, start, stop in found.tolist()]
@@ -172,11 +199,11 @@ def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     for row in range(num_rows):
         first, last = int(cu_seqlens[row, 0]), int(cu_seqlens[row, -1])
         if first != 0:
-            raise BalanceError(f"Row {row}: {name} begins at {first}; it must begin at 0.")
+            raise RowError(row, f"{name} begins at {first}; it must begin at 0.")
         if falls[row]:
-            raise BalanceError(f"Row {row}: {name} falls somewhere; it must rise.")
+            raise RowError(row, f"{name} falls somewhere; it must rise.")
         if last > num_tokens:
-            raise BalanceError(f"Row {row}: {name} ends at {last}, past the row's {num_tokens} tokens.")
+            raise RowError(row, f"{name} ends at {last}, past the row's {num_tokens} tokens.")
     return cu_seqlens
 
 
@@ -204,7 +231,6 @@ def _check_loss_kept(tensors: Mapping[str, Tensor], *, segments: Sequence[tuple[
         missing[row] -= int((tensors["loss_mask"][row, start:stop] != 0).sum())
     for row, num_tokens in enumerate(missing):
         if num_tokens:
-            raise BalanceError(
-                f"Row {row}: {num_tokens} tokens with loss_mask lie outside every sequence of cu_seqlens, and would be "
-                "lost."
+            raise RowError(
+                row, f"{num_tokens} tokens with loss_mask lie outside every sequence of cu_seqlens, and would be lost."
             )

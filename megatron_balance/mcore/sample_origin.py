@@ -1,0 +1,44 @@
+"""Which sample of the data set a row is, so that a person can look it up.
+
+Megatron's `single` sampler deals the data set out in order: `micro_batch_size` consecutive samples to each
+data-parallel rank in turn, beginning where the run or its checkpoint left off. Another sampler's order is not known
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SampleOrigin:
+    """Where the items of one data-parallel rank come from.
+
+    Attributes:
+        first_sample: index in the data set with which the loader of all ranks began.
+        micro_batch_size: samples of an item.
+        dp_rank: of this rank, without context parallelism.
+        dp_size: data-parallel ranks.
+    """
+
+    first_sample: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    @classmethod
+    def from_megatron_args(cls, args: Any, *, dp_rank: int, dp_size: int) -> SampleOrigin | None:
+        """From validated arguments, before the first step; None where the sampler is not `single`."""
+        if args.dataloader_type != "single":
+            return None
+        return cls(args.consumed_train_samples, args.micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
+
+    def sample_of(self, item: int, *, row: int) -> int:
+        """Index in the data set.
+
+        Args:
+            item: counted from the loader's first on this rank.
+            row: within the item.
+        """
+        return self.first_sample + (item * self.dp_size + self.dp_rank) * self.micro_batch_size + row

@@ -1,0 +1,135 @@
+"""All ranks of a run agree that they may begin, before any of them makes a process group.
+
+A process group is made by ranks that all mean to make it: one that does not come is waited for until the timeout, and
+nobody learns why. So ranks meet in the key-value store that they were introduced to each other by. It can tell who has
+not come, and it needs neither a group nor a device. Rank 0 reads what every rank wrote, and writes one verdict.
+
+Texts travel, as JSON; nothing that arrives is executed. A rank writes once and reads once; rank 0 reads once a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.peers import named_ranks, waiting_for
+
+ROOT = "megatron_balance"
+SLICE = timedelta(seconds=1)  # a wait is cut into these: between two of them Ctrl-C is heard
+READ_SECONDS = 10.0
+"""Rank 0 may be where the store lives, and stays this long at most for the others to read a verdict that ends them."""
+
+JUDGING_SHARE = 0.9
+"""Part of the timeout after which rank 0 no longer waits, so that the others still hear who did not come."""
+
+MAX_SETTINGS_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how ranks meet.
+
+    Attributes:
+        store: that all ranks of the world share.
+        rank: of this process in the world.
+        num_ranks: of the world.
+        timeout: after which a rank that has not come is named.
+    """
+
+    store: Store
+    rank: int
+    num_ranks: int
+    timeout: timedelta
+
+
+def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem: str | None = None) -> None:
+    """Go on only if every rank came, with the same settings and without a problem.
+
+    Args:
+        settings: name → value, for people too; a name that a rank lacks counts as another value.
+        meeting: of all ranks of the world.
+        topic: `flags`; ranks that meet several times name it each time.
+        problem: why this rank cannot go on, or None.
+
+    Raises:
+        BalanceError: on every rank alike: what differs, with which value on which ranks; the problem; or who is
+            missing. PeerError where rank 0 did not come or the store is gone.
+    """
+    store, rank = meeting.store, meeting.rank
+    deadline = time.monotonic() + meeting.timeout.total_seconds()
+    with waiting_for(f"all ranks to agree on their {topic}"):
+        # Counted apart, so that ranks that meet again on this topic read no verdict of the time before.
+        folder = f"{ROOT}/{topic}/{store.add(f'{ROOT}/{topic}/meetings/{rank}', 1)}"
+        store.set(f"{folder}/rank/{rank}", json.dumps({"settings": dict(settings), "problem": problem}))
+        if rank == 0:
+            verdict = _judge(folder, meeting=meeting, topic=topic)
+            store.set(f"{folder}/verdict", verdict)
+        else:
+            if not _came(store, f"{folder}/verdict", deadline=deadline):
+                raise RuntimeError("no word from rank 0")
+            verdict = store.get(f"{folder}/verdict").decode()
+        if verdict:
+            store.set(f"{folder}/read/{rank}", "")
+            if rank == 0:
+                until = time.monotonic() + READ_SECONDS
+                for other in range(meeting.num_ranks):
+                    if store.check([f"{folder}/rank/{other}"]):
+                        _came(store, f"{folder}/read/{other}", deadline=until)
+    if verdict:
+        raise BalanceError(verdict)
+
+
+def _judge(folder: str, *, meeting: Meeting, topic: str) -> str:
+    """On rank 0: why the ranks cannot go on, or nothing."""
+    deadline = time.monotonic() + JUDGING_SHARE * meeting.timeout.total_seconds()
+    keys = [f"{folder}/rank/{rank}" for rank in range(meeting.num_ranks)]
+    missing = [rank for rank, key in enumerate(keys) if not _came(meeting.store, key, deadline=deadline)]
+    if missing:
+        return (
+            f"{named_ranks(missing)} of {meeting.num_ranks} did not come to agree on {topic} within "
+            f"{JUDGING_SHARE * meeting.timeout.total_seconds():.0f} s. Such a rank has died, hangs, or trains without "
+            "megatron_balance: start every rank with the same command (the launcher or the import line) and the same "
+            "installation."
+        )
+    said = [json.loads(meeting.store.get(key)) for key in keys]
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(said) if one["problem"] is not None]
+    if problems:
+        return " | ".join(dict.fromkeys(problems[:MAX_SETTINGS_NAMED]))
+    return differences([one["settings"] for one in said])
+
+
+def differences(settings: Sequence[Mapping[str, str]]) -> str:
+    """What differs between ranks: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing."""
+    phrases: list[str] = []
+    for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(settings):
+            ranks_with.setdefault(of_rank.get(name, "not set"), []).append(rank)
+        if len(ranks_with) > 1:
+            phrases.append(f"{name} is " + " and ".join(f"{v} on {named_ranks(on)}" for v, on in ranks_with.items()))
+    if not phrases:
+        return ""
+    more = f"; and {len(phrases) - MAX_SETTINGS_NAMED} more" if len(phrases) > MAX_SETTINGS_NAMED else ""
+    return (
+        f"Ranks were started differently: {'; '.join(phrases[:MAX_SETTINGS_NAMED])}{more}. Give every rank the same "
+        "command line and the same installation."
+    )
+
+
+def _came(store: Store, key: str, *, deadline: float) -> bool:
+    """Wait for a key; False where it did not come in time. What is there already is there after the deadline too."""
+    while True:
+        try:
+            store.wait([key], SLICE)
+        except dist.DistStoreError:
+            if time.monotonic() >= deadline:
+                return store.check([key])
+        else:
+            return True

@@ -1,0 +1,63 @@
+"""What a rank says when those it waits for do not answer.
+
+torch tells of a lost connection or an elapsed timeout in its own words, which say neither what was waited for nor what
+to do. Every collective of this package runs in `waiting_for`, which says both; `during` adds when it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+
+MAX_RANKS_NAMED = 8  # an error on a thousand ranks must stay readable
+
+
+class PeerError(BalanceError):
+    """A rank did not answer: it has died, hangs, or was cut off."""
+
+
+@contextlib.contextmanager
+def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around one collective and nothing else.
+
+    Args:
+        what: that this rank gets from its peers, a noun.
+        group: the ranks that take part; None where they are not known yet.
+
+    Raises:
+        PeerError: the collective failed, with torch's error as its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo raises it bare; torch.distributed's own errors derive from it
+        ranks = "the other ranks" if group is None else f"world {named_ranks(dist.get_process_group_ranks(group))}"
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise PeerError(
+            f"waited for {what} among {ranks}, and not all answered ({first_line}). A rank has died, hangs or was cut "
+            "off: the first error in the logs of the other ranks tells why. If one was only slow, raise "
+            "--distributed-timeout-minutes."
+        ) from error
+
+
+@contextlib.contextmanager
+def during(when: str) -> Iterator[None]:
+    """Say when it was that peers did not answer.
+
+    Args:
+        when: `iteration 7`.
+    """
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(f"{when}: {error}") from error.__cause__
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2 and 7 more`."""
+    named = ", ".join(map(str, ranks[:MAX_RANKS_NAMED]))
+    more = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

@@ -1,0 +1,67 @@
+"""The ranks of one model replica go on alike: with the same plan, or all with the same error.
+
+Some of them made the plan, each with its own data-parallel group (pipeline stages); the others learn from the first
+what they need of it (tensor-parallel ranks that read no data).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.gather import all_gather_bytes, all_gather_row, ranks_where
+from megatron_balance.runtime.peers import waiting_for
+
+KIND, NUM_VALUES, DIGEST = range(3)
+LISTENS, PLANNED, FAILED = range(3)
+
+
+def share_counts(
+    counts: list[int] | None, *, group: dist.ProcessGroup, digest: int = 0, problem: str | None = None
+) -> list[int]:
+    """The numbers that ranks of a replica go by, the same on all of them.
+
+    One all_gather of three int64, and a broadcast where some rank listens.
+
+    Args:
+        counts: what this rank planned; None where it reads no data, or has a problem.
+        group: the ranks of the replica; its first rank reads data; gloo.
+        digest: of all that must be equal besides, in [0, 2**63).
+        problem: why this rank cannot go on. It raises here, on every rank of the replica.
+
+    Returns:
+        `counts` of the first rank.
+
+    Raises:
+        BalanceError: on every rank alike: a problem on one of them, or different plans.
+    """
+    message = b"" if problem is None else problem.encode()
+    row = np.array([LISTENS, 0, 0], dtype=np.int64)
+    if problem is not None:
+        row[:] = FAILED, len(message), 0
+    elif counts is not None:
+        row[:] = PLANNED, len(counts), digest
+    rows = all_gather_row(row, group=group, what="the plans of this model replica (compare)")
+    failed = rows[:, KIND] == FAILED
+    if failed.any():
+        sizes = np.where(failed, rows[:, NUM_VALUES], 0)
+        texts = all_gather_bytes(message, nbytes=sizes, group=group, what="what is wrong in this model replica")
+        raise BalanceError(" | ".join(dict.fromkeys(text.decode() for text in texts if text)))
+    planned = rows[:, KIND] == PLANNED
+    first = rows[0]
+    differ = planned & (rows[:, NUM_VALUES:] != first[NUM_VALUES:]).any(axis=1)
+    if differ.any():
+        world_ranks = dist.get_process_group_ranks(group)
+        raise BalanceError(
+            f"the data of this step differs within a model replica: {ranks_where(differ, names=world_ranks)} read "
+            f"other samples than rank {world_ranks[0]}. Every pipeline stage must read the same data, in one order."
+        )
+    if planned.all():
+        assert counts is not None, "planned"
+        return counts
+    sent = torch.tensor(counts if group.rank() == 0 else [0] * int(first[NUM_VALUES]), dtype=torch.int64)
+    with waiting_for("the plan from the first rank of this model replica (broadcast)", group=group):
+        dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+    return sent.tolist()
