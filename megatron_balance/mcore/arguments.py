@@ -5,6 +5,7 @@ Megatron's namespace goes no further than this file and those that set a run up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_balance.mcore.flag_conflicts import problems
 from megatron_balance.mcore.flags import parse_command_line
 from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
+from megatron_balance.planner.memory_budget import AUTO
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.topology import Limits, Topology
 
@@ -25,7 +27,10 @@ class BalanceConfig:
 
     Attributes:
         use_dynamic_batch_size: pack by tokens.
-        max_tokens_per_gpu: the cap, tokens; None without dynamic batching.
+        max_tokens_per_gpu: the cap, tokens; None without dynamic batching, or where it is yet to be derived.
+        auto_cap: the cap is derived from memory (memory_cap.py).
+        memory_gib: what it may fill, or None for what the device has.
+        shape_bucket: micro-batches are padded to a multiple of it on each GPU, tokens; 1 for none.
         balance_data: move samples between ranks.
         balance_by_flops: FLOPs are the cost.
         calibration: path of a calibration.json whose seconds are the cost in place of FLOPs, or None.
@@ -40,6 +45,9 @@ class BalanceConfig:
 
     use_dynamic_batch_size: bool = False
     max_tokens_per_gpu: int | None = None
+    auto_cap: bool = False
+    memory_gib: float | None = None
+    shape_bucket: int = 1
     balance_data: bool = False
     balance_by_flops: bool = False
     calibration: str | None = None
@@ -69,9 +77,13 @@ class BalanceConfig:
     @classmethod
     def unchecked(cls, args: Any) -> BalanceConfig:
         """Read the flags as they are; arguments as for `from_megatron_args`."""
+        auto_cap = args.max_tokens_per_gpu == AUTO
         return cls(
             use_dynamic_batch_size=args.use_dynamic_batch_size,
-            max_tokens_per_gpu=args.max_tokens_per_gpu,
+            max_tokens_per_gpu=None if auto_cap else args.max_tokens_per_gpu,
+            auto_cap=auto_cap,
+            memory_gib=args.balance_memory_gib,
+            shape_bucket=args.balance_shape_bucket,
             balance_data=args.balance_data,
             balance_by_flops=args.balance_by_flops,
             calibration=args.balance_calibration,
@@ -88,6 +100,11 @@ class BalanceConfig:
     def active(self) -> bool:
         """Whether any flag asks for something."""
         return self.use_dynamic_batch_size or self.balance_data
+
+    @property
+    def derives_cap(self) -> bool:
+        """Whether the cap follows from memory."""
+        return self.auto_cap and self.use_dynamic_batch_size
 
     @property
     def effective_unit(self) -> str:
@@ -111,16 +128,39 @@ class BalanceConfig:
             "--balance-calibration": self.calibration is not None,
             "--balance-calibrate-online": self.calibrate_online,
             f"--balance-lookahead {self.lookahead}": self.lookahead > 1,
+            f"--balance-shape-bucket {self.shape_bucket}": self.shape_bucket > 1,
             f"--balance-objective {self.objective}": self.objective != "auto",
             f"--balance-algorithm {self.algorithm}": self.algorithm != "auto",
         }
         return " ".join(flag for flag, is_set in flags.items() if is_set)
 
-    def limits(self, *, micro_batch_size: int) -> Limits:
-        """What a micro-batch may hold."""
-        if self.use_dynamic_batch_size:
+    def limits(self, *, micro_batch_size: int, topology: Topology) -> Limits:
+        """What a micro-batch may hold; the cap rounded down, so that a bucket's padding stays below it.
+
+        Raises:
+            BalanceError: the bucket is larger than the cap.
+        """
+        if not self.use_dynamic_batch_size:
+            return Limits(micro_batch_size=micro_batch_size)
+        if self.shape_bucket == 1 or self.max_tokens_per_gpu is None:
             return Limits(self.max_tokens_per_gpu)
-        return Limits(micro_batch_size=micro_batch_size)
+        bucket = self.bucket_tokens(topology) // topology.cp_size
+        cap = self.max_tokens_per_gpu // bucket * bucket
+        if not cap:
+            raise BalanceError(
+                f"--balance-shape-bucket is {self.shape_bucket}, which is {bucket} tokens on these ranks, and "
+                f"--max-tokens-per-gpu {self.max_tokens_per_gpu} holds no such bucket: lower it or raise the cap."
+            )
+        return Limits(cap)
+
+    def bucket_tokens(self, topology: Topology) -> int:
+        """Micro-batches are padded to a multiple of so many tokens over their context-parallel ranks; 1 for none.
+
+        A multiple of what sequences are padded to anyway, so that context and sequence parallelism can split it.
+        """
+        if self.shape_bucket == 1:
+            return 1
+        return math.lcm(self.shape_bucket * topology.cp_size, topology.token_multiple)
 
     @property
     def partition_algorithm(self) -> str:

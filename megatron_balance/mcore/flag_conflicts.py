@@ -110,12 +110,41 @@ def _passes_are_apart(config: BalanceConfig, args: Any) -> str | None:
 
 
 def _there_is_a_cap(config: BalanceConfig, args: Any) -> str | None:
-    if not config.use_dynamic_batch_size or (config.max_tokens_per_gpu or 0) >= 1:
+    if not config.use_dynamic_batch_size or config.auto_cap or (config.max_tokens_per_gpu or 0) >= 1:
         return None
     return (
         f"--use-dynamic-batch-size needs --max-tokens-per-gpu above 0, and it is {config.max_tokens_per_gpu}: "
-        "give the most tokens that fit a GPU's memory, --seq-length for a start."
+        "give the most tokens that fit a GPU's memory, --seq-length for a start, or auto."
     )
+
+
+def _budget_is_used(config: BalanceConfig, args: Any) -> str | None:
+    if config.memory_gib is None:
+        return None
+    if not config.auto_cap:
+        return (
+            f"--balance-memory-gib is {config.memory_gib:g} and --max-tokens-per-gpu is not auto, so nothing follows "
+            "from it: set --max-tokens-per-gpu auto, or drop it."
+        )
+    if not 0 < config.memory_gib < float("inf"):
+        return f"--balance-memory-gib is {config.memory_gib:g}: it must be a positive number of GiB."
+    return None
+
+
+def _bucket_fits(config: BalanceConfig, args: Any) -> str | None:
+    if config.shape_bucket < 1:
+        return f"--balance-shape-bucket is {config.shape_bucket}: it must be 1 (off) or more tokens."
+    if config.shape_bucket > 1 and not config.active:
+        return (
+            f"--balance-shape-bucket is {config.shape_bucket} and nothing is balanced: add --use-dynamic-batch-size or "
+            "--balance-data, or drop it."
+        )
+    if config.max_tokens_per_gpu is not None and config.shape_bucket > max(config.max_tokens_per_gpu, 1):
+        return (
+            f"--balance-shape-bucket is {config.shape_bucket}, above --max-tokens-per-gpu {config.max_tokens_per_gpu}: "
+            "a micro-batch would be padded over the cap; set a bucket of a sixteenth of the cap or less."
+        )
+    return None
 
 
 def _loss_is_per_token(config: BalanceConfig, args: Any) -> str | None:
@@ -140,7 +169,9 @@ REFUSED = (
     FlagRule("--balance-by-flops needs --use-dynamic-batch-size", _flops_pack),
     FlagRule("--balance-calibration and --balance-calibrate-online need --balance-by-flops", _calibration_refines),
     FlagRule("--balance-calibrate-online excludes --overlap-moe-expert-parallel-comm", _passes_are_apart),
-    FlagRule("--use-dynamic-batch-size needs --max-tokens-per-gpu above 0", _there_is_a_cap),
+    FlagRule("--use-dynamic-batch-size needs --max-tokens-per-gpu above 0, or auto", _there_is_a_cap),
+    FlagRule("--balance-memory-gib needs --max-tokens-per-gpu auto", _budget_is_used),
+    FlagRule("--balance-shape-bucket needs a balance flag, and is at most --max-tokens-per-gpu", _bucket_fits),
     FlagRule("every balance flag needs --calculate-per-token-loss", _loss_is_per_token),
 )
 """Broken ones end the run before anything is initialised."""

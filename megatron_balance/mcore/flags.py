@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.memory_budget import token_cap
 from megatron_balance.planner.problem import OBJECTIVES
 
 UNITS = ("segment", "sample")
@@ -43,10 +44,27 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-tokens-per-gpu",
-        type=int,
+        type=token_cap,
         default=None,
+        metavar="TOKENS",
         help="Most tokens of a micro-batch on one GPU; a micro-batch holds this times --context-parallel-size. "
-        "A longer sample runs alone.",
+        "A longer sample runs alone. auto: as many as fit the GPU's memory, by an estimate that is logged.",
+    )
+    group.add_argument(
+        "--balance-memory-gib",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="GPU memory that --max-tokens-per-gpu auto may fill, in place of the device's own less a tenth (2 GiB at "
+        "least).",
+    )
+    group.add_argument(
+        "--balance-shape-bucket",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Pad every micro-batch with masked tokens up to a multiple of N on each GPU, so that fewer shapes occur. "
+        "The cap is rounded down to a multiple of it.",
     )
     group.add_argument(
         "--balance-data",

@@ -9,6 +9,10 @@ of `token_multiple`:
 - With context parallelism `cu_seqlens` are the cumulative real lengths and `cu_seqlens_padded` says where sequences
   start.
 
+A pack may be filled up with masked tokens (`bucket_tokens`), so that packs of few different lengths come out. These are
+sequences of their own, which no real token attends to, of at most FILLER_TOKENS each: their attention costs next to
+nothing, however large the bucket is.
+
 `max_seqlen` is the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE makes
 `max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
 real length / cp_size real tokens of a sequence.
@@ -28,9 +32,17 @@ from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
 # Not part of a Sample: they describe the pack and are made anew with it.
 DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
+FILLER_TOKENS = 128
+"""Longest sequence that a pack is filled up with."""
+
 
 def pack_microbatch(
-    samples: Sequence[Sample], *, token_multiple: int = 1, cp_size: int = 1, pad_token_id: int = 0
+    samples: Sequence[Sample],
+    *,
+    token_multiple: int = 1,
+    cp_size: int = 1,
+    pad_token_id: int = 0,
+    bucket_tokens: int = 1,
 ) -> dict[str, Tensor]:
     """Pack samples into one thd micro-batch.
 
@@ -43,6 +55,8 @@ def pack_microbatch(
         token_multiple: `Topology.token_multiple`, tokens.
         cp_size: context-parallel ranks.
         pad_token_id: a token id that the model has.
+        bucket_tokens: the pack is filled up to a multiple of so many tokens, itself a multiple of token_multiple; 1 for
+            none. A dummy stays as it is.
 
     Returns:
         Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
@@ -50,7 +64,8 @@ def pack_microbatch(
         int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded`, likewise; `max_seqlen` int32 `[1]`.
 
     Raises:
-        BalanceError: no samples, or padding in samples without loss_mask (it would be trained on).
+        BalanceError: no samples, padding in samples without loss_mask (it would be trained on), or a bucket that is
+            no multiple of token_multiple.
     """
     if not samples:
         raise BalanceError("pack_microbatch got no samples: use dummy_microbatch for a slot without any.")
@@ -61,15 +76,20 @@ def pack_microbatch(
 
     lengths = [length for sample in present for length in sample.segment_lengths if length]
     padded_lengths = [-(-length // token_multiple) * token_multiple for length in lengths]
+    filler = _filler_lengths(sum(padded_lengths), bucket_tokens=bucket_tokens, token_multiple=token_multiple)
     device = present[0].device
     batch: dict[str, Tensor] = {}
     for name in present[0].per_token:
         pieces = [piece for sample in present for piece in _sequences(sample, name)]
-        batch[name] = _padded(name, pieces, padded_lengths=padded_lengths, pad_token_id=pad_token_id).unsqueeze(0)
-    if lengths != padded_lengths and "loss_mask" not in batch:
+        pieces += [pieces[0][:0]] * len(filler)
+        widths = padded_lengths + filler
+        batch[name] = _padded(name, pieces, padded_lengths=widths, pad_token_id=pad_token_id).unsqueeze(0)
+    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask tells.
+    lengths, padded_lengths = lengths + filler, padded_lengths + filler
+    if (filler or lengths != padded_lengths) and "loss_mask" not in batch:
         raise BalanceError(
-            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to a multiple of {token_multiple} "
-            "tokens needs one: without it the padding would be trained on."
+            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to a multiple of "
+            f"{max(token_multiple, bucket_tokens)} tokens needs one: without it the padding would be trained on."
         )
     if "position_ids" not in batch:
         counting = torch.arange(max(padded_lengths), device=device)
@@ -119,6 +139,19 @@ def dummy_microbatch(
         per_sample={key.name: filled(key) for key in schema.keys if not key.per_token},
     )
     return pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)
+
+
+def _filler_lengths(num_tokens: int, *, bucket_tokens: int, token_multiple: int) -> list[int]:
+    """Lengths of the sequences that fill a pack up to the bucket, each a multiple of `token_multiple`."""
+    if bucket_tokens == 1:
+        return []
+    if bucket_tokens % token_multiple:
+        raise BalanceError(
+            f"bucket_tokens is {bucket_tokens}: it must be a multiple of {token_multiple}, as sequences are padded."
+        )
+    missing = -num_tokens % bucket_tokens
+    longest = max(FILLER_TOKENS // token_multiple, 1) * token_multiple
+    return [longest] * (missing // longest) + ([missing % longest] if missing % longest else [])
 
 
 def _padded(name: str, pieces: Sequence[Tensor], *, padded_lengths: Sequence[int], pad_token_id: int) -> Tensor:
