@@ -43,7 +43,7 @@ def save_state(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
 
 def forget_state(*, args: Any, iteration: int) -> None:
     """Remove what an earlier run left for a checkpoint that this run, a stock one, is about to write."""
-    if args.save and dist.get_rank() == 0:
+    if args.save and (not dist.is_initialized() or dist.get_rank() == 0):
         shutil.rmtree(state_folder(args.save, iteration), ignore_errors=True)
 
 

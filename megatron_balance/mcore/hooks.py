@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.checkpoint import save_state
+from megatron_balance.mcore.checkpoint import forget_state, save_state
 from megatron_balance.mcore.flags import add_balance_args
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
 from megatron_balance.patching import Function, Hook, Patches
@@ -50,11 +50,14 @@ def _with_state_saved(save_checkpoint: Function) -> Function:
     def wrapper(iteration: int, *positional: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
-        balanced = current()
-        if balanced is not None and not keywords.get("non_persistent_ckpt"):
-            # Before Megatron says that the checkpoint is complete.
-            save_state(balanced.balancer, args=get_args(), iteration=iteration)
-            if balanced.observer is not None:
+        if not keywords.get("non_persistent_ckpt"):
+            # Before Megatron says that the checkpoint is complete. A run that resumed at its end has had no step yet.
+            balanced = _of_this_run()
+            if balanced is None:
+                forget_state(args=get_args(), iteration=iteration)
+            else:
+                save_state(balanced.balancer, args=get_args(), iteration=iteration)
+            if balanced is not None and balanced.observer is not None:
                 balanced.observer.flush()  # a run that resumes from here finds its record whole
         return save_checkpoint(iteration, *positional, **keywords)
 
