@@ -2,23 +2,23 @@
 
 The ranks that read data are the first of every tensor-parallel group, in every pipeline stage and
 context-parallel rank alike: each makes steps with its own data-parallel group (`step_maker.py`). The other
-ranks of a model replica learn the number of micro-batches and their lengths by one broadcast. The next step
-is made by a thread while this one runs: what a step then waits for is what is not ready yet.
+ranks of a model replica learn the number of micro-batches and their lengths from its first (`replica.py`). The
+next step is made by a thread while this one runs: what a step then waits for is what is not ready yet.
 
 Invariants: every rank of a step gets the same num_microbatches; every rank makes the same steps in the same
-order; a step that Megatron runs again gets the very same data.
+order; a step that Megatron runs again gets the very same data; what is wrong with the data of one rank is raised
+on every rank of its data-parallel group and its model replica.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
@@ -27,9 +27,11 @@ from megatron_balance.mcore.pull_ahead import pull_ahead_of
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
 from megatron_balance.runtime.online_calibration import CalibrationState
+from megatron_balance.runtime.peers import PeerError
+from megatron_balance.runtime.replica import share_counts
 
 AS_LOADED = 0
-"""Broadcast in place of num_microbatches where there is nothing to balance."""
+"""Shared in place of num_microbatches where there is nothing to balance."""
 
 _ENDED = object()
 
@@ -55,6 +57,7 @@ class StepBalancer:
         self._pool = pool
         self._last: BalancedStep | None = None
         self._num_batches_to_skip = 0
+        self._num_pulled = 0
         self._prepared: _Preparation | None = None
         # Joined before the interpreter ends: a thread that lived on would die in the middle of native code.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron_balance")
@@ -71,39 +74,59 @@ class StepBalancer:
             rank that reads no data), the same choice on every rank.
 
         Raises:
-            BalanceError: on every rank of the data-parallel group alike.
+            BalanceError: on every rank of the data-parallel group and of the model replica alike.
         """
         started = time.perf_counter()
         if data_iterator is None:
-            counts = self._broadcast_counts(None)
+            counts = self._share(None)
             return [] if counts[0] == AS_LOADED else BalancedStep(counts[0], counts[1:])
         if self._last is not None and getattr(data_iterator, "replaying", False):
             step, items = self._last, []
         else:
-            items = self._pull(data_iterator, num_microbatches=num_microbatches)
-            step = self._step_of(items, num_items=self._num_items(num_microbatches))
-        self._broadcast_counts([AS_LOADED] if step is None else [step.num_microbatches, *step.microbatch_tokens])
+            try:
+                items = self._pull(data_iterator, num_microbatches=num_microbatches)
+                step = self._step_of(items, num_items=self._num_items(num_microbatches))
+            except PeerError:
+                raise  # the replica's other ranks find out by themselves, or are the ones that are lost
+            except BalanceError as error:
+                self._share(None, problem=str(error))
+                raise
+        if step is None:
+            self._share([AS_LOADED])
+        else:
+            self._share([step.num_microbatches, *step.microbatch_tokens], fingerprint=step.fingerprint)
         if step is None:
             return items
         self._last, self._pool = step, step.pool
         return replace(step, exposed_seconds=time.perf_counter() - started)
 
-    def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> None:
+    def prepare(
+        self,
+        data_iterator: Iterator[Any] | None,
+        *,
+        num_microbatches: int,
+        on_lost: Callable[[PeerError], None] = lambda error: None,
+    ) -> None:
         """Begin the next step's data in a thread; `balance` will use it if the step asks for just that.
 
         Args:
             data_iterator: as in `balance`.
             num_microbatches: as the next step is expected to ask.
+            on_lost: told at once, by the thread, when peers do not answer: the step that asks may never come.
         """
         if data_iterator is None or self._prepared is not None:
             return
         _, ahead = pull_ahead_of(data_iterator)
         ahead.begin_fetch()
-        num_items, pool = self._num_items(num_microbatches), self._pool
+        num_items, pool, first_item = self._num_items(num_microbatches), self._pool, self._num_pulled
 
         def work() -> tuple[list[Any], BalancedStep | None]:
             items = ahead.fetch(num_items)
-            return items, self.maker.make(items, num_items=num_items, pool=pool)
+            try:
+                return items, self.maker.make(items, num_items=num_items, pool=pool, first_item=first_item)
+            except PeerError as error:
+                on_lost(error)
+                raise
 
         self._prepared = _Preparation(self._thread.submit(work))
 
@@ -139,11 +162,13 @@ class StepBalancer:
     def _pull(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> list[Any]:
         """The items of this step; fewer where the data has ended, which is said to every rank later."""
         iterator, _ = pull_ahead_of(data_iterator)
+        num_to_skip, num_items = self._num_batches_to_skip * num_microbatches, self._num_items(num_microbatches)
         # Megatron's iterators have no __iter__.
-        for _ in range(self._num_batches_to_skip * num_microbatches):
+        for _ in range(num_to_skip):
             next(iterator, _ENDED)
         self._num_batches_to_skip = 0
-        pulled = [next(iterator, _ENDED) for _ in range(self._num_items(num_microbatches))]
+        pulled = [next(iterator, _ENDED) for _ in range(num_items)]
+        self._num_pulled += num_to_skip + num_items
         return [item for item in pulled if item is not _ENDED]
 
     def _step_of(self, items: Sequence[Any], *, num_items: int) -> BalancedStep | None:
@@ -151,29 +176,15 @@ class StepBalancer:
         # Under a growing batch size other items come than those prepared, on every rank.
         if prepared is not None and prepared.is_of(items):
             return prepared.result()
-        return self.maker.make(items, num_items=num_items, pool=self._pool)
+        first_item = self._num_pulled - num_items
+        return self.maker.make(items, num_items=num_items, pool=self._pool, first_item=first_item)
 
-    def _broadcast_counts(self, counts: list[int] | None) -> list[int]:
-        """`[num_microbatches, tokens of each]` from the first rank of a model replica to its other ranks.
-
-        Ranks that read data know them already, and compare: stages that planned differently would hang later.
-        """
-        group = self._model_group
-        if group is None:
-            assert counts is not None, "a rank that is a whole replica reads data"
-            return counts
-        source = dist.get_global_rank(group, 0)
-        known = torch.tensor(counts or [AS_LOADED], dtype=torch.int64)
-        size = torch.tensor([known.numel()], dtype=torch.int64)
-        dist.broadcast(size, source, group=group)
-        sent = known.clone() if group.rank() == 0 else torch.empty(int(size), dtype=torch.int64)
-        dist.broadcast(sent, source, group=group)
-        if counts is not None and sent.tolist() != counts:
-            raise BalanceError(
-                f"pipeline stages planned differently: this one {counts}, the first {sent.tolist()} (num_microbatches, "
-                "then tokens of each). Every stage must read the same data."
-            )
-        return sent.tolist()
+    def _share(self, counts: list[int] | None, *, fingerprint: int = 0, problem: str | None = None) -> list[int]:
+        """`[num_microbatches, tokens of each]`, the same on all ranks of the replica, or the same error."""
+        if self._model_group is not None:
+            return share_counts(counts, group=self._model_group, digest=fingerprint, problem=problem)
+        assert counts is not None or problem is not None, "a rank that is a whole replica reads data"
+        return counts or []
 
 
 class _Preparation:

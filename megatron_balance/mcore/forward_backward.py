@@ -23,22 +23,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_balance.mcore.arguments import (
-    BalanceConfig,
-    cost_model_from_megatron_args,
-    topology_from_megatron_args,
-)
 from megatron_balance.mcore.balancer import StepBalancer
 from megatron_balance.mcore.checkpoint import restore_state
-from megatron_balance.mcore.flag_conflicts import why_stock
 from megatron_balance.mcore.groups import new_group, own_group, reads_data
+from megatron_balance.mcore.memory_cap import tell_of_cap
 from megatron_balance.mcore.observer import RunObserver
 from megatron_balance.mcore.observer_setup import observer_of_run
+from megatron_balance.mcore.run_setup import RunSetup, agreed_run
+from megatron_balance.mcore.sample_origin import SampleOrigin
 from megatron_balance.mcore.sample_pool import SamplePool
-from megatron_balance.mcore.step_log import StepLog
+from megatron_balance.mcore.step_log import StepLog, tell_of_lost_peers
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.runtime.online_calibration import OnlineCalibration
+from megatron_balance.runtime.peers import during
 
 Schedule = Callable[..., Any]
 
@@ -74,7 +72,8 @@ class BalancedForwardBackward:
         source = _first_iterator(iterators)
         if not reads_data():
             source = None
-        step = self.balancer.balance(source, num_microbatches=arguments["num_microbatches"])
+        with during(f"iteration {self._iteration}"):
+            step = self.balancer.balance(source, num_microbatches=arguments["num_microbatches"])
         if not isinstance(step, BalancedStep):
             self._log.warn_once(
                 "the data has no cu_seqlens: its samples all have one length and there is nothing to balance. "
@@ -87,7 +86,8 @@ class BalancedForwardBackward:
         if self.observer is not None:
             self.observer.begin(step, iteration=self._iteration)
         if self._overlap and self._goes_on():
-            self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"])
+            on_lost = functools.partial(tell_of_lost_peers, rank=dist.get_rank(), iteration=self._iteration + 1)
+            self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
         arguments |= {
             "data_iterator": _hand_out(iterators, lambda: map(dict, step.microbatches or ())),
             "num_microbatches": step.num_microbatches,
@@ -104,7 +104,8 @@ class BalancedForwardBackward:
     def logged(self) -> None:
         """Megatron has logged a step."""
         if self.observer is not None:
-            self.observer.logged(self._iteration)
+            with during(f"iteration {self._iteration}"):
+                self.observer.logged(self._iteration)
 
     @property
     def _iteration(self) -> int:
@@ -171,56 +172,61 @@ def _variable_seq_lengths(model: Any) -> Iterator[None]:
 
 
 def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
-    """What balances this run, or None where it stays stock.
+    """What balances this run, or None where it stays stock. All ranks of the world take part.
 
     Args:
         args: Megatron's validated arguments.
-    """
-    from megatron.core import parallel_state
 
+    Raises:
+        BalanceError: on every rank alike: ranks that were started differently, or one that cannot begin.
+    """
     if not hasattr(args, "balance_data"):  # a script that parses no Megatron arguments
         return None
-    config = BalanceConfig.from_megatron_args(args)
-    if not config.active:
+    run = agreed_run(args)
+    log = StepLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
+    if run.stock_because:
+        log.warn_once(f"{run.stock_because}: training goes on without balancing.")
+    if run.setup is None:
         return None
-    log = StepLog(enabled=dist.get_rank() == 0)
-    reason = why_stock(config, args=args)
-    if reason is not None:
-        log.warn_once(f"{reason}: training goes on without balancing.")
-        return None
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    config, timeout = run.setup.config, run.setup.timeout
+    tell_of_cap(log, config=config, args=args)
+    balancer = _balancer(run.setup, args=args)
+    restore_state(balancer, args=args, lookahead=config.lookahead, timeout=timeout)
+    observer = observer_of_run(config, args=args, maker=balancer.maker, log=log, timeout=timeout)
+    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap, log=log, observer=observer)
+
+
+def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
+    """This rank's, with groups of its own."""
+    from megatron.core import parallel_state
+
+    config, topology, timeout = setup.config, setup.topology, setup.timeout
     model_group = parallel_state.get_model_parallel_group()
-    topology = topology_from_megatron_args(args)
-    cost_model = cost_model_from_megatron_args(args, config=config)
     dp_group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
     calibration = None
     if config.calibrate_online:
-        calibration = _online_calibration(cost_model, args=args, timeout=timeout)
+        calibration = _online_calibration(setup.cost_model, args=args, timeout=timeout)
     pool = None
     if config.lookahead > 1:
         pool = SamplePool(
             config.lookahead,
             global_batch_size=args.global_batch_size,
             topology=topology,
-            cost_model=cost_model,
+            cost_model=setup.cost_model,
             rank=dp_group.rank(),
             micro_batch_size=args.micro_batch_size,
         )
-    balancer = StepBalancer(
-        StepMaker(
-            config,
-            topology=topology,
-            limits=config.limits(micro_batch_size=args.micro_batch_size),
-            cost_model=cost_model,
-            dp_group=dp_group,
-            calibration=calibration,
-        ),
-        model_group=own_group(model_group, timeout=timeout) if model_group.size() > 1 else None,
-        pool=pool,
+    maker = StepMaker(
+        config,
+        topology=topology,
+        limits=setup.limits,
+        cost_model=setup.cost_model,
+        dp_group=dp_group,
+        calibration=calibration,
+        origin=SampleOrigin.from_megatron_args(args, dp_rank=dp_group.rank(), dp_size=topology.dp_size),
     )
-    restore_state(balancer, args=args, lookahead=config.lookahead, timeout=timeout)
-    observer = observer_of_run(config, args=args, maker=balancer.maker, log=log, timeout=timeout)
-    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap, log=log, observer=observer)
+    own_model_group = own_group(model_group, timeout=timeout) if model_group.size() > 1 else None
+    return StepBalancer(maker, model_group=own_model_group, pool=pool)
 
 
 def _online_calibration(prior: CostModel, *, args: Any, timeout: timedelta) -> OnlineCalibration:

@@ -32,7 +32,17 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
     with waiting_for(f"world {named_ranks(list(ranks))} to make a process group"):
         own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, timeout=timeout)
     assert isinstance(own, dist.ProcessGroup), "this rank is in its own group"
+    _follow_later_timeouts(own)
     return own
+
+
+def _follow_later_timeouts(group: dist.ProcessGroup) -> None:
+    """Have `--distributed-timeout-seconds-after-init` hold for this group too: Megatron keeps a list of its groups."""
+    from megatron.core import parallel_state
+
+    groups = getattr(parallel_state, "_global_process_group_list", None)
+    if isinstance(groups, list):
+        groups.append(group)
 
 
 def meeting_of_world(*, timeout: timedelta) -> Meeting | None:

@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import megatron_balance
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.sample_origin import SampleOrigin
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
@@ -31,8 +33,8 @@ from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
 from megatron_balance.runtime.online_calibration import CalibrationState, OnlineCalibration
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.sample import Sample
-from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.runtime.unpacking import RowError, split_packed
 
 Microbatch = dict[str, Tensor]
 
@@ -46,6 +48,7 @@ class BalancedStep:
         microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
+        fingerprint: of the plan and the tokens, in [0, 2**63): equal in every pipeline stage of a model replica.
         pool: the samples that wait after this step, or None without look-ahead.
         calibration: what online calibration knew when this step was planned, or None without it.
         plan_seconds: spent planning.
@@ -57,6 +60,7 @@ class BalancedStep:
     microbatch_tokens: list[int]
     microbatches: list[Microbatch] | None = None
     schedule: DataSchedule | None = None
+    fingerprint: int = 0
     pool: SamplePool | None = None
     calibration: CalibrationState | None = None
     plan_seconds: float = 0.0
@@ -75,6 +79,7 @@ class StepMaker:
         dp_group: ranks that load different samples and are otherwise alike (no context parallelism); gloo.
         calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
             compares samples that arrived in different steps.
+        origin: which sample of the data set a row is, or None where that is not known.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class StepMaker:
         cost_model: CostModel,
         dp_group: dist.ProcessGroup,
         calibration: OnlineCalibration | None = None,
+        origin: SampleOrigin | None = None,
     ) -> None:
         self.config = config
         self.topology = topology
@@ -93,17 +99,22 @@ class StepMaker:
         self.cost_model = cost_model
         self.dp_group = dp_group
         self.calibration = calibration
+        self._bucket_tokens = config.bucket_tokens(topology)
+        self._origin = origin
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
-    def make(self, items: Sequence[Any], *, num_items: int, pool: SamplePool | None) -> BalancedStep | None:
+    def make(
+        self, items: Sequence[Any], *, num_items: int, pool: SamplePool | None, first_item: int = 0
+    ) -> BalancedStep | None:
         """One step.
 
         Args:
             items: what the data loader yielded.
             num_items: items that were wanted.
             pool: samples that wait, left as it is; None without look-ahead.
+            first_item: of these, counted from the loader's first.
 
         Returns:
             The step; None where items hold no packed sequences and there is nothing to balance.
@@ -113,14 +124,14 @@ class StepMaker:
         """
         started = time.perf_counter()
         packed = all(isinstance(item, Mapping) and item.get("cu_seqlens") is not None for item in items)
-        samples, problem = _split(items, unit=self.config.effective_unit) if packed else ([], None)
+        samples, problem = self._split(items, first_item=first_item) if packed else ([], None)
         if len(items) < num_items and (pool is None or items):
             problem = f"its data ended after {len(items)} of {num_items} items of this step."
         gathered = gather_sample_lengths(
             samples,
             group=self.dp_group,
-            # Whether items are packed must be the same everywhere: it goes into what ranks compare.
-            fingerprint=self._fingerprint ^ packed,
+            fingerprint=self._fingerprint,
+            packed=packed,
             problem=problem,
         )
         if not packed:
@@ -142,8 +153,15 @@ class StepMaker:
         check_same_schedule(schedule.digest(), group=self.dp_group)
         mine = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=self.dp_group)
         token_multiple, cp_size = self.topology.token_multiple, self.topology.cp_size
+        oversized = set(schedule.oversized)
         microbatches = [
-            pack_microbatch([mine[sample] for sample in slot], token_multiple=token_multiple, cp_size=cp_size)
+            pack_microbatch(
+                [mine[sample] for sample in slot],
+                token_multiple=token_multiple,
+                cp_size=cp_size,
+                # A sample over the cap takes no more memory than it must.
+                bucket_tokens=1 if slot[0] in oversized else self._bucket_tokens,
+            )
             if slot
             else dummy_microbatch(gathered.schema, token_multiple=token_multiple, cp_size=cp_size)
             for slot in schedule.ranks[self.dp_group.rank()]
@@ -153,6 +171,7 @@ class StepMaker:
             microbatch_tokens=[microbatch["tokens"].shape[1] for microbatch in microbatches],
             microbatches=microbatches,
             schedule=schedule,
+            fingerprint=(schedule.digest() ^ _checksum(microbatches)) & (2**63 - 1),
             pool=pool,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
@@ -173,14 +192,37 @@ class StepMaker:
             move_samples=self.config.balance_data,
         )
 
+    def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> tuple[list[Sample], str | None]:
+        """The samples of all items on the CPU, or what is wrong with them, which travels to every rank."""
+        samples: list[Sample] = []
+        schema: SampleSchema | None = None
+        for index, item in enumerate(items):
+            on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+            try:
+                of_item = split_packed(on_cpu, unit=self.config.effective_unit)
+                schema = schema or SampleSchema.shared_by(of_item)
+                if schema is not None and of_item and not schema.fits(of_item[0]):
+                    difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
+                    raise BalanceError(f"it differs from the items before it: {difference}.")
+            except BalanceError as error:
+                return [], f"{self._name(index, first_item=first_item, error=error)}: {error}"
+            samples.extend(of_item)
+        return samples, None
 
-def _split(items: Sequence[Mapping[str, Any]], *, unit: str) -> tuple[list[Sample], str | None]:
-    """The samples of all items on the CPU, or what is wrong with them, which travels to every rank."""
-    samples: list[Sample] = []
-    for index, item in enumerate(items):
-        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
-        try:
-            samples.extend(split_packed(on_cpu, unit=unit))
-        except BalanceError as error:
-            return [], f"item {index} of this step: {error}"
-    return samples, None
+    def _name(self, index: int, *, first_item: int, error: BalanceError) -> str:
+        """What a person may look an item up by."""
+        name = f"item {index} of this step"
+        if self._origin is None:
+            return name
+        rows = [error.row] if isinstance(error, RowError) else [0, self._origin.micro_batch_size - 1]
+        samples = [str(self._origin.sample_of(first_item + index, row=row)) for row in rows]
+        return f"{name} (in the data set: sample {' to '.join(dict.fromkeys(samples))})"
+
+
+def _checksum(microbatches: Sequence[Microbatch]) -> int:
+    """Of the tokens and their places."""
+    total = 0
+    for microbatch in microbatches:
+        tokens = microbatch["tokens"].flatten().long()
+        total = 31 * total + int((tokens * torch.arange(1, tokens.numel() + 1)).sum())
+    return total

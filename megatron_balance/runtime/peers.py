@@ -7,6 +7,7 @@ to do. Every collective of this package runs in `waiting_for`, which says both; 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
@@ -35,7 +36,9 @@ def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterato
         yield
     except RuntimeError as error:  # gloo raises it bare; torch.distributed's own errors derive from it
         ranks = "the other ranks" if group is None else f"world {named_ranks(dist.get_process_group_ranks(group))}"
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # Without gloo's place in its own source, and its guesses.
+        first_line = re.sub(r"^\[\S+:\d+\] ", "", first_line).partition(". This is typically")[0].rstrip(".")
         raise PeerError(
             f"waited for {what} among {ranks}, and not all answered ({first_line}). A rank has died, hangs or was cut "
             "off: the first error in the logs of the other ranks tells why. If one was only slow, raise "

@@ -1,0 +1,1 @@
+"""Faults in training runs: what happens, and what every rank must make of it."""

@@ -1,0 +1,230 @@
+"""The faults: what happens, and what every rank that is left must say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GLOBAL_BATCH_SIZE = 8
+STEP = 3
+"""The step at which a fault strikes."""
+
+NUM_STEPS = 5
+TIMEOUT_SECONDS = 20
+"""Of process groups after the first step; before it a minute, the least that Megatron's flag can say."""
+
+BALANCE = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops"
+LOOKAHEAD = "--balance-lookahead 2"
+NO_OVERLAP = "--no-balance-overlap"
+PP2 = "--pipeline-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One run.
+
+    Attributes:
+        happens: for people.
+        says: must be in what every rank that is left prints; a regular expression.
+        strike: name in `STRIKES`, or `none`.
+        ranks: on which it strikes, the only ones to get `flags_there`.
+        num_ranks: of the run.
+        flags: of all ranks, beside the balance flags.
+        balance: the balance flags of the ranks where nothing strikes.
+        flags_there: of the ranks where it strikes: their balance flags in place of the others'; None for the same.
+        hooked: whether the ranks where it strikes have the package's hooks.
+        dies: whether these ranks are killed or stopped, and so say nothing.
+        goes_on: the run must end well, on every rank.
+    """
+
+    happens: str
+    says: str
+    strike: str = "none"
+    ranks: tuple[int, ...] = (1,)
+    num_ranks: int = 2
+    flags: str = ""
+    balance: str = BALANCE
+    flags_there: str | None = None
+    hooked: bool = True
+    dies: bool = False
+    goes_on: bool = False
+
+    @property
+    def layout(self) -> str:
+        """For people."""
+        if TP2 in self.flags or PP2 in self.flags:
+            return ("TP2×" if TP2 in self.flags else "PP2×") + f"DP{self.num_ranks // 2}"
+        return f"DP{self.num_ranks}"
+
+
+_SAMPLE = rf"rank 1: item 3 of this step \(in the data set: sample {STEP * GLOBAL_BATCH_SIZE - 1}\): "
+_LOST = rf"iteration {STEP}: .*waited for {{what}} .*among .*, and not all answered"
+_LOST_AHEAD = rf"iteration {STEP + 1}: .*waited for .* among .*, and not all answered"
+_GATHER = _LOST.format(what="the lengths of all ranks' samples")
+_EXCHANGE = _LOST.format(what="samples from the ranks that loaded them")
+
+DATA = {
+    "ends-early": Fault(
+        "one rank's data ends early", r"rank 1: its data ended after 3 of 4 items of this step", "ends-early"
+    ),
+    "other-dtype": Fault(
+        "one rank yields another dtype", r"on rank 1 'loss_mask' is float64 \[original_seq_len\]", "other-dtype"
+    ),
+    "other-keys": Fault("one rank yields another key", r"on rank 1 'advantages' is float32", "other-keys"),
+    "no-cu-seqlens": Fault(
+        "one rank's rows have no cu_seqlens", r"Rows of rank 1 have no cu_seqlens, and those of rank 0", "no-cu-seqlens"
+    ),
+    "ends-early-tp2": Fault(
+        "the same, with a rank that reads no data",
+        r"rank 1: its data ended after 3 of 4 items of this step",
+        "ends-early",
+        ranks=(2, 3),
+        num_ranks=4,
+        flags=TP2,
+    ),
+    "falling-cu-seqlens": Fault(
+        "a sample's cu_seqlens fall", _SAMPLE + "Row 0: cu_seqlens falls", "falling-cu-seqlens"
+    ),
+    "short-labels": Fault(
+        "a sample's labels are too few", _SAMPLE + "labels has shape .* must be of one length", "short-labels"
+    ),
+    "nan-mask": Fault("a sample's loss_mask is NaN", _SAMPLE + "Row 0: loss_mask holds NaN", "nan-mask"),
+    "floating-tokens": Fault("a sample's tokens are floats", _SAMPLE + r"tokens is torch\.float32", "floating-tokens"),
+    "negative-token": Fault("a sample has a token below 0", _SAMPLE + "Row 0: tokens holds -7", "negative-token"),
+    "negative-token-lookahead": Fault(
+        "the same under look-ahead, some steps before its turn",
+        rf"rank 1: item \d+ of this step \(in the data set: sample {STEP * GLOBAL_BATCH_SIZE - 1}\): ",
+        "negative-token",
+        balance=f"{BALANCE} {LOOKAHEAD}",
+    ),
+    "other-data-pp2": Fault(
+        "one pipeline stage reads another data set",
+        r"the data of this step differs within a model replica: rank [23] read other samples than rank [01]",
+        "other-data",
+        ranks=(2, 3),
+        num_ranks=4,
+        flags=PP2,
+    ),
+}
+
+FLAGS = {
+    "other-cap": Fault(
+        "one rank has another cap",
+        r"max_tokens_per_gpu is 512 on ranks 0, 2, 3 and 1024 on rank 1",
+        num_ranks=4,
+        flags_there=BALANCE.replace("512", "1024"),
+    ),
+    "other-cap-pp2": Fault(
+        "a pipeline stage has another objective",
+        r"objective is auto on ranks 0, 1 and step on ranks 2, 3",
+        ranks=(2, 3),
+        num_ranks=4,
+        flags=PP2,
+        flags_there=f"{BALANCE} --balance-objective step",
+    ),
+    "no-flags": Fault(
+        "one rank has no balance flag",
+        r"balancing is on on rank 0 and off \(no balance flag\) on rank 1",
+        flags_there="",
+    ),
+    "no-flags-tp2": Fault(
+        "one tensor-parallel rank has no balance flag",
+        r"balancing is on on ranks 0, 1, 2 and off \(no balance flag\) on rank 3",
+        ranks=(3,),
+        num_ranks=4,
+        flags=TP2,
+        flags_there="",
+    ),
+    "other-version": Fault(
+        "one rank has another version of the package",
+        r"version of megatron_balance is \S+ on rank 0 and 0\.0\.1 on rank 1",
+        "other-version",
+    ),
+    "no-file": Fault(
+        "one rank lacks the calibration file",
+        r"rank 1: the calibration .* cannot be read",
+        flags_there=f"{BALANCE} --balance-calibration nowhere.json",
+    ),
+    "no-hooks": Fault(
+        "one rank trains without the package",
+        r"rank 1 of 2 did not come to agree on .*trains without megatron_balance",
+        flags_there="",
+        hooked=False,
+        dies=True,
+    ),
+}
+
+DEATHS = {
+    f"{how}-{when}": Fault(
+        f"a rank {what} {place}",
+        says,
+        f"{how}-{when}",
+        num_ranks=4,
+        dies=True,
+    )
+    for how, what in (("killed", "is killed"), ("stopped", "hangs"))
+    for when, place, says in (
+        ("before-exchange", "before the exchange", _GATHER),
+        ("during-exchange", "during the exchange", rf"{_EXCHANGE}|{_LOST_AHEAD}"),
+        ("after-exchange", "after the exchange", rf"{_LOST_AHEAD}|RuntimeError"),
+        ("computing", "while it computes", rf"{_LOST_AHEAD}|RuntimeError"),
+    )
+} | {
+    "killed-before-exchange-now": Fault(
+        "the same without overlap", _GATHER, "killed-before-exchange", flags=NO_OVERLAP, num_ranks=4, dies=True
+    ),
+    "killed-before-exchange-tp2": Fault(
+        "the same, with ranks that read no data",
+        rf"{_GATHER}|waited for the plans? .*of this model replica",
+        "killed-before-exchange",
+        ranks=(2,),
+        num_ranks=4,
+        flags=TP2,
+        dies=True,
+    ),
+    "killed-before-exchange-pp2": Fault(
+        "the same, with pipeline stages",
+        rf"{_GATHER}|waited for the plans? .*of this model replica|RuntimeError",
+        "killed-before-exchange",
+        ranks=(2,),
+        num_ranks=4,
+        flags=PP2,
+        dies=True,
+    ),
+}
+
+ENDS = {
+    "bug-in-thread": Fault(
+        "an unforeseen error in the preparing thread",
+        rf"{_GATHER}|RuntimeError: a bug while samples are split|Connection closed by peer",
+        "bug-in-thread",
+    ),
+    "interrupted": Fault("Ctrl-C, heard by every rank", "KeyboardInterrupt", "interrupted", ranks=(0, 1)),
+    "interrupted-one": Fault(
+        "Ctrl-C, heard by one rank", rf"KeyboardInterrupt|{_LOST_AHEAD}|RuntimeError", "interrupted"
+    ),
+    "terminated": Fault("SIGTERM to one rank", rf"{_LOST_AHEAD}|RuntimeError", "terminated", dies=True),
+    "exit-signal": Fault(
+        "SIGTERM under --exit-signal-handler",
+        "exiting program after receiving SIGTERM",
+        "terminated",
+        flags="--exit-signal-handler",
+        goes_on=True,
+    ),
+    "exit-interval": Fault(
+        "--exit-interval ends the run",
+        f"exiting program at iteration {STEP}",
+        flags=f"--exit-interval {STEP}",
+        goes_on=True,
+    ),
+    "exit-duration": Fault(
+        "--exit-duration-in-mins ends the run",
+        "exiting program after .* minutes",
+        "time-is-up",
+        ranks=(0, 1),
+        goes_on=True,
+    ),
+}
+
+FAULTS = {**DATA, **FLAGS, **DEATHS, **ENDS}
+"""By the name that chooses one."""

@@ -1,0 +1,221 @@
+"""What goes wrong on a rank, by name. Each is set up before training and strikes at a step, in the real code's way.
+
+A strike replaces one function of the package, of its data set or of this process's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_balance
+from megatron_balance.mcore import sft_dataset, step_maker
+from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.runtime import exchange
+
+
+@dataclass(frozen=True)
+class Strike:
+    """When and where.
+
+    Attributes:
+        step: the step whose data is in the making, from 1.
+        global_batch_size: of the run.
+        rank: of this process.
+        folder: where the time of the strike is noted.
+    """
+
+    step: int
+    global_batch_size: int
+    rank: int
+    folder: Path
+
+    @property
+    def sample(self) -> int:
+        """The last sample of the step, which the last data-parallel rank loads."""
+        return self.step * self.global_batch_size - 1
+
+    def note(self) -> None:
+        """It happens now."""
+        (self.folder / f"strike{self.rank}").write_text(str(time.monotonic()))
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to this process."""
+        self.note()
+        os.kill(os.getpid(), number)
+
+
+def _at_call(
+    owner: Any, name: str, *, call: int, before: Callable[[], None] = bool, after: Callable[[], None] = bool
+) -> None:
+    """Have something done around the n-th call of a function."""
+    original = getattr(owner, name)
+    calls = 0
+
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            before()
+        result = original(*positional, **keywords)
+        if calls == call:
+            after()
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _of_rows(change: Callable[[dict[str, Any]], None], *, of_sample: int | None = None) -> None:
+    """Change one row of the data set, or all."""
+    original = sft_dataset.SftDataset.__getitem__
+
+    def changed(self: Any, index: int) -> dict[str, Any]:
+        row = original(self, index)
+        if of_sample in (None, index):
+            change(row)
+        return row
+
+    sft_dataset.SftDataset.__getitem__ = changed  # type: ignore[method-assign]
+
+
+def _ends_early(strike: Strike) -> None:
+    # The loader drops a last batch that is not whole.
+    num_samples = strike.step * strike.global_batch_size - 1
+    sft_dataset.SftDataset.__len__ = lambda self: num_samples  # type: ignore[method-assign]
+
+
+def _other_dtype(strike: Strike) -> None:
+    _of_rows(lambda row: row.update(loss_mask=row["loss_mask"].double()))
+
+
+def _other_keys(strike: Strike) -> None:
+    _of_rows(lambda row: row.update(advantages=row["loss_mask"]))
+
+
+def _no_cu_seqlens(strike: Strike) -> None:
+    _of_rows(lambda row: row.pop("cu_seqlens"))
+
+
+def _falling_cu_seqlens(strike: Strike) -> None:
+    length = torch.tensor([0, 5, 3], dtype=torch.int32)
+    _of_rows(lambda row: row.update(cu_seqlens=length), of_sample=strike.sample)
+
+
+def _short_labels(strike: Strike) -> None:
+    _of_rows(lambda row: row.update(labels=row["labels"][:-1]), of_sample=strike.sample)
+
+
+def _nan_mask(strike: Strike) -> None:
+    _of_rows(lambda row: row["loss_mask"].fill_(float("nan")), of_sample=strike.sample)
+
+
+def _floating_tokens(strike: Strike) -> None:
+    _of_rows(lambda row: row.update(tokens=row["tokens"].float()), of_sample=strike.sample)
+
+
+def _negative_token(strike: Strike) -> None:
+    _of_rows(lambda row: row["tokens"].__setitem__(0, -7), of_sample=strike.sample)
+
+
+def _other_data(strike: Strike) -> None:
+    original = sft_dataset.SftDataset.__init__
+
+    def reseeded(self: Any, *positional: Any, seed: int, **keywords: Any) -> None:
+        original(self, *positional, seed=seed + 1, **keywords)
+
+    sft_dataset.SftDataset.__init__ = reseeded  # type: ignore[method-assign]
+
+
+def _other_version(strike: Strike) -> None:
+    megatron_balance.__version__ = "0.0.1"
+
+
+def _before_exchange(number: signal.Signals) -> Callable[[Strike], None]:
+    def set_up(strike: Strike) -> None:
+        _at_call(step_maker, "gather_sample_lengths", call=strike.step, before=lambda: strike.send(number))
+
+    return set_up
+
+
+def _during_exchange(number: signal.Signals) -> Callable[[Strike], None]:
+    def set_up(strike: Strike) -> None:
+        all_to_all = dist.all_to_all_single
+
+        def begin_and_stop(*positional: Any, **keywords: Any) -> None:
+            # What is on its way when the process ends: the collective has begun and nobody waits for it here.
+            all_to_all(*positional, **keywords, async_op=True)
+            strike.send(number)
+
+        def arm() -> None:
+            exchange.dist.all_to_all_single = begin_and_stop
+
+        _at_call(step_maker, "reroute_samples", call=strike.step, before=arm)
+
+    return set_up
+
+
+def _after_exchange(number: signal.Signals) -> Callable[[Strike], None]:
+    def set_up(strike: Strike) -> None:
+        _at_call(step_maker, "reroute_samples", call=strike.step, after=lambda: strike.send(number))
+
+    return set_up
+
+
+def _while_computing(number: signal.Signals) -> Callable[[Strike], None]:
+    def set_up(strike: Strike) -> None:
+        # The step's own data is there, and the thread has been told to make the next.
+        _at_call(StepBalancer, "prepare", call=strike.step, after=lambda: strike.send(number))
+
+    return set_up
+
+
+def _bug_in_thread(strike: Strike) -> None:
+    def fail() -> None:
+        strike.note()
+        raise RuntimeError("a bug while samples are split")
+
+    _at_call(step_maker.StepMaker, "_split", call=strike.step, before=fail)
+
+
+def _time_is_up(strike: Strike) -> None:
+    def end() -> None:
+        from megatron.training import get_args
+
+        get_args().exit_duration_in_mins = 1e-6  # the flag takes whole minutes
+
+    _at_call(StepBalancer, "prepare", call=strike.step, after=end)
+
+
+STRIKES: dict[str, Callable[[Strike], None]] = {
+    "ends-early": _ends_early,
+    "other-dtype": _other_dtype,
+    "other-keys": _other_keys,
+    "no-cu-seqlens": _no_cu_seqlens,
+    "falling-cu-seqlens": _falling_cu_seqlens,
+    "short-labels": _short_labels,
+    "nan-mask": _nan_mask,
+    "floating-tokens": _floating_tokens,
+    "negative-token": _negative_token,
+    "other-data": _other_data,
+    "other-version": _other_version,
+    "killed-before-exchange": _before_exchange(signal.SIGKILL),
+    "killed-during-exchange": _during_exchange(signal.SIGKILL),
+    "killed-after-exchange": _after_exchange(signal.SIGKILL),
+    "killed-computing": _while_computing(signal.SIGKILL),
+    "stopped-before-exchange": _before_exchange(signal.SIGSTOP),
+    "stopped-during-exchange": _during_exchange(signal.SIGSTOP),
+    "stopped-after-exchange": _after_exchange(signal.SIGSTOP),
+    "stopped-computing": _while_computing(signal.SIGSTOP),
+    "interrupted": _while_computing(signal.SIGINT),
+    "terminated": _while_computing(signal.SIGTERM),
+    "bug-in-thread": _bug_in_thread,
+    "time-is-up": _time_is_up,
+}

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Faults in real training runs: bad data, ranks started differently, ranks that die or hang. Prints a table.
+#   scripts/check_faults.sh            all
+#   scripts/check_faults.sh --help
+# PYTHON names the interpreter; .venv's is the default.
+set -euo pipefail
+folder=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH}
+exec "${PYTHON:-$folder/.venv/bin/python}" -m benchmarks.faults "$@"
