@@ -3,6 +3,7 @@
     scripts/equality_matrix.sh                  what is committed; goes on where it was interrupted
     scripts/equality_matrix.sh --whole          every policy in every cell
     scripts/equality_matrix.sh --only 'DP2 TP2' runs whose name holds this
+    scripts/equality_matrix.sh --publish        also writes benchmarks/results/equality.* and docs/equality.md
 
 The exit status is 1 where a run failed or differs by more than rounding, 0 else.
 """
@@ -16,9 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from training_run import ROOT, RunFailed
+from training_run import ROOT, RunFailed, train
 
-from benchmarks.equality.cases import LOOK_AHEAD, STOCK, Case, cases
+from benchmarks.equality.cases import LOOK_AHEAD, STOCK, TORCHRUN, Case, cases
 from benchmarks.equality.forked import import_once, train_forked
 from benchmarks.equality.outcomes import Outcome, OutcomeFile, outcome_of
 from benchmarks.equality.report import Report
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name holds this, and what they need")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--anew", action="store_true", help="forget what earlier calls ran")
+    parser.add_argument("--publish", action="store_true", help="write benchmarks/results and docs/equality.md")
     args = parser.parse_args()
     if args.anew:
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -45,6 +47,10 @@ def main() -> int:
     _run_missing(wanted, kept=kept, until=time.monotonic() + 60 * args.minutes)
     report = Report(wanted, kept.outcomes)
     sys.stdout.write(report.summary())
+    if args.publish:
+        (ROOT / "benchmarks" / "results" / "equality.json").write_text(report.json())
+        (ROOT / "benchmarks" / "results" / "equality.md").write_text(report.every_run())
+        (ROOT / "docs" / "equality.md").write_text(report.page())
     return 0 if report.is_good else 1
 
 
@@ -87,6 +93,9 @@ def _run(case: Case, *, rows: Sequence[SftSample], kept: OutcomeFile, revision: 
     write_rows(data, rows, order=order)
     flags = [*case.flags.split(), "--data-path", str(data)]
     try:
+        if case.way == TORCHRUN:
+            recorded = train(record, flags, num_ranks=case.num_ranks, timeout_seconds=TIMEOUT_SECONDS)
+            return outcome_of(case, recorded, revision=revision)
         run = train_forked(record, flags, num_ranks=case.num_ranks, timeout_seconds=TIMEOUT_SECONDS)
     except RunFailed as error:
         return Outcome(case, revision, error=str(error))

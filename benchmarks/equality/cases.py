@@ -83,12 +83,14 @@ POLICIES = {
 }
 LOOK_AHEAD = "look-ahead"
 
+TORCHRUN = "by FLOPs, started by torchrun"
 STOCK = "stock"
 SHUFFLED = "stock, shuffled"
 AS_CHOSEN = "stock, rows as look-ahead chose"
 TWO_A_MICROBATCH = "stock, 2 a micro-batch"
 FOUR_A_MICROBATCH = "stock, 4 a micro-batch"
-_STOCK_FLAGS = {
+_OTHER_WAYS = {
+    TORCHRUN: _BY_FLOPS,
     STOCK: "",
     SHUFFLED: "",
     AS_CHOSEN: "",
@@ -131,7 +133,7 @@ class Case:
     @property
     def is_balanced(self) -> bool:
         """Whether this package does anything in it."""
-        return self.way in POLICIES
+        return self.way in POLICIES or self.way == TORCHRUN
 
     @property
     def num_ranks(self) -> int:
@@ -142,7 +144,7 @@ class Case:
     def flags(self) -> str:
         """Those that tell it from the others, and those of the model."""
         parts = (COMMON, (LAYOUTS | AUX_LAYOUTS)[self.layout].flags, PRECISIONS[self.precision])
-        return " ".join((*parts, OPTIMIZERS[self.optimizer], (POLICIES | _STOCK_FLAGS)[self.way])).strip()
+        return " ".join((*parts, OPTIMIZERS[self.optimizer], (POLICIES | _OTHER_WAYS)[self.way])).strip()
 
     @property
     def order(self) -> str:
@@ -151,8 +153,8 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The stock run that this one is compared with."""
-        return self.beside(AS_CHOSEN if self.way == LOOK_AHEAD else STOCK)
+        """The run that this one is compared with: a stock run, but for how it is started."""
+        return self.beside({LOOK_AHEAD: AS_CHOSEN, TORCHRUN: "by FLOPs"}.get(self.way, STOCK))
 
     def beside(self, way: str) -> Case:
         """Another run of this cell."""
@@ -174,6 +176,7 @@ def _in_turn(*, whole: bool) -> Iterator[Case]:
     for layout in AUX_LAYOUTS:
         yield from (Case(layout, "fp32", "plain", way) for way in (*_AUX_WAYS, *_EVERYWHERE))
     yield from _of_kinds(kinds, whole=whole)
+    yield from (Case("DP2", *kind, TORCHRUN) for kind in _FIRST)
 
 
 def _of_kinds(kinds: Sequence[tuple[str, str]], *, whole: bool) -> Iterator[Case]:

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -61,7 +61,14 @@ def import_once() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which a fork would lack"
 
 
-def train_forked(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_seconds: float) -> ForkedRun:
+def train_forked(
+    record: Path,
+    flags: Sequence[str],
+    *,
+    num_ranks: int,
+    timeout_seconds: float,
+    watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
+) -> ForkedRun:
     """As `training_run.train`, in forks of this process.
 
     Args:
@@ -69,6 +76,7 @@ def train_forked(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_
         flags: added to the common ones.
         num_ranks: processes.
         timeout_seconds: after which the run is killed.
+        watch: called again and again while ranks run, with process id → rank.
 
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
@@ -97,6 +105,7 @@ def train_forked(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_
                 failed = f"no end after {timeout_seconds:.0f} s"
                 rank = 0
             else:
+                watch(running)
                 time.sleep(0.02)
     finally:
         for pid in running:

@@ -70,7 +70,9 @@ def _relative(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True)]
 
 
-def outcome_of(case: Case, recorded: Recorded, *, revision: str, cpu_seconds: float, seconds: float) -> Outcome:
+def outcome_of(
+    case: Case, recorded: Recorded, *, revision: str, cpu_seconds: float = 0.0, seconds: float = 0.0
+) -> Outcome:
     """Read a run's records."""
     losses = [step["lm_loss"] for step in recorded.steps]
     grad_norms = [step["grad_norm"] for step in recorded.steps]

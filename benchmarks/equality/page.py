@@ -1,0 +1,58 @@
+"""The text around the tables of docs/equality.md."""
+
+PAGE = """# Equality
+
+Made by `scripts/equality_matrix.sh --publish`; do not edit. Every run by itself:
+[equality.md](../benchmarks/results/equality.md); every figure: `equality.json` beside it.
+
+{count} {where}
+
+Each run trains a small model with Megatron's own `pretrain()` for {num_steps} steps of {global_batch_size} rows up to
+{seq_length} tokens, no two rows of one length, Adam at a constant learning rate. Figures are the largest relative
+difference of any step's loss and gradient norm from the unbalanced run with the same ranks, precision and optimizer.
+Weights are those that the run has trained so far: what a step gets wrong stays in the steps after it.
+
+- *shuffled*: an unbalanced run whose global batches hold the same rows in another order. Ranks and micro-batches then
+  hold other rows and sums are added in another order, as under balancing, without this package. It is the yardstick.
+- A run counts as equal where it differs by at most {spread} times the largest that shuffling makes anywhere in its
+  precision: {limits}.
+- *Look-ahead* changes which rows share a step. It is compared with an unbalanced run that is fed, step by step, the
+  rows that look-ahead chose. That the comparison can see such a change: fed the rows in their own order, the
+  unbalanced run differs from that one by at least {other_rows} in every cell.
+- A balanced run in which any step was not planned counts as failed.
+
+## By ranks, precision and optimizer
+
+`distributed` is `--use-distributed-optimizer`, `overlap` that with `--overlap-grad-reduce --overlap-param-gather`.
+Columns three to six: the largest over the policies that were run in that cell, and how many.
+
+{layouts}
+## By policy
+
+The largest over all cells in which it was run.
+
+{policies}
+## Auxiliary losses of experts
+
+They compare how tokens spread over experts *within a micro-batch* (`aux_loss`), a sequence (`seq_aux_loss`) or the
+global batch so far (`global_aux_loss`), so they depend on which samples share a micro-batch, as they depend on
+`--micro-batch-size` in stock Megatron. Two ranks, experts spread over both, coefficient 1e-2, fp32, plain optimizer;
+all compared with stock at one sample a micro-batch.
+
+{aux}
+Stock Megatron pads the rows of a micro-batch of several samples to `--seq-length`, and routes the padding too.
+
+## What is left out
+
+- `--overlap-grad-reduce` and `--overlap-param-gather` without the distributed optimizer: Megatron refuses the latter.
+- fp16: its loss scale skips steps, which is no matter of equality.
+- Balancing by FLOPs without packing: refused by the flags.
+- Policies that are not named in a cell: `--whole` runs every policy in every cell.
+- GPUs, NCCL and Transformer Engine: not measured.
+
+## How it runs
+
+One process imports Megatron and forks the ranks of every run, which is several times faster than starting them. The
+same run started by torchrun and compared with the forked one must not differ by a bit:
+
+{forked}"""
