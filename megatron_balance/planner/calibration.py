@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.file_content import parse_json
 
 FORMAT = "megatron_balance calibration 1"
 """What a file says it is; the number rises when its meaning changes."""
@@ -106,7 +107,7 @@ class Calibration:
             BalanceError: the file is missing or is not one.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BalanceError(
                 f"the calibration {str(path)!r} cannot be read: {error}. Make one with megatron-balance calibrate."
@@ -119,10 +120,19 @@ class Calibration:
         values = {name: value for name, value in cast("dict[str, Any]", content).items() if name in known}
         try:
             values["windows"] = tuple((int(window), seconds) for window, seconds in values.get("windows", ()))
-            values["measurements"] = tuple(values.get("measurements", ()))
+            values["measurements"] = tuple(_measurement(of_one) for of_one in values.get("measurements", ()))
+            values["origin"] = dict(values.get("origin", {}))
+            if values.get("held_out_error") is not None:
+                values["held_out_error"] = float(values["held_out_error"])
             return cls(**values)
-        except (TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise BalanceError(f"the calibration {str(path)!r} is damaged: {error}") from error
+
+
+def _measurement(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One row of a file; a chart is drawn of its seconds."""
+    seconds = {name: float(content[name]) for name in ("seconds", "predicted")}
+    return {**content, **seconds, "held_out": bool(content["held_out"])}
 
 
 _COEFFICIENTS = ("per_microbatch", "per_sequence", "linear", "expert_linear", "quadratic")

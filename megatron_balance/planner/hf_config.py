@@ -7,15 +7,18 @@ class has a default, `_DEFAULTS` holds that default. Vision and audio towers are
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.file_content import parse_json
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
+
+MAX_LAYERS = 10_000
+"""A pattern with an entry for each is made: no model comes near."""
 
 _DEFAULTS: dict[str, Config] = {
     "gemma3_text": {
@@ -46,21 +49,32 @@ def fields_from_hf_config(config: Config | str | Path) -> Fields:
         BalanceError: the file cannot be read, or its model_type or one of its keys is not known here.
     """
     content = config if isinstance(config, Mapping) else _load(Path(config))
-    if "text_config" in content:
+    if isinstance(content.get("text_config"), Mapping):
         content = cast("Config", content["text_config"])
     model_type = content.get("model_type")
-    if model_type not in _READERS:
+    if not isinstance(model_type, str) or model_type not in _READERS:
         raise BalanceError(
             f"model_type is {model_type!r} in the Hugging Face config: {', '.join(_READERS)} are known. "
             "Give ModelShape its fields by hand, or balance by tokens or by calibrated costs."
         )
-    return _READERS[model_type]({**_DEFAULTS.get(model_type, {}), **content})
+    if isinstance(num_layers := content.get("num_hidden_layers"), int) and num_layers > MAX_LAYERS:
+        raise BalanceError(
+            f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
+        )
+    try:
+        return _READERS[model_type]({**_DEFAULTS.get(model_type, {}), **content})
+    except BalanceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise BalanceError(
+            f"the Hugging Face config of model_type {model_type!r} has a value of a wrong kind: {error}."
+        ) from error
 
 
 def _load(path: Path) -> Config:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content: object = json.loads(file.read_text(encoding="utf-8"))
+        content: object = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BalanceError(f"{file} cannot be read as a Hugging Face config.json: {error}") from error
     if not isinstance(content, dict):

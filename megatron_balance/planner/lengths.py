@@ -8,9 +8,7 @@ then turns them into int64, so that a wrong value is named by file, line and val
 from __future__ import annotations
 
 import csv
-import json
 import math
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.file_content import opened_archive, parse_json, readable_arrays
 from megatron_balance.planner.parquet import open_parquet
 from megatron_balance.planner.synthetic import SYNTHETIC_LENGTHS, synthetic_lengths
 
@@ -27,6 +26,12 @@ __all__ = ["MAX_LENGTH", "SYNTHETIC_LENGTHS", "read_lengths", "synthetic_lengths
 
 MAX_LENGTH = 2**31 - 1
 """Longest sample, tokens: cu_seqlens are int32."""
+
+_MOST_SHOWN = 80
+"""Characters of a wrong value in a message."""
+
+_MOST_NAMES = 12
+"""Columns in a message."""
 
 DEFAULT_KEYS = ("length", "num_tokens")
 """Names under which a length is looked for when no key is given."""
@@ -67,6 +72,8 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
         raw = reader(file, key)
     except UnicodeDecodeError as error:
         raise BalanceError(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
+    except csv.Error as error:
+        raise BalanceError(f"{file} is not a table of comma-separated values: {error}.") from error
     except OSError as error:
         raise BalanceError(f"{file} cannot be read: {error.strerror or error}.") from error
     return _checked(file, raw)
@@ -122,9 +129,10 @@ def _whole_number(value: object) -> int | str:
 
 
 def _wrong_length(file: Path, raw: _RawLengths, index: int, reason: str) -> BalanceError:
-    value = raw.values[index]
+    value = str(raw.values[index])
+    shown = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}…"
     return BalanceError(
-        f"{file}, {raw.place(index)}: {value!s} {reason}; a length is the number of tokens of a sample, a whole "
+        f"{file}, {raw.place(index)}: {shown} {reason}; a length is the number of tokens of a sample, a whole "
         f"number of 0 or more. Correct the line or leave the sample out."
     )
 
@@ -138,7 +146,7 @@ def _choose(file: Path, names: list[str], *, key: str | None, what: str) -> str:
     if key is not None:
         if key in names:
             return key
-        raise BalanceError(f"{file} has no {what} {key!r} (--key); it has {', '.join(names) or 'none'}.")
+        raise BalanceError(f"{file} has no {what} {key!r} (--key); it has {_listed(names)}.")
     for name in DEFAULT_KEYS:
         if name in names:
             return name
@@ -146,7 +154,13 @@ def _choose(file: Path, names: list[str], *, key: str | None, what: str) -> str:
         return names[0]
     if not names:
         raise BalanceError(f"{file} holds no {what}; it needs at least one sample.")
-    raise BalanceError(f"{file} has {len(names)} {what}s: {', '.join(names)}; name the lengths with --key.")
+    raise BalanceError(f"{file} has {len(names)} {what}s: {_listed(names)}; name the lengths with --key.")
+
+
+def _listed(names: list[str]) -> str:
+    """For a message: a file may hold many names, and long ones."""
+    shown = ", ".join(name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}…" for name in names[:_MOST_NAMES])
+    return (shown or "none") + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
 
 
 def _read_npy(file: Path, key: str | None) -> _RawLengths:
@@ -154,8 +168,9 @@ def _read_npy(file: Path, key: str | None) -> _RawLengths:
         raise BalanceError(f"{file} holds one array without a name: leave out --key {key}.")
     try:
         # Pickled objects can run code: lengths never need them.
-        values = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        with readable_arrays():
+            values = np.load(file, allow_pickle=False)
+    except ValueError as error:
         raise BalanceError(f"{file} is not an .npy array of integers: {error}") from error
     if not isinstance(values, np.ndarray):
         raise BalanceError(f"{file} is an archive of arrays; name it .npz.")
@@ -163,16 +178,14 @@ def _read_npy(file: Path, key: str | None) -> _RawLengths:
 
 
 def _read_npz(file: Path, key: str | None) -> _RawLengths:
-    if not zipfile.is_zipfile(file):
-        raise BalanceError(f"{file} is not an .npz archive; write it with numpy.savez.")
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            name = _choose(file, list(archive.files), key=key, what="array")
+        with opened_archive(file) as archive:
+            name = _choose(file, list(archive), key=key, what="array")
             values = np.atleast_1d(archive[name])
     except BalanceError:
         raise
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BalanceError(f"{file} is not an .npz archive of integers: {error}") from error
+    except ValueError as error:
+        raise BalanceError(f"{file} is not an .npz archive of integers, write it with numpy.savez: {error}") from error
     return _RawLengths(values=values, place=lambda index: f"array {name!r}, index {index}")
 
 
@@ -201,7 +214,7 @@ def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
     keys = DEFAULT_KEYS if key is None else (key,)
     for number, text in _text_lines(file):
         try:
-            value: object = json.loads(text)
+            value: object = parse_json(text)
         except ValueError as error:
             raise BalanceError(f"{file}, line {number} is not JSON: {error}. Write one value a line.") from error
         if isinstance(value, dict):
@@ -210,7 +223,7 @@ def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
             if name is None:
                 raise BalanceError(
                     f"{file}, line {number} has no field {' or '.join(map(repr, keys))}; it has "
-                    f"{', '.join(fields) or 'none'}. Name the length's field with --key."
+                    f"{_listed(list(fields))}. Name the length's field with --key."
                 )
             value = fields[name]
         values.append(value)

@@ -10,7 +10,6 @@ Invariants: lengths are in the order of records; a record that cannot be counted
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.file_content import parse_json
 from megatron_balance.planner.parquet import open_parquet
 
 TEXT_KEYS = ("messages", "conversations", "text")
@@ -137,7 +137,7 @@ def _load(path: Path) -> Any:
             "--tokenizer needs the package tokenizers; install it with `pip install 'megatron-balance[text]'`."
         ) from error
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BalanceError(
             f"--tokenizer is {str(path)!r}: {error}. It must be a Hugging Face tokenizer.json, or a folder with one; "
@@ -145,7 +145,10 @@ def _load(path: Path) -> Any:
         ) from error
     if not isinstance(content, dict) or "model" not in content:
         raise BalanceError(f"--tokenizer is {str(path)!r}: it is JSON, but no Hugging Face tokenizer.json.")
-    tokenizer = package.Tokenizer.from_file(str(file))
+    try:
+        tokenizer = package.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise BalanceError(f"--tokenizer is {str(path)!r}: the package tokenizers cannot read it: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -192,7 +195,7 @@ def _read_jsonl(file: Path, key: str | None) -> tuple[int, Iterator[_Record]]:
                     continue
                 place = f"line {number}"
                 try:
-                    value: object = json.loads(text)
+                    value: object = parse_json(text)
                 except ValueError as error:
                     raise BalanceError(f"{file}, {place} is not JSON: {error}. Write one object a line.") from error
                 if isinstance(value, dict):

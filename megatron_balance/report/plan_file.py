@@ -5,7 +5,6 @@ Invariant: what is read is judged anew by the file's cost model, so that it comp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,13 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.file_content import parse_json
+from megatron_balance.planner.inputs import as_integers
+from megatron_balance.planner.problem import resolve_objective
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.report.judging import assigned_step
 from megatron_balance.report.record import RunInfo, RunRecord, StepRecord, read_record
+from megatron_balance.report.step_checks import check_step
 
 
 def read_run(path: Path) -> RunRecord:
@@ -36,13 +39,13 @@ def read_plan(path: Path) -> RunRecord:
         BalanceError: the file cannot be read, or `plan --json` did not write it.
     """
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BalanceError(f"the plan {str(path)!r} cannot be read: {error}.") from error
     try:
         info = _info(content)
         steps = tuple(_step(step, iteration=index + 1, info=info) for index, step in enumerate(content["steps"]))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
         raise BalanceError(
             f"{str(path)!r} is no plan: make one with megatron-balance plan --json ({type(error).__name__}: {error})."
         ) from error
@@ -53,21 +56,27 @@ def _info(content: Mapping[str, Any]) -> RunInfo:
     coefficients = content["cost_model"]
     windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
     cost_model = CostModel(**{**coefficients, "windows": windows})
+    topology = Topology(**content["topology"])
     return RunInfo(
-        topology=Topology(**content["topology"]),
+        topology=topology,
         limits=Limits(**content["limits"]),
         cost_model=cost_model,
-        cost_name=content["cost_name"],
-        objective=content["steps"][0]["metrics"]["objective"],
+        cost_name=str(content["cost_name"]),
+        objective=resolve_objective(content["steps"][0]["metrics"]["objective"], topology=topology),
         policy="megatron-balance plan",
     )
 
 
 def _step(step: Mapping[str, Any], *, iteration: int, info: RunInfo) -> StepRecord:
-    lengths = np.array(step["lengths"], dtype=np.int64)
-    num_microbatches = int(step["num_microbatches"])
-    return assigned_step(
-        _slot_of(step["ranks"], num_samples=lengths.size, num_microbatches=num_microbatches),
+    lengths = as_integers(step["lengths"], name="lengths")
+    ranks, num_microbatches = step["ranks"], int(step["num_microbatches"])
+    # The file holds every slot: no size is taken on trust.
+    if len(ranks) != info.topology.dp_size or {len(slots) for slots in ranks} != {num_microbatches}:
+        raise ValueError(
+            f"step {iteration} is not of {info.topology.dp_size} ranks with {num_microbatches} micro-batches"
+        )
+    planned = assigned_step(
+        _slot_of(ranks, num_samples=lengths.size, num_microbatches=num_microbatches),
         iteration=iteration,
         num_microbatches=num_microbatches,
         segment_lengths=lengths,
@@ -76,13 +85,15 @@ def _step(step: Mapping[str, Any], *, iteration: int, info: RunInfo) -> StepReco
         cost_model=info.cost_model,
         info=info,
     )
+    check_step(planned, topology=info.topology)
+    return planned
 
 
 def _slot_of(ranks: Sequence[Sequence[Sequence[int]]], *, num_samples: int, num_microbatches: int) -> NDArray[np.int64]:
     slot_of = np.full(num_samples, -1, dtype=np.int64)
     for rank, slots in enumerate(ranks):
         for slot, ids in enumerate(slots):
-            slot_of[list(ids)] = rank * num_microbatches + slot
+            slot_of[as_integers(ids, name="sample ids")] = rank * num_microbatches + slot
     if (slot_of < 0).any():
         raise ValueError(f"sample {int(np.argmin(slot_of))} has no rank")
     return slot_of

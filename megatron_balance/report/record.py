@@ -14,7 +14,8 @@ pickled objects; a run that was killed leaves all but its last, unwritten chunk.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.file_content import opened_archive, parse_json
+from megatron_balance.planner.problem import resolve_objective
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.report.step_checks import check_seconds, check_step, cut
 
 FORMAT = "megatron_balance record 1"
 """What run.json says it is; the number rises when its meaning changes."""
@@ -68,19 +72,25 @@ class RunInfo:
         """
         path = folder / "run.json"
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content: Any = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BalanceError(f"{str(folder)!r} is no record of a run: {error}.") from error
-        if content.pop("format", None) != FORMAT:
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise BalanceError(f"{str(path)!r} does not say {FORMAT!r}: it was written by another version.")
-        return cls(
-            **content
-            | {
-                "topology": Topology(**content["topology"]),
+        try:
+            topology = Topology(**content["topology"])
+            read = {
+                "topology": topology,
                 "limits": Limits(**content["limits"]),
                 "cost_model": _cost_model(content["cost_model"]),
+                "objective": resolve_objective(content["objective"], topology=topology),
+                "cost_name": str(content["cost_name"]),
+                "policy": str(content["policy"]),
+                "origin": _origin(content.get("origin", {})),
             }
-        )
+            return cls(**content | read)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BalanceError(f"{str(path)!r} is damaged ({type(error).__name__}: {error}).") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,24 +180,39 @@ def read_record(folder: Path) -> RunRecord:
     """Read a run back, also one that was killed or still goes on.
 
     Raises:
-        BalanceError: the folder holds no record.
+        BalanceError: the folder holds no record, or a file of it is damaged.
     """
     info = RunInfo.read(folder)
     steps: dict[int, StepRecord] = {}
     for path in sorted(folder.glob("plans_*.npz")):
-        with np.load(path, allow_pickle=False) as chunk:
-            steps |= {step.iteration: step for step in _steps_of(chunk)}
+        with _opened(path) as chunk:
+            for step in _steps_of(chunk):
+                check_step(step, topology=info.topology)
+                steps[step.iteration] = step
     for path in sorted(folder.glob("seconds_rank*.npz")):
-        dp_rank = int(path.name.split("_")[1].removeprefix("rank"))
-        with np.load(path, allow_pickle=False) as chunk:
-            ends = np.cumsum(chunk["num_microbatches"])
-            for iteration, seconds in zip(
-                chunk["iteration"].tolist(), np.split(chunk["seconds"], ends[:-1]), strict=True
-            ):
+        with _opened(path) as chunk:
+            dp_rank = int(path.name.split("_")[1].removeprefix("rank"))
+            of_steps = cut(chunk["seconds"], sizes=chunk["num_microbatches"])
+            for iteration, seconds in zip(chunk["iteration"].tolist(), of_steps, strict=True):
+                check_seconds(seconds)
                 step = steps.get(iteration)
-                if step is not None and seconds.size == step.num_microbatches and dp_rank < len(step.seconds):
+                if step is not None and seconds.size == step.num_microbatches and 0 <= dp_rank < len(step.seconds):
                     step.seconds[dp_rank] = seconds
     return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
+    try:
+        with opened_archive(path) as chunk:
+            yield chunk
+    except (OSError, ValueError) as error:
+        raise BalanceError(f"{str(path)!r} is damaged ({error}): the others can be read without it.") from error
+
+
+def _origin(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    versions = {"versions": dict(content["versions"])} if "versions" in content else {}
+    return {**content, **versions}
 
 
 def _cost_model(coefficients: Mapping[str, Any]) -> CostModel:
@@ -211,18 +236,16 @@ RAGGED = ("segment_lengths", "num_segments", "slot_of", "home_ranks", "cost_grid
 
 def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
     num_samples = chunk["num_samples"]
-    of_samples = {
-        name: np.split(chunk[name], np.cumsum(num_samples)[:-1]) for name in ("num_segments", "slot_of", "home_ranks")
-    }
+    of_samples = {name: cut(chunk[name], sizes=num_samples) for name in ("num_segments", "slot_of", "home_ranks")}
     num_segments = np.array([counts.sum() for counts in of_samples["num_segments"]])
-    segments = np.split(chunk["segment_lengths"], np.cumsum(num_segments)[:-1])
+    segments = cut(chunk["segment_lengths"], sizes=num_segments)
     shapes = list(zip(chunk["dp_size"].tolist(), chunk["num_microbatches"].tolist(), strict=True))
-    grids = np.split(chunk["cost_grid"], np.cumsum([dp_size * slots for dp_size, slots in shapes])[:-1])
+    grids = cut(chunk["cost_grid"], sizes=np.array([dp_size * slots for dp_size, slots in shapes]))
     steps: list[StepRecord] = []
     for index, shape in enumerate(shapes):
         values: dict[str, Any] = {name: chunk[name][index].item() for name in PER_STEP}
         values |= {name: of_sample[index] for name, of_sample in of_samples.items()}
         values |= {"segment_lengths": segments[index], "cost_grid": grids[index].reshape(shape)}
-        values |= {"cost_model": _cost_model(json.loads(chunk["cost_model"][index].item()))}
+        values |= {"cost_model": _cost_model(parse_json(chunk["cost_model"][index].item()))}
         steps.append(StepRecord(**values, seconds=np.full(shape, np.nan)))
     return steps

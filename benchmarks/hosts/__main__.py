@@ -1,0 +1,160 @@
+"""Trains over two hosts made of network namespaces, harms the link between them, and compares with one host.
+
+    scripts/check_hosts.sh                     every case, some minutes
+    scripts/check_hosts.sh --cases whole down
+
+Every run is Megatron's own training loop with balancing, two ranks on each host. Where the run must go on, its losses
+are those of the same run on one host; where it cannot, every rank ends with an error that says what it waited for,
+not long after the timeout of its process groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from training_run import ROOT, train
+
+from benchmarks.hosts.cases import AFTER_STEP, CASES, Case
+from benchmarks.hosts.network import two_hosts
+from benchmarks.hosts.two_host_run import NUM_RANKS, RankEnd, TwoHostRun, run_on
+from megatron_balance.runtime.environment import environment
+
+NUM_STEPS = 12
+ENDLESS = 100_000
+"""Steps of a run that an error must end."""
+
+MAX_LOSS_DIFFERENCE = 1e-6
+"""Relative: one host and two add up the same numbers, perhaps in another order."""
+
+GRACE_SECONDS = 40.0
+"""From the timeout to the end of the process, on a machine that others use."""
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
+    "--seq-length 512 --max-position-embeddings 512 --global-batch-size 16 --use-dynamic-batch-size "
+    "--max-tokens-per-gpu 512 --balance-data --balance-by-flops"
+)
+
+
+def main() -> int:
+    """Run, print, write; the exit code says whether all is as it must be."""
+    parser = argparse.ArgumentParser(prog="scripts/check_hosts.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the results")
+    args = parser.parse_args()
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    folder = ROOT / "build" / "bench" / "runs" / "hosts"
+    shutil.rmtree(folder, ignore_errors=True)
+    references: dict[str, list[dict[str, Any]]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in args.cases:
+        case = CASES[name]
+        if case.parallel not in references:
+            references[case.parallel] = _on_one_host(case, folder=folder / f"one-host-{case.layout}")
+        run = _on_two_hosts(case, folder=folder / name)
+        rows[name] = _judged(case, run=run, reference=references[case.parallel])
+        sys.stderr.write(f"{name}: {rows[name]['fault'] or 'as it must be'} ({run.seconds:.0f} s)\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    shown = "scripts/check_hosts.sh" + ("" if args.cases == list(CASES) else f" --cases {' '.join(args.cases)}")
+    result = {"command": shown, "environment": environment("cpu"), "cases": rows}
+    (args.out / "hosts.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = _report(result)
+    (args.out / "hosts.md").write_text(text)
+    sys.stdout.write(text)
+    return int(any(row["fault"] for row in rows.values()))
+
+
+def _flags(case: Case, *, num_steps: int) -> list[str]:
+    return f"{MODEL} {case.parallel} {case.timeout_flags} --train-iters {num_steps}".split()
+
+
+def _on_one_host(case: Case, *, folder: Path) -> list[dict[str, Any]]:
+    return train(folder, _flags(case, num_steps=NUM_STEPS), num_ranks=NUM_RANKS).steps
+
+
+def _on_two_hosts(case: Case, *, folder: Path) -> TwoHostRun:
+    goes_on = case.timeout_seconds is None
+    change = case.change
+    with two_hosts(delay_milliseconds=case.delay_milliseconds) as network:
+        return run_on(
+            network,
+            folder=folder,
+            flags=_flags(case, num_steps=NUM_STEPS if goes_on else ENDLESS),
+            trouble=None if change is None else lambda: change(network),
+            after_step=AFTER_STEP,
+        )
+
+
+def _judged(case: Case, *, run: TwoHostRun, reference: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row of the results; `fault` says what is not as it must be."""
+    pairs = list(zip(run.steps, reference, strict=False))
+    difference = max((abs(a["lm_loss"] - b["lm_loss"]) / b["lm_loss"] for a, b in pairs), default=float("inf"))
+    last = max(end.seconds for end in run.ends)
+    faults = [] if difference <= MAX_LOSS_DIFFERENCE else [f"a loss differs by {difference:.1e} from one host's"]
+    if case.timeout_seconds is None:
+        if len(run.steps) != NUM_STEPS:
+            faults.append(f"{len(run.steps)} of {NUM_STEPS} steps were done")
+        faults += [f"rank {rank} ended with {end.exit_code}" for rank, end in enumerate(run.ends) if end.exit_code != 0]
+    else:
+        faults += [f"rank {rank} {_says(end)}" for rank, end in enumerate(run.ends) if not _ended_with_a_word(end)]
+        if last > case.timeout_seconds + GRACE_SECONDS:
+            faults.append(
+                f"the last rank ended {last:.0f} s after the link, {case.timeout_seconds} s being the timeout"
+            )
+    return {
+        "link": case.link,
+        "layout": case.layout,
+        "timeout_seconds": case.timeout_seconds,
+        "num_steps": len(run.steps),
+        "largest_loss_difference": difference,
+        "longest_step_seconds": max((step["seconds"] for step in run.steps), default=None),
+        "last_rank_ended_after_seconds": None if case.timeout_seconds is None else last,
+        "ends": [asdict(end) for end in run.ends],
+        "fault": "; ".join(faults),
+    }
+
+
+def _ended_with_a_word(end: RankEnd) -> bool:
+    return bool(end.exit_code and end.exit_code > 0 and end.message)
+
+
+def _says(end: RankEnd) -> str:
+    return "still ran" if end.exit_code is None else f"ended with {end.exit_code} and said {end.message!r}"
+
+
+def _report(result: dict[str, Any]) -> str:
+    lines = [
+        "| layout, two ranks a host | link | outcome | steps | losses against one host | last rank ended | ended by |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    for row in result["cases"].values():
+        ended = row["last_rank_ended_after_seconds"]
+        goes_on = "the run goes on" if ended is None else "every rank ends with an error"
+        outcome = f"**{row['fault']}**" if row["fault"] else goes_on
+        after = "" if ended is None else f"{ended:.0f} s after, timeout {row['timeout_seconds']} s"
+        lines.append(
+            f"| {row['layout']} | {row['link']} | {outcome} | {row['num_steps']} "
+            f"| {row['largest_loss_difference']:.1e} | {after} | {_ended_by(row['ends'])} |"
+        )
+    where = result["environment"]
+    return "\n".join([*lines, "", f"`{result['command']}`, {where}", ""])
+
+
+def _ended_by(ends: list[dict[str, Any]]) -> str:
+    """How many ranks ended by which error, waiting in what."""
+    kinds: dict[str, list[int]] = {}
+    for rank, end in enumerate(ends):
+        if end["error"]:
+            kinds.setdefault(f"{end['error']} in `{end['waited_in']}`", []).append(rank)
+    return ", ".join(f"{kind} (ranks {', '.join(map(str, ranks))})" for kind, ranks in kinds.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
