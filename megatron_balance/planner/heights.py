@@ -7,6 +7,8 @@ sum of its rows is that of the others.
     1. forced heights go to groups as in the greedy method: the highest to the group of least forced height
     2. what the forced rows cannot hold is poured over the other rows, group by group like water in
        vessels that stand on their forced heights
+
+A pipeline of one group may want its rows steep: what is poured then falls from row to row.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from megatron_balance.planner.slim_heights import slim_heights
 
 
 def target_heights(
-    problem: Problem, *, num_microbatches: int, sync_span: int, way: str, lowered: list[int] | None = None
+    problem: Problem,
+    *,
+    num_microbatches: int,
+    sync_span: int,
+    way: str,
+    lowered: list[int] | None = None,
+    steepness: int = 0,
 ) -> list[int]:
     """Target cost of every micro-batch.
 
@@ -32,6 +40,7 @@ def target_heights(
             the lower bound takes as forced; `apart`, every row that is forced above the even height; `slim`,
             the same, and the row's other micro-batches are filled no more than their shared work allows.
         lowered: `[num_groups]` cost to take off each group's rows together, below zero to add; None for none.
+        steepness: with one group, the highest row that is not forced is `1 + steepness` times the lowest; 0: even.
 
     Returns:
         `[num_groups * num_microbatches * sync_span]` costs, group by group and row by row, the high rows of a
@@ -40,7 +49,10 @@ def target_heights(
     num_groups = problem.topology.dp_size // sync_span
     floor = slot_floor(problem, sync_span=sync_span)
     if num_groups == 1:
-        rows = _rows_of_one_group(problem, floor, num_rows=num_microbatches, sync_span=sync_span)
+        # Whole numbers that fall in even steps, each in the middle of its own.
+        last = 2 * num_microbatches - 1
+        profile = [2 * num_microbatches + steepness * (last - 2 * row) for row in range(num_microbatches)]
+        rows = _rows_of_one_group(problem, floor, profile=profile, sync_span=sync_span)
     elif way == "slim":
         heights = slim_heights(problem, num_microbatches=num_microbatches, sync_span=sync_span)
         return heights if lowered is None else _lower(heights, by_cost=lowered, sync_span=sync_span)
@@ -63,21 +75,29 @@ def _lower(heights: list[int], *, by_cost: list[int], sync_span: int) -> list[in
     return np.maximum(of_groups - taken, 0).reshape(-1).tolist()
 
 
-def _rows_of_one_group(problem: Problem, floor: SlotFloor, *, num_rows: int, sync_span: int) -> list[int]:
-    """Forced rows at the front, as many as stand above the even height of what they cannot hold."""
-    total = int(problem.costs.sum())
+def _rows_of_one_group(problem: Problem, floor: SlotFloor, *, profile: list[int], sync_span: int) -> list[int]:
+    """Forced rows at the front, as many as stand above what they cannot hold, which is spread by the profile.
+
+    Args:
+        problem: the global batch.
+        floor: forced heights.
+        profile: `[num_rows]` shares of the rows, from the highest.
+        sync_span: ranks of the group.
+    """
+    total, num_rows = int(problem.costs.sum()), len(profile)
     high: list[int] = []
-    even = 0
+    spread: list[int] = []
     for num_high in range(num_rows + 1):
         most_held = floor.held_costs[num_high] if num_high < len(floor.held_costs) else total
         behind = total - min(most_held, sync_span * sum(high))
-        num_open = num_rows - num_high
-        even = -(-behind // (sync_span * num_open)) if num_open else 0
-        if num_high >= len(floor.forced_heights) or floor.forced_heights[num_high] <= even:
+        shares = sync_span * sum(profile[num_high:])
+        spread = [-(-behind * share // shares) for share in profile[num_high:]]
+        highest = spread[0] if spread else 0
+        if num_high >= len(floor.forced_heights) or floor.forced_heights[num_high] <= highest:
             break
         high.append(floor.forced_heights[num_high])
     high = high[:num_rows]
-    return high + [even] * (num_rows - len(high))
+    return high + spread[: num_rows - len(high)]
 
 
 def _rows_of_groups(floor: SlotFloor, *, num_groups: int, num_rows: int, sync_span: int, apart: bool) -> list[int]:

@@ -12,6 +12,9 @@ samples may not leave the rank that loaded them. `placement_by_level.py` and `pl
     5. put the slots of each rank in order
     6. evaluate a few larger num_microbatches as well, keep the least predicted cost
 
+Under `pipeline` the counts of step 6 reach further, with targets of several slopes (`pipeline_search.py`), and the
+plans of the algorithms by name are looked at as well: a makespan follows no sum that level packing could aim at.
+
 Rule of the file: `slot_of` is `[num_samples]` `rank * num_microbatches + slot`.
 """
 
@@ -23,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.planner.bounds import lower_bound, min_num_microbatches
+from megatron_balance.planner.pipeline_search import search_pipeline
 from megatron_balance.planner.placement_by_level import place_by_levels
 from megatron_balance.planner.placement_by_rank import assign_ranks, place_by_ranks
 from megatron_balance.planner.problem import Problem, restrict
@@ -44,6 +48,9 @@ STILL_POOR = 512
 MAX_DIFFERENCED_SAMPLES = 2048
 """Largest differencing takes ten times as long as level packing: it is tried on batches of so many samples."""
 
+NAMED = ("first_fit", "greedy", "karmarkar_karp")
+"""Under `pipeline` their plans are compared with, on batches of so many samples."""
+
 DIFFERENCED = 16384
 """A plan of few samples further than one part in this many from its bound is compared with largest differencing."""
 
@@ -59,14 +66,51 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
     Raises:
         BalanceError: the costs leave int64.
     """
-    if home_ranks is None and algorithm == "level_packing":
-        # In an order of their own, so that the order of arrival changes no cost.
-        order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
-        found = _search(restrict(problem, order, topology=problem.topology), algorithm=algorithm, home_ranks=None)
+    if algorithm != "level_packing":
+        return _search(problem, algorithm=algorithm, home_ranks=home_ranks)
+    in_own_order = home_ranks is None
+    # In an order of their own, so that the order of arrival changes no cost.
+    order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
+    ordered = restrict(problem, order, topology=problem.topology) if in_own_order else problem
+    if problem.objective == "pipeline" and problem.sync_span == 1:
+        found = _search_pipeline(ordered, home_ranks=home_ranks)
+    else:
+        found = _search(ordered, algorithm=algorithm, home_ranks=home_ranks)
+    if in_own_order:
         slot_of = np.empty_like(found.slot_of)
         slot_of[order] = found.slot_of
-        return replace(found, slot_of=slot_of)
-    return _search(problem, algorithm=algorithm, home_ranks=home_ranks)
+        found = replace(found, slot_of=slot_of)
+    if problem.objective == "pipeline" and problem.num_samples <= MAX_DIFFERENCED_SAMPLES:
+        for name in NAMED:
+            by_name = _search(problem, algorithm=name, home_ranks=home_ranks)
+            if by_name.predicted_cost < found.predicted_cost:
+                found = by_name
+    return found
+
+
+def _search_pipeline(problem: Problem, *, home_ranks: NDArray[np.int64] | None) -> Placement:
+    """Level packing for a pipeline: of all ranks, or of each at home."""
+    bound = lower_bound(problem)
+    samples_of = None if home_ranks is None else _samples_of(problem, home_ranks)
+
+    def pack(num_microbatches: int, steepness: int) -> Placement:
+        if samples_of is None:
+            return place_by_levels(problem, num_microbatches=num_microbatches, bound=bound, steepness=steepness)
+        return place_by_ranks(
+            problem,
+            algorithm="level_packing",
+            samples_of=samples_of,
+            move_samples=False,
+            num_microbatches=num_microbatches,
+            steepness=steepness,
+        )
+
+    return replace(search_pipeline(problem, bound=bound, pack=pack), lower_bound=bound)
+
+
+def _samples_of(problem: Problem, home_ranks: NDArray[np.int64]) -> list[list[int]]:
+    """Sample ids of every rank."""
+    return [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
 
 
 def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None) -> Placement:
@@ -76,7 +120,7 @@ def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] |
     num_microbatches = fewest = min_num_microbatches(problem)
     samples_of: list[list[int]] | None = None
     if home_ranks is not None:
-        samples_of = [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
+        samples_of = _samples_of(problem, home_ranks)
     elif algorithm != "level_packing":
         samples_of = assign_ranks(problem, algorithm=algorithm)
     at_home = 0 if home_ranks is None else _largest_at_home(problem, home_ranks)

@@ -25,8 +25,15 @@ MAX_EVENINGS = 3
 """Packings again with other targets where groups end uneven; each takes as long as the first."""
 
 
-def place_by_levels(problem: Problem, *, num_microbatches: int, bound: int) -> Placement:
-    """All micro-batches of all ranks as one set of bins."""
+def place_by_levels(problem: Problem, *, num_microbatches: int, bound: int, steepness: int = 0) -> Placement:
+    """All micro-batches of all ranks as one set of bins.
+
+    Args:
+        problem: the global batch.
+        num_microbatches: of every rank; more where it takes more.
+        bound: no plan costs less.
+        steepness: of the targets where ranks do not meet in micro-batches (`heights.py`).
+    """
     dp_size, span = problem.topology.dp_size, problem.sync_span
     found: Placement | None = None
     bin_of = np.zeros(0, dtype=np.int64)
@@ -35,7 +42,12 @@ def place_by_levels(problem: Problem, *, num_microbatches: int, bound: int) -> P
         planned_for = num_microbatches
         for _ in range(1 + MAX_EVENINGS):
             packed, needed = pack_levels(
-                planned, num_microbatches=num_microbatches, bins_per_row=span, way=way, lowered=lowered
+                planned,
+                num_microbatches=num_microbatches,
+                bins_per_row=span,
+                way=way,
+                lowered=lowered,
+                steepness=steepness,
             )
             packed = fill_empty(planned, packed, num_parts=dp_size // span, bins_per_part=needed * span, across=True)
             placement = lay_out(problem, packed, num_microbatches=needed)
@@ -122,7 +134,13 @@ def _plannings(problem: Problem) -> list[tuple[Problem, str]]:
 
 
 def pack_levels(
-    problem: Problem, *, num_microbatches: int, bins_per_row: int, way: str = "sums", lowered: list[int] | None = None
+    problem: Problem,
+    *,
+    num_microbatches: int,
+    bins_per_row: int,
+    way: str = "sums",
+    lowered: list[int] | None = None,
+    steepness: int = 0,
 ) -> tuple[NDArray[np.int64], int]:
     """Level packing with as many micro-batches as it takes, from `num_microbatches`."""
     dp_size, multiple = problem.topology.dp_size, problem.topology.microbatch_multiple
@@ -139,6 +157,7 @@ def pack_levels(
             sync_span=dp_size if way == "sums" else bins_per_row,
             way=way,
             lowered=lowered,
+            steepness=steepness,
         )
         if way == "sums":
             # The same rows in every group.

@@ -17,9 +17,24 @@ MAX_STRICT_ATTEMPTS = 8
 
 
 def place_by_ranks(
-    problem: Problem, *, algorithm: str, samples_of: list[list[int]], move_samples: bool, num_microbatches: int
+    problem: Problem,
+    *,
+    algorithm: str,
+    samples_of: list[list[int]],
+    move_samples: bool,
+    num_microbatches: int,
+    steepness: int = 0,
 ) -> Placement:
-    """Every rank by itself, with the same number of micro-batches."""
+    """Every rank by itself, with the same number of micro-batches.
+
+    Args:
+        problem: the global batch.
+        algorithm: packs the samples of a rank.
+        samples_of: for each rank, its samples.
+        move_samples: whether a rank without samples for all its micro-batches may take other ranks'.
+        num_microbatches: of every rank; more where it takes more.
+        steepness: of the targets of level packing (`heights.py`).
+    """
     dp_size, multiple = problem.topology.dp_size, problem.topology.microbatch_multiple
     alone = Topology(1, microbatch_multiple=multiple)
     problems = [restrict(problem, np.array(ids, dtype=np.int64), topology=alone) for ids in samples_of]
@@ -31,7 +46,9 @@ def place_by_ranks(
         strict = attempts >= MAX_STRICT_ATTEMPTS
         bins_of: list[list[list[int]]] = []
         for local in problems:
-            bins = _pack_rank(local, algorithm=algorithm, num_microbatches=num_microbatches, strict=strict)
+            bins = _pack_rank(
+                local, algorithm=algorithm, num_microbatches=num_microbatches, strict=strict, steepness=steepness
+            )
             if not _fits(local, bins):
                 break
             bins_of.append(bins)
@@ -62,7 +79,9 @@ def assign_ranks(problem: Problem, *, algorithm: str) -> list[list[int]]:
     return karmarkar_karp(costs, num_parts=dp_size, equal_size=problem.counts_samples)
 
 
-def _pack_rank(problem: Problem, *, algorithm: str, num_microbatches: int, strict: bool) -> list[list[int]]:
+def _pack_rank(
+    problem: Problem, *, algorithm: str, num_microbatches: int, strict: bool, steepness: int
+) -> list[list[int]]:
     """The micro-batches of one rank; some may be empty, or over the cap unless `strict`."""
     counted = problem.counts_samples
     if algorithm == "first_fit" or strict:
@@ -71,7 +90,7 @@ def _pack_rank(problem: Problem, *, algorithm: str, num_microbatches: int, stric
         return karmarkar_karp(problem.costs, num_parts=num_microbatches, equal_size=counted)
     if algorithm == "greedy":
         return greedy(problem.costs, num_parts=num_microbatches, max_count=problem.capacity if counted else None)
-    bin_of, num_bins = pack_levels(problem, num_microbatches=num_microbatches, bins_per_row=1)
+    bin_of, num_bins = pack_levels(problem, num_microbatches=num_microbatches, bins_per_row=1, steepness=steepness)
     return [np.flatnonzero(bin_of == index).tolist() for index in range(num_bins)]
 
 
