@@ -1,0 +1,90 @@
+"""Soak: a long run with everything on, held against a stock run, and what balancing adds to a step.
+
+    scripts/soak.sh --out benchmarks/results
+
+Trains a tiny model on lengths that drift, on two ranks, with look-ahead, overlap, online calibration and the record;
+then the same without balancing. Samples memory, open files and threads of every rank. Then trains the quickstart's
+model and measures what balancing adds to a step (`overhead.py`). Fails where a rank gained files or threads, where
+memory grew faster than stock's by more than the limit, or where balancing added more than its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from training_run import ROOT
+
+from benchmarks.soak.growth import Growth
+from benchmarks.soak.overhead import LIMIT, measure_overhead
+from benchmarks.soak.report import report
+from benchmarks.soak.runs import soak
+from megatron_balance.runtime.environment import environment
+
+SAMPLE_STEPS = 20
+
+MAX_BYTES_PER_STEP = 1024
+"""Resident memory may grow by so much more than stock's: a gigabyte in a million steps."""
+
+
+def main() -> int:
+    """Train, print, write; the exit code says whether the limits hold."""
+    parser = argparse.ArgumentParser(prog="scripts/soak.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the results")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of each long run (default: 2000)")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs of steps for the overhead (default: 100)")
+    args = parser.parse_args()
+    folder = ROOT / "build" / "bench" / "runs" / "soak"
+    shutil.rmtree(folder, ignore_errors=True)
+    result: dict[str, Any] = {"command": f"scripts/soak.sh --steps {args.steps} --pairs {args.pairs}"}
+    result |= {"environment": environment("cpu"), "malloc_arena_max": os.environ.get("MALLOC_ARENA_MAX")}
+    runs: dict[str, Any] = {}
+    for name in ("balanced", "stock"):
+        began = time.monotonic()
+        ranks = soak(folder / name, balanced=name == "balanced", num_steps=args.steps, sample_steps=SAMPLE_STEPS)
+        runs[name] = {"seconds": time.monotonic() - began, "ranks": [asdict(Growth.of(rank)) for rank in ranks]}
+        runs[name]["samples"] = [[_held(sample) for sample in rank] for rank in ranks]
+        seconds = runs[name]["seconds"]
+        sys.stdout.write(f"{name}: {args.steps} steps in {seconds:.0f} s\n")
+        sys.stdout.flush()
+    result |= {"num_steps": args.steps, "runs": runs}
+    result["overhead"] = measure_overhead(folder / "overhead", num_pairs=args.pairs)
+    problems = list(_problems(result))
+    result["problems"] = problems
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = report(result)
+    (args.out / "soak.md").write_text(text)
+    sys.stdout.write("\n".join([text, *problems]) + "\n")
+    return 1 if problems else 0
+
+
+def _held(sample: dict[str, Any]) -> dict[str, int]:
+    return {name: sample[name] for name in ("step", "rss_bytes", "num_blocks", "num_fds", "num_threads")}
+
+
+def _problems(result: dict[str, Any]) -> list[str]:
+    problems = []
+    ours, stock = (result["runs"][name]["ranks"] for name in ("balanced", "stock"))
+    for rank, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
+        for name in ("more_fds", "more_threads"):
+            if mine[name] > 0:
+                problems.append(f"rank {rank}: {name} {mine[name]} in the second half of the run")
+        more = mine["rss_bytes"]["per_step"] - theirs["rss_bytes"]["per_step"]
+        if more > MAX_BYTES_PER_STEP:
+            problems.append(f"rank {rank}: memory grew by {more:.0f} bytes a step more than stock's")
+    added = result["overhead"]["exposed_share"] + result["overhead"]["cpu_share"]
+    if added > LIMIT:
+        problems.append(f"balancing added {added:.2%} to a step: more than {LIMIT:.0%}")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

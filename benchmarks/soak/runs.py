@@ -1,0 +1,47 @@
+"""The two runs of a soak: with everything of balancing on, and stock, which says what Megatron itself holds on to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from training_run import ROOT, train
+
+NUM_RANKS = 2
+MODEL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
+    "--seq-length 512 --max-position-embeddings 512 --global-batch-size 16 --log-interval 10"
+)
+BALANCED = (
+    "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops --balance-lookahead 3 "
+    "--balance-calibrate-online"
+)
+"""The record is on as well; its folder is added."""
+
+
+def soak(folder: Path, *, balanced: bool, num_steps: int, sample_steps: int) -> list[list[dict[str, Any]]]:
+    """Train and sample.
+
+    Args:
+        folder: for the records.
+        balanced: with everything on, or stock.
+        num_steps: of the run.
+        sample_steps: steps between samples.
+
+    Returns:
+        For each rank, what `sampled.py` wrote.
+
+    Raises:
+        RunFailed: the run ended with an error.
+    """
+    flags = [*MODEL.split(), "--train-iters", str(num_steps)]
+    if balanced:
+        flags += [*BALANCED.split(), "--balance-record", str(folder / "record")]
+    return train(
+        folder,
+        flags,
+        num_ranks=NUM_RANKS,
+        script=ROOT / "benchmarks" / "soak" / "sampled.py",
+        environment={"SOAK_SAMPLE_STEPS": str(sample_steps)},
+        timeout_seconds=120 + 3 * num_steps,
+    ).ranks

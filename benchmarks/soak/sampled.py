@@ -1,0 +1,108 @@
+"""Train on drifting lengths and write what the process holds every few steps: run by __main__.py and by its test.
+
+    torchrun … -m megatron_balance.launch [--cpu] benchmarks/soak/sampled.py RECORD_DIR ARGS
+
+Each rank writes RECORD_DIR/rankN.jsonl, a line every SOAK_SAMPLE_STEPS (20) steps, after a collection of garbage:
+resident bytes, open files, threads, blocks of Python's allocator, and loss and seconds of the newest step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.soak.drifting import datasets_provider
+from megatron_balance.mcore import hooks, pretrain_sft
+from megatron_balance.patching import Function, Hook, install
+
+SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
+
+
+def main() -> None:
+    """Sample while the script trains."""
+    directory = Path(sys.argv.pop(1))
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"rank{os.environ['RANK']}.jsonl").open("w") as out, _patched(out):
+        pretrain_sft.main()
+
+
+@contextlib.contextmanager
+def _patched(out: TextIO) -> Iterator[None]:
+    patches = install(
+        [
+            Hook(
+                target="megatron.training.training:train_step",
+                bound_in=("megatron.training.training",),
+                parameters=(),
+                wrap=functools.partial(_sampled, out=out),
+                why="looks at the process between steps",
+                until="Megatron has callbacks around a step",
+            ),
+            Hook(
+                target="megatron_balance.mcore.pretrain_sft:datasets_provider",
+                bound_in=("megatron_balance.mcore.pretrain_sft",),
+                parameters=("num_samples",),
+                wrap=lambda stock: datasets_provider,
+                why="lengths that drift",
+                until="the script takes a data set of one's own",
+            ),
+        ],
+        version="of this environment",
+    )
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _sampled(train_step: Function, *, out: TextIO) -> Function:
+    steps = itertools.count(1)
+
+    @functools.wraps(train_step)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        result = train_step(*positional, **keywords)
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+        step = next(steps)
+        if step % SAMPLE_STEPS == 0:
+            row = {"step": step, **held(), "seconds": seconds, "cpu_seconds": cpu_seconds, **_balanced()}
+            print(json.dumps(row | {"lm_loss": float(result[0]["lm loss"])}), file=out, flush=True)
+        return result
+
+    return wrapper
+
+
+def held() -> dict[str, int]:
+    """What this process holds right now; Linux only."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        # The listing has a descriptor of its own.
+        "num_fds": len(os.listdir("/proc/self/fd")) - 1,
+        "num_threads": len(os.listdir("/proc/self/task")),
+        # Counts every Python object below 512 bytes: a leak of one small object a step shows.
+        "num_blocks": sys.getallocatedblocks(),
+    }
+
+
+def _balanced() -> dict[str, Any]:
+    balanced = hooks.current()
+    if balanced is None or balanced.last_step is None:
+        return {"balanced": False}
+    step = balanced.last_step
+    shown = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
+    return {"balanced": True, "refitted": step.calibration is not None and step.calibration.error is not None, **shown}
+
+
+if __name__ == "__main__":
+    main()
