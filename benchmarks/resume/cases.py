@@ -1,0 +1,72 @@
+"""What is killed and resumed: each policy, with and without overlap, on the same and on other numbers of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.equality.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, SEQ_LENGTH
+
+SAVE_INTERVAL = 3
+"""Between checkpoints, so that most kills lose steps that were trained."""
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} "
+    f"--ckpt-format torch --use-dynamic-batch-size --max-tokens-per-gpu {2 * SEQ_LENGTH} --balance-data "
+    "--balance-by-flops"
+)
+STEPS = f"--train-iters {NUM_STEPS}"
+
+LOOK_AHEAD = "--balance-lookahead 3"
+ONLINE = "--balance-calibrate-online"
+POLICIES = {
+    "by FLOPs": "",
+    "look-ahead 3": LOOK_AHEAD,
+    "online calibration": ONLINE,
+    "look-ahead 3, calibration, record": f"{LOOK_AHEAD} {ONLINE}",
+}
+RECORDED = frozenset({"look-ahead 3, calibration, record"})
+RANKS = ((2, 2), (2, 4), (4, 2), (2, 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is killed, and one that goes on.
+
+    Attributes:
+        policy: of `POLICIES`.
+        ranks: data-parallel ranks of the killed run.
+        ranks_after: of the resumed one.
+        overlap: whether the next step is prepared while one runs.
+    """
+
+    policy: str
+    ranks: int
+    ranks_after: int
+    overlap: bool
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        overlap = "overlap" if self.overlap else "no overlap"
+        return f"{self.policy}, DP{self.ranks}→DP{self.ranks_after}, {overlap}"
+
+    @property
+    def flags(self) -> str:
+        """Of both runs."""
+        return f"{FLAGS} {STEPS} {POLICIES[self.policy]} {'' if self.overlap else '--no-balance-overlap'}"
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether plans depend on what was measured."""
+        return ONLINE in POLICIES[self.policy]
+
+
+def cases() -> list[Case]:
+    """All of them; the first ones tell most."""
+    return [
+        Case(policy, ranks=before, ranks_after=after, overlap=overlap)
+        for overlap in (True, False)
+        for before, after in RANKS
+        for policy in POLICIES
+    ]

@@ -1,0 +1,182 @@
+"""One run killed with SIGKILL in the middle of a step, and one that goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from training_run import RunFailed
+
+from benchmarks.equality.cases import NUM_STEPS
+from benchmarks.equality.forked import train_forked
+from benchmarks.resume.cases import RECORDED, SAVE_INTERVAL, Case
+from megatron_balance.report.record import read_record
+
+TIMEOUT_SECONDS = 900
+LONGEST_WAIT_SECONDS = 0.05
+"""After a step was recorded; about a step of this model."""
+
+ROUNDING = 1e-5
+"""Relative, of loss and gradient norm in fp32 over ten steps; another order of sums moves them by about 1e-6."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case.
+
+    Attributes:
+        killed_after: steps that had been recorded when SIGKILL was sent.
+        victims: `all ranks` or `rank N`.
+        resumed_at: iteration of the checkpoint that the second run found.
+        num_equal: steps after it, from the first one on, whose loss and gradient norm are those of the run that was
+            not killed, bit for bit.
+        num_compared: steps after it.
+        largest_difference: relative, of loss and gradient norm in any of them.
+        problem: what is wrong; empty where nothing is.
+    """
+
+    killed_after: int
+    victims: str
+    resumed_at: int
+    num_equal: int
+    num_compared: int
+    largest_difference: float
+    problem: str
+
+
+class Killer:
+    """Sends SIGKILL a moment after a number of steps was recorded.
+
+    Args:
+        record: folder of rank 0's record.
+        num_ranks: of the run.
+        rng: draws step, moment and victims.
+    """
+
+    def __init__(self, record: Path, *, num_ranks: int, rng: np.random.Generator) -> None:
+        self._record = record / "rank0.jsonl"
+        self.num_steps = int(rng.integers(SAVE_INTERVAL + 1, NUM_STEPS))
+        self.victim = None if rng.random() < 0.5 else int(rng.integers(num_ranks))
+        self._wait_seconds = float(rng.random()) * LONGEST_WAIT_SECONDS
+        self.has_killed = False
+
+    @property
+    def victims(self) -> str:
+        """For people."""
+        return "all ranks" if self.victim is None else f"rank {self.victim}"
+
+    def __call__(self, ranks: Mapping[int, int]) -> None:
+        """Look, and kill; for `train_forked`, which ends the ranks that are left."""
+        if self.has_killed or not self._record.exists():
+            return
+        if len(self._record.read_bytes().splitlines()) < self.num_steps:
+            return
+        time.sleep(self._wait_seconds)
+        for pid, rank in ranks.items():
+            if self.victim in (None, rank):
+                os.kill(pid, signal.SIGKILL)
+        self.has_killed = True
+
+
+def steps_of(folder: Path, *, flags: str, num_ranks: int) -> list[dict[str, Any]]:
+    """Train, and read what rank 0 recorded."""
+    run = train_forked(folder, flags.split(), num_ranks=num_ranks, timeout_seconds=TIMEOUT_SECONDS)
+    return run.recorded.steps
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """Of those that are complete."""
+    return int((folder / "latest_checkpointed_iteration.txt").read_text())
+
+
+def kill_and_resume(
+    case: Case, *, whole: list[dict[str, Any]], folder: Path, data: str, rng: np.random.Generator
+) -> Outcome:
+    """Run a case.
+
+    Args:
+        case: what to run.
+        whole: steps of a run with the same flags on `case.ranks` that was not killed.
+        folder: an empty one.
+        data: flags that name the data.
+        rng: draws when and whom to kill.
+    """
+    checkpoints, record = folder / "checkpoints", folder / "record"
+    flags = f"{case.flags} {data} --save {checkpoints} --save-interval {SAVE_INTERVAL}"
+    if case.policy in RECORDED:
+        flags += f" --balance-record {record}"
+    killer = Killer(folder / "killed", num_ranks=case.ranks, rng=rng)
+    try:
+        steps_of_killed(folder / "killed", flags=flags, case=case, killer=killer)
+    except RunFailed as error:
+        if not killer.has_killed:
+            return Outcome(killer.num_steps, killer.victims, 0, 0, 0, 0.0, f"failed before it was killed: {error}")
+    else:
+        return Outcome(killer.num_steps, killer.victims, 0, 0, 0, 0.0, "ended before it was killed")
+    start = newest_checkpoint(checkpoints)
+    try:
+        resumed = steps_of(folder / "resumed", flags=f"{flags} --load {checkpoints}", num_ranks=case.ranks_after)
+    except RunFailed as error:
+        return Outcome(killer.num_steps, killer.victims, start, 0, 0, 0.0, f"did not resume: {error}")
+    outcome = compare(
+        resumed, whole=whole, start=start, bit_for_bit=case.ranks == case.ranks_after and not case.calibrates
+    )
+    problem = outcome.problem
+    if not problem and case.policy in RECORDED:
+        problem = _wrong_in_record(record, whole=whole)
+    return Outcome(
+        killer.num_steps,
+        killer.victims,
+        start,
+        outcome.num_equal,
+        outcome.num_compared,
+        outcome.largest_difference,
+        problem,
+    )
+
+
+def steps_of_killed(folder: Path, *, flags: str, case: Case, killer: Killer) -> None:
+    """Train until the killer strikes, which raises RunFailed."""
+    train_forked(folder, flags.split(), num_ranks=case.ranks, timeout_seconds=TIMEOUT_SECONDS, watch=killer)
+
+
+def compare(resumed: list[dict[str, Any]], *, whole: list[dict[str, Any]], start: int, bit_for_bit: bool) -> Outcome:
+    """Hold a resumed run against one that was not interrupted.
+
+    Args:
+        resumed: its steps, after iteration `start`.
+        whole: all steps of the other.
+        start: iteration of the checkpoint.
+        bit_for_bit: whether anything but equality is a problem; else samples must be equal and figures near.
+    """
+    expected = whole[start:]
+    pairs = list(zip(resumed, expected, strict=False))
+    equal = [all(ours[key] == theirs[key] for key in ("lm_loss", "grad_norm")) for ours, theirs in pairs]
+    difference = max(
+        (abs(ours[key] - theirs[key]) / abs(theirs[key]) for ours, theirs in pairs for key in ("lm_loss", "grad_norm")),
+        default=0.0,
+    )
+    problem = ""
+    if len(resumed) != len(expected):
+        problem = f"{len(resumed)} steps in place of {len(expected)}"
+    elif any(sorted(ours["lengths"]) != sorted(theirs["lengths"]) for ours, theirs in pairs):
+        problem = "other samples in a step"
+    elif difference > (0.0 if bit_for_bit else ROUNDING):
+        problem = f"differs by {difference:.1e}"
+    num_equal = equal.index(False) if False in equal else len(equal)
+    return Outcome(0, "", start, num_equal, len(expected), difference, problem)
+
+
+def _wrong_in_record(record: Path, *, whole: list[dict[str, Any]]) -> str:
+    steps = read_record(record).steps
+    if [step.iteration for step in steps] != list(range(1, len(whole) + 1)):
+        return f"the record holds iterations {[step.iteration for step in steps]}"
+    if any(sorted(step.lengths.tolist()) != sorted(row["lengths"]) for step, row in zip(steps, whole, strict=True)):
+        return "the record holds other samples"
+    return ""

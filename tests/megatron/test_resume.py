@@ -1,0 +1,20 @@
+"""Runs that are killed with SIGKILL go on as if they had not been; what was half written is not taken for whole.
+
+The runs are those of scripts/check_resume.sh, which has many more: real ranks, Megatron's own `pretrain()`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_killed_runs_go_on_and_what_is_half_written_is_refused() -> None:
+    command = [str(ROOT / "scripts" / "check_resume.sh"), "--lean"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert len(rows) == 4
+    assert all(row.endswith("| good |") for row in rows)
