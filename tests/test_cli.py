@@ -36,7 +36,7 @@ def table_rows(printed: str) -> list[list[str]]:
     first = next(index for index, line in enumerate(lines) if line.startswith("policy")) + 2
     rows = []
     for line in lines[first : first + 4]:
-        *label, imbalance, over_bound, padding, headroom, num_microbatches, milliseconds = line.split()
+        *label, imbalance, over_bound, padding, headroom, num_microbatches, _, milliseconds = line.split()
         rows.append([" ".join(label), imbalance, over_bound, padding, headroom, num_microbatches, milliseconds])
     return rows
 

@@ -48,6 +48,7 @@ from megatron_balance.cli.sweep import (
 )
 from megatron_balance.cli.sweep_chart import write_sweep_chart
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.memory_budget import AUTO
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.report.record import RunRecord, read_record
 
@@ -164,6 +165,10 @@ def _ranks_and_cap(
     args: argparse.Namespace, *, record: RunRecord | None, axes: Sequence[Axis]
 ) -> tuple[Topology, Limits]:
     """Those of the flags, else of the record; a swept one starts at its first value."""
+    if args.max_tokens_per_gpu == AUTO:
+        raise BalanceError(
+            "--max-tokens-per-gpu is auto: compare takes a number; megatron-balance plan derives one from --memory-gib."
+        )
     for axis in axes:
         if getattr(args, axis.name) is None:
             setattr(args, axis.name, axis.values[0])

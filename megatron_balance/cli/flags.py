@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.lengths import SYNTHETIC_LENGTHS
+from megatron_balance.planner.memory_budget import token_cap
 from megatron_balance.planner.presets import PRESETS
 from megatron_balance.planner.problem import OBJECTIVES
 from megatron_balance.planner.text_lengths import TOKENS_PER_MESSAGE
@@ -62,10 +63,11 @@ def add_batch_flags(parser: argparse.ArgumentParser, *, required: bool, steps_de
     group.add_argument("--global-batch-size", type=int, required=required, metavar="N", help="samples a step")
     group.add_argument(
         "--max-tokens-per-gpu",
-        type=int,
+        type=token_cap,
         required=required,
         metavar="T",
-        help="tokens a GPU may hold in a micro-batch; longer samples run alone",
+        help="tokens a GPU may hold in a micro-batch; longer samples run alone. plan: auto derives it from --model and "
+        "--memory-gib",
     )
     group.add_argument("--steps", type=int, metavar="K", help=f"global batches to plan (default: {steps_default})")
 

@@ -27,13 +27,21 @@ from megatron_balance.cli.flags import (
     add_rank_flags,
     topology_from_flags,
 )
+from megatron_balance.cli.memory import (
+    Shapes,
+    add_memory_flags,
+    limits_of_flags,
+    memory_of_flags,
+    print_memory,
+    shapes_of,
+)
 from megatron_balance.cli.policies import Policy, PolicyResult, Setting, plan_policy, token_policies
 from megatron_balance.cli.table import print_table
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost_choice import choose_cost_model
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.problem import resolve_objective
-from megatron_balance.planner.topology import Limits
+from megatron_balance.planner.shape_buckets import bucketed_limits
 
 MAX_STEPS = 100
 """Global batches planned when --steps is not given: enough for stable means, quick to plan."""
@@ -49,6 +57,8 @@ examples:
       --max-tokens-per-gpu 16384 --model Qwen3-8B --json plan.json
   megatron-balance plan chats.jsonl --tokenizer Qwen3-8B/ --global-batch-size 256 --dp-size 8 \\
       --max-tokens-per-gpu 16384 --model Qwen3-8B/config.json
+  megatron-balance plan synthetic:servegen_mlarge:4096 --global-batch-size 256 --dp-size 8 --tp-size 2 \\
+      --sequence-parallel --distributed-optimizer --max-tokens-per-gpu auto --memory-gib 72 --model Qwen3-8B
 
 {MODELS_HELP}
 
@@ -56,9 +66,10 @@ columns, means over the steps:
   imbalance      cost of the slowest rank over the mean rank; 1.000 is even. Where ranks meet in every
                  micro-batch (objective microbatch): of the slowest rank in each slot, summed
   over bound     predicted step time above a lower bound that no schedule can beat
-  padding        padding for context and sequence parallelism, of all tokens run
+  padding        padding for context and sequence parallelism and for --shape-bucket, of all tokens run
   cap headroom   room left below the token cap in the fullest micro-batch; below 0: a sample longer than the cap
   micro-batches  of one rank in one step
+  shapes         distinct token counts of micro-batches, over all ranks and steps
   plan ms        time to plan one step
 """
 
@@ -72,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rank_flags(parser, required=True)
     add_cost_flags(parser)
     add_planning_flags(parser, objective_default="auto, from the ranks")
+    add_memory_flags(parser)
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the balanced plan of every step to a file")
@@ -80,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan, print the comparison, write the plan if asked to."""
     topology = topology_from_flags(args)
+    memory = memory_of_flags(args, topology=topology)
+    limits = bucketed_limits(
+        limits_of_flags(args, topology=topology, memory=memory),
+        topology=topology,
+        shape_bucket=args.shape_bucket,
+        flag="--shape-bucket",
+    )
     cost = args.cost or ("flops" if args.model else "tokens")
     setting = Setting(
         cost_model=choose_cost_model(
@@ -90,18 +109,21 @@ def run(args: argparse.Namespace) -> int:
         ),
         cost_name=cost if cost in ("tokens", "flops") else "seconds",
         topology=topology,
-        limits=Limits(args.max_tokens_per_gpu),
+        limits=limits,
         objective=resolve_objective(args.objective or "auto", topology=topology),
     )
     check_counts(args.global_batch_size, steps=args.steps)
     lengths = read_flagged_lengths(args, global_batch_size=args.global_batch_size)
     batches = cut(lengths, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=MAX_STEPS)
-    policies = [*token_policies(max_tokens_per_gpu=args.max_tokens_per_gpu), _balanced(setting, args.algorithm)]
+    policies = [*token_policies(max_tokens_per_gpu=limits.max_tokens_per_gpu), _balanced(setting, args.algorithm)]
     results = [plan_policy(policy, batches, setting=setting) for policy in policies]
 
     _print_inputs(lengths, batches, setting=setting)
-    print_table(_COLUMNS, [_cells(result) for result in results])
+    shapes = [shapes_of(result, setting=setting, shape_bucket=args.shape_bucket) for result in results]
+    print_table(_COLUMNS, [_cells(result, of) for result, of in zip(results, shapes, strict=True)])
     _print_conclusion(results, batches, setting=setting)
+    if memory is not None:
+        print_memory(memory, names=[_label(result) for result in results], shapes=shapes, budget_gib=args.memory_gib)
     if args.json is not None:
         _write_json(args.json, batches, balanced=results[-1], setting=setting)
         print(f"The balanced plan of every step is in {args.json}.")
@@ -128,20 +150,25 @@ def _balanced(setting: Setting, algorithm: str) -> Policy:
     return Policy(label, flags="", cost_model=setting.cost_model, algorithm=algorithm)
 
 
-_COLUMNS = ("policy", "imbalance", "over bound", "padding", "cap headroom", "micro-batches", "plan ms")
+_COLUMNS = ("policy", "imbalance", "over bound", "padding", "cap headroom", "micro-batches", "shapes", "plan ms")
 
 
-def _cells(result: PolicyResult) -> list[str]:
+def _label(result: PolicyResult) -> str:
+    return _LABELS.get(result.policy.name, result.policy.name)
+
+
+def _cells(result: PolicyResult, shapes: Shapes) -> list[str]:
     """One row of the table: means over the steps."""
     by_slots = result.steps[0].metrics.objective == "microbatch"
     plan_seconds = sum(step.plan_seconds for step in result.steps) / len(result.steps)
     return [
-        _LABELS.get(result.policy.name, result.policy.name),
+        _label(result),
         f"{result.mean(lambda figures: figures.microbatch_imbalance if by_slots else figures.step_imbalance):.3f}",
         f"+{result.mean(lambda figures: figures.over_bound - 1):.1%}",
-        f"{result.mean(lambda figures: figures.padding_fraction):.1%}",
+        f"{1 - (1 - result.mean(lambda figures: figures.padding_fraction)) * (1 - shapes.filler):.1%}",
         f"{result.mean(lambda figures: figures.cap_headroom or 0.0):.1%}",
         f"{result.mean(lambda figures: figures.num_microbatches):.1f}",
+        str(shapes.num_shapes),
         f"{plan_seconds * 1e3:.1f}",
     ]
 

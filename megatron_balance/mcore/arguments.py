@@ -5,7 +5,6 @@ Megatron's namespace goes no further than this file and those that set a run up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
 from megatron_balance.planner.memory_budget import AUTO
 from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.planner.shape_buckets import bucketed_limits
 from megatron_balance.planner.topology import Limits, Topology
 
 
@@ -142,25 +142,12 @@ class BalanceConfig:
         """
         if not self.use_dynamic_batch_size:
             return Limits(micro_batch_size=micro_batch_size)
-        if self.shape_bucket == 1 or self.max_tokens_per_gpu is None:
-            return Limits(self.max_tokens_per_gpu)
-        bucket = self.bucket_tokens(topology) // topology.cp_size
-        cap = self.max_tokens_per_gpu // bucket * bucket
-        if not cap:
-            raise BalanceError(
-                f"--balance-shape-bucket is {self.shape_bucket}, which is {bucket} tokens on these ranks, and "
-                f"--max-tokens-per-gpu {self.max_tokens_per_gpu} holds no such bucket: lower it or raise the cap."
-            )
-        return Limits(cap)
-
-    def bucket_tokens(self, topology: Topology) -> int:
-        """Micro-batches are padded to a multiple of so many tokens over their context-parallel ranks; 1 for none.
-
-        A multiple of what sequences are padded to anyway, so that context and sequence parallelism can split it.
-        """
-        if self.shape_bucket == 1:
-            return 1
-        return math.lcm(self.shape_bucket * topology.cp_size, topology.token_multiple)
+        return bucketed_limits(
+            Limits(self.max_tokens_per_gpu),
+            topology=topology,
+            shape_bucket=self.shape_bucket,
+            flag="--balance-shape-bucket",
+        )
 
     @property
     def partition_algorithm(self) -> str:

@@ -28,6 +28,7 @@ from megatron_balance.mcore.sample_origin import SampleOrigin
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
+from megatron_balance.planner.shape_buckets import bucket_tokens
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
@@ -99,7 +100,7 @@ class StepMaker:
         self.cost_model = cost_model
         self.dp_group = dp_group
         self.calibration = calibration
-        self._bucket_tokens = config.bucket_tokens(topology)
+        self._bucket_tokens = bucket_tokens(topology, shape_bucket=config.shape_bucket)
         self._origin = origin
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"

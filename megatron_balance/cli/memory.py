@@ -1,0 +1,155 @@
+"""What a plan takes of a GPU's memory, from the flags of a command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.cli.policies import PlannedStep, PolicyResult, Setting
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.cost_choice import find_shape
+from megatron_balance.planner.inputs import sum_segments
+from megatron_balance.planner.memory import GIB, MemoryModel, TrainingMemory, memory_model
+from megatron_balance.planner.memory_budget import AUTO, derive_cap, gib_to_bytes
+from megatron_balance.planner.shape_buckets import filled_tokens
+from megatron_balance.planner.topology import Limits, Topology
+
+
+def add_memory_flags(parser: argparse.ArgumentParser) -> None:
+    """What a GPU holds, and what is kept there."""
+    group = parser.add_argument_group("memory, estimated from --model in bf16")
+    group.add_argument(
+        "--memory-gib",
+        type=float,
+        metavar="GIB",
+        help="what training may fill of a GPU: 72 of one with 80, a tenth kept back for what is not counted; "
+        "--max-tokens-per-gpu auto goes by it",
+    )
+    group.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="--recompute-granularity of the run (default: none)",
+    )
+    group.add_argument("--distributed-optimizer", action="store_true", help="the run has --use-distributed-optimizer")
+    group.add_argument(
+        "--shape-bucket",
+        type=int,
+        default=1,
+        metavar="N",
+        help="--balance-shape-bucket of the run: micro-batches are filled up to a multiple of N tokens on a GPU "
+        "(default: 1, not at all)",
+    )
+
+
+def memory_of_flags(args: argparse.Namespace, *, topology: Topology) -> MemoryModel | None:
+    """The model that --model names; None without.
+
+    Raises:
+        BalanceError: a flag needs the model, and it is not given.
+    """
+    if args.model is None:
+        for flag, is_set in (
+            ("--max-tokens-per-gpu auto", args.max_tokens_per_gpu == AUTO),
+            ("--memory-gib", args.memory_gib is not None),
+        ):
+            if is_set:
+                raise BalanceError(f"{flag} is given without --model, from which bytes are estimated: add it.")
+        return None
+    training = TrainingMemory(
+        recompute_granularity=None if args.recompute == "none" else args.recompute,
+        distributed_optimizer=args.distributed_optimizer,
+    )
+    return memory_model(find_shape(args.model), topology=topology, training=training)
+
+
+def limits_of_flags(args: argparse.Namespace, *, topology: Topology, memory: MemoryModel | None) -> Limits:
+    """The cap that flags give, or that follows from memory; what followed is printed.
+
+    Raises:
+        BalanceError: there is no budget, or nothing fits it.
+    """
+    if args.max_tokens_per_gpu != AUTO:
+        return Limits(args.max_tokens_per_gpu)
+    assert memory is not None, "memory_of_flags asked for --model"
+    if args.memory_gib is None:
+        raise BalanceError("--max-tokens-per-gpu is auto: give --memory-gib, what training may fill of a GPU.")
+    cap = derive_cap(
+        memory,
+        budget_bytes=gib_to_bytes(args.memory_gib, flag="--memory-gib"),
+        topology=topology,
+        shape_bucket=args.shape_bucket,
+    )
+    print(f"--max-tokens-per-gpu auto is {cap}.")
+    return Limits(cap.tokens)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The micro-batches of a policy over all its steps, empty ones left out.
+
+    Attributes:
+        num_shapes: distinct numbers of tokens, on any rank.
+        peak_tokens: most tokens of one on a GPU.
+        filler: part of the tokens run that fills buckets up.
+    """
+
+    num_shapes: int
+    peak_tokens: int
+    filler: float
+
+
+def shapes_of(result: PolicyResult, *, setting: Setting, shape_bucket: int) -> Shapes:
+    """Shapes of a policy's micro-batches; stock's are never filled up.
+
+    Args:
+        result: the plans.
+        setting: ranks and limits.
+        shape_bucket: tokens on a GPU.
+    """
+    tokens = np.concatenate([_tokens(step, setting.topology) for step in result.steps])
+    filled = tokens
+    if result.policy.cost_model is not None:
+        filled = filled_tokens(tokens, topology=setting.topology, limits=setting.limits, shape_bucket=shape_bucket)
+    most = int(filled.max(initial=0))
+    return Shapes(
+        num_shapes=np.unique(filled).size,
+        peak_tokens=-(-most // setting.topology.cp_size),
+        filler=float((filled - tokens).sum() / max(int(filled.sum()), 1)),
+    )
+
+
+def print_memory(
+    memory: MemoryModel, *, names: Sequence[str], shapes: Sequence[Shapes], budget_gib: float | None
+) -> None:
+    """One line on the fullest micro-batch of the last policy; with a budget the terms and every policy."""
+    peak = shapes[-1].peak_tokens
+    stage = memory.fullest(peak)
+    print(
+        f"Memory, estimated: the fullest micro-batch of the balanced plan, {peak} tokens on a GPU, takes "
+        f"{peak * stage.bytes_per_token / GIB:.1f} GiB; weights, gradients and optimizer "
+        f"{stage.static_bytes / GIB:.1f} GiB."
+    )
+    if budget_gib is None:
+        return
+    budget = gib_to_bytes(budget_gib, flag="--memory-gib")
+    fit = memory.max_tokens_per_gpu(budget)
+    print(
+        f"  A token takes {stage.bytes_per_token:,} bytes on pipeline stage {stage.stage}; its logits on the last "
+        f"stage {memory.logits_bytes_per_token:,}. {budget_gib:g} GiB hold micro-batches of {fit} tokens."
+    )
+    width = max(map(len, names))
+    for name, of_policy in zip(names, shapes, strict=True):
+        num_bytes = memory.peak_bytes(of_policy.peak_tokens)
+        verdict = "fits" if num_bytes <= budget else "DOES NOT FIT"
+        print(f"  {name:<{width}}  {num_bytes / GIB:6.1f} of {budget_gib:g} GiB  {verdict}")
+
+
+def _tokens(step: PlannedStep, topology: Topology) -> NDArray[np.int64]:
+    """Padded tokens of every micro-batch of every rank, empty ones left out. `[num_microbatches]`"""
+    padded = sum_segments(topology.padded_seq_len(step.batch.segment_lengths), num_segments=step.batch.num_segments)
+    return np.array([padded[list(slot)].sum() for slots in step.ranks for slot in slots if slot], dtype=np.int64)
