@@ -15,11 +15,16 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 
 Item = TypeVar("Item")
+
+_MAX_TEXT_NBYTES = 4096
+"""Of a failure, as it is told to the ranks that wait; what is longer is cut."""
 
 MAX_WAIT = timedelta(days=7)
 """Longer than any rollout; a rank that dies ends the wait at once, since its connection breaks."""
@@ -44,8 +49,8 @@ class SingleRankLoad:
         group = dist.new_group(ranks, timeout=max_wait, backend="gloo", use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is not among those it names"
         self._waiting_group = group
-        answers: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(answers, loads, group=self._waiting_group)
+        answers = [torch.zeros(1, dtype=torch.uint8) for _ in ranks]
+        dist.all_gather(answers, torch.tensor([loads], dtype=torch.uint8), group=self._waiting_group)
         loading = [rank for rank, answer in zip(sorted(ranks), answers, strict=True) if answer]
         if len(loading) != 1:
             raise BalanceError(f"single_rank_load: the ranks that load are {loading}: it must be exactly one.")
@@ -60,15 +65,26 @@ class SingleRankLoad:
         if self.loads:
             with _Announcement(self):
                 return load()
-        message: list[Any] = [None]
-        dist.broadcast_object_list(message, src=self._source, group=self._waiting_group)
-        if message[0] is not None:
-            raise BalanceError(f"rank {self._source}, which loads for all, failed: {message[0]}")
+        failure = _as_text(self._broadcast(""))
+        if failure:
+            raise BalanceError(f"rank {self._source}, which loads for all, failed: {failure}")
         return []
 
     def announce(self, failure: str | None) -> None:
         """Let the others go on; with a text they raise it."""
-        dist.broadcast_object_list([failure], src=self._source, group=self._waiting_group)
+        self._broadcast(failure or "")
+
+    def _broadcast(self, text: str) -> Tensor:
+        """The text of the rank that loads, as uint8 `[_MAX_TEXT_NBYTES]` filled up with zeros."""
+        message = torch.zeros(_MAX_TEXT_NBYTES, dtype=torch.uint8)
+        encoded = text.encode(errors="replace")[:_MAX_TEXT_NBYTES]
+        message[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        dist.broadcast(message, src=self._source, group=self._waiting_group)
+        return message
+
+
+def _as_text(message: Tensor) -> str:
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 class _Announcement:
