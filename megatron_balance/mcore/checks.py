@@ -101,6 +101,7 @@ def _optional(name: str, module: str, versions: dict[str, str], *, needed: bool,
 def check_hooks() -> Iterator[Finding]:
     """Each hook by itself, put in place and taken out again. The package's own must not be in place."""
     from megatron_balance.mcore.hooks import HOOKS, supported_version
+    from megatron_balance.mcore.packing_scheduler import NAME, SEAM, register
     from megatron_balance.patching import install
 
     try:
@@ -115,6 +116,14 @@ def check_hooks() -> Iterator[Finding]:
             yield Finding(False, str(error))
         else:
             yield Finding(True, f"{hook.target}: {hook.why}")
+    try:
+        registration = register()
+    except BalanceError as error:
+        yield Finding(False, str(error))
+        return
+    if registration is not None:
+        registration.undo()
+        yield Finding(True, f"{SEAM}: sequence_packing_scheduler may be {NAME!r}")
 
 
 def check_flags(flags: Sequence[str]) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.checkpoint import forget_state, save_state
 from megatron_balance.mcore.flags import add_balance_args
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
+from megatron_balance.mcore.packing_scheduler import Registration, register
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
 
@@ -132,19 +133,26 @@ HOOKS = (
 )
 
 _patches: Patches | None = None
+_registration: Registration | None = None
 _balanced: tuple[Any, BalancedForwardBackward | None] | None = None  # of these arguments
 
 
 def install() -> InstalledHooks:
-    """Hook Megatron in this process. Installing twice installs once.
+    """Hook Megatron in this process; where it has packing schedulers, add ours. Installing twice installs once.
 
     Raises:
         BalanceError: Megatron is missing, of another version, or a target has moved; nothing is changed then.
     """
-    global _patches
+    global _patches, _registration
     if _patches is None:
         version = supported_version()
-        _patches = install_hooks(HOOKS, version=f"megatron-core {version}")
+        patches = install_hooks(HOOKS, version=f"megatron-core {version}")
+        try:
+            _registration = register()
+        except BalanceError:
+            patches.undo()
+            raise
+        _patches = patches
     return InstalledHooks()
 
 
@@ -153,7 +161,10 @@ class InstalledHooks:
 
     def undo(self) -> None:
         """Take the hooks out and forget the run they served."""
-        global _patches, _balanced
+        global _patches, _registration, _balanced
+        if _registration is not None:
+            _registration.undo()
+            _registration = None
         if _patches is not None:
             _patches.undo()
         _patches = _balanced = None
