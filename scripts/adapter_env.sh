@@ -3,12 +3,12 @@
 # no two systems' pins clash. What .venv has (torch, pytest, this package) is seen through a .pth file and not
 # installed twice; what NAME's requirements.txt pins comes first.
 #
-#   scripts/adapter_env.sh NAME        NAME: a folder of tests/adapters
+#   scripts/adapter_env.sh NAME [REQUIREMENTS]     NAME: a folder of tests/adapters, or any name for a file given
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 name=${1:?give the name of an adapter, a folder of tests/adapters}
-requirements=tests/adapters/$name/requirements.txt
+requirements=${2:-tests/adapters/$name/requirements.txt}
 [[ -f $requirements ]] || { echo "adapter_env.sh: there is no $requirements" >&2; exit 2; }
 stamp=.venv-$name/.installed
 [[ -f $stamp && ! $requirements -nt $stamp && ! .venv/.installed -nt $stamp ]] && exit 0

@@ -42,13 +42,15 @@ def parameter_names(definition: Definition) -> set[str]:
 
 
 def names_in(definition: Definition) -> set[str]:
-    """Every name, attribute, keyword and string of a definition: what it reads, sets and passes on."""
+    """Names, keywords and strings of a definition, and attributes with a dot before them: what it reads and sets."""
     names: set[str] = set()
     for node in ast.walk(definition):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.Constant(value=str(name)):
+            case ast.Attribute(attr=name):
+                names.add(f".{name}")
+            case ast.Name(id=name) | ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
                 names.add(name)
-            case ast.keyword(arg=str(name)) | ast.FunctionDef(name=name):
+            case ast.FunctionDef(name=name):
                 names.add(name)
             case _:
                 pass

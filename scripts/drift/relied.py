@@ -17,7 +17,8 @@ class Relied:
         target: `module:function`, `module:Class` or `module:Class.method`.
         why: what relies on it.
         parameters: that are passed by name.
-        names: that its body must mention: attributes it sets, functions it looks up, keywords it passes.
+        names: that its body must mention: attributes it reads or sets (with a dot), functions it looks up, keywords
+            it passes.
         bound_in: modules from which it is imported.
         body: whether any change of what it does is to be looked at.
         first: the first release that has it, as `(major, minor)`.
@@ -49,7 +50,7 @@ MEGATRON = (
         "passes the schedule what the wrapper replaces, by keyword",
         names=("forward_backward_func", *_SCHEDULE),
     ),
-    Relied(f"{_TRAINING}:train", "numbers the steps, and asks for the schedule", names=("curr_iteration",)),
+    Relied(f"{_TRAINING}:train", "numbers the steps, and asks for the schedule", names=(".curr_iteration",)),
     Relied(f"{_TRAINING}:evaluate", "its steps pass through: they are forward_only", names=("forward_only",)),
     *(
         Relied(
@@ -73,7 +74,7 @@ MEGATRON = (
     Relied(
         "megatron.training.arguments:validate_args",
         "forces variable_seq_lengths off, so that it is set for the step",
-        names=("variable_seq_lengths",),
+        names=(".variable_seq_lengths",),
     ),
     Relied(
         "megatron.core.model_parallel_config:ModelParallelConfig",
@@ -84,7 +85,7 @@ MEGATRON = (
     Relied(
         "megatron.core.rerun_state_machine:RerunDataIterator",
         "items are pulled ahead behind it",
-        names=("iterable", "saved_microbatches"),
+        names=(".iterable", ".saved_microbatches"),
         body=True,
     ),
     Relied(
@@ -99,7 +100,7 @@ MEGATRON = (
         "megatron.training.utils:get_batch_on_this_tp_rank",
         "ranks that receive a micro-batch take its shape from the arguments",
         parameters=("data_iterator",),
-        names=("micro_batch_size", "seq_length"),
+        names=(".micro_batch_size", ".seq_length"),
         last=(0, 17),
     ),
     Relied(
@@ -121,7 +122,7 @@ MEGATRON = (
     Relied(
         "megatron.core.datasets.data_schedule:wrap_data_iterator",
         "chooses a scheduler from scheduler_map by its name",
-        names=("scheduler_map", "PackingSchedulerEnum", "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"),
+        names=("scheduler_map", "PackingSchedulerEnum", ".sequence_packing_scheduler", ".max_seqlen_per_dp_cp_rank"),
         first=(0, 20),
         body=True,
     ),

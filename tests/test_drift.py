@@ -1,0 +1,125 @@
+"""What the drift check tells of a release, on sources made here, and that each supported release was reviewed."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+from drift import __main__ as command
+from drift import compare
+from drift.fingerprint import fingerprint
+from drift.relied import Relied
+from drift.sources import open_sources
+
+from megatron_balance.mcore.hooks import SUPPORTED_VERSIONS
+from megatron_balance.patching import Hook
+
+STOCK = {
+    "up/__init__.py": "",
+    "up/schedules.py": '''
+def schedule(batch, *, parts=2):
+    """Cuts a batch."""
+    # in equal parts
+    return batch[:: parts]
+
+class Loader:
+    def __init__(self, source):
+        self.items = source
+''',
+    "up/again.py": "from .schedules import schedule",
+    "up/training.py": "if True:\n    from up.again import schedule as schedule",
+}
+HOOK = Hook(
+    target="up.schedules:schedule",
+    bound_in=("up.training",),
+    parameters=("parts",),
+    wrap=lambda function: function,
+    why="a test",
+    until="it passes",
+)
+RELIED = Relied("up.schedules:Loader", "a test", names=(".items",))
+
+
+def findings(folder: Path, changed: dict[str, str]) -> list[compare.Finding]:
+    """What is said of the sources once some are changed."""
+    seen = []
+    for name, files in (("stock", STOCK), ("changed", STOCK | changed)):
+        place = folder / name
+        for path, text in files.items():
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            (place / path).write_text(text)
+        with open_sources(place) as sources:
+            seen.append((compare.record([HOOK, RELIED], sources=sources), sources))
+    (reviewed, _), (now, sources) = seen
+    return [
+        *compare.broken([HOOK, RELIED], sources=sources),
+        *compare.differences(now, reviewed=reviewed),
+    ]
+
+
+def edited(old: str, new: str, *, path: str = "up/schedules.py") -> dict[str, str]:
+    assert old in STOCK[path]
+    return {path: STOCK[path].replace(old, new)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "broken", "says"),
+    [
+        (edited("def schedule", "def plan"), True, "is not there"),
+        (edited("parts", "shares"), True, "no longer takes parts"),
+        (edited("self.items", "self._items"), True, "no longer has to do with .items"),
+        ({"up/training.py": "schedule = None"}, True, "up.training.schedule is not that function"),
+        ({"up/again.py": "from elsewhere import schedule"}, True, "up.training.schedule is not that function"),
+        (edited("[:: parts]", "[::-parts]"), False, "does something else"),
+        (edited("parts=2", "parts=3"), False, "takes parts=3 as well; parts=2 no longer"),
+        (edited("def schedule", "@cached\ndef schedule"), False, "does something else"),
+        ({"up/rl.py": "from up.schedules import schedule"}, False, "is bound by value in up.rl as well"),
+    ],
+)
+def test_a_change_is_told(tmp_path: Path, changed: dict[str, str], broken: bool, says: str) -> None:
+    found = findings(tmp_path, changed)
+    assert any(finding.broken is broken and says in finding.says for finding in found), found
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        edited("Cuts a batch.", "Takes every other."),
+        edited("    # in equal parts\n", ""),
+        edited("(batch, *", "(batch: list, *"),
+        edited("[:: parts]", "[\n        ::parts\n    ]"),
+        {"tests/test_up.py": "from up.schedules import schedule"},
+        {"up/again.py": "from up.schedules import schedule"},
+    ],
+)
+def test_what_changes_nothing_is_not_told(tmp_path: Path, changed: dict[str, str]) -> None:
+    assert findings(tmp_path, changed) == []
+
+
+def test_a_wheel_reads_as_its_folder_does(tmp_path: Path) -> None:
+    wheel = tmp_path / "up-1.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for path, text in STOCK.items():
+            file.writestr(path, text)
+    with open_sources(wheel) as sources:
+        definition = sources.find(HOOK.target)
+        assert definition is not None
+        # Written down, so that another Python or a change of the reader is noticed.
+        assert fingerprint(definition) == "3ce4662103358a86"
+        assert sources.binders(HOOK.target) == ["up.again", "up.training"]
+
+
+def test_what_was_recorded_survives_the_file(tmp_path: Path) -> None:
+    rows = {"a:b": compare.Recorded(["x", "y=1"], "0123", ["c"]), "a:C": compare.Recorded()}
+    compare.save(rows, path=tmp_path / "release.json")
+    assert compare.load(tmp_path / "release.json") == rows
+
+
+def test_each_supported_release_was_reviewed() -> None:
+    reviewed = [".".join(version.split(".")[:2]) for version in command.reviewed_versions()]
+    assert reviewed == list(SUPPORTED_VERSIONS)
+    for version in command.reviewed_versions():
+        recorded = compare.load(command.FINGERPRINTS / f"{command.PACKAGE}-{version}.json")
+        assert set(recorded) == {row.target for row in command.rows_of(version)}
