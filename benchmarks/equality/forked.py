@@ -146,8 +146,11 @@ def _run_rank(command: Sequence[str], *, rank: int, num_ranks: int, port: int, l
         sys.argv = ["record_steps.py", *command]
         import record_steps
 
-        record_steps.main()
-        status = 0
+        try:
+            record_steps.main()
+            status = 0
+        except SystemExit as end:  # how Megatron ends at --exit-interval
+            status = int(end.code or 0)
     finally:  # nothing may leave a fork but by its status: it would go on as a second parent
         if status:
             traceback.print_exc()

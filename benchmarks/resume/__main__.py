@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 import numpy as np
-from training_run import ROOT
+from training_run import ROOT, RunFailed
 
 from benchmarks.equality.cases import SEED
 from benchmarks.equality.forked import import_once
@@ -43,7 +43,7 @@ HEAD = (
 
 def main() -> int:
     """Run the cases, a row of the table each."""
-    parser = argparse.ArgumentParser(prog="scripts/check_resume.sh", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="scripts/check_resume.sh", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     parser.add_argument("--lean", action="store_true", help="a case of each kind")
     parser.add_argument("--first", type=int, default=None, metavar="N", help="of these, the first so many")
@@ -70,7 +70,10 @@ def main() -> int:
         folder = FOLDER / f"case{number}"
         rng = np.random.default_rng([args.seed, number])
         if isinstance(case, str):
-            problem = MISHAPS[case](folder, data, whole_of)
+            try:
+                problem = MISHAPS[case](folder, data, whole_of)
+            except RunFailed as error:
+                problem = str(error).replace("\n", " ")[-1000:]
             say(f"| {case} | | | | | | {problem or 'good'} |\n")
         else:
             outcome = kill_and_resume(case, whole=whole_of(case, data=data), folder=folder, data=data, rng=rng)

@@ -164,7 +164,10 @@ REFUSED = (
         _lookahead_has_one_batch_size,
     ),
     FlagRule("--balance-lookahead above 1 excludes --non-persistent-save-interval", _lookahead_is_saved),
-    FlagRule("every balance flag excludes --dataloader-save", _loader_has_no_state),
+    FlagRule(
+        "every balance flag excludes --dataloader-save (of scripts with loaders that save a state)",
+        _loader_has_no_state,
+    ),
     FlagRule("--balance-record needs --balance-data or --use-dynamic-batch-size", _record_balances),
     FlagRule("--balance-by-flops needs --use-dynamic-batch-size", _flops_pack),
     FlagRule("--balance-calibration and --balance-calibrate-online need --balance-by-flops", _calibration_refines),

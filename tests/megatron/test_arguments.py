@@ -59,6 +59,14 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
             "--balance-calibration is set without --balance-by-flops",
         ),
         (f"{PER_TOKEN} --balance-record r", "--balance-record is r and nothing is balanced"),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-lookahead 2 --non-persistent-save-interval 5",
+            "--non-persistent-save-interval is 5 with --balance-lookahead 2",
+        ),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-lookahead 2 --rampup-batch-size 8 8 100",
+            r"--rampup-batch-size is .* with --balance-lookahead 2",
+        ),
         (f"{PER_TOKEN} {PACKED} --balance-calibrate-online", "-online is set without --balance-by-flops"),
         (
             f"{PER_TOKEN} {PACKED} --balance-by-flops --balance-calibrate-online --overlap-moe-expert-parallel-comm",
@@ -69,6 +77,12 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
 def test_flags_that_cannot_work(parser: argparse.ArgumentParser, flags: str, message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         parser.parse_args(flags.split())
+
+
+def test_a_loader_that_saves_its_own_state_is_refused(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dataloader-save")  # a script's own, which Megatron reads all the same
+    with pytest.raises(BalanceError, match=r"--dataloader-save is d: .* Drop it"):
+        parser.parse_args(f"{PER_TOKEN} {PACKED} --dataloader-save d".split())
 
 
 @pytest.mark.parametrize("flags", ["--balance-objective fastest", "--balance-algorithm magic"])
