@@ -103,10 +103,14 @@ def _run(case: Case, *, rows: Sequence[SftSample], kept: OutcomeFile, revision: 
 
 
 def _revision() -> str:
-    """Of this checkout, with a mark where it has changed since."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=9"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return said.stdout.strip() or "unknown"
+    """The commit that last changed the package, with a mark where the checkout differs from it."""
+    commit = _git("log", "-1", "--format=%h", "--abbrev=9", "--", "megatron_balance")
+    return f"{commit or 'unknown'}{'-dirty' if _git('status', '--porcelain', '--', 'megatron_balance') else ''}"
+
+
+def _git(*arguments: str) -> str:
+    said = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return said.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ Each run trains a small model with Megatron's own `pretrain()` for {num_steps} s
 difference of any step's loss and gradient norm from the unbalanced run with the same ranks, precision and optimizer.
 Weights are those that the run has trained so far: what a step gets wrong stays in the steps after it.
 
-- *shuffled*: an unbalanced run whose global batches hold the same rows in another order. Ranks and micro-batches then
-  hold other rows and sums are added in another order, as under balancing, without this package. It is the yardstick.
-- A run counts as equal where it differs by at most {spread} times the largest that shuffling makes anywhere in its
-  precision: {limits}.
+- *stock* is the yardstick: what another order or grouping of the same rows changes without this package. An unbalanced
+  run shuffles the rows within each global batch; another has two rows in a micro-batch (not under pipelines, whose
+  stages expect one). Balancing does both.
+- A run counts as equal where it differs by at most {spread} times the largest that these change anywhere in its
+  precision. {limits}.
 - *Look-ahead* changes which rows share a step. It is compared with an unbalanced run that is fed, step by step, the
   rows that look-ahead chose. That the comparison can see such a change: fed the rows in their own order, the
   unbalanced run differs from that one by at least {other_rows} in every cell.
@@ -24,7 +25,7 @@ Weights are those that the run has trained so far: what a step gets wrong stays 
 ## By ranks, precision and optimizer
 
 `distributed` is `--use-distributed-optimizer`, `overlap` that with `--overlap-grad-reduce --overlap-param-gather`.
-Columns three to six: the largest over the policies that were run in that cell, and how many.
+*policies*: how many were run in that cell, the next two columns the largest over them.
 
 {layouts}
 ## By policy
@@ -34,8 +35,9 @@ The largest over all cells in which it was run.
 {policies}
 ## Auxiliary losses of experts
 
-They compare how tokens spread over experts *within a micro-batch* (`aux_loss`), a sequence (`seq_aux_loss`) or the
-global batch so far (`global_aux_loss`), so they depend on which samples share a micro-batch, as they depend on
+They compare how tokens spread over experts *within a micro-batch* (`aux_loss`), a row of it (`seq_aux_loss`: a packed
+micro-batch is one row) or the micro-batches of all ranks so far (`global_aux_loss`). So they depend on which samples
+share a micro-batch, and the last one on their order even in stock Megatron, as they depend on
 `--micro-batch-size` in stock Megatron. Two ranks, experts spread over both, coefficient 1e-2, fp32, plain optimizer;
 all compared with stock at one sample a micro-batch.
 

@@ -1,7 +1,7 @@
 """What the runs show: a summary on the screen, a page of tables, every run for those who look closer.
 
 A balanced run equals stock where loss and gradient norm of every step differ from it by at most SPREAD times what
-shuffling the rows of each global batch changes in a stock run, at its largest over all cells of that precision.
+another order or grouping of the same rows changes in stock runs, at its largest over all cells of that precision.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.equality.cases import (
     POLICIES,
     PRECISIONS,
     SEQ_LENGTH,
-    SHUFFLED,
     TORCHRUN,
+    YARDSTICKS,
     Case,
 )
 from benchmarks.equality.outcomes import Difference, Outcome, difference
@@ -60,7 +60,7 @@ class Report:
     def __init__(self, wanted: Sequence[Case], outcomes: Mapping[Case, Outcome]) -> None:
         self._outcomes = outcomes
         far = [self._compare(case) for case in wanted]
-        self._limits = {precision: _largest(_shuffled(far, precision)) for precision in PRECISIONS}
+        self._limits = {precision: _largest(_yardsticks(far, precision)) for precision in PRECISIONS}
         self.compared = [self._judge(one) for one in far]
 
     @property
@@ -117,7 +117,7 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: [Equ
             if one.case in self._outcomes
         ]
         result: dict[str, Any] = {"environment": environment("cpu"), "spread": SPREAD}
-        result |= {"largest_of_shuffled": {name: limit and asdict(limit) for name, limit in self._limits.items()}}
+        result |= {"largest_of_stock": {name: limit and asdict(limit) for name, limit in self._limits.items()}}
         return json.dumps(result | {"runs": runs}, indent=1) + "\n"
 
     def _compare(self, case: Case) -> Compared:
@@ -137,7 +137,7 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: [Equ
         if one.case.way == TORCHRUN:
             limit = Difference(0, 0, 0, 0)
         elif limit is None:
-            return Compared(one.case, far, "no shuffled stock run to judge it by")
+            return Compared(one.case, far, "no other stock run to judge it by")
         if far.loss <= SPREAD * limit.loss and far.grad_norm <= SPREAD * limit.grad_norm:
             return one
         return Compared(one.case, far, f"differs: loss {far.loss:.1e}, gradient norm {far.grad_norm:.1e}")
@@ -167,8 +167,8 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: [Equ
         for cell in dict.fromkeys(one.case.cell for one in self.compared if one.case.layout in LAYOUTS):
             ours = self._of(lambda case, cell=cell: case.cell == cell and case.way in POLICIES)
             if ours:
-                shuffled = self._of(lambda case, cell=cell: case == Case(*cell, SHUFFLED))
-                rows.append((*cell, *_summed(ours), *_summed(shuffled)[1:]))
+                stock = self._of(lambda case, cell=cell: case.cell == cell and case.way in YARDSTICKS)
+                rows.append((*cell, *_summed(ours), *_summed(stock)[1:]))
         rows.sort(key=lambda row: list(LAYOUTS).index(row[0]))
         head = (
             "ranks | precision | optimizer | policies | loss | gradient norm | loss, shuffled | gradient norm, shuffled"
@@ -205,8 +205,8 @@ def _is_of(case: Case, policy: str, precision: str) -> bool:
     return case.layout in LAYOUTS and case.way == policy and case.precision == precision
 
 
-def _shuffled(far: Iterable[Compared], precision: str) -> list[Compared]:
-    return [one for one in far if one.case.way == SHUFFLED and _is_of(one.case, SHUFFLED, precision)]
+def _yardsticks(far: Iterable[Compared], precision: str) -> list[Compared]:
+    return [one for one in far if any(_is_of(one.case, way, precision) for way in YARDSTICKS)]
 
 
 def _largest(far: Iterable[Compared]) -> Difference | None:

@@ -92,7 +92,7 @@ def test_a_row_that_look_ahead_took_twice_is_noticed() -> None:
         chosen([[*lengths[:-1], lengths[0]]], rows=rows())
 
 
-def test_a_run_that_differs_by_more_than_shuffling_is_not_equal() -> None:
+def test_a_run_that_differs_by_more_than_other_stock_runs_is_not_equal() -> None:
     assert report_of(outcome(STOCK_CASE), outcome(SHUFFLED_CASE, off=1e-7), outcome(BY_FLOPS, off=2e-7)).is_good
     report = report_of(outcome(STOCK_CASE), outcome(SHUFFLED_CASE, off=1e-7), outcome(BY_FLOPS, off=1e-6))
     assert not report.is_good
@@ -108,7 +108,7 @@ def test_a_run_that_failed_or_is_missing_is_shown() -> None:
     missing = report_of(outcome(STOCK_CASE), outcome(SHUFFLED_CASE, off=1e-7))
     assert not missing.is_good
     assert "1 more are part of the command and not run yet" in missing.page()
-    assert json.loads(missing.json())["largest_of_shuffled"]["fp32"]["loss"] == pytest.approx(1e-7)
+    assert json.loads(missing.json())["largest_of_stock"]["fp32"]["loss"] == pytest.approx(1e-7)
 
 
 def test_a_run_that_was_not_balanced_failed() -> None:
