@@ -1,0 +1,157 @@
+"""Plans for a pipeline, `auto` beside the algorithms by name: how far each is above the bound, and how long it takes.
+
+    python -m benchmarks.planner.pipelines --out benchmarks/results     # a minute
+
+Three length sets, 2 to 8 data-parallel ranks, 2 to 8 stages, 64 samples a rank; costs by the FLOPs of Qwen3-8B and 128
+tokens besides for each micro-batch, as runs count them. The bound counts a bubble of empty micro-batches only, so no
+plan comes near it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_balance import CostModel, Limits, ModelShape, Topology
+from megatron_balance.planner.cost import MICROBATCH_TOKENS
+from megatron_balance.planner.lengths import synthetic_lengths
+from megatron_balance.planner.schedule import build_data_schedule
+
+CAPS = {"servegen_mlarge": 16384, "gsm8k_sft": 4096, "code_files": 32768}
+"""Tokens of a micro-batch for each length set; longer samples are cut to it."""
+
+ALGORITHMS = ("auto", "first_fit", "greedy", "karmarkar_karp")
+RANKS = (2, 4, 8)
+STAGES = (2, 4, 8)
+SAMPLES_PER_RANK = 64
+LARGE = ((8192, 128), (65536, 1024))
+"""Samples and ranks of the batches that are planned for time, in a pipeline of 8 stages."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm on one setup, means over its batches.
+
+    Attributes:
+        lengths: name of the length set.
+        dp_size: data-parallel ranks.
+        pp_size: stages.
+        algorithm: as named.
+        over_bound: predicted cost over the lower bound.
+        num_microbatches: of a rank.
+        plan_cpu_ms: this process's own computing for one plan, milliseconds.
+    """
+
+    lengths: str
+    dp_size: int
+    pp_size: int
+    algorithm: str
+    over_bound: float
+    num_microbatches: float
+    plan_cpu_ms: float
+
+
+def main() -> int:
+    """Plan, print, write; the exit code says whether `auto` was never above another."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.pipelines", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder of the results")
+    parser.add_argument("--batches", type=int, default=4, help="global batches of each setup (default: 4)")
+    args = parser.parse_args()
+    rows = [
+        _row(name, dp_size=dp_size, pp_size=pp_size, algorithm=algorithm, num_batches=args.batches)
+        for name in CAPS
+        for dp_size in RANKS
+        for pp_size in STAGES
+        for algorithm in ALGORITHMS
+    ]
+    large = [
+        _row("servegen_mlarge", dp_size=dp_size, pp_size=8, algorithm=algorithm, num_batches=1, num_samples=num_samples)
+        for num_samples, dp_size in LARGE
+        for algorithm in ALGORITHMS
+    ]
+    text = "".join(f"{line}\n" for line in _report(rows, large=large, num_batches=args.batches))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "pipelines.md").write_text(text)
+    (args.out / "pipelines.json").write_text(json.dumps([asdict(row) for row in (*rows, *large)], indent=1) + "\n")
+    sys.stdout.write(text)
+    return int(any(_excess(of_setup) > 0 for of_setup in (*_by_setup(rows), *_by_setup(large))))
+
+
+def _row(
+    name: str, *, dp_size: int, pp_size: int, algorithm: str, num_batches: int, num_samples: int | None = None
+) -> Row:
+    cap = CAPS[name]
+    cost_model = CostModel.from_shape(ModelShape.preset("Qwen3-8B"), microbatch_tokens=MICROBATCH_TOKENS)
+    over_bound, num_microbatches, seconds = [], [], []
+    for seed in range(num_batches):
+        lengths = synthetic_lengths(name, num_samples=num_samples or SAMPLES_PER_RANK * dp_size, seed=seed)
+        began = time.process_time()
+        schedule = build_data_schedule(
+            np.minimum(lengths, cap),
+            cost_model=cost_model,
+            topology=Topology(dp_size, pp_size=pp_size),
+            limits=Limits(cap),
+            objective="pipeline",
+            algorithm=algorithm,
+        )
+        seconds.append(time.process_time() - began)
+        over_bound.append(schedule.predicted_cost / schedule.lower_bound)
+        num_microbatches.append(schedule.num_microbatches)
+    return Row(
+        name,
+        dp_size=dp_size,
+        pp_size=pp_size,
+        algorithm=algorithm,
+        over_bound=statistics.fmean(over_bound),
+        num_microbatches=statistics.fmean(num_microbatches),
+        plan_cpu_ms=statistics.median(seconds) * 1e3,
+    )
+
+
+def _by_setup(rows: list[Row]) -> Iterator[list[Row]]:
+    for first in range(0, len(rows), len(ALGORITHMS)):
+        yield rows[first : first + len(ALGORITHMS)]
+
+
+def _excess(of_setup: list[Row]) -> float:
+    """How far `auto` is above the best of the others."""
+    auto, *named = (row.over_bound for row in of_setup)
+    return auto - min(named)
+
+
+def _report(rows: list[Row], *, large: list[Row], num_batches: int) -> Iterator[str]:
+    yield "# Plans for a pipeline"
+    yield ""
+    yield "Made by `python -m benchmarks.planner.pipelines`, which says what is planned; do not edit. Predicted time"
+    yield f"over the bound, mean over {num_batches} batches (micro-batches of a rank):"
+    yield ""
+    yield f"| lengths | ranks | stages | {' | '.join(ALGORITHMS)} | CPU ms of auto |"
+    yield f"|---|---:|---:|{'---:|' * len(ALGORITHMS)}---:|"
+    for of_setup in _by_setup(rows):
+        first = of_setup[0]
+        cells = " | ".join(f"{row.over_bound:.3f} ({row.num_microbatches:.3g})" for row in of_setup)
+        yield f"| {first.lengths} | {first.dp_size} | {first.pp_size} | {cells} | {first.plan_cpu_ms:.0f} |"
+    means = " | ".join(
+        f"**{statistics.fmean(row.over_bound for row in rows if row.algorithm == name):.3f}**" for name in ALGORITHMS
+    )
+    yield f"| mean | | | {means} | |"
+    yield ""
+    yield "Large batches, one each, servegen_mlarge in 8 stages: time over the bound, and CPU milliseconds to plan."
+    yield ""
+    yield f"| samples | ranks | {' | '.join(ALGORITHMS)} |"
+    yield f"|---:|---:|{'---:|' * len(ALGORITHMS)}"
+    for (num_samples, dp_size), of_setup in zip(LARGE, _by_setup(large), strict=True):
+        cells = " | ".join(f"{row.over_bound:.3f} ({row.plan_cpu_ms:.0f} ms)" for row in of_setup)
+        yield f"| {num_samples} | {dp_size} | {cells} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
