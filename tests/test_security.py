@@ -36,15 +36,12 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
         named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}.get(type(node))
         if named is not None and getattr(node, named) in OBJECT_COLLECTIVES:
             yield node.lineno, f"{getattr(node, named)} pickles: send tensors"
-        if isinstance(node, ast.ImportFrom) and node.module in ("numpy", "torch"):
-            if any(name.name == "load" for name in node.names):
+        if isinstance(node, ast.ImportFrom):
+            bare = "load" in {name.name for name in node.names}
+            if bare and f"{node.module}.load" in ONLY_WITH:
                 yield node.lineno, f"{node.module}.load under a bare name: call it as {node.module}.load"
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-        ):
-            function = f"{modules.get(node.func.value.id, node.func.value.id)}.{node.func.attr}"
+        if isinstance(node, ast.Call):
+            function = _called(node.func, modules)
             if function in ONLY_WITH and not _says(node, *ONLY_WITH[function]):
                 yield node.lineno, f"{function} without {'='.join(map(str, ONLY_WITH[function]))}"
 

@@ -54,6 +54,7 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     references: dict[str, list[dict[str, Any]]] = {}
     rows: dict[str, dict[str, Any]] = {}
+    text = ""
     for name in args.cases:
         case = CASES[name]
         if case.parallel not in references:
@@ -61,14 +62,20 @@ def main() -> int:
         run = _on_two_hosts(case, folder=folder / name)
         rows[name] = _judged(case, run=run, reference=references[case.parallel])
         sys.stderr.write(f"{name}: {rows[name]['fault'] or 'as it must be'} ({run.seconds:.0f} s)\n")
-    args.out.mkdir(parents=True, exist_ok=True)
-    shown = "scripts/check_hosts.sh" + ("" if args.cases == list(CASES) else f" --cases {' '.join(args.cases)}")
-    result = {"command": shown, "environment": environment("cpu"), "cases": rows}
-    (args.out / "hosts.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = _report(result)
-    (args.out / "hosts.md").write_text(text)
+        text = _write(rows, out=args.out)
     sys.stdout.write(text)
     return int(any(row["fault"] for row in rows.values()))
+
+
+def _write(rows: dict[str, dict[str, Any]], *, out: Path) -> str:
+    """After every case: what was found stays if a later one is interrupted."""
+    out.mkdir(parents=True, exist_ok=True)
+    shown = "scripts/check_hosts.sh" + ("" if list(rows) == list(CASES) else f" --cases {' '.join(rows)}")
+    result = {"command": shown, "environment": environment("cpu"), "cases": rows}
+    (out / "hosts.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = _report(result)
+    (out / "hosts.md").write_text(text)
+    return text
 
 
 def _flags(case: Case, *, num_steps: int) -> list[str]:
@@ -144,7 +151,8 @@ def _report(result: dict[str, Any]) -> str:
             f"| {row['largest_loss_difference']:.1e} | {after} | {_ended_by(row['ends'])} |"
         )
     where = result["environment"]
-    return "\n".join([*lines, "", f"`{result['command']}`, {where}", ""])
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    return "\n".join([*lines, "", f"`{result['command']}`, {where['device']}, gloo, {versions}", ""])
 
 
 def _ended_by(ends: list[dict[str, Any]]) -> str:

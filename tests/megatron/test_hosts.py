@@ -1,0 +1,32 @@
+"""Training over two hosts, which are network namespaces: scripts/check_hosts.sh has more cases and more to say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_hosts.sh"
+UNAVAILABLE = 69
+TIMEOUT_SECONDS = 600
+NUM_RANKS = 4
+
+
+@pytest.mark.slow
+def test_a_run_over_two_hosts_equals_one_host_until_the_link_goes_down_and_then_every_rank_says_why(
+    tmp_path: Path,
+) -> None:
+    able = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    if able.returncode == UNAVAILABLE:
+        pytest.skip(able.stderr.strip())
+    assert able.returncode == 0, able.stderr
+    command = [SCRIPT, "--cases", "down", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    case = json.loads((tmp_path / "hosts.json").read_text())["cases"]["down"]
+    assert case["num_steps"] >= 3
+    assert case["largest_loss_difference"] <= 1e-6
+    assert [end["exit_code"] for end in case["ends"]] == [1] * NUM_RANKS
+    assert all(end["error"] and end["waited_in"] != "torch" for end in case["ends"])
