@@ -37,7 +37,7 @@ def main() -> None:
             outcome = run_with(FAULTS[name], folder=folder / name, nursery=nursery)
             print(_row(name, FAULTS[name], outcome), flush=True)
             failures += [f"{name}: {what}" for what in outcome.wrong]
-    print(f"\nProcess groups time out after {TIMEOUT_SECONDS} s, those made before the first step after 60 s.")
+    print(f"\nProcess groups time out after {TIMEOUT_SECONDS} s, and until the first step is done after minutes.")
     if failures:
         raise SystemExit("\n".join(["NOT as it must be:", *failures]))
 

@@ -10,7 +10,10 @@ STEP = 3
 
 NUM_STEPS = 5
 TIMEOUT_SECONDS = 20
-"""Of process groups after the first step; before it a minute, the least that Megatron's flag can say."""
+"""Of process groups after the first step."""
+
+START_MINUTES = 5
+"""Of process groups until then: several runs may share the machine."""
 
 BALANCE = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops"
 LOOKAHEAD = "--balance-lookahead 2"
@@ -148,6 +151,7 @@ FLAGS = {
     "no-hooks": Fault(
         "one rank trains without the package",
         r"rank 1 of 2 did not come to agree on .*trains without megatron_balance",
+        flags="--distributed-timeout-minutes 1",
         flags_there="",
         hooked=False,
         dies=True,

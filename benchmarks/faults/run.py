@@ -20,17 +20,17 @@ from typing import Any
 
 from training_run import ROOT
 
-from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, STEP, TIMEOUT_SECONDS, Fault
+from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
 from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
 
-LIMIT_SECONDS = 400
-"""After which a rank counts as hanging. The machine may be busy, and before step 1 the timeout is a minute."""
+LIMIT_SECONDS = 600
+"""After which a rank counts as hanging. The machine may be busy."""
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
     "--seq-length 256 "
     f"--max-position-embeddings 256 --global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {NUM_STEPS} "
-    f"--distributed-timeout-minutes 1 --distributed-timeout-seconds-after-init {TIMEOUT_SECONDS}"
+    f"--distributed-timeout-minutes {START_MINUTES} --distributed-timeout-seconds-after-init {TIMEOUT_SECONDS}"
 )
 
 

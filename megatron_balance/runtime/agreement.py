@@ -106,14 +106,14 @@ def _judge(folder: str, *, meeting: Meeting, topic: str) -> str:
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> str:
-    """What differs between ranks: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing."""
-    phrases: list[str] = []
-    for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
-        ranks_with: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(settings):
-            ranks_with.setdefault(of_rank.get(name, "not set"), []).append(rank)
-        if len(ranks_with) > 1:
-            phrases.append(f"{name} is " + " and ".join(f"{v} on {named_ranks(on)}" for v, on in ranks_with.items()))
+    """What differs between ranks: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
+
+    What some ranks lack is told only where nothing else differs: it follows from what does.
+    """
+    names = dict.fromkeys(name for of_rank in settings for name in of_rank)
+    common = [name for name in names if all(name in of_rank for of_rank in settings)]
+    phrases = [phrase for name in common if (phrase := _difference(name, settings))]
+    phrases = phrases or [phrase for name in names if (phrase := _difference(name, settings))]
     if not phrases:
         return ""
     more = f"; and {len(phrases) - MAX_SETTINGS_NAMED} more" if len(phrases) > MAX_SETTINGS_NAMED else ""
@@ -123,11 +123,21 @@ def differences(settings: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+def _difference(name: str, settings: Sequence[Mapping[str, str]]) -> str:
+    ranks_with: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(settings):
+        ranks_with.setdefault(of_rank.get(name, "not set"), []).append(rank)
+    if len(ranks_with) == 1:
+        return ""
+    return f"{name} is " + " and ".join(f"{value} on {named_ranks(on)}" for value, on in ranks_with.items())
+
+
 def _came(store: Store, key: str, *, deadline: float) -> bool:
     """Wait for a key; False where it did not come in time. What is there already is there after the deadline too."""
     while True:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
         try:
-            store.wait([key], SLICE)
+            store.wait([key], min(SLICE, left))
         except dist.DistStoreError:
             if time.monotonic() >= deadline:
                 return store.check([key])

@@ -11,13 +11,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.fuzz_exchange import fuzz
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.runtime import exchange
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
 from megatron_balance.runtime.online_calibration import OnlineCalibration
 from megatron_balance.runtime.rank_seconds import gather_rank_seconds
+from megatron_balance.runtime.replica import share_counts
 from megatron_balance.runtime.sample import Sample, SampleSchema
+
+pair_of_ranks: dist.ProcessGroup | None = None  # made once a process
 
 DTYPES = (
     torch.bool,
@@ -177,24 +182,40 @@ def reroute_in_subgroup(ranks, lengths, destinations) -> dict | None:
     return reroute(lengths, destinations, group=group) if dist.get_rank() in ranks else None
 
 
-def random_schedules(num_schedules) -> int:
-    """Random lengths, counts and destinations; returns how many samples were moved and compared."""
-    rng = np.random.default_rng(7)
-    num_ranks = dist.get_world_size()
-    compared = 0
-    for seed in range(num_schedules):
-        counts = rng.integers(0, 6, size=num_ranks) * (rng.random(num_ranks) < 0.8)
-        lengths = [rng.integers(0, 40, size=count).tolist() for count in counts]
-        if seed % 3 == 0:  # some samples of some ranks have several sequences
-            lengths = [
-                [rng.integers(0, 9, size=rng.integers(1, 5)).tolist() if rng.random() < 0.4 else n for n in of_rank]
-                for of_rank in lengths
-            ]
-        kind = rng.integers(3)
-        num_samples = int(counts.sum())
-        destinations = rng.integers(0, num_ranks if kind else 1, size=num_samples).tolist()
-        compared += len(reroute(lengths, destinations, seed=seed)["ids"])
-    return compared
+def fuzz_exchanges(count, seed, alter_round=None) -> dict[str, Any]:
+    """Random schedules and exchanges; after some rounds rank 1 may flip one bit of what arrives."""
+    global pair_of_ranks
+    if pair_of_ranks is None:
+        pairs = [dist.new_group([rank for rank in range(dist.get_world_size()) if rank % 2 == n]) for n in (0, 1)]
+        pair_of_ranks = pairs[dist.get_rank() % 2]
+    original = exchange.read_block
+    if alter_round is not None and dist.get_rank() == 1:
+
+        def altered(block, **keywords):
+            samples = original(block, **keywords)
+            if samples[-1].length:
+                samples[-1].per_token["loss_mask"].view(torch.uint8)[-1] ^= 1
+            return samples
+
+        exchange.read_block = altered
+    try:
+        return dataclasses.asdict(fuzz(_group(), pair=pair_of_ranks, count=count, seed=seed))
+    except AssertionError as error:
+        return {"error": str(error)}
+    finally:
+        exchange.read_block = original
+
+
+def share_in_replica(kinds) -> list[int] | str:
+    """Each rank listens, plans (`A` or `B`), or has a problem."""
+    kind = kinds[dist.get_rank()]
+    planned = {"A": ([2, 30, 40], 7), "B": ([2, 30, 40], 8), "C": ([1, 70], 7)}
+    counts, digest = planned.get(kind, (None, 0))
+    problem = "the data ended — early" if kind == "problem" else None
+    try:
+        return share_counts(counts, group=_group(), digest=digest, problem=problem)
+    except BalanceError as error:
+        return str(error)
 
 
 def gather_many(num_samples) -> dict:
@@ -235,6 +256,13 @@ def schemas_differ(kind) -> str:
         }[kind]
     samples = [Sample(per_token)] if group.rank() != 0 or kind != "key" else []
     return _expect_error(lambda: gather_sample_lengths(samples, group=group))
+
+
+def some_rows_are_not_packed() -> str:
+    group = _group()
+    sample = Sample({"tokens": torch.zeros(3, dtype=torch.int64)})
+    packed = group.rank() != 1
+    return _expect_error(lambda: gather_sample_lengths([sample] if packed else [], group=group, packed=packed))
 
 
 def fingerprints_differ() -> str:

@@ -1,6 +1,7 @@
 """Samples moved between real gloo processes; the bodies are in exchange_cases.py."""
 
 import pytest
+from conftest import World
 
 from megatron_balance.runtime.gather import INLINE_LENGTHS
 
@@ -49,9 +50,22 @@ def test_subgroup_speaks_of_ranks_within_it(world4, ranks):
     assert [result is not None for result in results] == [rank in ranks for rank in range(4)]
 
 
-def test_random_schedules(world4):
-    results = world4.run("random_schedules", num_schedules=300)
-    assert sum(results) > 2000
+def test_random_schedules_and_exchanges_lose_and_alter_nothing(world4):
+    tallies = world4.run("fuzz_exchanges", count=300, seed=7, seconds=300)
+    assert not any("error" in tally for tally in tallies), tallies
+    for name in ("samples", "moved", "sequences", "zero_length", "over_long", "empty_ranks"):
+        assert all(tally[name] > 10 for tally in tallies), name
+    assert sum(tally["samples"] for tally in tallies) > 3000
+    assert len(tallies[0]["kinds"]) == 9
+
+
+def test_one_bit_that_changes_on_the_way_is_seen():
+    world = World(2)  # its ranks part company here
+    try:
+        tallies = world.run("fuzz_exchanges", count=20, seed=7, alter_round=0)
+    finally:
+        world.stop()
+    assert "was altered" in tallies[1]["error"]
 
 
 def test_no_samples_anywhere(world2):
@@ -124,6 +138,30 @@ def test_a_problem_on_one_rank_raises_on_every_rank(world2, kind, phrase):
     assert len(set(messages)) == 1
     assert messages[0].startswith("rank 1 cannot go on. rank 1: ")
     assert phrase in messages[0]
+
+
+def test_rows_that_are_packed_on_some_ranks_only_raise_on_every_rank(world4):
+    messages = world4.run("some_rows_are_not_packed")
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("Rows of rank 1 have no cu_seqlens, and those of ranks 0, 2, 3 have")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["A", "A"], [2, 30, 40]),
+        (["A", "listens"], [2, 30, 40]),
+        (["A", "B"], "rank 1 read other samples than rank 0"),
+        (["A", "C"], "rank 1 read other samples than rank 0"),
+        (["problem", "listens"], "the data ended — early"),
+        (["A", "problem"], "the data ended — early"),
+        (["problem", "problem"], "the data ended — early"),
+    ],
+)
+def test_ranks_of_a_replica_go_on_alike(world2, kinds, expected):
+    results = world2.run("share_in_replica", kinds=kinds)
+    assert results[0] == results[1]
+    assert results[0] == expected if isinstance(expected, list) else expected in results[0]
 
 
 def test_different_schedules_raise_on_every_rank(world4):
