@@ -68,6 +68,7 @@ def train_forked(
     num_ranks: int,
     timeout_seconds: float,
     watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
+    grace_seconds: float = 0.0,
 ) -> ForkedRun:
     """As `training_run.train`, in forks of this process.
 
@@ -77,6 +78,7 @@ def train_forked(
         num_ranks: processes.
         timeout_seconds: after which the run is killed.
         watch: called again and again while ranks run, with process id → rank.
+        grace_seconds: for the other ranks to end by themselves after one failed; then they are killed.
 
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
@@ -107,6 +109,7 @@ def train_forked(
             else:
                 watch(running)
                 time.sleep(0.02)
+        _wait_for_end(running, seconds=grace_seconds)
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)
@@ -116,6 +119,15 @@ def train_forked(
     output = _log(record, 0).read_text(errors="replace")
     recorded = Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
     return ForkedRun(recorded, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
+
+
+def _wait_for_end(running: dict[int, int], *, seconds: float) -> None:
+    """Take those that end out of `running`."""
+    until = time.monotonic() + seconds
+    while running and time.monotonic() < until:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        running.pop(pid, None)
+        time.sleep(0.02)
 
 
 def _log(record: Path, rank: int) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
-from benchmarks.equality.forked import train_forked
+from benchmarks.equality.forked import ForkedRun, train_forked
 from benchmarks.resume.cases import RECORDED, SAVE_INTERVAL, Case
 from megatron_balance.report.record import read_record
 
@@ -86,8 +86,18 @@ class Killer:
 
 def steps_of(folder: Path, *, flags: str, num_ranks: int) -> list[dict[str, Any]]:
     """Train, and read what rank 0 recorded."""
-    run = train_forked(folder, flags.split(), num_ranks=num_ranks, timeout_seconds=TIMEOUT_SECONDS)
-    return run.recorded.steps
+    return run_ranks(folder, flags=flags, num_ranks=num_ranks).recorded.steps
+
+
+def run_ranks(folder: Path, *, flags: str, num_ranks: int, grace_seconds: float = 0.0) -> ForkedRun:
+    """As `train_forked`."""
+    return train_forked(
+        folder,
+        flags.split(),
+        num_ranks=num_ranks,
+        timeout_seconds=TIMEOUT_SECONDS,
+        grace_seconds=grace_seconds,
+    )
 
 
 def newest_checkpoint(folder: Path) -> int:

@@ -18,7 +18,7 @@ from training_run import RunFailed
 
 from benchmarks.equality.cases import GLOBAL_BATCH_SIZE, NUM_STEPS
 from benchmarks.resume.cases import STEPS, Case
-from benchmarks.resume.killed import compare, newest_checkpoint, steps_of
+from benchmarks.resume.killed import compare, newest_checkpoint, run_ranks, steps_of
 from megatron_balance.mcore.checkpoint import state_folder
 
 AHEAD = Case("look-ahead 3", ranks=2, ranks_after=2, overlap=True)
@@ -58,7 +58,7 @@ def dies_while_writing(folder: Path, data: str, whole_of: WholeOf) -> str:
 
 def half_replaced(folder: Path, data: str, whole_of: WholeOf) -> str:
     """One rank's samples are those of iteration 3, the other's of iteration 6."""
-    _train_to(AHEAD, data=data, folder=folder)
+    _train_to(AHEAD, data=data, folder=folder, num_steps=2 * SAVED_AT)
     here, other = (state_folder(str(folder / "checkpoints"), iteration) for iteration in (SAVED_AT, 2 * SAVED_AT))
     shutil.copy(other / "pool_rank00001.npz", here)
     return _refused(folder, data=data, because="of different saves")
@@ -138,8 +138,9 @@ def without_optimizer(folder: Path, data: str, whole_of: WholeOf) -> str:
 def more_steps(folder: Path, data: str, whole_of: WholeOf) -> str:
     """A run that had come to the end of its data goes on with more."""
     flags = AHEAD.flags.replace(STEPS, f"--train-iters {NUM_STEPS // 2} --lr-decay-iters {NUM_STEPS}")
-    steps_of(folder / "run", flags=f"{flags} {data} --save {folder / 'checkpoints'}", num_ranks=2)
-    flags = f"{AHEAD.flags} {data} --lr-decay-iters {NUM_STEPS} --override-opt-param-scheduler"
+    flags += f" {data} --save {folder / 'checkpoints'} --save-interval {NUM_STEPS // 2}"
+    steps_of(folder / "run", flags=flags, num_ranks=2)
+    flags = f"{AHEAD.flags} {data} --lr-decay-iters {NUM_STEPS} --override-opt_param-scheduler"
     resumed = steps_of(folder / "resumed", flags=f"{flags} --load {folder / 'checkpoints'}", num_ranks=2)
     later = sorted(length for step in whole_of(IN_ORDER, data=data)[NUM_STEPS // 2 :] for length in step["lengths"])
     trained = sorted(length for step in resumed for length in step["lengths"])
@@ -183,7 +184,7 @@ def _refused(folder: Path, *, data: str, because: str, start: int = SAVED_AT) ->
     """Nothing, where every rank ends with the reason and what to do."""
     flags = f"{AHEAD.flags} {data} --load {folder / 'checkpoints'} --ckpt-step {start}"
     try:
-        steps_of(folder / "refused", flags=flags, num_ranks=2)
+        run_ranks(folder / "refused", flags=flags, num_ranks=2, grace_seconds=60)
     except RunFailed:
         said = [(folder / "refused" / f"rank{rank}.log").read_text(errors="replace") for rank in range(2)]
         silent = [rank for rank, text in enumerate(said) if because not in text or "BalanceError" not in text]
