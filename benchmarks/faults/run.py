@@ -33,6 +33,9 @@ FLAGS = (
     f"--distributed-timeout-minutes {START_MINUTES} --distributed-timeout-seconds-after-init {TIMEOUT_SECONDS}"
 )
 
+_OURS = r"megatron_balance: (?!iteration \d+ \||WARNING: (?!rank \d+ prepares))"
+"""Neither a step's figures nor a warning of something else."""
+
 
 @dataclass(frozen=True)
 class RankEnd:
@@ -50,14 +53,11 @@ class RankEnd:
 
     @property
     def last_word(self) -> str:
-        """The error that ended it, or its last line."""
+        """What this package said of the fault, else the error that ended the rank, else its last line."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip() and "nanobind" not in line]
-        errors = [
-            line
-            for line in lines
-            if re.match(r"megatron_balance: (?!WARNING|iteration \d+ \|)|[\w.]*(Error|KeyboardInterrupt)\b", line)
-        ]
-        return (errors or lines or [""])[-1]
+        ours = [line for line in lines if re.match(_OURS, line)]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|KeyboardInterrupt)\b", line)]
+        return (ours or errors or lines or [""])[-1]
 
 
 @dataclass(frozen=True)
