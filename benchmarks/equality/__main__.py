@@ -16,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from training_run import ROOT, RunFailed, train
 
-from benchmarks.equality.cases import LOOK_AHEAD, STOCK, TORCHRUN, Case, cases
+from benchmarks.equality.cases import LOOK_AHEAD, SHUFFLED, STOCK, TORCHRUN, Case, cases
 from benchmarks.equality.forked import import_once, train_forked
 from benchmarks.equality.outcomes import Outcome, OutcomeFile, outcome_of
 from benchmarks.equality.report import Report
@@ -37,14 +38,15 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="every policy in every cell")
     parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name holds this, and what they need")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this time")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs (default: build/bench/equality)")
     parser.add_argument("--anew", action="store_true", help="forget what earlier calls ran")
     parser.add_argument("--publish", action="store_true", help="write benchmarks/results and docs/equality.md")
     args = parser.parse_args()
     if args.anew:
-        shutil.rmtree(FOLDER, ignore_errors=True)
-    kept = OutcomeFile(FOLDER / "runs.jsonl")
+        shutil.rmtree(args.folder, ignore_errors=True)
+    kept = OutcomeFile(args.folder / "runs.jsonl")
     wanted = _with_references([case for case in cases(whole=args.whole) if args.only in case.name])
-    _run_missing(wanted, kept=kept, until=time.monotonic() + 60 * args.minutes)
+    _run_missing(wanted, kept=kept, folder=args.folder, until=time.monotonic() + 60 * args.minutes)
     report = Report(wanted, kept.outcomes)
     sys.stdout.write(report.summary())
     if args.publish:
@@ -58,12 +60,16 @@ def _with_references(wanted: Sequence[Case]) -> list[Case]:
     """Each after what it is compared with; the stock run with look-ahead's rows after the run that chose them."""
     ordered: dict[Case, None] = {}
     for case in wanted:
-        needed = (case.beside(STOCK), case.beside(LOOK_AHEAD)) if case.order == "as_chosen" else (case.beside(STOCK),)
+        needed = [case.beside(STOCK)]
+        if case.is_balanced:
+            needed.append(case.beside(SHUFFLED))  # to judge it by
+        if case.order == "as_chosen":
+            needed.append(case.beside(LOOK_AHEAD))
         ordered |= dict.fromkeys((*needed, case, case.reference))
     return list(ordered)
 
 
-def _run_missing(wanted: Sequence[Case], *, kept: OutcomeFile, until: float) -> None:
+def _run_missing(wanted: Sequence[Case], *, kept: OutcomeFile, folder: Path, until: float) -> None:
     missing = [case for case in wanted if not kept.is_done(case)]
     if not missing:
         return
@@ -72,15 +78,15 @@ def _run_missing(wanted: Sequence[Case], *, kept: OutcomeFile, until: float) -> 
     for number, case in enumerate(missing, start=1):
         if time.monotonic() > until:
             return
-        outcome = _run(case, rows=rows, kept=kept, revision=revision)
+        outcome = _run(case, rows=rows, kept=kept, folder=folder, revision=revision)
         kept.add(outcome)
         line = f"{number}/{len(missing)} {case.name}: {outcome.cpu_seconds:.1f} CPU s, {outcome.seconds:.1f} s"
         sys.stdout.write(f"{line}{'' if outcome.error is None else ' FAILED ' + outcome.error}\n")
         sys.stdout.flush()
 
 
-def _run(case: Case, *, rows: Sequence[SftSample], kept: OutcomeFile, revision: str) -> Outcome:
-    record, data = FOLDER / "run", FOLDER / "rows.jsonl"
+def _run(case: Case, *, rows: Sequence[SftSample], kept: OutcomeFile, folder: Path, revision: str) -> Outcome:
+    record, data = folder / "run", folder / "rows.jsonl"
     shutil.rmtree(record, ignore_errors=True)
     record.mkdir(parents=True)
     if case.order == "as_chosen" and not kept.is_done(case.beside(LOOK_AHEAD)):

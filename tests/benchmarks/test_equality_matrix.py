@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +33,7 @@ from benchmarks.equality.report import Report
 from benchmarks.equality.rows import NUM_ROWS, chosen, shuffled_within_steps, write_rows
 from megatron_balance.mcore.sft_dataset import SftDataset, SftSample, jsonl_samples
 
+ROOT = Path(__file__).resolve().parents[2]
 CELL = ("DP2", "fp32", "plain")
 STOCK_CASE, SHUFFLED_CASE, BY_FLOPS = (Case(*CELL, way) for way in (STOCK, SHUFFLED, "by FLOPs"))
 LOSSES = np.linspace(5.0, 4.0, NUM_STEPS)
@@ -131,3 +135,16 @@ def test_outcomes_are_kept_and_the_newest_counts(tmp_path: Path) -> None:
     assert difference(again.outcomes[BY_FLOPS], reference=outcome(STOCK_CASE)) == difference(
         outcome(BY_FLOPS), reference=outcome(STOCK_CASE)
     )
+
+
+def test_the_command_trains_with_look_ahead_and_with_its_rows_in_turn(tmp_path: Path) -> None:
+    """Four real runs on two ranks: stock, shuffled, look-ahead, and stock on the rows that look-ahead chose."""
+    command = ["scripts/equality_matrix.sh", "--only", "DP2 / fp32 / plain / look-ahead", "--folder", str(tmp_path)]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("4 runs: 0 failed, 0 differ by more than rounding.\n")
+    kept = OutcomeFile(tmp_path / "runs.jsonl").outcomes
+    ahead, as_chosen, stock = (kept[Case(*CELL, way)] for way in (LOOK_AHEAD, AS_CHOSEN, STOCK))
+    assert difference(ahead, reference=as_chosen).loss < 1e-5
+    assert difference(ahead, reference=stock).loss > 1e-4
