@@ -10,8 +10,6 @@ what to do.
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.file_content import opened_archive, parse_json
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.wire import block_nbytes, read_block, write_block
 from megatron_balance.whole_file import whole_file
@@ -108,7 +107,8 @@ def read_index(folder: Path) -> PoolIndex:
     """
     with _opened(_path(folder, 0)) as first:
         num_shares, text = int(first["num_shares"]), first["look_ahead"].tobytes()
-        look_ahead: dict[str, Any] = json.loads(text)
+        look_ahead: dict[str, Any] = parse_json(text)
+        waiting = sorted(map(int, look_ahead["arrivals"]))
     schema: SampleSchema | None = None
     segments: dict[int, tuple[int, ...]] = {}
     share_of: dict[int, int] = {}
@@ -125,10 +125,8 @@ def read_index(folder: Path) -> PoolIndex:
             arrivals = share["arrivals"].tolist()
             segments |= zip(arrivals, _segments_of(share), strict=True)
             share_of |= dict.fromkeys(arrivals, rank)
-    if sorted(segments) != sorted(look_ahead["arrivals"]):
-        raise BalanceError(
-            f"{folder} holds {len(segments)} of the {len(look_ahead['arrivals'])} samples that wait. {_remedy(folder)}"
-        )
+    if sorted(segments) != waiting:
+        raise BalanceError(f"{folder} holds {len(segments)} of the {len(waiting)} samples that wait. {_remedy(folder)}")
     return PoolIndex(look_ahead, num_shares, schema, segments, share_of)
 
 
@@ -154,7 +152,7 @@ def read_samples(folder: Path, *, rank: int, schema: SampleSchema) -> dict[int, 
 @contextmanager
 def _opened(path: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
     try:
-        with np.load(path, allow_pickle=False) as share:
+        with opened_archive(path, unbounded=True) as share:
             if "format" not in share or int(share["format"]) != FORMAT:
                 raise BalanceError(f"{path} was written by another version of megatron_balance. {_remedy(path.parent)}")
             yield share
@@ -162,7 +160,7 @@ def _opened(path: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
         raise BalanceError(f"{path} is missing. {_remedy(path.parent)}") from error
     except BalanceError:
         raise
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError) as error:
         raise BalanceError(f"{path} is damaged ({error}). {_remedy(path.parent)}") from error
 
 

@@ -57,8 +57,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 @contextmanager
-def opened_archive(path: Path) -> Generator[Mapping[str, NDArray[Any]], None, None]:
+def opened_archive(path: Path, *, unbounded: bool = False) -> Generator[Mapping[str, NDArray[Any]], None, None]:
     """The arrays of an `.npz` file, each read when it is asked for.
+
+    Args:
+        path: the file.
+        unbounded: it may be as large as what a training run had in memory, beside which it lies.
 
     Raises:
         ValueError: it is damaged, is no archive, lacks an array that is asked for, or unpacks to more than
@@ -68,7 +72,7 @@ def opened_archive(path: Path) -> Generator[Mapping[str, NDArray[Any]], None, No
     with readable_arrays():
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
-        if unpacked > MAX_ARCHIVE_BYTES:
+        if unpacked > MAX_ARCHIVE_BYTES and not unbounded:
             raise ValueError(f"it unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_BYTES} are read")
         with np.load(path, allow_pickle=False) as arrays:
             yield arrays

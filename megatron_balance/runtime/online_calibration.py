@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.calibration import UNITS_PER_SECOND
 from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.file_content import parse_json
 from megatron_balance.planner.fitting import fit_seconds, relative_errors
 from megatron_balance.planner.slot_features import NUM_FEATURES, coefficients_of, cost_model_of
 from megatron_balance.runtime.peers import waiting_for
@@ -89,7 +90,7 @@ class CalibrationState:
         if not path.exists():
             return cls()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
             coefficients, off_by = content["coefficients"], content["error"]
             if coefficients is not None and len(coefficients) != NUM_FEATURES:
                 raise ValueError(f"{len(coefficients)} coefficients in place of {NUM_FEATURES}")
@@ -98,7 +99,7 @@ class CalibrationState:
                 coefficients=None if coefficients is None else tuple(map(float, coefficients)),
                 error=None if off_by is None else float(off_by),
             )
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, OSError, KeyError, TypeError, ValueError) as error:
             raise BalanceError(
                 f"{path} is damaged or was written by another version ({error}): delete it, and the run learns anew."
             ) from error

@@ -137,6 +137,31 @@ def test_bytes_that_changed_are_refused(saved: Path) -> None:
     refused(saved / "new", because="is damaged")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("look_ahead", np.frombuffer(b"[" * 100_000, dtype=np.uint8)),
+        ("look_ahead", np.frombuffer(b"[1]", dtype=np.uint8)),
+        ("look_ahead", np.frombuffer(b'{"arrivals": ["a"]}', dtype=np.uint8)),
+        ("schema", np.frombuffer(b'[["tokens", "os", [], 5]]', dtype=np.uint8)),
+        ("schema", np.frombuffer(b"[[]]", dtype=np.uint8)),
+        ("num_shares", np.array("many")),
+        ("num_segments", np.full(3, 10**15)),
+        ("segment_lengths", np.full(3, -1)),
+        ("arrivals", np.array([{}], dtype=object)),
+        ("block", np.zeros(1, dtype=np.uint8)),
+        ("block", np.array(["text"])),
+    ],
+)
+def test_a_share_made_to_harm_is_refused(saved: Path, name: str, value: np.ndarray) -> None:
+    path = saved / "new" / "pool_rank00000.npz"
+    with np.load(path) as share:
+        arrays = dict(share)
+    np.savez(path, **{**arrays, name: value})
+    with pytest.raises(BalanceError):
+        pools(2)[0].restore(saved / "new")
+
+
 def test_another_format_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_files, "FORMAT", 2)
     refused(saved / "new", because="another version")
