@@ -3,7 +3,8 @@
 # (adapter_env.sh), or on a checkout.
 #   scripts/test_versions.sh                    all that have a requirements file in tests/versions
 #   scripts/test_versions.sh mcore017           one of them; further arguments are pytest's
-#   scripts/test_versions.sh --checkout DIR     a checkout, whatever its version
+#   scripts/test_versions.sh --checkout DIR     a checkout, whatever its version; its helpers are built before:
+#                                               make -C DIR/megatron/core/datasets (with pybind11)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
