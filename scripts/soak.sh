@@ -3,6 +3,7 @@
 # balancing adds to a step of the quickstart's model.
 #   scripts/soak.sh --out benchmarks/results    what is committed, a quarter of an hour on a quiet machine
 #   scripts/soak.sh --steps 200 --pairs 8       for a first look
+#   scripts/soak.sh --reuse                     report what the last runs recorded, also of one that was ended early
 # Results go to build/bench, or to the folder of --out. PYTHON names the interpreter; .venv's is the default.
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)

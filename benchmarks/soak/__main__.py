@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,11 @@ from megatron_balance.runtime.environment import environment
 
 SAMPLE_STEPS = 20
 
-MAX_BYTES_PER_STEP = 1024
-"""Resident memory may grow by so much more than stock's: a gigabyte in a million steps."""
+MAX_BYTES_PER_STEP = 100
+"""What malloc has given out may grow by so much more than stock's: 100 MB in a million steps."""
+
+MAX_RSS_BYTES = 16 * 2**20
+"""Resident memory may grow by so much more than stock's in half of the run: malloc's arenas still find their size."""
 
 
 def main() -> int:
@@ -40,22 +42,34 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the results")
     parser.add_argument("--steps", type=int, default=2000, help="steps of each long run (default: 2000)")
     parser.add_argument("--pairs", type=int, default=100, help="pairs of steps for the overhead (default: 100)")
+    parser.add_argument("--reuse", action="store_true", help="report the records of the last runs, and do not train")
     args = parser.parse_args()
     folder = ROOT / "build" / "bench" / "runs" / "soak"
-    shutil.rmtree(folder, ignore_errors=True)
-    result: dict[str, Any] = {"command": f"scripts/soak.sh --steps {args.steps} --pairs {args.pairs}"}
-    result |= {"environment": environment("cpu"), "malloc_arena_max": os.environ.get("MALLOC_ARENA_MAX")}
+    if not args.reuse:
+        shutil.rmtree(folder, ignore_errors=True)
     runs: dict[str, Any] = {}
     for name in ("balanced", "stock"):
-        began = time.monotonic()
-        ranks = soak(folder / name, balanced=name == "balanced", num_steps=args.steps, sample_steps=SAMPLE_STEPS)
-        runs[name] = {"seconds": time.monotonic() - began, "ranks": [asdict(Growth.of(rank)) for rank in ranks]}
+        ranks = soak(
+            folder / name,
+            balanced=name == "balanced",
+            num_steps=args.steps,
+            sample_steps=SAMPLE_STEPS,
+            reuse=args.reuse,
+        )
+        runs[name] = {"ranks": [asdict(Growth.of(rank)) for rank in ranks]}
         runs[name]["samples"] = [[_held(sample) for sample in rank] for rank in ranks]
-        seconds = runs[name]["seconds"]
-        sys.stdout.write(f"{name}: {args.steps} steps in {seconds:.0f} s\n")
+        sys.stdout.write(f"{name}: {ranks[0][-1]['step']} steps\n")
         sys.stdout.flush()
-    result |= {"num_steps": args.steps, "runs": runs}
-    result["overhead"] = measure_overhead(folder / "overhead", num_pairs=args.pairs)
+    overhead = measure_overhead(folder / "overhead", num_pairs=args.pairs, reuse=args.reuse)
+    num_steps = runs["balanced"]["samples"][0][-1]["step"]
+    result: dict[str, Any] = {
+        "command": f"scripts/soak.sh --steps {num_steps} --pairs {overhead['num_pairs']}",
+        "environment": environment("cpu"),
+        "malloc_arena_max": os.environ.get("MALLOC_ARENA_MAX"),
+        "num_steps": num_steps,
+        "runs": runs,
+        "overhead": overhead,
+    }
     problems = list(_problems(result))
     result["problems"] = problems
     args.out.mkdir(parents=True, exist_ok=True)
@@ -67,7 +81,9 @@ def main() -> int:
 
 
 def _held(sample: dict[str, Any]) -> dict[str, int]:
-    return {name: sample[name] for name in ("step", "rss_bytes", "num_blocks", "num_fds", "num_threads")}
+    return {
+        name: sample[name] for name in ("step", "malloc_bytes", "rss_bytes", "num_blocks", "num_fds", "num_threads")
+    }
 
 
 def _problems(result: dict[str, Any]) -> list[str]:
@@ -77,9 +93,12 @@ def _problems(result: dict[str, Any]) -> list[str]:
         for name in ("more_fds", "more_threads"):
             if mine[name] > 0:
                 problems.append(f"rank {rank}: {name} {mine[name]} in the second half of the run")
-        more = mine["rss_bytes"]["per_step"] - theirs["rss_bytes"]["per_step"]
+        more = mine["malloc_bytes"]["per_step"] - theirs["malloc_bytes"]["per_step"]
         if more > MAX_BYTES_PER_STEP:
-            problems.append(f"rank {rank}: memory grew by {more:.0f} bytes a step more than stock's")
+            problems.append(f"rank {rank}: malloc gave out {more:.0f} bytes a step more than in the stock run")
+        more = mine["rss_at_end"] - mine["rss_at_half"] - theirs["rss_at_end"] + theirs["rss_at_half"]
+        if more > MAX_RSS_BYTES:
+            problems.append(f"rank {rank}: resident memory grew by {more} bytes more than stock's")
     added = result["overhead"]["exposed_share"] + result["overhead"]["cpu_share"]
     if added > LIMIT:
         problems.append(f"balancing added {added:.2%} to a step: more than {LIMIT:.0%}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.soak import GLOBAL_BATCH_SIZE, STEPS_PER_SWING
 from megatron_balance.mcore.sft_dataset import SftDataset, SftSample
 
 MEDIAN_TOKENS = 96
@@ -13,8 +14,7 @@ SPREAD = 0.9
 SWING = 2.0
 """The median of the lengths goes up and down by this factor."""
 
-ROWS_PER_SWING = 4096
-"""256 steps of 16 rows: a run of 2,000 steps sees many swings, so that no half of it is longer than the other."""
+ROWS_PER_SWING = STEPS_PER_SWING * GLOBAL_BATCH_SIZE
 
 NUM_TOKENS = 256
 

@@ -1,19 +1,19 @@
 """What a process held over a run → how fast it grew, in its second half, when caches and pools are full.
 
-The slope is the median of the slopes of all pairs of samples (H. Theil 1950; P. K. Sen 1968), which a few jumps do
-not move; its interval is Sen's, from Kendall's rank statistic.
+Lengths swing up and down, and what is held swings with them. So samples are compared that are whole swings apart: the
+slope is the median of those pairs' slopes (H. Theil 1950; P. K. Sen 1968; by season, R. M. Hirsch 1982), which a few
+jumps do not move.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-_TWO_SIDED_95 = 1.96
+from benchmarks.soak import STEPS_PER_SWING
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Slope:
 
     Attributes:
         per_step: the median slope.
-        low, high: ends of its 95 % interval.
+        low, high: a quarter of the pairs are below the one, a quarter above the other.
     """
 
     per_step: float
@@ -30,20 +30,22 @@ class Slope:
     high: float
 
     @classmethod
-    def of(cls, steps: Sequence[int], *, values: Sequence[int]) -> Slope:
-        """Of a figure that was sampled.
+    def of(cls, steps: Sequence[int], *, values: Sequence[int], period: int) -> Slope:
+        """Of a figure that was sampled at even distances.
 
         Args:
-            steps: `[num_samples]`, rising.
+            steps: `[num_samples]`, rising, over one period at least.
             values: `[num_samples]`.
+            period: steps of a swing; pairs may be off by half the distance of samples.
         """
-        samples = list(zip(steps, values, strict=True))
-        slopes = np.sort([(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in itertools.combinations(samples, 2)])
-        num_samples, num_slopes = len(samples), len(slopes)
-        reach = _TWO_SIDED_95 * math.sqrt(num_samples * (num_samples - 1) * (2 * num_samples + 5) / 18)
-        low = max(0, int((num_slopes - reach) / 2))
-        high = min(num_slopes - 1, math.ceil((num_slopes + reach) / 2))
-        return cls(float(np.median(slopes)), low=float(slopes[low]), high=float(slopes[high]))
+        tolerance = (steps[1] - steps[0]) / 2
+        slopes = []
+        for (x0, y0), (x1, y1) in itertools.combinations(zip(steps, values, strict=True), 2):
+            periods = round((x1 - x0) / period)
+            if periods and abs(x1 - x0 - periods * period) <= tolerance:
+                slopes.append((y1 - y0) / (x1 - x0))
+        low, median, high = np.percentile(slopes, (25, 50, 75)).tolist()
+        return cls(median, low=low, high=high)
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,15 @@ class Growth:
     """Of one rank.
 
     Attributes:
-        rss_bytes: resident memory.
+        malloc_bytes: what malloc has given out: a leak of any library's shows here.
+        rss_bytes: resident memory: that, and what malloc keeps and cannot give back.
         num_blocks: blocks of Python's allocator.
         rss_at_half, rss_at_end: bytes.
         num_fds, num_threads: most in the second half.
         more_fds, more_threads: that, above the most in the first half.
     """
 
+    malloc_bytes: Slope
     rss_bytes: Slope
     num_blocks: Slope
     rss_at_half: int
@@ -72,10 +76,15 @@ class Growth:
         """Of what `sampled.py` wrote on one rank."""
         first, second = samples[: len(samples) // 2], samples[len(samples) // 2 :]
         steps = [sample["step"] for sample in second]
+
+        def slope_of(name: str) -> Slope:
+            return Slope.of(steps, values=[sample[name] for sample in second], period=STEPS_PER_SWING)
+
         num_fds, num_threads = (max(sample[name] for sample in second) for name in ("num_fds", "num_threads"))
         return cls(
-            rss_bytes=Slope.of(steps, values=[sample["rss_bytes"] for sample in second]),
-            num_blocks=Slope.of(steps, values=[sample["num_blocks"] for sample in second]),
+            malloc_bytes=slope_of("malloc_bytes"),
+            rss_bytes=slope_of("rss_bytes"),
+            num_blocks=slope_of("num_blocks"),
             rss_at_half=second[0]["rss_bytes"],
             rss_at_end=second[-1]["rss_bytes"],
             num_fds=num_fds,

@@ -16,6 +16,7 @@ from quickstart import FLAGS, NUM_RANKS, POLICIES
 from training_run import ROOT, train
 
 from benchmarks.metrics import WATCHED
+from benchmarks.soak.records import read_records
 
 WARM_UP_STEPS = len(WATCHED)
 
@@ -23,13 +24,16 @@ LIMIT = 0.01
 """The share of a step that balancing may add."""
 
 
-def measure_overhead(folder: Path, *, num_pairs: int) -> dict[str, Any]:
+def measure_overhead(folder: Path, *, num_pairs: int, reuse: bool = False) -> dict[str, Any]:
     """Train and compare.
 
     Args:
         folder: for the records.
         num_pairs: pairs of an on and an off step.
+        reuse: read the records that are there, and do not train.
     """
+    if reuse:
+        return _figures(read_records(folder / "steps", num_ranks=NUM_RANKS))
     # The first step has nothing before it, and the last hands nothing on.
     num_steps = WARM_UP_STEPS + 2 * num_pairs + 1
     flags = [*FLAGS, *POLICIES["balance_by_flops"].split(), "--train-iters", str(num_steps)]
@@ -40,6 +44,7 @@ def measure_overhead(folder: Path, *, num_pairs: int) -> dict[str, Any]:
 
 def _figures(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
     steps = list(zip(*(of_rank[WARM_UP_STEPS:] for of_rank in ranks), strict=True))
+    steps = steps[: len(steps) // 2 * 2]
     on = [step for step in steps if step[0]["on"]]
     metered = [rank for step in on for rank in step]
     exposed = statistics.fmean(rank["exposed_seconds"] for rank in metered)
@@ -62,7 +67,7 @@ def _figures(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
 def _paired(steps: list[tuple[dict[str, Any], ...]], *, key: str) -> dict[str, float]:
     """On over off: geometric mean and median of pairs of neighbours, all ranks together, and the error of the mean."""
     logs = []
-    for first in range(0, len(steps) - 1, 2):
+    for first in range(0, len(steps), 2):
         off, on = sorted(steps[first : first + 2], key=lambda step: step[0]["on"])
         logs.append(math.log(sum(rank[key] for rank in on) / sum(rank[key] for rank in off)))
     return {

@@ -16,9 +16,14 @@ def report(result: dict[str, Any]) -> str:
     hardware, overhead = result["environment"], result["overhead"]
     versions = ", ".join(f"{name} {version}" for name, version in hardware["versions"].items())
     rows = [
-        f"| {name} | {rank} | {_slope(of_rank['rss_bytes'])} | {of_rank['rss_at_half'] / 2**20:.1f} "
-        f"| {of_rank['rss_at_end'] / 2**20:.1f} | {_slope(of_rank['num_blocks'])} "
-        f"| {of_rank['num_fds']} ({of_rank['more_fds']:+d}) | {of_rank['num_threads']} ({of_rank['more_threads']:+d}) |"
+        " | ".join(
+            (
+                f"| {name} | {rank} | {_slope(of_rank['malloc_bytes'])} | {_slope(of_rank['rss_bytes'])}",
+                f"{of_rank['rss_at_half'] / 2**20:.1f} | {of_rank['rss_at_end'] / 2**20:.1f}",
+                f"{_slope(of_rank['num_blocks'])} | {of_rank['num_fds']} ({of_rank['more_fds']:+d})",
+                f"{of_rank['num_threads']} ({of_rank['more_threads']:+d}) |",
+            )
+        )
         for name, run in result["runs"].items()
         for rank, of_rank in enumerate(run["ranks"])
     ]
@@ -34,12 +39,14 @@ Made by the command below; do not edit.
 
 - {hardware["device"]}, 2 ranks, one thread each; {versions}; glibc's malloc as it comes
 - {result["num_steps"]} steps on lengths that drift; balanced: look-ahead 3, overlap, online calibration, record
-- sampled every 20 steps, after a collection of garbage; growth is of the second half of the run, as the median slope of
-  all pairs of samples and its 95 % interval
+- sampled every 20 steps, after a collection of garbage; growth is of the second half of the run: the median slope of
+  pairs of samples that are whole swings of the lengths apart, and its quartiles
+- given out: by malloc and not got back; resident memory holds besides what malloc's arenas keep, which grows by jumps
 - blocks: of Python's allocator, one or more a small object
 
-| run | rank | bytes a step | MiB at half | MiB at end | blocks a step | open files (more) | threads (more) |
-|---|---:|---:|---:|---:|---:|---:|---:|
+| run | rank | given out, bytes a step | resident, bytes a step | MiB at half | MiB at end | blocks a step \
+| open files (more) | threads (more) |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
 ## What balancing adds to a step
@@ -63,4 +70,4 @@ what else the machine does:
 
 
 def _slope(slope: dict[str, float]) -> str:
-    return f"{slope['per_step']:.1f} ({slope['low']:.1f} to {slope['high']:.1f})"
+    return f"{slope['per_step']:.1f} ({slope['low']:.1f} to {slope['high']:.1f})".replace("-0.0", "0.0")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from training_run import ROOT, train
 
+from benchmarks.soak import GLOBAL_BATCH_SIZE
+from benchmarks.soak.records import read_records
+
 NUM_RANKS = 2
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
-    "--seq-length 512 --max-position-embeddings 512 --global-batch-size 16 --log-interval 10"
+    "--seq-length 512 --max-position-embeddings 512 --log-interval 10 "
+    f"--global-batch-size {GLOBAL_BATCH_SIZE}"
 )
 BALANCED = (
     "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops --balance-lookahead 3 "
@@ -19,7 +24,9 @@ BALANCED = (
 """The record is on as well; its folder is added."""
 
 
-def soak(folder: Path, *, balanced: bool, num_steps: int, sample_steps: int) -> list[list[dict[str, Any]]]:
+def soak(
+    folder: Path, *, balanced: bool, num_steps: int, sample_steps: int, reuse: bool = False
+) -> list[list[dict[str, Any]]]:
     """Train and sample.
 
     Args:
@@ -27,6 +34,7 @@ def soak(folder: Path, *, balanced: bool, num_steps: int, sample_steps: int) -> 
         balanced: with everything on, or stock.
         num_steps: of the run.
         sample_steps: steps between samples.
+        reuse: read the records that are there, and do not train.
 
     Returns:
         For each rank, what `sampled.py` wrote.
@@ -34,6 +42,8 @@ def soak(folder: Path, *, balanced: bool, num_steps: int, sample_steps: int) -> 
     Raises:
         RunFailed: the run ended with an error.
     """
+    if reuse:
+        return read_records(folder, num_ranks=NUM_RANKS)
     flags = [*MODEL.split(), "--train-iters", str(num_steps)]
     if balanced:
         flags += [*BALANCED.split(), "--balance-record", str(folder / "record")]
@@ -42,6 +52,9 @@ def soak(folder: Path, *, balanced: bool, num_steps: int, sample_steps: int) -> 
         flags,
         num_ranks=NUM_RANKS,
         script=ROOT / "benchmarks" / "soak" / "sampled.py",
-        environment={"SOAK_SAMPLE_STEPS": str(sample_steps)},
-        timeout_seconds=120 + 3 * num_steps,
+        environment={
+            "SOAK_SAMPLE_STEPS": str(sample_steps),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        },
+        timeout_seconds=600 + 3 * num_steps,
     ).ranks

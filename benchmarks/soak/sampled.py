@@ -3,12 +3,14 @@
     torchrun … -m megatron_balance.launch [--cpu] benchmarks/soak/sampled.py RECORD_DIR ARGS
 
 Each rank writes RECORD_DIR/rankN.jsonl, a line every SOAK_SAMPLE_STEPS (20) steps, after a collection of garbage:
-resident bytes, open files, threads, blocks of Python's allocator, and loss and seconds of the newest step.
+resident bytes, bytes that malloc has given out, open files, threads, blocks of Python's allocator, and loss and seconds
+of the newest step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import itertools
@@ -81,12 +83,28 @@ def _sampled(train_step: Function, *, out: TextIO) -> Function:
     return wrapper
 
 
+class MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in NAMES)
+
+
+def malloc_bytes() -> int:
+    """Bytes that malloc has given out and not got back, over all arenas; what it keeps for later is not in it."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallInfo
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
 def held() -> dict[str, int]:
     """What this process holds right now; Linux only."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "malloc_bytes": malloc_bytes(),
         # The listing has a descriptor of its own.
         "num_fds": len(os.listdir("/proc/self/fd")) - 1,
         "num_threads": len(os.listdir("/proc/self/task")),
