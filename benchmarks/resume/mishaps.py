@@ -115,8 +115,8 @@ def evaluation_between(folder: Path, data: str, whole_of: WholeOf) -> str:
 def counted_in_samples(folder: Path, data: str, whole_of: WholeOf) -> str:
     """--train-samples in place of --train-iters."""
     in_samples = f"--train-samples {NUM_STEPS * GLOBAL_BATCH_SIZE}"
-    flags = f"{AHEAD.flags.replace(STEPS, in_samples)} {data} --save {folder / 'checkpoints'}"
-    steps_of(folder / "run", flags=f"{flags} --save-interval {SAVED_AT} --exit-interval {SAVED_AT}", num_ranks=2)
+    flags = _saving(AHEAD, data=data, folder=folder).replace(STEPS, in_samples)
+    steps_of(folder / "run", flags=f"{flags} --exit-interval {SAVED_AT}", num_ranks=2)
     resumed = steps_of(folder / "resumed", flags=f"{flags} --load {folder / 'checkpoints'}", num_ranks=2)
     return compare(resumed, whole=whole_of(AHEAD, data=data), start=SAVED_AT, bit_for_bit=True).problem
 
