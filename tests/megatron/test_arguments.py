@@ -58,6 +58,17 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
             f"{PER_TOKEN} {PACKED} --balance-calibration c.json",
             "--balance-calibration is set without --balance-by-flops",
         ),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-memory-gib 70",
+            "--balance-memory-gib is 70 and --max-tokens-per-gpu is not auto",
+        ),
+        (
+            f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu auto --balance-memory-gib -1",
+            "--balance-memory-gib is -1: it must be a positive number of GiB",
+        ),
+        (f"{PER_TOKEN} {PACKED} --balance-shape-bucket 0", "--balance-shape-bucket is 0: it must be 1"),
+        (f"{PER_TOKEN} {PACKED} --balance-shape-bucket 5000", "is 5000, above --max-tokens-per-gpu 4096"),
+        ("--balance-shape-bucket 128", "--balance-shape-bucket is 128 and nothing is balanced"),
         (f"{PER_TOKEN} --balance-record r", "--balance-record is r and nothing is balanced"),
         (
             f"{PER_TOKEN} {PACKED} --balance-lookahead 2 --non-persistent-save-interval 5",

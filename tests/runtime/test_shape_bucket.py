@@ -48,7 +48,7 @@ def test_a_filled_pack_is_the_pack_with_a_masked_tail(lengths, parallel, bucket)
 
 
 def test_what_cannot_be_masked_or_split_is_refused():
-    with pytest.raises(BalanceError, match="Samples have no loss_mask .* multiple of 64"):
+    with pytest.raises(BalanceError, match=r"Samples have no loss_mask .* multiple of 64"):
         pack_microbatch([build(10, mask=False)], bucket_tokens=64)
     with pytest.raises(BalanceError, match="bucket_tokens is 10: it must be a multiple of 4"):
         pack_microbatch([build(10)], token_multiple=4, bucket_tokens=10)
