@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 unreachable() {
-    echo "audit.sh: $1; nothing was checked. Run it where there is a network." >&2
+    echo "audit.sh: $1; this says nothing about vulnerabilities. Run it where there is a network." >&2
     exit 69
 }
 if ! .venv-audit/bin/python -c 'import pip_audit' 2>/dev/null; then
@@ -24,6 +24,11 @@ cat build/audit.txt
 if grep -q Traceback build/audit.log || grep -qi 'connection\|could not reach\|ServiceError\|timed out' build/audit.log; then
     tail -n 1 build/audit.log >&2
     unreachable "the vulnerability service did not answer"
+fi
+# pip-audit calls it a success when it could look at nothing.
+skipped=$(grep -c 'could not be audited' build/audit.txt || true)
+if ((status == 0 && skipped > 0)); then
+    unreachable "the vulnerability service knows nothing of $skipped packages"
 fi
 cat build/audit.log >&2
 exit "$status"

@@ -36,6 +36,9 @@ MAX_LOSS_DIFFERENCE = 1e-6
 GRACE_SECONDS = 40.0
 """From the timeout to the end of the process, on a machine that others use."""
 
+TIMEOUT_SECONDS = 900.0
+"""Of a whole run, after which a rank counts as hanging; a quiet machine needs a tenth."""
+
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
     "--seq-length 512 --max-position-embeddings 512 --global-batch-size 16 --use-dynamic-batch-size "
@@ -83,7 +86,8 @@ def _flags(case: Case, *, num_steps: int) -> list[str]:
 
 
 def _on_one_host(case: Case, *, folder: Path) -> list[dict[str, Any]]:
-    return train(folder, _flags(case, num_steps=NUM_STEPS), num_ranks=NUM_RANKS).steps
+    flags = _flags(case, num_steps=NUM_STEPS)
+    return train(folder, flags, num_ranks=NUM_RANKS, timeout_seconds=TIMEOUT_SECONDS).steps
 
 
 def _on_two_hosts(case: Case, *, folder: Path) -> TwoHostRun:
@@ -96,6 +100,7 @@ def _on_two_hosts(case: Case, *, folder: Path) -> TwoHostRun:
             flags=_flags(case, num_steps=NUM_STEPS if goes_on else ENDLESS),
             trouble=None if change is None else lambda: change(network),
             after_step=AFTER_STEP,
+            timeout_seconds=TIMEOUT_SECONDS,
         )
 
 

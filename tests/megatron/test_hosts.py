@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_hosts.sh"
 UNAVAILABLE = 69
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 1800
 NUM_RANKS = 4
 
 
