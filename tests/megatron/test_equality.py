@@ -10,6 +10,10 @@ from training_run import Recorded, largest_difference, train
 
 MAX_LOSS_DIFFERENCE = 1e-5
 MAX_GRAD_NORM_DIFFERENCE = 1e-3
+MAX_LOSS_DIFFERENCE_BF16 = 3e-5
+"""Stock runs with one and with two rows a micro-batch differ by some 4e-6 (docs/equality.md)."""
+MAX_GRAD_NORM_DIFFERENCE_BF16 = 2e-3
+"""Likewise, some 3e-4."""
 NUM_STEPS = 8
 GLOBAL_BATCH_SIZE = 16
 SEQ_LENGTH = 1024
@@ -27,10 +31,12 @@ def run(folder: Path, *flags: str, num_ranks: int = 2) -> Recorded:
     return train(folder, " ".join((FLAGS, *flags)).split(), num_ranks=num_ranks)
 
 
-def assert_equal(ours: Recorded, stock: Recorded) -> None:
+def assert_equal(
+    ours: Recorded, stock: Recorded, *, loss: float = MAX_LOSS_DIFFERENCE, grad_norm: float = MAX_GRAD_NORM_DIFFERENCE
+) -> None:
     assert len(ours.steps) == len(stock.steps) == NUM_STEPS
-    assert largest_difference(ours, reference=stock, key="lm_loss") <= MAX_LOSS_DIFFERENCE
-    assert largest_difference(ours, reference=stock, key="grad_norm") <= MAX_GRAD_NORM_DIFFERENCE
+    assert largest_difference(ours, reference=stock, key="lm_loss") <= loss
+    assert largest_difference(ours, reference=stock, key="grad_norm") <= grad_norm
 
 
 def assert_planned(ours: Recorded, *, cap: int | None) -> None:
@@ -113,3 +119,11 @@ def test_model_parallel(tmp_path: Path, parallel: str, num_ranks: int) -> None:
     assert_equal(ours, stock)
     context_parallel_size = 2 if "--context-parallel-size 2" in parallel else 1
     assert_planned(ours, cap=SEQ_LENGTH * context_parallel_size)
+
+
+def test_bf16_with_the_distributed_optimizer_and_overlap(tmp_path: Path) -> None:
+    flags = f"{LAYERS} --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    stock = run(tmp_path / "stock", flags)
+    ours = run(tmp_path / "ours", flags, BY_FLOPS)
+    assert_equal(ours, stock, loss=MAX_LOSS_DIFFERENCE_BF16, grad_norm=MAX_GRAD_NORM_DIFFERENCE_BF16)
+    assert_planned(ours, cap=SEQ_LENGTH)
