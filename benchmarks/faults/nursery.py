@@ -65,6 +65,7 @@ def _ended() -> dict[int, int]:
 
 def _be(rank: dict[str, Any]) -> None:
     """As the launcher would: `rank` holds `log`, `environment`, `argv`, `hooked`, and the strike."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -12,10 +12,8 @@ from benchmarks.faults.run import Nursery, run_with
 
 QUICK = (
     "ends-early-tp2",
-    "no-cu-seqlens",
     "negative-token",
     "other-data-pp2",
-    "other-cap",
     "no-flags-tp2",
     "killed-before-exchange-now",
     "killed-during-exchange",
