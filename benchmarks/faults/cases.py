@@ -179,7 +179,7 @@ DEATHS = {
     ),
     "killed-before-exchange-tp2": Fault(
         "the same, with ranks that read no data",
-        rf"{_GATHER}|waited for the plans? .*of this model replica",
+        rf"{_GATHER}|waited for the plans? .*of this model replica|RuntimeError",
         "killed-before-exchange",
         ranks=(2,),
         num_ranks=4,
