@@ -139,7 +139,9 @@ def kill_and_resume(
     )
     problem = outcome.problem
     if not problem and case.policy in RECORDED:
-        problem = _wrong_in_record(record, whole=whole)
+        problem = _wrong_in_record(record, whole=whole, from_step=0 if case.ranks == case.ranks_after else start)
+        if not problem and case.ranks != case.ranks_after:
+            problem = _wrong_in_record(record / "earlier_0", whole=whole[:start], from_step=0)
     return Outcome(
         killer.num_steps,
         killer.victims,
@@ -183,10 +185,12 @@ def compare(resumed: list[dict[str, Any]], *, whole: list[dict[str, Any]], start
     return Outcome(0, "", start, num_equal, len(expected), difference, problem)
 
 
-def _wrong_in_record(record: Path, *, whole: list[dict[str, Any]]) -> str:
-    steps = read_record(record).steps
-    if [step.iteration for step in steps] != list(range(1, len(whole) + 1)):
+def _wrong_in_record(record: Path, *, whole: list[dict[str, Any]], from_step: int) -> str:
+    """What is wrong with the record of the steps from this one on; those of `whole` must be there."""
+    steps = [step for step in read_record(record).steps if from_step < step.iteration <= len(whole)]
+    if [step.iteration for step in steps] != list(range(from_step + 1, len(whole) + 1)):
         return f"the record holds iterations {[step.iteration for step in steps]}"
-    if any(sorted(step.lengths.tolist()) != sorted(row["lengths"]) for step, row in zip(steps, whole, strict=True)):
+    expected = whole[from_step:]
+    if any(sorted(step.lengths.tolist()) != sorted(row["lengths"]) for step, row in zip(steps, expected, strict=True)):
         return "the record holds other samples"
     return ""

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.report.record import PER_STEP, RAGGED, RunInfo, StepRecord
 from megatron_balance.whole_file import whole_file
 
@@ -71,6 +72,8 @@ class PlanWriter(_ChunkWriter[StepRecord]):
     """
 
     def __init__(self, folder: Path, *, info: RunInfo, resume: bool = False) -> None:
+        if resume:
+            _set_aside(folder, info=info)
         info.write(folder)
         super().__init__(folder, prefix="plans", resume=resume)
 
@@ -85,6 +88,24 @@ class PlanWriter(_ChunkWriter[StepRecord]):
         arrays["dp_size"] = np.array([step.cost_grid.shape[0] for step in steps])
         arrays["cost_model"] = np.array([json.dumps(asdict(step.cost_model)) for step in steps])
         return arrays
+
+
+def _set_aside(folder: Path, *, info: RunInfo) -> None:
+    """Keep what other ranks recorded, before the run resumed on these, as a record of its own: `earlier_N`.
+
+    A record is of one topology. Other ranks may be listing the folder meanwhile; none writes yet.
+    """
+    try:
+        earlier = RunInfo.read(folder)
+    except BalanceError:
+        return
+    if earlier.topology == info.topology:
+        return
+    aside = folder / f"earlier_{len(list(folder.glob('earlier_*')))}"
+    aside.mkdir()
+    for pattern in ("run.json", "plans_*.npz", "seconds_rank*.npz"):
+        for path in folder.glob(pattern):
+            path.rename(aside / path.name)
 
 
 class SecondsWriter(_ChunkWriter[tuple[int, NDArray[np.float64]]]):

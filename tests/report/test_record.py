@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +115,13 @@ def test_a_resumed_run_goes_on_with_the_record_and_a_new_one_replaces_it(tmp_pat
     assert [step.seconds[0, 0] for step in steps] == [1, 1, 1, 4, 4, 4, 4]
     write_steps(1, num_steps=2, resume=False)
     assert [step.iteration for step in read_record(tmp_path).steps] == [1, 2]
+
+
+def test_what_other_ranks_recorded_before_a_resume_is_a_record_of_its_own(tmp_path: Path) -> None:
+    four, two = INFO, replace(INFO, topology=Topology(2, cp_size=2, pp_size=2))
+    for info in (four, four, two, two):
+        PlanWriter(tmp_path, info=info, resume=True).flush()
+        (tmp_path / f"plans_{len(list(tmp_path.glob('plans_*')))}.npz").touch()
+    assert RunInfo.read(tmp_path).topology == two.topology
+    assert RunInfo.read(tmp_path / "earlier_0").topology == four.topology
+    assert len(list(tmp_path.glob("earlier_0/plans_*.npz"))) == len(list(tmp_path.glob("plans_*.npz"))) == 2
