@@ -55,6 +55,9 @@ def import_once() -> None:
     patch_megatron()
     for name in ("record_steps", "megatron.core.tokenizers.text.libraries"):  # the latter is imported late, and slowly
         importlib.import_module(name)
+    # It compiles fused functions, which a CPU does not, on random numbers, as many as a micro-batch has: the initial
+    # weights of MoE routers, drawn after them, would depend on --micro-batch-size.
+    importlib.import_module("megatron.training.training").set_jit_fusion_options = lambda *_, **__: None
 
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page

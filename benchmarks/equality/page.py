@@ -44,6 +44,10 @@ all compared with stock at one sample a micro-batch.
 {aux}
 Stock Megatron pads the rows of a micro-batch of several samples to `--seq-length`, and routes the padding too.
 
+Who compares by hand: Megatron 0.19 draws random numbers for a warm-up of fused functions, as many as a micro-batch has
+elements, and after them the initial weights of routers. Runs with another `--micro-batch-size` therefore begin with
+other routers, balanced or not. The ranks here leave that warm-up out.
+
 ## What is left out
 
 - `--overlap-grad-reduce` and `--overlap-param-gather` without the distributed optimizer: Megatron refuses the latter.
