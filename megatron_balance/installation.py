@@ -43,9 +43,7 @@ class Installation(Generic[Settings]):
         if self.settings is None:
             self._patches, self.settings = hook(), settings
         elif settings != self.settings:
-            raise BalanceError(
-                f"{self._system} is hooked already with {self.settings}: undo() that before {settings}."
-            )
+            raise BalanceError(f"{self._system} is hooked already with {self.settings}: undo() that before {settings}.")
         return self
 
     def undo(self) -> None:
