@@ -63,6 +63,7 @@ class Fault:
 _SAMPLE = rf"rank 1: item 3 of this step \(in the data set: sample {STEP * GLOBAL_BATCH_SIZE - 1}\): "
 _LOST = rf"iteration {STEP}: .*waited for {{what}} .*among .*, and not all answered"
 _LOST_AHEAD = rf"iteration {STEP + 1}: .*waited for .* among .*, and not all answered"
+_MEGATRON = rf"iteration {STEP}: Megatron waited for other ranks in a collective of its own, and not all answered"
 _GATHER = _LOST.format(what="the lengths of all ranks' samples")
 _EXCHANGE = _LOST.format(what="samples from the ranks that loaded them")
 
@@ -169,9 +170,9 @@ DEATHS = {
     for how, what in (("killed", "is killed"), ("stopped", "hangs"))
     for when, place, says in (
         ("before-exchange", "before the exchange", _GATHER),
-        ("during-exchange", "during the exchange", rf"{_EXCHANGE}|{_LOST_AHEAD}"),
-        ("after-exchange", "after the exchange", rf"{_LOST_AHEAD}|RuntimeError"),
-        ("computing", "while it computes", rf"{_LOST_AHEAD}|RuntimeError"),
+        ("during-exchange", "during the exchange", rf"{_EXCHANGE}|{_LOST_AHEAD}|{_MEGATRON}"),
+        ("after-exchange", "after the exchange", rf"{_LOST_AHEAD}|{_MEGATRON}"),
+        ("computing", "while it computes", rf"{_LOST_AHEAD}|{_MEGATRON}"),
     )
 } | {
     "killed-before-exchange-now": Fault(
@@ -179,7 +180,7 @@ DEATHS = {
     ),
     "killed-before-exchange-tp2": Fault(
         "the same, with ranks that read no data",
-        rf"{_GATHER}|waited for the plans? .*of this model replica|RuntimeError",
+        rf"{_GATHER}|waited for the plans? .*of this model replica|{_MEGATRON}",
         "killed-before-exchange",
         ranks=(2,),
         num_ranks=4,
@@ -188,7 +189,7 @@ DEATHS = {
     ),
     "killed-before-exchange-pp2": Fault(
         "the same, with pipeline stages",
-        rf"{_GATHER}|waited for the plans? .*of this model replica|RuntimeError",
+        rf"{_GATHER}|waited for the plans? .*of this model replica|{_MEGATRON}",
         "killed-before-exchange",
         ranks=(2,),
         num_ranks=4,
@@ -205,9 +206,9 @@ ENDS = {
     ),
     "interrupted": Fault("Ctrl-C, heard by every rank", "KeyboardInterrupt", "interrupted", ranks=(0, 1)),
     "interrupted-one": Fault(
-        "Ctrl-C, heard by one rank", rf"KeyboardInterrupt|{_LOST_AHEAD}|RuntimeError", "interrupted"
+        "Ctrl-C, heard by one rank", rf"KeyboardInterrupt|{_LOST_AHEAD}|{_MEGATRON}", "interrupted"
     ),
-    "terminated": Fault("SIGTERM to one rank", rf"{_LOST_AHEAD}|RuntimeError", "terminated", dies=True),
+    "terminated": Fault("SIGTERM to one rank", rf"{_LOST_AHEAD}|{_MEGATRON}", "terminated", dies=True),
     "exit-signal": Fault(
         "SIGTERM under --exit-signal-handler",
         "exiting program after receiving SIGTERM",

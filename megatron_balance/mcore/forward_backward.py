@@ -36,7 +36,7 @@ from megatron_balance.mcore.step_log import StepLog, tell_of_lost_peers
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.runtime.online_calibration import OnlineCalibration
-from megatron_balance.runtime.peers import during
+from megatron_balance.runtime.peers import during, told_of_lost_peers
 
 Schedule = Callable[..., Any]
 
@@ -66,8 +66,12 @@ class BalancedForwardBackward:
             schedule: Megatron's, for this run's pipeline.
             arguments: what `train_step` or `evaluate` passes it, all by keyword.
         """
-        if arguments.get("forward_only"):
-            return schedule(**arguments)
+        with told_of_lost_peers(f"iteration {self._iteration}"):
+            if arguments.get("forward_only"):
+                return schedule(**arguments)
+            return self._step(schedule, **arguments)
+
+    def _step(self, schedule: Schedule, **arguments: Any) -> Any:
         iterators = arguments["data_iterator"]
         source = _first_iterator(iterators)
         if not reads_data():

@@ -1,7 +1,8 @@
 """What a rank says when those it waits for do not answer.
 
 torch tells of a lost connection or an elapsed timeout in its own words, which say neither what was waited for nor what
-to do. Every collective of this package runs in `waiting_for`, which says both; `during` adds when it was.
+to do. Every collective of this package runs in `waiting_for`, which says both; `during` adds when it was. Around the
+collectives of others `told_of_lost_peers` leaves the error as it is and has it say the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError
 
 MAX_RANKS_NAMED = 8  # an error on a thousand ranks must stay readable
+
+
+_ADVICE = (
+    "A rank has died, hangs or was cut off: the first error in the logs of the other ranks tells why. If one was only "
+    "slow, raise --distributed-timeout-minutes."
+)
+
+_GLOO_LOST = re.compile(r"gloo.*(Timed out|Connection closed|Connection reset|Broken pipe|No route|pair closure)", re.S)
+"""gloo raises a bare RuntimeError, whose text names its source and one of these."""
 
 
 class PeerError(BalanceError):
@@ -39,11 +49,25 @@ def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterato
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         # Without gloo's place in its own source, and its guesses.
         first_line = re.sub(r"^\[\S+:\d+\] ", "", first_line).partition(". This is typically")[0].rstrip(".")
-        raise PeerError(
-            f"waited for {what} among {ranks}, and not all answered ({first_line}). A rank has died, hangs or was cut "
-            "off: the first error in the logs of the other ranks tells why. If one was only slow, raise "
-            "--distributed-timeout-minutes."
-        ) from error
+        raise PeerError(f"waited for {what} among {ranks}, and not all answered ({first_line}). {_ADVICE}") from error
+
+
+@contextlib.contextmanager
+def told_of_lost_peers(when: str) -> Iterator[None]:
+    """Around collectives that are not this package's: an error that tells of lost peers gets a note.
+
+    Args:
+        when: `iteration 7`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or _GLOO_LOST.search(str(error)):
+            error.add_note(
+                f"megatron_balance: {when}: Megatron waited for other ranks in a collective of its own, and not all "
+                f"answered. {_ADVICE}"
+            )
+        raise
 
 
 @contextlib.contextmanager

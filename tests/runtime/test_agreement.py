@@ -10,7 +10,14 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import agreement
 from megatron_balance.runtime.agreement import Meeting, agree, differences
-from megatron_balance.runtime.peers import MAX_RANKS_NAMED, PeerError, during, named_ranks, waiting_for
+from megatron_balance.runtime.peers import (
+    MAX_RANKS_NAMED,
+    PeerError,
+    during,
+    named_ranks,
+    told_of_lost_peers,
+    waiting_for,
+)
 
 
 def meet(settings, *, seconds=20.0, problems=None, store=None, missing=()):
@@ -107,6 +114,29 @@ def test_a_lost_peer_is_told_with_what_and_when_and_keeps_its_cause():
     assert "(Connection closed by peer)" in str(told.value)
     assert "--distributed-timeout-minutes" in str(told.value)
     assert told.value.__cause__ is cause
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        RuntimeError(
+            "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 10000ms for recv"
+        ),
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"),
+        dist.DistBackendError("NCCL communicator was aborted"),
+    ],
+)
+def test_lost_peers_in_collectives_of_others_leave_the_error_and_add_a_note(lost):
+    with pytest.raises(RuntimeError) as told, told_of_lost_peers("iteration 7"):
+        raise lost
+    assert told.value is lost
+    assert lost.__notes__[0].startswith("megatron_balance: iteration 7: Megatron waited for other ranks")
+
+
+def test_errors_that_are_not_of_peers_get_no_note():
+    with pytest.raises(RuntimeError) as told, told_of_lost_peers("iteration 7"):
+        raise RuntimeError("CUDA out of memory")
+    assert not hasattr(told.value, "__notes__")
 
 
 def test_other_errors_pass():
