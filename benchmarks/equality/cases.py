@@ -1,9 +1,9 @@
 """What is compared: layouts of ranks × precisions × optimizers × ways to train.
 
-Every cell (layout, precision, optimizer) has a stock run, which the others of that cell are compared with. Two more
-stock runs show how far rounding goes without this package: one that shuffles the rows within each global batch, so
-that sums are added in another order, and one with two rows in a micro-batch, so that matrices have other shapes. The
-latter tells little in fp32 and much in bf16, where a matrix product is rounded before it is added to the others.
+Every cell (layout, precision, optimizer) has a stock run, which the others of that cell are compared with. Three more
+stock runs show how far rounding goes without this package: one that shuffles the rows within each global batch, so that
+sums are added in another order, and two with several rows in a micro-batch, so that matrices have other shapes. These
+tell little in fp32 and much in bf16, where a matrix product is rounded before it is added to the others.
 
 Order of the data: `as_loaded`, the same rows in the same steps for all; `shuffled`, the same rows in the same steps in
 another order; `as_chosen`, the rows that look-ahead chose for each step, read from its run.
@@ -101,7 +101,7 @@ _OTHER_WAYS = {
 }
 
 _FIRST = (("fp32", "plain"), ("bf16", "overlap"))
-YARDSTICKS = (SHUFFLED, TWO_A_MICROBATCH)
+YARDSTICKS = (SHUFFLED, TWO_A_MICROBATCH, FOUR_A_MICROBATCH)
 _EVERYWHERE = ("by FLOPs", "by tokens", "moved, one a micro-batch")
 _LAYOUTS_OF_EVERY_POLICY = ("DP2", "DP2 PP2", "DP2 EP2")
 _AUX_WAYS = (STOCK, SHUFFLED, TWO_A_MICROBATCH, FOUR_A_MICROBATCH, "moved, one a micro-batch", "packed in place")

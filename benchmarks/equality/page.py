@@ -13,10 +13,11 @@ difference of any step's loss and gradient norm from the unbalanced run with the
 Weights are those that the run has trained so far: what a step gets wrong stays in the steps after it.
 
 - *stock* is the yardstick: what another order or grouping of the same rows changes without this package. An unbalanced
-  run shuffles the rows within each global batch; another has two rows in a micro-batch (not under pipelines, whose
-  stages expect one). Balancing does both.
+  run shuffles the rows within each global batch; two others have two and four rows in a micro-batch (not under
+  pipelines, whose stages expect one). Balancing does both.
 - A run counts as equal where it differs by at most {spread} times the largest that these change anywhere in its
   precision. {limits}.
+- In the first step both runs have the same weights. There no balanced run differs by more than: {first}.
 - *Look-ahead* changes which rows share a step. It is compared with an unbalanced run that is fed, step by step, the
   rows that look-ahead chose. That the comparison can see such a change: fed the rows in their own order, the
   unbalanced run differs from that one by at least {other_rows} in every cell.
@@ -50,7 +51,8 @@ other routers, balanced or not. The ranks here leave that warm-up out.
 
 ## What is left out
 
-- `--overlap-grad-reduce` and `--overlap-param-gather` without the distributed optimizer: Megatron refuses the latter.
+- Overlap without the distributed optimizer: Megatron refuses `--overlap-param-gather` there; `--overlap-grad-reduce`
+  by itself is not part of the matrix.
 - fp16: its loss scale skips steps, which is no matter of equality.
 - Balancing by FLOPs without packing: refused by the flags.
 - Policies that are not named in a cell: `--whole` runs every policy in every cell.
@@ -58,7 +60,7 @@ other routers, balanced or not. The ranks here leave that warm-up out.
 
 ## How it runs
 
-One process imports Megatron and forks the ranks of every run, which is several times faster than starting them. The
-same run started by torchrun and compared with the forked one must not differ by a bit:
+One process imports Megatron once and forks the ranks of every run. The same run started by torchrun and compared with
+the forked one must not differ by a bit:
 
 {forked}"""

@@ -54,13 +54,14 @@ class Report:
 
     Args:
         wanted: cases, each after the one it is compared with.
-        outcomes: what was run.
+        outcomes: what was run; all stock runs in it are yardsticks.
     """
 
     def __init__(self, wanted: Sequence[Case], outcomes: Mapping[Case, Outcome]) -> None:
         self._outcomes = outcomes
         far = [self._compare(case) for case in wanted]
-        self._limits = {precision: _largest(_yardsticks(far, precision)) for precision in PRECISIONS}
+        known = [self._compare(case) for case in outcomes]
+        self._limits = {precision: _largest(_yardsticks(known, precision)) for precision in PRECISIONS}
         self.compared = [self._judge(one) for one in far]
 
     @property
@@ -76,13 +77,13 @@ class Report:
 
     def every_run(self) -> str:
         """A table with a row a run, as Markdown."""
-        rows = [(one.case.name.replace(" / ", " | "), *_cells(one), self._cost(one.case)) for one in self.compared]
+        rows = [(one.case.name.replace(" / ", " | "), *_cells(one), self._cost(one.case)) for one in self._of(bool)]
         head = (
             "layout | precision | optimizer | run | loss | gradient norm | loss, step 1 | gradient norm, step 1 | CPU s"
         )
         return f"""# Equality, run by run
 
-Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: [Equality](../../docs/equality.md).
+Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: docs/equality.md.
 
 {self._count()} {self._where()}
 
@@ -97,11 +98,8 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: [Equ
             global_batch_size=GLOBAL_BATCH_SIZE,
             seq_length=SEQ_LENGTH,
             spread=SPREAD,
-            limits=", ".join(
-                f"{precision}: loss {limit.loss:.1e}, gradient norm {limit.grad_norm:.1e}"
-                for precision, limit in self._limits.items()
-                if limit is not None
-            ),
+            limits=_of_precisions(self._limits),
+            first=self._first(),
             layouts=self._by_layout(),
             policies=self._by_policy(),
             aux=self._aux(),
@@ -170,9 +168,7 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: [Equ
                 stock = self._of(lambda case, cell=cell: case.cell == cell and case.way in YARDSTICKS)
                 rows.append((*cell, *_summed(ours), *_summed(stock)[1:]))
         rows.sort(key=lambda row: list(LAYOUTS).index(row[0]))
-        head = (
-            "ranks | precision | optimizer | policies | loss | gradient norm | loss, shuffled | gradient norm, shuffled"
-        )
+        head = "ranks | precision | optimizer | policies | loss | gradient norm | stock: loss | stock: gradient norm"
         return _table(head, rows)
 
     def _by_policy(self) -> str:
@@ -181,13 +177,23 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: [Equ
             for precision in PRECISIONS:
                 ours = self._of(lambda case, key=(policy, precision): _is_of(case, *key))
                 if ours:
-                    rows.append((policy, f"`{POLICIES[policy]}`", precision, *_summed(ours)))
-        return _table("policy | flags | precision | runs | loss | gradient norm", rows)
+                    rows.append((policy, precision, *_summed(ours), f"`{POLICIES[policy]}`"))
+        return _table("policy | precision | runs | loss | gradient norm | flags", rows)
 
     def _aux(self) -> str:
         ours = self._of(lambda case: case.layout in AUX_LAYOUTS and case.reference != case)
         rows = [(f"`{one.case.layout}`", one.case.way, *_cells(one)) for one in ours]
         return _table("auxiliary loss | run | loss | gradient norm | loss, step 1 | gradient norm, step 1", rows)
+
+    def _first(self) -> str:
+        largest = {
+            precision: _largest(self._of(lambda case, key=precision: any(_is_of(case, way, key) for way in POLICIES)))
+            for precision in PRECISIONS
+        }
+        of_first = {
+            name: far and Difference(far.first_loss, far.first_grad_norm, 0, 0) for name, far in largest.items()
+        }
+        return _of_precisions(of_first)
 
     def _other_rows(self) -> str:
         far = [self._compare(case).difference for case in self._outcomes if case.way == AS_CHOSEN]
@@ -207,6 +213,11 @@ def _is_of(case: Case, policy: str, precision: str) -> bool:
 
 def _yardsticks(far: Iterable[Compared], precision: str) -> list[Compared]:
     return [one for one in far if any(_is_of(one.case, way, precision) for way in YARDSTICKS)]
+
+
+def _of_precisions(largest: Mapping[str, Difference | None]) -> str:
+    seen = {name: far for name, far in largest.items() if far is not None}
+    return "; ".join(f"{name}, loss {far.loss:.1e}, gradient norm {far.grad_norm:.1e}" for name, far in seen.items())
 
 
 def _largest(far: Iterable[Compared]) -> Difference | None:
