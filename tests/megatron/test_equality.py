@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_run import Recorded, largest_difference, train
+import training_run
+from forked_runs import train
+from training_run import Recorded, largest_difference
 
 MAX_LOSS_DIFFERENCE = 1e-5
 MAX_GRAD_NORM_DIFFERENCE = 1e-3
@@ -86,6 +88,13 @@ class TestTwoDataParallelRanks:
         assert_equal(ours, stock)
         assert_planned(ours, cap=cap)
         assert ours.output.count("longer than a micro-batch may be") == 1
+
+    def test_ranks_that_torchrun_starts_train_as_forks_do(self, tmp_path: Path) -> None:
+        flags = " ".join((FLAGS, LAYERS, BY_FLOPS)).split()
+        forked = train(tmp_path / "forked", flags, num_ranks=2)
+        started = training_run.train(tmp_path / "started", flags, num_ranks=2)
+        for key in ("lm_loss", "grad_norm", "ranks"):
+            assert [step[key] for step in forked.steps] == [step[key] for step in started.steps]
 
     def test_without_a_flag_nothing_is_balanced(self, stock: Recorded) -> None:
         assert "megatron_balance:" not in stock.output

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_run import Recorded, train
+from forked_runs import train
+from training_run import Recorded
 
 NUM_STEPS = 6
 SAVED_AT = 3

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from training_run import Recorded, largest_difference, train
+from forked_runs import train
+from training_run import Recorded, largest_difference
 
 NUM_STEPS = 4
 SEQ_LENGTH = 1024

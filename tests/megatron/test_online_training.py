@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_run import Recorded, train
+from forked_runs import train
+from training_run import Recorded
 
 from megatron_balance.planner.calibration import Calibration
 

@@ -94,6 +94,8 @@ def test_errors_in_one_line(
 def test_a_plan_for_other_ranks_is_refused(record: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(plan.read_text())
     content["topology"]["dp_size"] = 8
+    for step in content["steps"]:
+        step["ranks"] += [[[] for _ in range(step["num_microbatches"])] for _ in range(4)]
     plan.write_text(json.dumps(content))
     assert main(["report", str(record), str(plan)]) == 2
     assert "the plan is for --dp-size 8, the run had 4" in capsys.readouterr().err
@@ -101,7 +103,7 @@ def test_a_plan_for_other_ranks_is_refused(record: Path, plan: Path, capsys: pyt
 
 def test_a_damaged_plan_is_named(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(plan.read_text())
-    content["steps"][0]["ranks"][0] = []
+    content["steps"][0]["ranks"][0][0] = []
     plan.write_text(json.dumps(content))
     assert main(["report", str(plan)]) == 2
     assert "has no rank" in capsys.readouterr().err

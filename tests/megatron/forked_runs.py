@@ -1,0 +1,77 @@
+"""`training_run.train` without the seconds that every rank spends on imports: its ranks are forks of one process.
+
+That process lives as long as the tests do; `benchmarks/equality/forked.py` says what a fork is. Tests of the launcher, of
+other scripts and of what torchrun does start theirs with `training_run.train`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from training_run import ROOT, Recorded, RunFailed, read_records
+
+from megatron_balance.mcore.smoke import ENVIRONMENT
+
+
+def train(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_seconds: float = 300) -> Recorded:
+    """As `training_run.train`; the output is that of rank 0.
+
+    Raises:
+        RunFailed: a rank ended with an error, or the run was killed.
+    """
+    server = _server()
+    assert server.stdin is not None, "a pipe"
+    assert server.stdout is not None, "a pipe"
+    request = {"record": str(record), "flags": list(flags), "num_ranks": num_ranks, "timeout_seconds": timeout_seconds}
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    problem = json.loads(server.stdout.readline())
+    if problem is not None:
+        raise RunFailed(problem)
+    output = (record / "rank0.log").read_text(errors="replace")
+    return Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    search_path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def _serve() -> None:
+    from benchmarks.equality.forked import import_once, train_forked
+
+    import_once()
+    for line in sys.stdin:
+        request = json.loads(line)
+        problem = None
+        try:
+            train_forked(
+                Path(request["record"]),
+                request["flags"],
+                num_ranks=request["num_ranks"],
+                timeout_seconds=request["timeout_seconds"],
+            )
+        except RunFailed as error:
+            problem = str(error)
+        sys.stdout.write(json.dumps(problem) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()
