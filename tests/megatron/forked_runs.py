@@ -1,7 +1,7 @@
 """`training_run.train` without the seconds that every rank spends on imports: its ranks are forks of one process.
 
-That process lives as long as the tests do; `benchmarks/equality/forked.py` says what a fork is. Tests of the launcher, of
-other scripts and of what torchrun does start theirs with `training_run.train`.
+That process lives as long as the tests do; `benchmarks/equality/forked.py` says what a fork is. Tests of the launcher,
+of other scripts and of what torchrun does start theirs with `training_run.train`.
 """
 
 from __future__ import annotations
