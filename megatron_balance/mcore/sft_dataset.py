@@ -10,6 +10,7 @@ the same data set; labels are tokens shifted by one; the last token kept is a le
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -109,10 +110,12 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def builtin_samples() -> Iterator[SftSample]:
+@functools.cache  # chunks of a virtual pipeline ask for it again, and it takes seconds
+def builtin_samples() -> tuple[SftSample, ...]:
     """The standard library's functions and classes, byte by byte."""
-    for sample in stdlib_samples():
-        yield _prompt_response(list(sample.prompt), [*sample.response, END_OF_DOCUMENT])
+    return tuple(
+        _prompt_response(list(sample.prompt), [*sample.response, END_OF_DOCUMENT]) for sample in stdlib_samples()
+    )
 
 
 def jsonl_samples(path: Path, tokenizer: Any) -> Iterator[SftSample]:

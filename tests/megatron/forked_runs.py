@@ -55,8 +55,10 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     from benchmarks.equality.forked import import_once, train_forked
+    from megatron_balance.mcore.sft_dataset import builtin_samples
 
     import_once()
+    builtin_samples()  # once for all
     for line in sys.stdin:
         request = json.loads(line)
         problem = None

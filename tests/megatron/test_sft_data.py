@@ -95,7 +95,7 @@ def test_the_built_in_corpus_is_uneven_and_large_enough() -> None:
     lengths = np.array([len(sample.prompt) + len(sample.response) for sample in stdlib_samples()])
     assert lengths.size > 3000
     assert np.percentile(lengths, 99) > 15 * np.median(lengths)
-    first = next(builtin_samples())
+    first = builtin_samples()[0]
     assert first.tokens[-1] == END_OF_DOCUMENT
     assert first.learned[-1]
     assert not first.learned[0]
