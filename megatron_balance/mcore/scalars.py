@@ -16,22 +16,21 @@ from megatron_balance.runtime.peers import waiting_for
 
 
 def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Figures:
-    """Bring the figures from the first rank of the group to its last, which is the world's.
+    """Bring the figures from the first rank of the group to its last, which is the world's, and to those between.
+
+    A broadcast, although one message would do: gloo's messages keep the timeout that their group was made with,
+    whatever `--distributed-timeout-seconds-after-init` says.
 
     Args:
         figures: on the first rank; None elsewhere.
-        group: gloo; its first and last rank take part, the others may call this too.
+        group: gloo; all its ranks take part.
 
     Returns:
-        The figures on the first and the last rank.
+        The figures.
     """
-    first, last = 0, group.size() - 1
     message = torch.tensor(astuple(figures or Figures()), dtype=torch.float64)
     with waiting_for("the figures on the rank that writes them", group=group):
-        if first != last and group.rank() == first:
-            dist.send(message, dist.get_global_rank(group, last), group=group)
-        if first != last and group.rank() == last:
-            dist.recv(message, dist.get_global_rank(group, first), group=group)
+        dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
     return Figures(*message.tolist())
 
 

@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = 1800
 NUM_RANKS = 4
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 def test_a_run_over_two_hosts_equals_one_host_until_the_link_goes_down_and_then_every_rank_says_why(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,6 @@
 """The schedule as one of Megatron's own packing schedulers: on a checkout that has them, and the seam by itself.
 
-MEGATRON_CHECKOUT=DIR python -m pytest tests/megatron/test_packing_scheduler.py
+MEGATRON_CHECKOUT=DIR python -m pytest -m checkout tests/megatron/test_packing_scheduler.py
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_a_megatron_without_the_map_is_left_alone() -> None:
     assert register() is None
 
 
-@pytest.mark.skipif(CHECKOUT is None, reason="needs MEGATRON_CHECKOUT, a checkout with scheduler_map")
+@pytest.mark.checkout
 @pytest.mark.parametrize("prepacked", [True, False], ids=["rows", "samples-with-lengths"])
 def test_on_a_checkout(tmp_path: Path, prepacked: bool) -> None:
     """Megatron's wrap_data_iterator and get_batch of a checkout, on two ranks."""
