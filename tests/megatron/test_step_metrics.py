@@ -286,6 +286,7 @@ def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, caps
     recording = RunRecording(folder, info=None, dp_rank=0, resume=False)
     recording.measured(TimedStep(1, SCHEDULE, np.ones(SCHEDULE.num_microbatches)))
     shutil.rmtree(folder)
+    folder.touch()  # where the folder was, nothing can be written
     recording.flush()
     recording.measured(TimedStep(2, SCHEDULE, np.ones(SCHEDULE.num_microbatches)))
     recording.flush()
