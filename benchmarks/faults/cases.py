@@ -63,7 +63,7 @@ class Fault:
 _SAMPLE = rf"rank 1: item 3 of this step \(in the data set: sample {STEP * GLOBAL_BATCH_SIZE - 1}\): "
 _LOST = rf"iteration {STEP}: .*waited for {{what}} .*among .*, and not all answered"
 _LOST_AHEAD = rf"iteration {STEP + 1}: .*waited for .* among .*, and not all answered"
-_MEGATRON = rf"iteration ({STEP - 1}|{STEP}): Megatron waited for other ranks in a collective of its own, and not all answered"
+_MEGATRON = rf"iteration ({STEP - 1}|{STEP}): Megatron waited for other ranks in a collective of its own"
 _GATHER = _LOST.format(what="the lengths of all ranks' samples")
 _EXCHANGE = _LOST.format(what="samples from the ranks that loaded them")
 
