@@ -118,11 +118,11 @@ class TakesTurns:
         self._began = time.perf_counter(), time.process_time()
         return step
 
-    def prepare(self, data_iterator: Any, *, num_microbatches: int) -> None:
+    def prepare(self, data_iterator: Any, **arguments: Any) -> None:
         """As the balancer's, or nothing."""
         if self._on:
             with self._metering():
-                self._inner.prepare(data_iterator, num_microbatches=num_microbatches)
+                self._inner.prepare(data_iterator, **arguments)
 
     def _metered(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)

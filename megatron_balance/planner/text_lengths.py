@@ -148,6 +148,8 @@ def _load(path: Path) -> Any:
     try:
         tokenizer = package.Tokenizer.from_file(str(file))
     except Exception as error:
+        if type(error) is not Exception:  # the package raises the bare class, and nothing else is about the file
+            raise
         raise BalanceError(f"--tokenizer is {str(path)!r}: the package tokenizers cannot read it: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

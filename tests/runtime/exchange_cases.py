@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.fuzz_exchange import fuzz
+from benchmarks.fuzz_exchange import DTYPES, fuzz
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.runtime import exchange
@@ -23,22 +23,6 @@ from megatron_balance.runtime.replica import share_counts
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 pair_of_ranks: dist.ProcessGroup | None = None  # made once a process
-
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-)
 
 
 def random_bits(shape, dtype, rng) -> torch.Tensor:
