@@ -21,6 +21,7 @@ from typing import Any
 
 from training_run import ROOT
 
+from benchmarks.soak import STEPS_PER_SWING
 from benchmarks.soak.growth import Growth
 from benchmarks.soak.overhead import LIMIT, measure_overhead
 from benchmarks.soak.report import report
@@ -28,6 +29,8 @@ from benchmarks.soak.runs import soak
 from megatron_balance.runtime.environment import environment
 
 SAMPLE_STEPS = 20
+MIN_STEPS = 2 * (STEPS_PER_SWING + SAMPLE_STEPS)
+"""Growth is of the second half, between samples that are a whole swing of the lengths apart."""
 
 MAX_BYTES_PER_STEP = 100
 """What malloc has given out may grow by so much more than stock's: 100 MB in a million steps."""
@@ -44,6 +47,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=100, help="pairs of steps for the overhead (default: 100)")
     parser.add_argument("--reuse", action="store_true", help="report the records of the last runs, and do not train")
     args = parser.parse_args()
+    if args.steps < MIN_STEPS:
+        parser.error(f"--steps is {args.steps}: it must be at least {MIN_STEPS}, two swings of the lengths")
     folder = ROOT / "build" / "bench" / "runs" / "soak"
     if not args.reuse:
         shutil.rmtree(folder, ignore_errors=True)
