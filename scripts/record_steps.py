@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,18 +24,34 @@ from megatron_balance.patching import Function, Hook, install
 
 def main() -> None:
     """Record while the script trains."""
+    train_wrapped(
+        _recorded, why="times a step as the user waits for it, and reads its loss before it is rounded for the log"
+    )
+
+
+def train_wrapped(
+    wrap: Callable[..., Function], *, why: str, parameters: tuple[str, ...] = (), also: Sequence[Hook] = ()
+) -> None:
+    """Train with Megatron's train_step wrapped; the folder for this rank's lines is the first argument of the script.
+
+    Args:
+        wrap: given train_step and the keyword `out`, the file for lines: what runs in its place.
+        why: it is wrapped.
+        parameters: of train_step that it relies on.
+        also: hooks that are installed with it.
+    """
     directory = Path(sys.argv.pop(1))
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / f"rank{os.environ['RANK']}.jsonl").open("w") as out:
         train_step = Hook(
             target="megatron.training.training:train_step",
             bound_in=("megatron.training.training",),
-            parameters=(),
-            wrap=functools.partial(_recorded, out=out),
-            why="times a step as the user waits for it, and reads its loss before it is rounded for the log",
+            parameters=parameters,
+            wrap=functools.partial(wrap, out=out),
+            why=why,
             until="Megatron has callbacks around a step",
         )
-        patches = install([train_step], version="of this environment")
+        patches = install([train_step, *also], version="of this environment")
         try:
             pretrain_sft.main()
         finally:

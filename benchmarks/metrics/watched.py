@@ -12,41 +12,28 @@ import contextlib
 import functools
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import RerunDataIterator
+from record_steps import train_wrapped
 
 from benchmarks.metrics import WATCHED
-from megatron_balance.mcore import hooks, pretrain_sft
+from megatron_balance.mcore import hooks
 from megatron_balance.mcore.observer import RunObserver
 from megatron_balance.mcore.step_maker import BalancedStep
-from megatron_balance.patching import Function, Hook, install
+from megatron_balance.patching import Function
 
 
 def main() -> None:
     """Record while the script trains."""
-    directory = Path(sys.argv.pop(1))
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"rank{os.environ['RANK']}.jsonl").open("w") as out:
-        train_step = Hook(
-            target="megatron.training.training:train_step",
-            bound_in=("megatron.training.training",),
-            parameters=("data_iterator",),
-            wrap=functools.partial(_alternating, out=out),
-            why="times a step with all that follows it, and feeds it the same data again",
-            until="Megatron has callbacks around a step",
-        )
-        patches = install([train_step], version="of this environment")
-        try:
-            pretrain_sft.main()
-        finally:
-            patches.undo()
+    train_wrapped(
+        _alternating,
+        why="times a step with all that follows it, and feeds it the same data again",
+        parameters=("data_iterator",),
+    )
 
 
 def _alternating(train_step: Function, *, out: TextIO) -> Function:

@@ -9,7 +9,6 @@ of the newest step.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -18,52 +17,29 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from record_steps import train_wrapped
+
 from benchmarks.soak.drifting import datasets_provider
-from megatron_balance.mcore import hooks, pretrain_sft
-from megatron_balance.patching import Function, Hook, install
+from megatron_balance.mcore import hooks
+from megatron_balance.patching import Function, Hook
 
 SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
 
 
 def main() -> None:
     """Sample while the script trains."""
-    directory = Path(sys.argv.pop(1))
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"rank{os.environ['RANK']}.jsonl").open("w") as out, _patched(out):
-        pretrain_sft.main()
-
-
-@contextlib.contextmanager
-def _patched(out: TextIO) -> Iterator[None]:
-    patches = install(
-        [
-            Hook(
-                target="megatron.training.training:train_step",
-                bound_in=("megatron.training.training",),
-                parameters=(),
-                wrap=functools.partial(_sampled, out=out),
-                why="looks at the process between steps",
-                until="Megatron has callbacks around a step",
-            ),
-            Hook(
-                target="megatron_balance.mcore.pretrain_sft:datasets_provider",
-                bound_in=("megatron_balance.mcore.pretrain_sft",),
-                parameters=("num_samples",),
-                wrap=lambda stock: datasets_provider,
-                why="lengths that drift",
-                until="the script takes a data set of one's own",
-            ),
-        ],
-        version="of this environment",
+    lengths = Hook(
+        target="megatron_balance.mcore.pretrain_sft:datasets_provider",
+        bound_in=("megatron_balance.mcore.pretrain_sft",),
+        parameters=("num_samples",),
+        wrap=lambda stock: datasets_provider,
+        why="lengths that drift",
+        until="the script takes a data set of one's own",
     )
-    try:
-        yield
-    finally:
-        patches.undo()
+    train_wrapped(_sampled, why="looks at the process between steps", also=[lengths])
 
 
 def _sampled(train_step: Function, *, out: TextIO) -> Function:

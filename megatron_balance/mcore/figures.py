@@ -29,6 +29,7 @@ class Figures:
         busiest_rank_seconds: of the busiest rank, as measured.
         over_bound: planned cost over what no plan can beat.
         num_microbatches: slots of every rank.
+        num_shapes: distinct lengths of this rank's micro-batches since it started, filled up as they run.
         padding_fraction: padding over padded tokens.
         moved_fraction: tokens that ran off the rank that loaded them, over all tokens.
         moved_fraction_unlabelled: the same, had interchangeable ranks not been exchanged.
@@ -42,6 +43,7 @@ class Figures:
     busiest_rank_seconds: float = _UNKNOWN
     over_bound: float = _UNKNOWN
     num_microbatches: float = _UNKNOWN
+    num_shapes: float = _UNKNOWN
     padding_fraction: float = _UNKNOWN
     moved_fraction: float = _UNKNOWN
     moved_fraction_unlabelled: float = _UNKNOWN

@@ -51,6 +51,7 @@ class RunMetrics:
         self._objective = ""
         self._steps: dict[int, Figures] = {}  # by iteration; every rank has the same iterations
         self._seconds: dict[int, float] = {}
+        self._shapes: set[int] = set()  # no more than a cap holds: it stays small however long the run is
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """Note what a step plans."""
@@ -58,6 +59,7 @@ class RunMetrics:
         if step.schedule is not None and self._group.rank() == 0:
             figures = Figures.of_step(step, schedule=step.schedule)
             self._objective = step.schedule.objective
+            self._shapes.update(step.microbatch_tokens)
         self._steps[iteration] = figures
         while len(self._steps) > MAX_STEPS:
             del self._steps[next(iter(self._steps))]
@@ -77,6 +79,7 @@ class RunMetrics:
         if gathered is not None:
             figures = replace(
                 Figures.mean(list(self._steps.values())),
+                num_shapes=float(len(self._shapes)),
                 measured_imbalance=busiest_over_mean(gathered),
                 busiest_rank_seconds=_mean_of_known(gathered.max(axis=0)),
             )

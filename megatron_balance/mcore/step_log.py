@@ -79,7 +79,7 @@ def _line(figures: Figures) -> str:
     parts = [
         f"max/mean of rank time: planned {figures.planned_imbalance:.4f}, measured {measured}",
         f"{figures.over_bound:.4f} of the bound",
-        f"micro-batches {figures.num_microbatches:.4g}",
+        f"micro-batches {figures.num_microbatches:.4g} ({figures.num_shapes:.0f} shapes so far)",
         *([] if math.isnan(figures.drift) else [f"drift {figures.drift:.3f}"]),
         *([] if math.isnan(figures.calibration_error) else [f"calibrated, off by {figures.calibration_error:.1%}"]),
         f"padding {figures.padding_fraction:.1%}",

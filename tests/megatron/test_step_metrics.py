@@ -36,7 +36,8 @@ SAVED_AT = 4
 LINE = re.compile(
     r"megatron_balance: iteration (?P<iteration>\d+) \| (?P<objective>\w+) \| max/mean of rank time: "
     r"planned (?P<planned>[\d.]+), measured (?P<measured>[\d.]+) \(busiest rank (?P<busiest>[\d.]+) ms\) .*"
-    r"micro-batches (?P<slots>[\d.]+) .*padding .*moved .*plan .*exchange .*exposed (?P<exposed>[\d.]+) ms$",
+    r"micro-batches (?P<slots>[\d.]+) \((?P<shapes>\d+) shapes so far\) "
+    r".*padding .*moved .*plan .*exchange .*exposed (?P<exposed>[\d.]+) ms$",
     re.MULTILINE,
 )
 PLANNED_NAMES = {
@@ -50,7 +51,7 @@ PLANNED_NAMES = {
     "exchange_seconds",
     "exposed_seconds",
 }
-NAMES = {*PLANNED_NAMES, "measured_imbalance", "busiest_rank_seconds"}
+NAMES = {*PLANNED_NAMES, "num_shapes", "measured_imbalance", "busiest_rank_seconds"}
 
 
 def run(folder: Path, flags: str, *, num_ranks: int = 2) -> Recorded:
@@ -110,6 +111,8 @@ class TestOneRun:
             assert line["objective"] == "step"
             slots = np.mean([steps[iteration - 1]["num_microbatches"] for iteration in iterations])
             assert float(line["slots"]) == pytest.approx(slots, rel=1e-3)
+            tokens = [num_tokens for step in steps[: iterations[-1]] for num_tokens in step["microbatch_tokens"]]
+            assert int(line["shapes"]) == len(set(tokens)) > 1
             planned = step_imbalance(whole.record, iterations=iterations)
             assert float(line["planned"]) == pytest.approx(planned, abs=1e-4)
 
@@ -278,7 +281,14 @@ class TestOneRank:
     def test_what_was_not_measured_is_unknown(self, metrics: RunMetrics, log: Lines) -> None:
         self.take(metrics, 2, seconds=None)
         [(_, figures)] = log.lines
-        assert set(figures.known()) == PLANNED_NAMES
+        assert set(figures.known()) == {*PLANNED_NAMES, "num_shapes"}
+
+    def test_shapes_are_counted_over_the_whole_run(self, metrics: RunMetrics, log: Lines) -> None:
+        for iteration, tokens in enumerate(([8, 16], [8, 8], [8, 24], [16, 24]), start=1):
+            step = BalancedStep(2, tokens, schedule=SCHEDULE)
+            metrics.begin(step, iteration=iteration)
+            metrics.logged(iteration)
+        assert [figures.num_shapes for _, figures in log.lines] == [2, 3]
 
 
 def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
