@@ -4,7 +4,7 @@
 
 Three length sets, 2 to 8 data-parallel ranks, 2 to 8 stages, 64 samples a rank; costs by the FLOPs of Qwen3-8B and 128
 tokens besides for each micro-batch, as runs count them. The bound counts a bubble of empty micro-batches only, so no
-plan comes near it.
+plan comes near it. Then `auto` once more with larger caps than the longest sample.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ ALGORITHMS = ("auto", "first_fit", "greedy", "karmarkar_karp")
 RANKS = (2, 4, 8)
 STAGES = (2, 4, 8)
 SAMPLES_PER_RANK = 64
+TIMES_CAP = (2, 4)
+"""Caps that are tried besides."""
+
 LARGE = ((8192, 128), (65536, 1024))
 """Samples and ranks of the batches that are planned for time, in a pipeline of 8 stages."""
 
@@ -45,7 +48,9 @@ class Row:
         dp_size: data-parallel ranks.
         pp_size: stages.
         algorithm: as named.
+        times_cap: the cap over the longest sample.
         over_bound: predicted cost over the lower bound.
+        predicted_cost: of the step.
         num_microbatches: of a rank.
         plan_cpu_ms: this process's own computing for one plan, milliseconds.
     """
@@ -54,7 +59,9 @@ class Row:
     dp_size: int
     pp_size: int
     algorithm: str
+    times_cap: int
     over_bound: float
+    predicted_cost: float
     num_microbatches: float
     plan_cpu_ms: float
 
@@ -72,25 +79,40 @@ def main() -> int:
         for pp_size in STAGES
         for algorithm in ALGORITHMS
     ]
+    roomy = [
+        _row(name, dp_size=dp_size, pp_size=pp_size, algorithm="auto", num_batches=args.batches, times_cap=times)
+        for times in TIMES_CAP
+        for name in CAPS
+        for dp_size in RANKS
+        for pp_size in STAGES
+    ]
     large = [
         _row("servegen_mlarge", dp_size=dp_size, pp_size=8, algorithm=algorithm, num_batches=1, num_samples=num_samples)
         for num_samples, dp_size in LARGE
         for algorithm in ALGORITHMS
     ]
-    text = "".join(f"{line}\n" for line in _report(rows, large=large, num_batches=args.batches))
+    text = "".join(f"{line}\n" for line in _report(rows, roomy=roomy, large=large, num_batches=args.batches))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "pipelines.md").write_text(text)
-    (args.out / "pipelines.json").write_text(json.dumps([asdict(row) for row in (*rows, *large)], indent=1) + "\n")
+    content = [asdict(row) for row in (*rows, *roomy, *large)]
+    (args.out / "pipelines.json").write_text(json.dumps(content, indent=1) + "\n")
     sys.stdout.write(text)
     return int(any(_excess(of_setup) > 0 for of_setup in (*_by_setup(rows), *_by_setup(large))))
 
 
 def _row(
-    name: str, *, dp_size: int, pp_size: int, algorithm: str, num_batches: int, num_samples: int | None = None
+    name: str,
+    *,
+    dp_size: int,
+    pp_size: int,
+    algorithm: str,
+    num_batches: int,
+    num_samples: int | None = None,
+    times_cap: int = 1,
 ) -> Row:
     cap = CAPS[name]
     cost_model = CostModel.from_shape(ModelShape.preset("Qwen3-8B"), microbatch_tokens=MICROBATCH_TOKENS)
-    over_bound, num_microbatches, seconds = [], [], []
+    over_bound, predicted_costs, num_microbatches, seconds = [], [], [], []
     for seed in range(num_batches):
         lengths = synthetic_lengths(name, num_samples=num_samples or SAMPLES_PER_RANK * dp_size, seed=seed)
         began = time.process_time()
@@ -98,19 +120,22 @@ def _row(
             np.minimum(lengths, cap),
             cost_model=cost_model,
             topology=Topology(dp_size, pp_size=pp_size),
-            limits=Limits(cap),
+            limits=Limits(times_cap * cap),
             objective="pipeline",
             algorithm=algorithm,
         )
         seconds.append(time.process_time() - began)
         over_bound.append(schedule.predicted_cost / schedule.lower_bound)
+        predicted_costs.append(schedule.predicted_cost)
         num_microbatches.append(schedule.num_microbatches)
     return Row(
         name,
         dp_size=dp_size,
         pp_size=pp_size,
         algorithm=algorithm,
+        times_cap=times_cap,
         over_bound=statistics.fmean(over_bound),
+        predicted_cost=statistics.fmean(predicted_costs),
         num_microbatches=statistics.fmean(num_microbatches),
         plan_cpu_ms=statistics.median(seconds) * 1e3,
     )
@@ -127,7 +152,7 @@ def _excess(of_setup: list[Row]) -> float:
     return auto - min(named)
 
 
-def _report(rows: list[Row], *, large: list[Row], num_batches: int) -> Iterator[str]:
+def _report(rows: list[Row], *, roomy: list[Row], large: list[Row], num_batches: int) -> Iterator[str]:
     yield "# Plans for a pipeline"
     yield ""
     yield "Made by `python -m benchmarks.planner.pipelines`, which says what is planned; do not edit. Predicted time"
@@ -143,6 +168,17 @@ def _report(rows: list[Row], *, large: list[Row], num_batches: int) -> Iterator[
         f"**{statistics.fmean(row.over_bound for row in rows if row.algorithm == name):.3f}**" for name in ALGORITHMS
     )
     yield f"| mean | | | {means} | |"
+    yield ""
+    yield "A cap above the longest sample, for `auto`: predicted time over that with a cap at the longest sample, in"
+    yield "all these setups. Larger micro-batches are fewer, and their bubble is longer."
+    yield ""
+    yield "| cap, longest samples | least | mean | most |"
+    yield "|---:|---:|---:|---:|"
+    tight = [row for row in rows if row.algorithm == "auto"]
+    for first in range(0, len(roomy), len(tight)):
+        pairs = zip(roomy[first : first + len(tight)], tight, strict=True)
+        times = [row.predicted_cost / beside.predicted_cost for row, beside in pairs]
+        yield f"| {roomy[first].times_cap} | {min(times):.3f} | {statistics.fmean(times):.3f} | {max(times):.3f} |"
     yield ""
     yield "Large batches, one each, servegen_mlarge in 8 stages: time over the bound, and CPU milliseconds to plan."
     yield ""

@@ -106,8 +106,8 @@ def derive_cap(
 ) -> DerivedCap:
     """The most tokens of a micro-batch on one GPU that fit the budget.
 
-    In a pipeline the cap is held at the longest sample (`seq_length`): memory is often there for more, but fewer and
-    larger micro-batches make the bubble longer.
+    In a pipeline the cap is held at the longest sample (`seq_length`): memory is often there for more, but larger
+    micro-batches are fewer and make the bubble longer, so plans gain nothing by it (benchmarks/planner/pipelines.py).
 
     Args:
         model: what a run takes.
