@@ -23,8 +23,9 @@ from torch import Tensor
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
 from megatron_balance.planner.problem import OBJECTIVES
+from megatron_balance.runtime.collectives import all_gather_row
 from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.gather import GatheredLengths, all_gather_row, check_same_schedule, gather_sample_lengths
+from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.sample import Sample
 from megatron_balance.runtime.unpacking import split_packed

@@ -17,8 +17,8 @@ from megatron_balance.mcore.arguments import BalanceConfig, topology_from_megatr
 from megatron_balance.mcore.groups import new_group
 from megatron_balance.mcore.step_log import StepLog
 from megatron_balance.planner.memory import MemoryModel, TrainingMemory, memory_model
-from megatron_balance.planner.memory_activations import Precision
 from megatron_balance.planner.memory_budget import DerivedCap, budget_of_device, derive_cap, gib_to_bytes
+from megatron_balance.planner.memory_precision import Precision
 from megatron_balance.planner.model_shape import ModelShape
 
 

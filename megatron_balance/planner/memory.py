@@ -28,12 +28,12 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner.layer_kinds import Layer
 from megatron_balance.planner.memory_activations import (
     RECOMPUTED_MODULES,
-    Precision,
     backward_workspace,
     bytes_per_token,
     kept_by_layer,
     norm_kept,
 )
+from megatron_balance.planner.memory_precision import Precision
 from megatron_balance.planner.memory_weights import Weights, embedding_weights, layer_weights, mtp_weights, weight_bytes
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.topology import Topology

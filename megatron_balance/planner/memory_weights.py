@@ -21,7 +21,7 @@ from megatron_balance.planner.flops import (
     mtp_projection_flops,
 )
 from megatron_balance.planner.layer_kinds import Layer
-from megatron_balance.planner.memory_activations import Precision
+from megatron_balance.planner.memory_precision import Precision
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.topology import Topology
 

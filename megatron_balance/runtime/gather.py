@@ -22,7 +22,8 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.peers import MAX_RANKS_NAMED, named_ranks, waiting_for
+from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
+from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED = range(7)
@@ -254,54 +255,3 @@ def _check_alike_packed(unpacked: NDArray[np.bool_]) -> None:
             f"Rows of {ranks_where(unpacked)} have no cu_seqlens, and those of {ranks_where(~unpacked)} have: every "
             "rank must load packed (thd) data, or none."
         )
-
-
-def ranks_where(mask: NDArray[np.bool_], *, names: Sequence[int] | None = None) -> str:
-    """`rank 3` or `ranks 1, 2 and 7 more`.
-
-    Args:
-        mask: `[group_size]`.
-        names: `[group_size]`, what the ranks are called; by default their place in the group.
-    """
-    ranks = np.flatnonzero(mask).tolist()
-    return named_ranks(ranks if names is None else [names[rank] for rank in ranks])
-
-
-def all_gather_row(
-    row: NDArray[np.int64], *, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
-) -> NDArray[np.int64]:
-    """int64 `[n]` of every rank → `[group_size, n]`.
-
-    Args:
-        row: of this rank.
-        group: all that take part.
-        what: that is waited for, for the error of a peer that does not answer.
-        device: where the buffers live.
-    """
-    return _all_gather_tensor(torch.from_numpy(row), group=group, what=what, device=device).numpy()
-
-
-def all_gather_bytes(
-    data: bytes,
-    *,
-    nbytes: NDArray[np.int64],
-    group: dist.ProcessGroup,
-    what: str,
-    device: torch.device | str = "cpu",
-) -> list[bytes]:
-    """The bytes of every rank, of which every rank already knows the number: `nbytes` int64 `[group_size]`."""
-    row = torch.zeros(int(nbytes.max()), dtype=torch.uint8)
-    row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    rows = _all_gather_tensor(row, group=group, what=what, device=device)
-    return [bytes(rows[rank, :count].tolist()) for rank, count in enumerate(nbytes)]
-
-
-def _all_gather_tensor(
-    row: torch.Tensor, *, group: dist.ProcessGroup, what: str, device: torch.device | str
-) -> torch.Tensor:
-    """`[n]` of every rank → `[group_size, n]`, on the CPU."""
-    gathered = torch.empty(group.size() * row.numel(), dtype=row.dtype, device=device)
-    row = row.to(device)
-    with waiting_for(what, group=group):
-        dist.all_gather_into_tensor(gathered, row, group=group)
-        return gathered.view(group.size(), -1).cpu()

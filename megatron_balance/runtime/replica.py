@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.gather import all_gather_bytes, all_gather_row, ranks_where
+from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
 from megatron_balance.runtime.peers import waiting_for
 
 KIND, NUM_VALUES, DIGEST = range(3)

@@ -24,7 +24,8 @@ from megatron.training import theoretical_memory_usage as theirs
 from test_flops_oracle import namespace
 
 from megatron_balance.planner.memory import TrainingMemory, memory_model
-from megatron_balance.planner.memory_activations import Precision, bytes_per_token, kept_by_layer
+from megatron_balance.planner.memory_activations import bytes_per_token, kept_by_layer
+from megatron_balance.planner.memory_precision import Precision
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.topology import Topology
 

@@ -16,7 +16,7 @@ import pytest
 from memory_shapes import MEASURED, RECOMPUTES, TOKENS
 
 from megatron_balance.planner.memory import INPUT_BYTES, TrainingMemory, memory_model
-from megatron_balance.planner.memory_activations import Precision
+from megatron_balance.planner.memory_precision import Precision
 from megatron_balance.planner.topology import Topology
 
 pytest.importorskip("megatron.core")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.memory import GIB, TrainingMemory, chunks_under_way, memory_model
-from megatron_balance.planner.memory_activations import Precision
 from megatron_balance.planner.memory_budget import budget_of_device, derive_cap, token_cap
+from megatron_balance.planner.memory_precision import Precision
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.partition import ALGORITHMS
 from megatron_balance.planner.presets import PRESETS
