@@ -20,6 +20,7 @@ LOOKAHEAD = "--balance-lookahead 2"
 NO_OVERLAP = "--no-balance-overlap"
 PP2 = "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ class Fault:
     @property
     def layout(self) -> str:
         """For people."""
-        if TP2 in self.flags or PP2 in self.flags:
-            return ("TP2×" if TP2 in self.flags else "PP2×") + f"DP{self.num_ranks // 2}"
+        for name, flag in (("TP2", TP2), ("PP2", PP2), ("CP2", CP2)):
+            if flag in self.flags:
+                return f"{name}×DP{self.num_ranks // 2}"
         return f"DP{self.num_ranks}"
 
 
@@ -86,6 +88,14 @@ DATA = {
         num_ranks=4,
         flags=TP2,
     ),
+    "ends-early-cp2": Fault(
+        "the same, in one of two context-parallel ranks",
+        r"rank 1: its data ended after 3 of 4 items of this step",
+        "ends-early",
+        ranks=(3,),
+        num_ranks=4,
+        flags=CP2,
+    ),
     "falling-cu-seqlens": Fault(
         "a sample's cu_seqlens fall", _SAMPLE + "Row 0: cu_seqlens falls", "falling-cu-seqlens"
     ),
@@ -103,11 +113,19 @@ DATA = {
     ),
     "other-data-pp2": Fault(
         "one pipeline stage reads another data set",
-        r"the data of this step differs within a model replica: rank [23] read other samples than rank [01]",
+        r"in the data-parallel group of rank [23] other samples were read than in that of rank [01]",
         "other-data",
         ranks=(2, 3),
         num_ranks=4,
         flags=PP2,
+    ),
+    "other-data-cp2": Fault(
+        "a context-parallel rank reads another data set",
+        r"in the data-parallel group of rank [13] other samples were read than in that of rank [02]",
+        "other-data",
+        ranks=(3,),
+        num_ranks=4,
+        flags=CP2,
     ),
 }
 

@@ -41,8 +41,8 @@ class StepBalancer:
 
     Args:
         maker: makes steps.
-        model_group: tensor- and pipeline-parallel ranks of this model replica, or None where it is one rank;
-            a group of its own, gloo.
+        replica_group: tensor-, pipeline- and context-parallel ranks of this model replica, or None where it is one
+            rank; a group of its own, gloo.
         pool: samples that wait under look-ahead, or None without.
 
     Attributes:
@@ -50,10 +50,10 @@ class StepBalancer:
     """
 
     def __init__(
-        self, maker: StepMaker, *, model_group: dist.ProcessGroup | None = None, pool: SamplePool | None = None
+        self, maker: StepMaker, *, replica_group: dist.ProcessGroup | None = None, pool: SamplePool | None = None
     ) -> None:
         self.maker = maker
-        self._model_group = model_group
+        self._replica_group = replica_group
         self._pool = pool
         self._last: BalancedStep | None = None
         self._num_batches_to_skip = 0
@@ -181,8 +181,8 @@ class StepBalancer:
 
     def _share(self, counts: list[int] | None, *, fingerprint: int = 0, problem: str | None = None) -> list[int]:
         """`[num_microbatches, tokens of each]`, the same on all ranks of the replica, or the same error."""
-        if self._model_group is not None:
-            return share_counts(counts, group=self._model_group, digest=fingerprint, problem=problem)
+        if self._replica_group is not None:
+            return share_counts(counts, group=self._replica_group, digest=fingerprint, problem=problem)
         assert counts is not None or problem is not None, "a rank that is a whole replica reads data"
         return counts or []
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_balance.mcore.balancer import StepBalancer
 from megatron_balance.mcore.checkpoint import restore_state
-from megatron_balance.mcore.groups import new_group, own_group, reads_data
+from megatron_balance.mcore.groups import new_group, own_group, reads_data, replica_ranks
 from megatron_balance.mcore.memory_cap import tell_of_cap
 from megatron_balance.mcore.observer import RunObserver
 from megatron_balance.mcore.observer_setup import observer_of_run
@@ -205,7 +205,6 @@ def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
     from megatron.core import parallel_state
 
     config, topology, timeout = setup.config, setup.topology, setup.timeout
-    model_group = parallel_state.get_model_parallel_group()
     dp_group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
     calibration = None
     if config.calibrate_online:
@@ -229,8 +228,9 @@ def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
         calibration=calibration,
         origin=SampleOrigin.from_megatron_args(args, dp_rank=dp_group.rank(), dp_size=topology.dp_size),
     )
-    own_model_group = own_group(model_group, timeout=timeout) if model_group.size() > 1 else None
-    return StepBalancer(maker, model_group=own_model_group, pool=pool)
+    ranks = replica_ranks()
+    replica_group = new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+    return StepBalancer(maker, replica_group=replica_group, pool=pool)
 
 
 def _online_calibration(prior: CostModel, *, args: Any, timeout: timedelta) -> OnlineCalibration:

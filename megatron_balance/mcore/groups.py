@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -63,6 +64,21 @@ def reads_data() -> bool:
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def replica_ranks() -> list[int]:
+    """World ranks of this model replica: tensor-, pipeline- and context-parallel ranks, the first one first.
+
+    Megatron's ranks are a grid, numbered along its axes in some order; so the way from this rank to another one is the
+    sum of the ways along each axis.
+    """
+    from megatron.core import parallel_state
+
+    model_group: Any = parallel_state.get_model_parallel_group()
+    context_group: Any = parallel_state.get_context_parallel_group()
+    stages, shares = map(dist.get_process_group_ranks, (model_group, context_group))
+    here = dist.get_rank()
+    return sorted(stage + share - here for stage in stages for share in shares)
 
 
 def is_first_of_replica() -> bool:

@@ -49,7 +49,7 @@ class BalancedStep:
         microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
-        fingerprint: of the plan and the tokens, in [0, 2**63): equal in every pipeline stage of a model replica.
+        fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
         pool: the samples that wait after this step, or None without look-ahead.
         calibration: what online calibration knew when this step was planned, or None without it.
         plan_seconds: spent planning.

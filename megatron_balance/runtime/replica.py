@@ -1,7 +1,7 @@
 """The ranks of one model replica go on alike: with the same plan, or all with the same error.
 
-Some of them made the plan, each with its own data-parallel group (pipeline stages); the others learn from the first
-what they need of it (tensor-parallel ranks that read no data).
+Some of them made the plan, each with its own data-parallel group (pipeline stages, context-parallel ranks); the others
+learn from the first what they need of it (tensor-parallel ranks that read no data).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def share_counts(
     if differ.any():
         world_ranks = dist.get_process_group_ranks(group)
         raise BalanceError(
-            f"the data of this step differs within a model replica: {ranks_where(differ, names=world_ranks)} read "
-            f"other samples than rank {world_ranks[0]}. Every pipeline stage must read the same data, in one order."
+            "the data of this step differs within a model replica: in the data-parallel group of "
+            f"{ranks_where(differ, names=world_ranks)} other samples were read than in that of rank {world_ranks[0]}. "
+            "Every pipeline stage and context-parallel rank must read the same data, in one order."
         )
     if planned.all():
         assert counts is not None, "planned"

@@ -14,6 +14,7 @@ QUICK = (
     "ends-early-tp2",
     "negative-token",
     "other-data-pp2",
+    "other-data-cp2",
     "no-flags-tp2",
     "killed-before-exchange-now",
     "killed-during-exchange",

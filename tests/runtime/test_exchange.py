@@ -147,8 +147,8 @@ def test_rows_that_are_packed_on_some_ranks_only_raise_on_every_rank(world4):
     [
         (["A", "A"], [2, 30, 40]),
         (["A", "listens"], [2, 30, 40]),
-        (["A", "B"], "rank 1 read other samples than rank 0"),
-        (["A", "C"], "rank 1 read other samples than rank 0"),
+        (["A", "B"], "group of rank 1 other samples were read than in that of rank 0"),
+        (["A", "C"], "group of rank 1 other samples were read than in that of rank 0"),
         (["problem", "listens"], "the data ended — early"),
         (["A", "problem"], "the data ended — early"),
         (["problem", "problem"], "the data ended — early"),
