@@ -117,6 +117,7 @@ MEGATRON = (
             "get_tensor_model_parallel_rank",
             "get_pipeline_model_parallel_rank",
             "get_context_parallel_rank",
+            "get_context_parallel_group",
         )
     ),
     Relied(
