@@ -9,6 +9,7 @@ Invariants: this process starts no thread, so that a fork lacks nothing; every f
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -166,6 +167,7 @@ def _run_rank(command: Sequence[str], *, rank: int, num_ranks: int, port: int, l
             status = 0
         except SystemExit as end:  # how Megatron ends at --exit-interval
             status = int(end.code or 0)
+        atexit._run_exitfuncs()  # what Python does at its end, and os._exit does not
     finally:  # nothing may leave a fork but by its status: it would go on as a second parent
         if status:
             traceback.print_exc()

@@ -1,7 +1,8 @@
 """`training_run.train` without the seconds that every rank spends on imports: its ranks are forks of one process.
 
-That process lives as long as the tests do; `benchmarks/equality/forked.py` says what a fork is. Tests of the launcher,
-of other scripts and of what torchrun does start theirs with `training_run.train`.
+That process lives as long as the tests do; `benchmarks/equality/forked.py` says what a fork is. It has writers of
+scalars: `fake_tensorboard.py`, and W&B without a network. Tests of the launcher, of other scripts and of what torchrun
+does start theirs with `training_run.train`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _server() -> subprocess.Popen[str]:
     search_path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
     server = subprocess.Popen(
         [sys.executable, __file__],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path},
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -54,9 +55,12 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
+    from fake_tensorboard import install_fake_tensorboard
+
     from benchmarks.equality.forked import import_once, train_forked
     from megatron_balance.mcore.sft_dataset import builtin_samples
 
+    install_fake_tensorboard()
     import_once()
     builtin_samples()  # once for all
     for line in sys.stdin:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_runs
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from megatron_balance.mcore.step_timing import TimedStep
 from megatron_balance.report.record import RunRecord, read_record
 from megatron_balance.runtime.rank_seconds import busiest_over_mean
 
-SCRIPT = Path(__file__).parent / "scalar_run.py"
 FLAGS = (
     "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --seq-length 512 "
     "--max-position-embeddings 512 --global-batch-size 16 --ckpt-format torch --use-dynamic-batch-size "
@@ -55,8 +55,7 @@ NAMES = {*PLANNED_NAMES, "num_shapes", "measured_imbalance", "busiest_rank_secon
 
 
 def run(folder: Path, flags: str, *, num_ranks: int = 2) -> Recorded:
-    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    return train(folder, f"{FLAGS} {flags}".split(), num_ranks=num_ranks, script=SCRIPT, environment=environment)
+    return forked_runs.train(folder, f"{FLAGS} {flags}".split(), num_ranks=num_ranks)
 
 
 def scalars(folder: Path, *, rank: int) -> dict[str, dict[int, float]]:
@@ -180,7 +179,9 @@ def test_the_last_rank_tells_everything_though_it_reads_no_data(tmp_path: Path) 
     tensor_parallel = run(tmp_path / "steps", f"{flags} --tensor-model-parallel-size 2 {record}", num_ranks=4)
     assert set(scalars(tmp_path / "tb", rank=3)) == NAMES
     assert len(LINE.findall(tensor_parallel.output)) == 1
-    assert all((step.seconds > 0).all() for step in read_record(tmp_path / "record").steps)
+    steps = read_record(tmp_path / "record").steps
+    assert len(steps) == 2
+    assert all((step.seconds > 0).all() for step in steps)
 
 
 def test_a_virtual_pipeline_knows_its_ranks_but_not_its_micro_batches(tmp_path: Path) -> None:
@@ -196,8 +197,9 @@ def test_a_virtual_pipeline_knows_its_ranks_but_not_its_micro_batches(tmp_path: 
 
 def test_a_folder_that_cannot_be_written_ends_the_run_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    flags = f"{FLAGS} --num-layers 1 --train-iters 2 --balance-record {tmp_path / 'file' / 'record'}"
     with pytest.raises(RunFailed) as failed:
-        run(tmp_path / "steps", f"--num-layers 1 --train-iters 2 --balance-record {tmp_path / 'file' / 'record'}")
+        train(tmp_path / "steps", flags.split(), num_ranks=2)
     told = f"megatron_balance: --balance-record {tmp_path / 'file' / 'record'}: "
     assert told in str(failed.value)
     assert "Name a folder that every node can write to." in str(failed.value)

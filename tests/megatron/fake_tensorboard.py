@@ -1,4 +1,4 @@
-"""record_steps.py with a TensorBoard of our own, which writes what it is told to TENSORBOARD_DIR/rankN.jsonl.
+"""A TensorBoard of our own, which writes what it is told to TENSORBOARD_DIR/rankN.jsonl.
 
 TensorBoard itself is no package of the tests. Megatron makes the writer, on the rank and with the arguments it chooses.
 """
@@ -11,8 +11,6 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class SummaryWriter:
@@ -30,11 +28,8 @@ class SummaryWriter:
         pass
 
 
-if __name__ == "__main__":
+def install_fake_tensorboard() -> None:
+    """Let Megatron find it in this process and its forks."""
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     sys.modules["torch.utils.tensorboard"] = module
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import record_steps
-
-    record_steps.main()
