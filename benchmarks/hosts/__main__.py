@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from benchmarks.hosts.cases import AFTER_STEP, CASES, Case
 from benchmarks.hosts.network import two_hosts
 from benchmarks.hosts.two_host_run import NUM_RANKS, RankEnd, TwoHostRun, run_on
 from megatron_balance.runtime.environment import environment
+from megatron_balance.runtime.peers import named_ranks
 
 NUM_STEPS = 12
 ENDLESS = 100_000
@@ -161,12 +163,14 @@ def _report(result: dict[str, Any]) -> str:
 
 
 def _ended_by(ends: list[dict[str, Any]]) -> str:
-    """How many ranks ended by which error, waiting in what."""
+    """Which ranks ended by which error, waiting for what, or in what where the error does not say."""
     kinds: dict[str, list[int]] = {}
     for rank, end in enumerate(ends):
         if end["error"]:
-            kinds.setdefault(f"{end['error']} in `{end['waited_in']}`", []).append(rank)
-    return ", ".join(f"{kind} (ranks {', '.join(map(str, ranks))})" for kind, ranks in kinds.items())
+            told = re.search("waited for (.*?) among", end["message"])
+            where = f", waiting for {told[1]}" if told else f" in `{end['waited_in']}`"
+            kinds.setdefault(f"{end['error']}{where}", []).append(rank)
+    return "; ".join(f"{named_ranks(ranks)}: {kind}" for kind, ranks in kinds.items())
 
 
 if __name__ == "__main__":
