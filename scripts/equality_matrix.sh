@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small model with and without balancing in every layout of ranks, precision and optimizer, and compares.
-#   scripts/equality_matrix.sh    hours on two cores; goes on where it was interrupted
+#   scripts/equality_matrix.sh --whole --publish    what is committed, hours on two cores; goes on where it was interrupted
 # Runs are kept in build/bench/equality. PYTHON names the interpreter; .venv's is the default.
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)

@@ -1,7 +1,7 @@
 """Train with and without balancing in every layout, precision and optimizer, and compare loss and gradient norm.
 
-    scripts/equality_matrix.sh                  what is committed; goes on where it was interrupted
-    scripts/equality_matrix.sh --whole          every policy in every cell
+    scripts/equality_matrix.sh                  goes on where it was interrupted; rarer policies on three layouts only
+    scripts/equality_matrix.sh --whole          every policy in every cell: what is committed
     scripts/equality_matrix.sh --only 'DP2 TP2' runs whose name holds this
     scripts/equality_matrix.sh --publish        also writes benchmarks/results/equality.* and docs/equality.md
 

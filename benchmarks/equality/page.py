@@ -2,7 +2,7 @@
 
 PAGE = """# Equality
 
-Made by `scripts/equality_matrix.sh --publish`; do not edit. Every run by itself:
+Made by `scripts/equality_matrix.sh --whole --publish`; do not edit. Every run by itself:
 [equality.md](../benchmarks/results/equality.md); every figure: `equality.json` beside it.
 
 {count} {where}
@@ -55,7 +55,7 @@ other routers, balanced or not. The ranks here leave that warm-up out.
   by itself is not part of the matrix.
 - fp16: its loss scale skips steps, which is no matter of equality.
 - Balancing by FLOPs without packing: refused by the flags.
-- Policies that are not named in a cell: `--whole` runs every policy in every cell.
+- Without `--whole` the rarer policies run on three layouts only: the column *policies* says how many ran in a cell.
 - GPUs, NCCL and Transformer Engine: not measured.
 
 ## How it runs
