@@ -66,10 +66,12 @@ def train(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += ["-m", "megatron_balance.launch", "--cpu", str(script), str(record)]
     command += [*f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
+    # A script of another folder may use what lies here: benchmarks, and record_steps.
+    search_path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
     lines: list[str] = []
     with subprocess.Popen(
         command,
-        env=os.environ | ENVIRONMENT | dict(environment or {}),
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path} | dict(environment or {}),
         text=True,
         errors="replace",
         stdout=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,6 @@ def soak(
         flags,
         num_ranks=NUM_RANKS,
         script=ROOT / "benchmarks" / "soak" / "sampled.py",
-        environment={
-            "SOAK_SAMPLE_STEPS": str(sample_steps),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        },
+        environment={"SOAK_SAMPLE_STEPS": str(sample_steps)},
         timeout_seconds=600 + 3 * num_steps,
     ).ranks
