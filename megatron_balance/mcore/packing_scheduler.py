@@ -19,7 +19,6 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,6 +43,7 @@ NAME = "megatron_balance"
 SEAM = "megatron.core.datasets.data_schedule"
 _MOVED_ON = "megatron.core.datasets.data_schedule_utils"  # came with scheduler_map
 
+_ENDED = object()
 _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -123,7 +123,9 @@ class PackingScheduler:
                 sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
             )
             device = torch.device("cuda", dev)
-            items = list(itertools.islice(source, num_microbatches))
+            # Megatron's iterators have no __iter__.
+            pulled = [next(source, _ENDED) for _ in range(num_microbatches)]
+            items = [item for item in pulled if item is not _ENDED]
             problem = None
             if len(items) < num_microbatches:
                 problem = f"its data ended after {len(items)} of {num_microbatches} items of this step."
