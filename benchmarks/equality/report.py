@@ -108,15 +108,16 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: docs
         )
 
     def json(self) -> str:
-        """Every figure."""
+        """Every figure, a run a line."""
         runs = [
-            asdict(one) | {"outcome": {**asdict(self._outcomes[one.case]), "case": None, "taken": None}}
+            json.dumps(asdict(one) | {"outcome": {**asdict(self._outcomes[one.case]), "case": None, "taken": None}})
             for one in self.compared
             if one.case in self._outcomes
         ]
         result: dict[str, Any] = {"environment": environment("cpu"), "spread": SPREAD}
         result |= {"largest_of_stock": {name: limit and asdict(limit) for name, limit in self._limits.items()}}
-        return json.dumps(result | {"runs": runs}, indent=1) + "\n"
+        head = json.dumps(result, indent=1).removesuffix("\n}")
+        return f'{head},\n "runs": [\n  ' + ",\n  ".join(runs) + "\n ]\n}\n"
 
     def _compare(self, case: Case) -> Compared:
         outcome, reference = self._outcomes.get(case), self._outcomes.get(case.reference)
