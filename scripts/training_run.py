@@ -39,6 +39,11 @@ class RunFailed(RuntimeError):  # noqa: N818 - it says what happened
     """A run that ended with an error; the message ends with what it printed last."""
 
 
+def search_path() -> str:
+    """PYTHONPATH of a process, of any folder, that uses benchmarks and what lies here."""
+    return os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
+
+
 def train(
     record: Path,
     flags: Sequence[str],
@@ -66,12 +71,10 @@ def train(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += ["-m", "megatron_balance.launch", "--cpu", str(script), str(record)]
     command += [*f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
-    # A script of another folder may use what lies here: benchmarks, and record_steps.
-    search_path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
     lines: list[str] = []
     with subprocess.Popen(
         command,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path} | dict(environment or {}),
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path()} | dict(environment or {}),
         text=True,
         errors="replace",
         stdout=subprocess.PIPE,

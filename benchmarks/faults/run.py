@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training_run import ROOT
+from training_run import search_path
 
 from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
 from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
@@ -77,10 +77,9 @@ class Nursery:
     """Starts ranks; see nursery.py. A context: ranks end with it."""
 
     def __enter__(self) -> Nursery:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.faults.nursery"],
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

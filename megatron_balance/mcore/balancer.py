@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore import pool_files
-from megatron_balance.mcore.pull_ahead import pull_ahead_of
+from megatron_balance.mcore.pull_ahead import next_items, pull_ahead_of
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
 from megatron_balance.runtime.online_calibration import CalibrationState
@@ -32,8 +32,6 @@ from megatron_balance.runtime.replica import share_counts
 
 AS_LOADED = 0
 """Shared in place of num_microbatches where there is nothing to balance."""
-
-_ENDED = object()
 
 
 class StepBalancer:
@@ -163,13 +161,11 @@ class StepBalancer:
         """The items of this step; fewer where the data has ended, which is said to every rank later."""
         iterator, _ = pull_ahead_of(data_iterator)
         num_to_skip, num_items = self._num_batches_to_skip * num_microbatches, self._num_items(num_microbatches)
-        # Megatron's iterators have no __iter__.
         for _ in range(num_to_skip):
-            next(iterator, _ENDED)
+            next(iterator, None)
         self._num_batches_to_skip = 0
-        pulled = [next(iterator, _ENDED) for _ in range(num_items)]
         self._num_pulled += num_to_skip + num_items
-        return [item for item in pulled if item is not _ENDED]
+        return next_items(iterator, num_items)
 
     def _step_of(self, items: Sequence[Any], *, num_items: int) -> BalancedStep | None:
         prepared, self._prepared = self._prepared, None

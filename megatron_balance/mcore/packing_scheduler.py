@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.pull_ahead import next_items
 from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.schedule import build_data_schedule
@@ -43,7 +44,6 @@ NAME = "megatron_balance"
 SEAM = "megatron.core.datasets.data_schedule"
 _MOVED_ON = "megatron.core.datasets.data_schedule_utils"  # came with scheduler_map
 
-_ENDED = object()
 _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -123,9 +123,7 @@ class PackingScheduler:
                 sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
             )
             device = torch.device("cuda", dev)
-            # Megatron's iterators have no __iter__.
-            pulled = [next(source, _ENDED) for _ in range(num_microbatches)]
-            items = [item for item in pulled if item is not _ENDED]
+            items = next_items(source, num_microbatches)
             problem = None
             if len(items) < num_microbatches:
                 problem = f"its data ended after {len(items)} of {num_microbatches} items of this step."

@@ -53,6 +53,17 @@ class PullAhead(Iterator[Any]):
         return list(self._buffer)[:num_items]
 
 
+def next_items(iterator: Iterator[Any], num_items: int) -> list[Any]:
+    """The next items; fewer where the iterator has ended. Megatron's have no `__iter__`."""
+    items: list[Any] = []
+    try:
+        while len(items) < num_items:
+            items.append(next(iterator))
+    except StopIteration:
+        pass
+    return items
+
+
 def pull_ahead_of(iterator: Any) -> tuple[Iterator[Any], PullAhead]:
     """Put a `PullAhead` where items can be pulled without being handed out.
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_run import ROOT, Recorded, RunFailed, read_records
+from training_run import Recorded, RunFailed, read_records, search_path
 
 from megatron_balance.mcore.smoke import ENVIRONMENT
 
@@ -42,10 +42,9 @@ def train(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_seconds
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    search_path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
     server = subprocess.Popen(
         [sys.executable, __file__],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path(), "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
