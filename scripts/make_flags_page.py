@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_balance.cli import build_parser
-from megatron_balance.mcore.flag_conflicts import REFUSED, STOCK
 from megatron_balance.mcore.flags import add_balance_args
+from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
@@ -29,8 +29,8 @@ They go among Megatron's own flags, in any order. Without one of them a run is s
 def flags_page() -> str:
     """The page, as Markdown."""
     lines = [_HEAD, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
-    lines += ["What is refused, before anything is initialised:", "", *(f"- {rule.says}" for rule in REFUSED), ""]
-    lines += ["Where a run stays stock, and says so once:", "", *(f"- {rule.says}" for rule in STOCK), ""]
+    lines += ["What is refused, before anything is initialised:", "", *(f"- {row.rule}" for row in BALANCE_FLAGS), ""]
+    lines += ["What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
     for name, command in _commands(build_parser()).items():
         assert command.description is not None
         lines += [f"## megatron-balance {name}", "", command.description, "", *_tables(command)]

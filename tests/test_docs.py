@@ -25,6 +25,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from make_flags_page import PAGE, flags_page
+from make_options_page import PAGE as OPTIONS_PAGE
+from make_options_page import options_page
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -209,6 +211,10 @@ def test_flags_that_are_named_exist(page: Path) -> None:
 
 def test_flags_page_is_what_the_parsers_say() -> None:
     assert PAGE.read_text() == flags_page(), "stale: run python scripts/make_flags_page.py"
+
+
+def test_options_page_is_what_the_tables_say() -> None:
+    assert OPTIONS_PAGE.read_text() == options_page(), "stale: run python scripts/make_options_page.py"
 
 
 def test_flags_page_has_every_flag_of_every_command() -> None:

@@ -66,11 +66,11 @@ def _print(title: str, findings: Iterable[Finding], *, details: bool) -> int:
 
 
 def _print_rules() -> None:
-    from megatron_balance.mcore.flag_conflicts import REFUSED, STOCK
+    from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 
-    print("\nflags (give your script's after -- to have them checked)")
-    for rule in (*REFUSED, *STOCK):
-        print(f"  {'rule':8} {rule.says}")
+    print("\nflags (give your script's after -- to have them checked, and Megatron's own by docs/options.md)")
+    for row in BALANCE_FLAGS:
+        print(f"  {'rule':8} {row.rule}")
 
 
 def _quieten_imports() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.flag_conflicts import problems
 from megatron_balance.mcore.flags import parse_command_line
+from megatron_balance.mcore.options.table import problems
 from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
 from megatron_balance.planner.memory_budget import AUTO
@@ -67,12 +67,11 @@ class BalanceConfig:
             args: Megatron's namespace, parsed; it need not be validated yet.
 
         Raises:
-            BalanceError: flags that cannot work together (flag_conflicts.py); names the flag, the value and the remedy.
+            BalanceError: options that cannot work together (options/); names the option, the value and the remedy.
         """
-        config = cls.unchecked(args)
-        for problem in problems(config, args=args):
+        for problem in problems(args):
             raise BalanceError(problem)
-        return config
+        return cls.unchecked(args)
 
     @classmethod
     def unchecked(cls, args: Any) -> BalanceConfig:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import BalanceConfig, cost_model_from_megatron_args
-from megatron_balance.mcore.flag_conflicts import problems, why_stock
 from megatron_balance.mcore.flags import parse_command_line
+from megatron_balance.mcore.options.table import cautions, problems, why_stock
 from megatron_balance.mcore.smoke import NUM_RANKS, NUM_STEPS, smoke_run
 
 _NOT_INSTALLED = "not installed"
@@ -143,13 +143,15 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     args = command_line.args
     yield from _unknown(command_line.unknown, known=[name.replace("_", "-") for name in vars(args)])
     config = BalanceConfig.unchecked(args)
-    if not config.active and not problems(config, args=args):
+    refused = problems(args)
+    if not config.active and not refused:
         yield Finding(True, "no flag asks for balancing: the run is stock; add --balance-data to balance it")
         return
-    broken = [Finding(False, problem) for problem in problems(config, args=args)]
-    reason = why_stock(config, args=args)
+    broken = [Finding(False, problem) for problem in refused]
+    reason = why_stock(args)
     if reason is not None:
-        broken.append(Finding(False, f"the run would stay stock: {reason}. Drop that flag, or the balance flags."))
+        broken.append(Finding(False, f"the run would stay stock: {reason}"))
+    yield from (Finding(True, caution) for caution in cautions(args))
     # A checkpoint's own arguments are read when the run begins.
     if not broken and not args.use_checkpoint_args:
         args.vocab_size = args.vocab_size or 1  # in a run the tokenizer tells it

@@ -189,9 +189,11 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     run = agreed_run(args)
     log = StepLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
     if run.stock_because:
-        log.warn_once(f"{run.stock_because}: training goes on without balancing.")
+        log.warn_once(f"training goes on without balancing. {run.stock_because}")
     if run.setup is None:
         return None
+    for caution in run.cautions:
+        log.warn_once(caution)
     config, timeout = run.setup.config, run.setup.timeout
     tell_of_cap(log, config=config, args=args)
     balancer = _balancer(run.setup, args=args)

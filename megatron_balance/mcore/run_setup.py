@@ -21,9 +21,9 @@ from megatron_balance.mcore.arguments import (
     cost_model_from_megatron_args,
     topology_from_megatron_args,
 )
-from megatron_balance.mcore.flag_conflicts import why_stock
 from megatron_balance.mcore.groups import meeting_of_world
 from megatron_balance.mcore.memory_cap import with_smallest_cap, with_token_cap
+from megatron_balance.mcore.options.table import cautions, why_stock
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.runtime.agreement import agree
@@ -103,10 +103,12 @@ class AgreedRun:
     Attributes:
         setup: None where they stay stock.
         stock_because: why, although flags ask for balancing; empty where none does.
+        cautions: what to know of the options that it has, where it balances.
     """
 
     setup: RunSetup | None
     stock_because: str = ""
+    cautions: tuple[str, ...] = ()
 
 
 def agreed_run(args: Any) -> AgreedRun:
@@ -124,7 +126,8 @@ def agreed_run(args: Any) -> AgreedRun:
         agree(_settings(wish, args=args), meeting=meeting, topic="balance flags and versions", problem=wish.problem)
     if wish.problem is not None:
         raise BalanceError(wish.problem)
-    return AgreedRun(_with_smallest_cap(wish.setup, args=args), wish.stock_because)
+    setup = _with_smallest_cap(wish.setup, args=args)
+    return AgreedRun(setup, wish.stock_because, cautions=() if setup is None else tuple(cautions(args)))
 
 
 def _with_smallest_cap(setup: RunSetup | None, *, args: Any) -> RunSetup | None:
@@ -140,7 +143,7 @@ def _wish(args: Any) -> _Wish:
         config = BalanceConfig.from_megatron_args(args)
         if not config.active:
             return _Wish()
-        reason = why_stock(config, args=args)
+        reason = why_stock(args)
         if reason is not None:
             return _Wish(stock_because=reason)
         return _Wish(RunSetup.from_megatron_args(args, config=config))

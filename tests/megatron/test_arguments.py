@@ -10,7 +10,7 @@ import pytest
 from megatron_balance import BalanceError
 from megatron_balance.mcore import add_balance_args, hooks
 from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.flag_conflicts import problems, why_stock
+from megatron_balance.mcore.options.table import problems, why_stock
 
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
@@ -48,40 +48,46 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{PER_TOKEN} --balance-by-flops", "--balance-by-flops is set without --use-dynamic-batch-size"),
-        (f"{PER_TOKEN} --use-dynamic-batch-size", "--max-tokens-per-gpu above 0, and it is None"),
-        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu 0", "--max-tokens-per-gpu above 0, and it is 0"),
-        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu -5", "above 0, and it is -5"),
+        (f"{PER_TOKEN} --balance-by-flops", "--balance-by-flops is set: without --use-dynamic-batch-size"),
+        (
+            f"{PER_TOKEN} --use-dynamic-batch-size",
+            "--max-tokens-per-gpu is None with --use-dynamic-batch-size: it must be above 0",
+        ),
+        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu 0", "--max-tokens-per-gpu is 0 with"),
+        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu -5", "--max-tokens-per-gpu is -5 with"),
         ("--balance-data", "add --calculate-per-token-loss"),
         (PACKED, "add --calculate-per-token-loss"),
         (
             f"{PER_TOKEN} {PACKED} --balance-calibration c.json",
-            "--balance-calibration is set without --balance-by-flops",
+            "--balance-calibration is c.json: it refines --balance-by-flops, which is not set",
         ),
         (
             f"{PER_TOKEN} {PACKED} --balance-memory-gib 70",
-            "--balance-memory-gib is 70 and --max-tokens-per-gpu is not auto",
+            "--balance-memory-gib is 70.0 with --max-tokens-per-gpu 4096: only",
         ),
         (
             f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu auto --balance-memory-gib -1",
-            "--balance-memory-gib is -1: it must be a positive number of GiB",
+            "--balance-memory-gib is -1.0: it must be a positive number of GiB",
         ),
-        (f"{PER_TOKEN} {PACKED} --balance-shape-bucket 0", "--balance-shape-bucket is 0: it must be 1"),
-        (f"{PER_TOKEN} {PACKED} --balance-shape-bucket 5000", "is 5000, above --max-tokens-per-gpu 4096"),
-        ("--balance-shape-bucket 128", "--balance-shape-bucket is 128 and nothing is balanced"),
-        (f"{PER_TOKEN} --balance-record r", "--balance-record is r and nothing is balanced"),
+        (f"{PER_TOKEN} {PACKED} --balance-shape-bucket 0", "--balance-shape-bucket is 0: it counts tokens; set 1"),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-shape-bucket 5000",
+            "is 5000 with --max-tokens-per-gpu 4096: .* over the cap",
+        ),
+        ("--balance-shape-bucket 128", "--balance-shape-bucket is 128: nothing is balanced"),
+        (f"{PER_TOKEN} --balance-record r", "--balance-record is r: nothing is balanced"),
         (
             f"{PER_TOKEN} {PACKED} --balance-lookahead 2 --non-persistent-save-interval 5",
             "--non-persistent-save-interval is 5 with --balance-lookahead 2",
         ),
         (
             f"{PER_TOKEN} {PACKED} --balance-lookahead 2 --rampup-batch-size 8 8 100",
-            r"--rampup-batch-size is .* with --balance-lookahead 2",
+            "--rampup-batch-size is 8 8 100 with --balance-lookahead 2",
         ),
-        (f"{PER_TOKEN} {PACKED} --balance-calibrate-online", "-online is set without --balance-by-flops"),
+        (f"{PER_TOKEN} {PACKED} --balance-calibrate-online", "-online is set: it refines --balance-by-flops"),
         (
             f"{PER_TOKEN} {PACKED} --balance-by-flops --balance-calibrate-online --overlap-moe-expert-parallel-comm",
-            "cannot be told apart: use --balance-calibration",
+            "cannot be told apart; use --balance-calibration",
         ),
     ],
 )
@@ -92,7 +98,7 @@ def test_flags_that_cannot_work(parser: argparse.ArgumentParser, flags: str, mes
 
 def test_a_loader_that_saves_its_own_state_is_refused(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataloader-save")  # a script's own, which Megatron reads all the same
-    with pytest.raises(BalanceError, match=r"--dataloader-save is d: .* Drop it"):
+    with pytest.raises(BalanceError, match=r"--dataloader-save is d: .*; drop it"):
         parser.parse_args(f"{PER_TOKEN} {PACKED} --dataloader-save d".split())
 
 
@@ -113,17 +119,49 @@ def test_unknown_choices(parser: argparse.ArgumentParser, flags: str, capsys: py
 )
 def test_runs_that_stay_stock(parser: argparse.ArgumentParser, flags: str, reason: str) -> None:
     args = parser.parse_args(f"{PER_TOKEN} --balance-data {flags}".split())
-    assert reason in (why_stock(BalanceConfig.from_megatron_args(args), args=args) or "")
+    assert not problems(args)
+    assert reason in (why_stock(args) or "")
 
 
 def test_an_ordinary_run_is_balanced(parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args(f"{PER_TOKEN} --balance-data".split())
-    assert why_stock(BalanceConfig.from_megatron_args(args), args=args) is None
+    assert why_stock(args) is None
 
 
 def test_every_problem_is_found_not_only_the_first(parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args([])
     args.balance_by_flops, args.balance_calibrate_online, args.balance_data = True, True, True
-    config = BalanceConfig.unchecked(args)
-    found = problems(config, args=args)
+    found = problems(args)
     assert [problem.split()[0] for problem in found] == ["--balance-by-flops", "--calculate-per-token-loss"]
+
+
+class TestTheDefaultDispatcherOfExperts:
+    """It gathers as many tokens from each rank; ranks that hold different micro-batches have different numbers."""
+
+    FLAGS = f"{PER_TOKEN} {PACKED} --num-experts 4"
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            "--expert-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 2",
+            "--tensor-model-parallel-size 2 --context-parallel-size 3 --expert-model-parallel-size 2",
+        ],
+    )
+    def test_is_refused_where_experts_reach_over_replicas(self, parser: argparse.ArgumentParser, layout: str) -> None:
+        with pytest.raises(BalanceError, match=r"--moe-token-dispatcher-type is allgather .* set .* alltoall"):
+            parser.parse_args(f"{self.FLAGS} {layout}".split())
+        parser.parse_args(f"{self.FLAGS} {layout} --moe-token-dispatcher-type alltoall".split())
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            "",
+            "--tensor-model-parallel-size 2",
+            "--context-parallel-size 2 --expert-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+        ],
+    )
+    def test_is_left_alone_within_a_replica(self, parser: argparse.ArgumentParser, layout: str) -> None:
+        parser.parse_args(f"{self.FLAGS} {layout}".split())

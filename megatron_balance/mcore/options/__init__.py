@@ -1,0 +1,1 @@
+"""What becomes of a run that balances under each of Megatron's options, in tables by subject."""

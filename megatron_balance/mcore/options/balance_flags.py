@@ -1,0 +1,138 @@
+"""The balance flags among themselves: what cannot work is refused, whether or not a run balances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.mcore.options.conditions import BALANCING, above, both, given, negated
+from megatron_balance.mcore.options.option import Option, Support
+from megatron_balance.planner.memory_budget import AUTO
+
+
+def _cap(args: Any) -> int | None:
+    """The cap in tokens, where it is one."""
+    return None if args.max_tokens_per_gpu in (None, AUTO) else args.max_tokens_per_gpu
+
+
+def _cap_is_derived(args: Any) -> bool:
+    return args.max_tokens_per_gpu == AUTO
+
+
+def _has_no_cap(args: Any) -> bool:
+    return not _cap_is_derived(args) and (_cap(args) or 0) < 1
+
+
+def _has_budget(args: Any) -> bool:
+    return args.balance_memory_gib is not None
+
+
+def _budget_is_no_size(args: Any) -> bool:
+    return _has_budget(args) and not 0 < args.balance_memory_gib < float("inf")
+
+
+def _bucket_is_over_the_cap(args: Any) -> bool:
+    cap = _cap(args)
+    return cap is not None and args.balance_shape_bucket > max(cap, 1)
+
+
+BALANCE_FLAGS = (
+    Option(
+        names=("balance_lookahead",),
+        case="below 1",
+        support=Support.REFUSED,
+        when=negated(above("balance_lookahead", 0)),
+        because="it counts global batches",
+        remedy="set 1 (off) or more",
+    ),
+    Option(
+        names=("balance_lookahead",),
+        case="above 1, without --balance-data or --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(above("balance_lookahead", 1), negated(BALANCING)),
+        because="nothing is balanced",
+        remedy="add --balance-data, or set 1",
+    ),
+    Option(
+        names=("balance_record",),
+        case="without --balance-data or --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(given("balance_record"), negated(BALANCING)),
+        because="nothing is balanced, so no lengths are known",
+        remedy="add --balance-data or --use-dynamic-batch-size, or drop it",
+    ),
+    Option(
+        names=("balance_by_flops",),
+        case="without --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(given("balance_by_flops"), negated(given("use_dynamic_batch_size"))),
+        because="without --use-dynamic-batch-size there is nothing to pack",
+        remedy="add --use-dynamic-batch-size and --max-tokens-per-gpu, or drop it",
+    ),
+    *(
+        Option(
+            names=(name,),
+            case="without --balance-by-flops",
+            support=Support.REFUSED,
+            when=both(given(name), negated(given("balance_by_flops"))),
+            because="it refines --balance-by-flops, which is not set",
+            remedy="add that, or drop it",
+        )
+        for name in ("balance_calibration", "balance_calibrate_online")
+    ),
+    Option(
+        names=("max_tokens_per_gpu", "use_dynamic_batch_size"),
+        case="missing or below 1, with --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(given("use_dynamic_batch_size"), _has_no_cap),
+        because="it must be above 0",
+        remedy="give the most tokens that fit a GPU's memory, --seq-length for a start, or auto",
+    ),
+    Option(
+        names=("balance_memory_gib", "max_tokens_per_gpu"),
+        case="with --max-tokens-per-gpu other than auto",
+        support=Support.REFUSED,
+        when=both(_has_budget, negated(_cap_is_derived)),
+        because="only --max-tokens-per-gpu auto follows from memory",
+        remedy="set that, or drop it",
+    ),
+    Option(
+        names=("balance_memory_gib",),
+        case="not a size",
+        support=Support.REFUSED,
+        when=both(_budget_is_no_size, _cap_is_derived),
+        because="it must be a positive number of GiB",
+        remedy="give what a GPU may use, or drop it",
+    ),
+    Option(
+        names=("balance_shape_bucket",),
+        case="below 1",
+        support=Support.REFUSED,
+        when=negated(above("balance_shape_bucket", 0)),
+        because="it counts tokens",
+        remedy="set 1 (off) or more",
+    ),
+    Option(
+        names=("balance_shape_bucket",),
+        case="above 1, without --balance-data or --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(above("balance_shape_bucket", 1), negated(BALANCING)),
+        because="nothing is balanced",
+        remedy="add --use-dynamic-batch-size or --balance-data, or drop it",
+    ),
+    Option(
+        names=("balance_shape_bucket", "max_tokens_per_gpu"),
+        case="above --max-tokens-per-gpu",
+        support=Support.REFUSED,
+        when=_bucket_is_over_the_cap,
+        because="a micro-batch would be padded over the cap",
+        remedy="set a bucket of a sixteenth of the cap or less",
+    ),
+    Option(
+        names=("calculate_per_token_loss",),
+        case="not set",
+        support=Support.REFUSED,
+        when=both(BALANCING, negated(given("calculate_per_token_loss"))),
+        because="balancing changes which samples share a micro-batch, and loss and gradients would depend on it",
+        remedy="add --calculate-per-token-loss",
+    ),
+)

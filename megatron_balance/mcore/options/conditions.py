@@ -1,0 +1,71 @@
+"""Conditions on Megatron's namespace, parsed or validated, of any release: an option that it lacks is not given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Condition = Callable[[Any], bool]
+
+
+def given(*names: str) -> Condition:
+    """One of these options has a value that is neither empty nor false."""
+    return lambda args: any(bool(getattr(args, name, None)) for name in names)
+
+
+def turned_off(name: str) -> Condition:
+    """An option that is true by default is false."""
+    return lambda args: getattr(args, name, None) is False
+
+
+def among(name: str, *values: str) -> Condition:
+    """The option has one of these values, or is a list that holds one."""
+
+    def holds(args: Any) -> bool:
+        value = getattr(args, name, None)
+        return any(_text(item) in values for item in (value if isinstance(value, list) else [value]))
+
+    return holds
+
+
+def above(name: str, limit: float) -> Condition:
+    """The option is a number above a limit."""
+
+    def holds(args: Any) -> bool:
+        value = getattr(args, name, None)
+        return isinstance(value, int | float) and value > limit
+
+    return holds
+
+
+def both(*conditions: Condition) -> Condition:
+    """Every one of these holds."""
+    return lambda args: all(condition(args) for condition in conditions)
+
+
+def either(*conditions: Condition) -> Condition:
+    """One of these holds."""
+    return lambda args: any(condition(args) for condition in conditions)
+
+
+def negated(condition: Condition) -> Condition:
+    """It does not hold."""
+    return lambda args: not condition(args)
+
+
+BALANCING: Condition = given("use_dynamic_batch_size", "balance_data")
+"""Some flag asks for balancing."""
+
+
+def experts_span_replicas(args: Any) -> bool:
+    """Whether ranks that exchange tokens in MoE layers hold different micro-batches.
+
+    Megatron forms expert groups of `etp*ep` consecutive ranks; `tp*cp` consecutive ranks share a micro-batch.
+    """
+    tp_size = args.tensor_model_parallel_size
+    group_size = (getattr(args, "expert_tensor_parallel_size", None) or tp_size) * args.expert_model_parallel_size
+    return bool(getattr(args, "num_experts", None)) and tp_size * args.context_parallel_size % group_size != 0
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "name", value))

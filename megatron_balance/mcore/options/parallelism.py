@@ -1,0 +1,16 @@
+"""Parallelism: who holds which part of the model, and what ranks send each other."""
+
+from __future__ import annotations
+
+from megatron_balance.mcore.options.conditions import given
+from megatron_balance.mcore.options.option import Option, Support
+
+PARALLELISM = (
+    Option(
+        names=("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+        support=Support.STOCK,
+        when=given("hybrid_context_parallel"),
+        because="it has a scheduler of its own",
+        remedy="drop it to balance, with --context-parallel-size for long samples",
+    ),
+)

@@ -1,0 +1,52 @@
+"""All rows, and what they say of a run's arguments.
+
+They are looked at right after parsing, before anything is initialised, and again on validated arguments, which
+checkpoints and Megatron's validation may have changed (`run_setup.py`: all ranks agree on what was found).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
+from megatron_balance.mcore.options.conditions import BALANCING
+from megatron_balance.mcore.options.experts import EXPERTS
+from megatron_balance.mcore.options.memory import MEMORY
+from megatron_balance.mcore.options.option import Option, Support
+from megatron_balance.mcore.options.parallelism import PARALLELISM
+from megatron_balance.mcore.options.training_loop import TRAINING_LOOP
+
+SUBJECTS: dict[str, tuple[Option, ...]] = {
+    "Parallelism": PARALLELISM,
+    "Mixture of experts": EXPERTS,
+    "Memory and graphs": MEMORY,
+    "Training loop and data": TRAINING_LOOP,
+}
+"""Megatron's options by subject; they matter where a run balances."""
+
+
+def problems(args: Any) -> list[str]:
+    """Everything that is refused about these arguments; empty where they work together.
+
+    Args:
+        args: Megatron's namespace with the balance flags, parsed or validated.
+    """
+    return [row.message(args) for row in _rows_of(args) if row.support is Support.REFUSED]
+
+
+def why_stock(args: Any) -> str | None:
+    """Why a run with balance flags must stay as it is, or None; arguments as for `problems`."""
+    return next((row.message(args) for row in _rows_of(args) if row.support is Support.STOCK), None)
+
+
+def cautions(args: Any) -> list[str]:
+    """What a run that balances should know of options that it may have; arguments as for `problems`."""
+    return [row.message(args) for row in _rows_of(args) if row.support is Support.SUPPORTED]
+
+
+def _rows_of(args: Any) -> list[Option]:
+    """The rows whose case these arguments are."""
+    rows = [row for row in BALANCE_FLAGS if row.applies(args)]
+    if BALANCING(args):
+        rows += [row for subject in SUBJECTS.values() for row in subject if row.applies(args)]
+    return rows
