@@ -1,7 +1,8 @@
 """What the runs show: a summary on the screen, a page of tables, every run for those who look closer.
 
-A balanced run equals stock where loss and gradient norm of every step differ from it by at most SPREAD times what
-another order or grouping of the same rows changes in stock runs, at its largest over all cells of that precision.
+A balanced run equals stock where loss and gradient norm of every step differ from it by at most what the number format
+allows (scripts/rounding.py), or SPREAD times what another order or grouping of the same rows changes in stock runs, at
+its largest over all cells of that precision, where that is more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from rounding import ALLOWANCES, Allowance
 
 from benchmarks.equality.cases import (
     AS_CHOSEN,
@@ -61,7 +64,7 @@ class Report:
         self._outcomes = outcomes
         far = [self._compare(case) for case in wanted]
         known = [self._compare(case) for case in outcomes]
-        self._limits = {precision: _largest(_yardsticks(known, precision)) for precision in PRECISIONS}
+        self._yardsticks = {precision: _largest(_yardsticks(known, precision)) for precision in PRECISIONS}
         self.compared = [self._judge(one) for one in far]
 
     @property
@@ -98,7 +101,8 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: docs
             global_batch_size=GLOBAL_BATCH_SIZE,
             seq_length=SEQ_LENGTH,
             spread=SPREAD,
-            limits=_of_precisions(self._limits),
+            allowed=_of_precisions(ALLOWANCES),
+            yardsticks=_of_precisions(self._yardsticks),
             first=self._first(),
             layouts=self._by_layout(),
             policies=self._by_policy(),
@@ -115,7 +119,7 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: docs
             if one.case in self._outcomes
         ]
         result: dict[str, Any] = {"environment": environment("cpu"), "spread": SPREAD}
-        result |= {"largest_of_stock": {name: limit and asdict(limit) for name, limit in self._limits.items()}}
+        result |= {"largest_of_stock": {name: limit and asdict(limit) for name, limit in self._yardsticks.items()}}
         head = json.dumps(result, indent=1).removesuffix("\n}")
         return f'{head},\n "runs": [\n  ' + ",\n  ".join(runs) + "\n ]\n}\n"
 
@@ -130,14 +134,16 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: docs
         return Compared(case, difference(outcome, reference=reference))
 
     def _judge(self, one: Compared) -> Compared:
-        far, limit = one.difference, self._limits[one.case.precision]
+        far, yardstick = one.difference, self._yardsticks[one.case.precision]
         if far is None or not one.case.is_balanced or one.case.layout in AUX_LAYOUTS:
             return one
         if one.case.way == TORCHRUN:
-            limit = Difference(0, 0, 0, 0)
-        elif limit is None:
+            limit = Allowance(0, 0)
+        elif yardstick is None:
             return Compared(one.case, far, "no other stock run to judge it by")
-        if far.loss <= SPREAD * limit.loss and far.grad_norm <= SPREAD * limit.grad_norm:
+        else:
+            limit = _limit(one.case.precision, yardstick=yardstick)
+        if far.loss <= limit.loss and far.grad_norm <= limit.grad_norm:
             return one
         return Compared(one.case, far, f"differs: loss {far.loss:.1e}, gradient norm {far.grad_norm:.1e}")
 
@@ -216,7 +222,12 @@ def _yardsticks(far: Iterable[Compared], precision: str) -> list[Compared]:
     return [one for one in far if any(_is_of(one.case, way, precision) for way in YARDSTICKS)]
 
 
-def _of_precisions(largest: Mapping[str, Difference | None]) -> str:
+def _limit(precision: str, *, yardstick: Difference) -> Allowance:
+    allowed = ALLOWANCES[precision]
+    return Allowance(max(allowed.loss, SPREAD * yardstick.loss), max(allowed.grad_norm, SPREAD * yardstick.grad_norm))
+
+
+def _of_precisions(largest: Mapping[str, Difference | Allowance | None]) -> str:
     seen = {name: far for name, far in largest.items() if far is not None}
     return "; ".join(f"{name}, loss {far.loss:.1e}, gradient norm {far.grad_norm:.1e}" for name, far in seen.items())
 

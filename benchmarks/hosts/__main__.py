@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rounding import ALLOWANCES
 from training_run import ROOT, train
 
 from benchmarks.hosts.cases import AFTER_STEP, CASES, Case
@@ -31,9 +32,6 @@ from megatron_balance.runtime.peers import named_ranks
 NUM_STEPS = 12
 ENDLESS = 100_000
 """Steps of a run that an error must end."""
-
-MAX_LOSS_DIFFERENCE = 1e-6
-"""Relative: one host and two add up the same numbers, perhaps in another order."""
 
 GRACE_SECONDS = 40.0
 """From the timeout to the end of the process, on a machine that others use."""
@@ -111,7 +109,7 @@ def _judged(case: Case, *, run: TwoHostRun, reference: list[dict[str, Any]]) -> 
     pairs = list(zip(run.steps, reference, strict=False))
     difference = max((abs(a["lm_loss"] - b["lm_loss"]) / b["lm_loss"] for a, b in pairs), default=float("inf"))
     last = max(end.seconds for end in run.ends)
-    faults = [] if difference <= MAX_LOSS_DIFFERENCE else [f"a loss differs by {difference:.1e} from one host's"]
+    faults = [] if difference <= ALLOWANCES["fp32"].loss else [f"a loss differs by {difference:.1e} from one host's"]
     if case.timeout_seconds is None:
         if len(run.steps) != NUM_STEPS:
             faults.append(f"{len(run.steps)} of {NUM_STEPS} steps were done")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rounding import ALLOWANCES
 from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
@@ -22,8 +23,8 @@ TIMEOUT_SECONDS = 900
 LONGEST_WAIT_SECONDS = 0.05
 """After a step was recorded; about a step of this model."""
 
-ROUNDING = 1e-5
-"""Relative, of loss and gradient norm in fp32 over ten steps; another order of sums moves them by about 1e-6."""
+ROUNDING = ALLOWANCES["fp32"].loss
+"""Relative, of loss and gradient norm."""
 
 
 @dataclass(frozen=True)

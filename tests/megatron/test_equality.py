@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 import training_run
 from forked_runs import train
-from training_run import Recorded, largest_difference
+from rounding import assert_equal
+from training_run import Recorded
 
-MAX_LOSS_DIFFERENCE = 1e-5
-MAX_GRAD_NORM_DIFFERENCE = 1e-3
-MAX_LOSS_DIFFERENCE_BF16 = 3e-5
-"""Stock runs with one and with two rows a micro-batch differ by some 4e-6 (docs/equality.md)."""
-MAX_GRAD_NORM_DIFFERENCE_BF16 = 2e-3
-"""Likewise, some 3e-4."""
 NUM_STEPS = 8
 GLOBAL_BATCH_SIZE = 16
 SEQ_LENGTH = 1024
@@ -31,14 +26,6 @@ BY_FLOPS = f"{PACKED} --balance-data --balance-by-flops"
 
 def run(folder: Path, *flags: str, num_ranks: int = 2) -> Recorded:
     return train(folder, " ".join((FLAGS, *flags)).split(), num_ranks=num_ranks)
-
-
-def assert_equal(
-    ours: Recorded, stock: Recorded, *, loss: float = MAX_LOSS_DIFFERENCE, grad_norm: float = MAX_GRAD_NORM_DIFFERENCE
-) -> None:
-    assert len(ours.steps) == len(stock.steps) == NUM_STEPS
-    assert largest_difference(ours, reference=stock, key="lm_loss") <= loss
-    assert largest_difference(ours, reference=stock, key="grad_norm") <= grad_norm
 
 
 def assert_planned(ours: Recorded, *, cap: int | None) -> None:
@@ -77,7 +64,7 @@ class TestTwoDataParallelRanks:
     )
     def test_each_policy(self, tmp_path: Path, stock: Recorded, flags: str, cap: int | None) -> None:
         ours = run(tmp_path, LAYERS, flags)
-        assert_equal(ours, stock)
+        assert_equal(ours, reference=stock)
         assert_planned(ours, cap=cap)
 
     def test_samples_longer_than_the_cap_run_alone_and_are_said_once(self, tmp_path: Path, stock: Recorded) -> None:
@@ -85,7 +72,7 @@ class TestTwoDataParallelRanks:
         flags = BY_FLOPS.replace(f"--max-tokens-per-gpu {SEQ_LENGTH}", f"--max-tokens-per-gpu {cap}")
         ours = run(tmp_path, LAYERS, flags)
         assert any(length > cap for step in planned_steps(ours) for length in step["lengths"])
-        assert_equal(ours, stock)
+        assert_equal(ours, reference=stock)
         assert_planned(ours, cap=cap)
         assert ours.output.count("longer than a micro-batch may be") == 1
 
@@ -125,7 +112,7 @@ class TestTwoDataParallelRanks:
 def test_model_parallel(tmp_path: Path, parallel: str, num_ranks: int) -> None:
     stock = run(tmp_path / "stock", parallel, num_ranks=num_ranks)
     ours = run(tmp_path / "ours", parallel, BY_FLOPS, num_ranks=num_ranks)
-    assert_equal(ours, stock)
+    assert_equal(ours, reference=stock)
     context_parallel_size = 2 if "--context-parallel-size 2" in parallel else 1
     assert_planned(ours, cap=SEQ_LENGTH * context_parallel_size)
 
@@ -134,5 +121,5 @@ def test_bf16_with_the_distributed_optimizer_and_overlap(tmp_path: Path) -> None
     flags = f"{LAYERS} --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     stock = run(tmp_path / "stock", flags)
     ours = run(tmp_path / "ours", flags, BY_FLOPS)
-    assert_equal(ours, stock, loss=MAX_LOSS_DIFFERENCE_BF16, grad_norm=MAX_GRAD_NORM_DIFFERENCE_BF16)
+    assert_equal(ours, reference=stock, precision="bf16")
     assert_planned(ours, cap=SEQ_LENGTH)
