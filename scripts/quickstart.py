@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ from training_run import ROOT, Recorded, largest_difference, train
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.mcore.sft_dataset import SftDataset, builtin_samples
+from megatron_balance.mcore.smoke import ENVIRONMENT, MODEL_FLAGS
+from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
 from megatron_balance.report.page import write_report
 
@@ -55,6 +59,9 @@ FLAGS = (
     f"--global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {TRAIN_ITERS} --seed {SEED}"
 ).split()
 
+Ranks = list[list[list[int]]]
+"""For every rank, for every micro-batch: positions of its samples in the step."""
+
 PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
 POLICIES = {
     "stock": "",
@@ -68,10 +75,16 @@ def main() -> int:
     console = Console()
     console.width = max(console.width, 100)  # a pipe has no width; the table needs one
     runs = {name: _train(name, flags.split(), console=console) for name, flags in POLICIES.items()}
-    result: dict[str, dict[str, Any]] = {"policies": {name: _figures(run) for name, run in runs.items()}}
+    calibration = _calibrate(console)
+    policies = {name: _figures(run, calibration=calibration) for name, run in runs.items()}
+    result: dict[str, dict[str, Any]] = {"policies": policies}
+    stock = policies["stock"]
+    for figures in policies.values():
+        figures["cpu_speedup"] = stock["busiest_cpu_seconds"] / figures["busiest_cpu_seconds"]
+        figures["predicted_speedup"] = stock["predicted_cpu_seconds"] / figures["predicted_cpu_seconds"]
     differences = {name: largest_difference(run, reference=runs["stock"], key="lm_loss") for name, run in runs.items()}
     for name, difference in differences.items():
-        result["policies"][name]["max_loss_difference_to_stock"] = difference
+        policies[name]["max_loss_difference_to_stock"] = difference
     (OUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     _print_table(result["policies"], console=console)
     console.print(f"Written to {(OUT / 'result.json').relative_to(ROOT)}")
@@ -100,15 +113,29 @@ def _train(name: str, flags: Sequence[str], *, console: Console) -> Recorded:
     return run
 
 
-def _figures(run: Recorded) -> dict[str, Any]:
-    """What the table and result.json say of a run. Means are over the steps after the warm-up."""
+def _calibrate(console: Console) -> Calibration:
+    """Measure this machine's seconds for the model, as a user would before training."""
+    path = OUT / "calibration.json"
+    command = [sys.executable, "-m", "megatron_balance", "calibrate", "--device", "cpu", "--out", str(path)]
+    command += ["--max-tokens", str(SEQ_LENGTH), "--", *MODEL_FLAGS.split(), *FLAGS]
+    with console.status("calibrating"):
+        subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+    return Calibration.read(path)
+
+
+def _figures(run: Recorded, *, calibration: Calibration) -> dict[str, Any]:
+    """Figures of one run for the table and result.json. Means are over the steps after the warm-up."""
     steps = run.steps
-    metrics = [_metrics(index, step) for index, step in enumerate(steps)]
+    plans = [_plan(index, step) for index, step in enumerate(steps)]
+    metrics = [_metrics(*plan) for plan in plans]
     return {
         "step_seconds": statistics.mean(step["seconds"] for step in steps[WARM_UP_STEPS:]),
         "busiest_cpu_seconds": statistics.mean(
             max(step["cpu_seconds"] for step in ranks)
             for ranks in zip(*(rank[WARM_UP_STEPS:] for rank in run.ranks), strict=True)
+        ),
+        "predicted_cpu_seconds": statistics.mean(
+            _predicted_seconds(*plan, calibration=calibration) for plan in plans[WARM_UP_STEPS:]
         ),
         "cpu_seconds_per_rank": [
             statistics.mean(step["cpu_seconds"] for step in rank[WARM_UP_STEPS:]) for rank in run.ranks
@@ -121,15 +148,23 @@ def _figures(run: Recorded) -> dict[str, Any]:
     }
 
 
-def _metrics(index: int, step: dict[str, Any]) -> ScheduleMetrics:
-    """How even a step was by FLOPs, whatever its policy counted."""
+def _plan(index: int, step: dict[str, Any]) -> tuple[list[int], Ranks]:
+    """Lengths of a step's samples, and the samples of every micro-batch of every rank."""
     if "ranks" in step:
-        lengths, ranks = step["lengths"], step["ranks"]
-    else:
-        first = index * GLOBAL_BATCH_SIZE
-        lengths = [_dataset().length(first + sample) for sample in range(GLOBAL_BATCH_SIZE)]
-        # Megatron's sampler deals samples out one by one: sample i of a step goes to rank i % dp_size.
-        ranks = [[[sample] for sample in range(rank, GLOBAL_BATCH_SIZE, NUM_RANKS)] for rank in range(NUM_RANKS)]
+        return step["lengths"], step["ranks"]
+    first = index * GLOBAL_BATCH_SIZE
+    lengths = [_dataset().length(first + sample) for sample in range(GLOBAL_BATCH_SIZE)]
+    # Megatron's sampler deals samples out one by one: sample i of a step goes to rank i % dp_size.
+    return lengths, [[[sample] for sample in range(rank, GLOBAL_BATCH_SIZE, NUM_RANKS)] for rank in range(NUM_RANKS)]
+
+
+def _predicted_seconds(lengths: list[int], ranks: Ranks, *, calibration: Calibration) -> float:
+    """Forward and backward passes of the busiest rank."""
+    return max(sum(calibration([lengths[sample] for sample in slot]) for slot in slots if slot) for slots in ranks)
+
+
+def _metrics(lengths: list[int], ranks: Ranks) -> ScheduleMetrics:
+    """Balance of a step by FLOPs, whatever its policy counted."""
     return assignment_metrics(
         ranks,
         lengths=lengths,
@@ -162,8 +197,9 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
         "step\nseconds",
         "busiest rank\nCPU seconds",
         "planned\nmax/mean",
-        "over\nbound",
         "micro-\nbatches",
+        "speed",
+        "speed\npredicted",
         "loss off\nby",
     ):
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
@@ -174,8 +210,9 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
             f"{figures['step_seconds']:.3f}",
             f"{figures['busiest_cpu_seconds']:.3f}",
             f"{figures['planned_max_over_mean']:.4f}",
-            f"{figures['planned_over_bound']:.4f}",
             f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else str(counts[0]),
+            f"{figures['cpu_speedup']:.2f}x",
+            f"{figures['predicted_speedup']:.2f}x",
             f"{figures['max_loss_difference_to_stock']:.1e}",
         )
     console.print(table)
@@ -183,9 +220,9 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
     for name, figures in policies.items():
         if name != "stock":
             wall = stock["step_seconds"] / figures["step_seconds"]
-            cpu = stock["busiest_cpu_seconds"] / figures["busiest_cpu_seconds"]
             console.print(
-                f"{name} against stock: {wall:.2f}x by the clock, {cpu:.2f}x by CPU seconds of the busiest rank"
+                f"{name} against stock: {wall:.2f}x by the clock, {figures['cpu_speedup']:.2f}x by CPU seconds of the "
+                f"busiest rank, {figures['predicted_speedup']:.2f}x predicted by a calibration of this machine"
             )
 
 
