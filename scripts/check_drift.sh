@@ -1,32 +1,35 @@
 #!/usr/bin/env bash
-# Compares what is hooked and relied on in Megatron with what was reviewed (patches/fingerprints): the functions are
-# there, take what they took, do what they did, and are bound where the hooks replace them. Nothing is imported.
+# Compares what is hooked and relied on in Megatron, Transformer Engine and Apex with what was reviewed
+# (patches/fingerprints): the functions are there, take what they took, do what they did, and are bound where the hooks
+# replace them. Nothing is imported.
 #
 #   scripts/check_drift.sh                     the versions that were reviewed, from their wheels
-#   scripts/check_drift.sh 0.19.2 0.19.3       these versions, from their wheels
+#   scripts/check_drift.sh megatron-core==0.19.3 transformer-engine==2.21.0    these versions, from their wheels
 #   scripts/check_drift.sh --wheel PATH        a wheel
-#   scripts/check_drift.sh --checkout DIR      a checkout; also runs the tests of what only its version has
+#   scripts/check_drift.sh --checkout DIR      a checkout; of Megatron, also runs the tests of what only its version has
 #   scripts/check_drift.sh --accept …          record what is there as reviewed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 drift() { PYTHONPATH=scripts .venv/bin/python -m drift "$@"; }
-places=() versions=() accept=() checkout=
+places=() releases=() accept=() checkout=
 while [[ $# -gt 0 ]]; do
     case $1 in
         --wheel) places+=("${2:?give the path of a wheel}"); shift 2 ;;
         --checkout) checkout=$(cd "${2:?give the folder of a checkout}" && pwd); places+=("$checkout"); shift 2 ;;
         --accept) accept=(--accept); shift ;;
         -*) echo "check_drift.sh: there is no option $1; see the head of this file" >&2; exit 2 ;;
-        *) versions+=("$1"); shift ;;
+        *==*) releases+=("$1"); shift ;;
+        *) echo "check_drift.sh: $1 is no release: write megatron-core==$1" >&2; exit 2 ;;
     esac
 done
-if [[ ${#places[@]} -eq 0 && ${#versions[@]} -eq 0 ]]; then mapfile -t versions < <(drift --versions); fi
+if [[ ${#places[@]} -eq 0 && ${#releases[@]} -eq 0 ]]; then mapfile -t releases < <(drift --versions); fi
 wheels=build/wheels
-for version in "${versions[@]}"; do
-    compgen -G "$wheels/megatron_core-$version-*.whl" >/dev/null ||
-        .venv/bin/python -m pip download --quiet --no-deps --dest "$wheels" "megatron-core==$version"
-    places+=("$wheels"/megatron_core-"$version"-*.whl)
+for release in "${releases[@]}"; do
+    name=${release%%==*}
+    wheel=$wheels/${name//-/_}-${release##*==}-*.whl
+    compgen -G "$wheel" >/dev/null || .venv/bin/python -m pip download --quiet --no-deps --dest "$wheels" "$release"
+    places+=($wheel)
 done
 status=0
 drift "${accept[@]}" "${places[@]}" || status=1

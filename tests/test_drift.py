@@ -6,11 +6,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from drift import __main__ as command
 from drift import compare
 from drift.fingerprint import fingerprint
+from drift.packages import MEGATRON_CORE, PACKAGES, Package, numbers, package_of
 from drift.relied import Relied
 from drift.sources import open_sources
+from drift.transformer_engine import OLDEST
 
 from megatron_balance.mcore.hooks import SUPPORTED_VERSIONS
 from megatron_balance.patching import Hook
@@ -117,9 +118,25 @@ def test_what_was_recorded_survives_the_file(tmp_path: Path) -> None:
     assert compare.load(tmp_path / "release.json") == rows
 
 
-def test_each_supported_release_was_reviewed() -> None:
-    reviewed = [".".join(version.split(".")[:2]) for version in command.reviewed_versions()]
+def test_each_supported_release_of_megatron_was_reviewed() -> None:
+    reviewed = [".".join(version.split(".")[:2]) for version in MEGATRON_CORE.reviewed_versions()]
     assert reviewed == list(SUPPORTED_VERSIONS)
-    for version in command.reviewed_versions():
-        recorded = compare.load(command.FINGERPRINTS / f"{command.PACKAGE}-{version}.json")
-        assert set(recorded) == {row.target for row in command.rows_of(version)}
+
+
+def test_the_oldest_transformer_engine_that_is_supported_was_reviewed() -> None:
+    engine = next(package for package in PACKAGES if package.name == "transformer-engine")
+    oldest, *_, newest = engine.reviewed_versions()
+    assert numbers(oldest)[:2] == OLDEST < numbers(newest)[:2]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_row_was_recorded_in_every_reviewed_release(package: Package) -> None:
+    assert package.reviewed_versions()
+    for version in package.reviewed_versions():
+        recorded = compare.load(package.fingerprints(version))
+        assert set(recorded) == {row.target for row in package.rows_of(version)}
+
+
+def test_sources_of_another_package_are_refused(tmp_path: Path) -> None:
+    with open_sources(tmp_path) as sources, pytest.raises(SystemExit, match="give a wheel or a checkout of"):
+        package_of(tmp_path, sources)

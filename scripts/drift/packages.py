@@ -1,0 +1,124 @@
+"""The packages that are compared: which rows, which version, and what to do about a difference."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drift import compare
+from drift.apex import APEX
+from drift.relied import MEGATRON, Relied
+from drift.sources import Sources
+from drift.transformer_engine import TRANSFORMER_ENGINE
+from megatron_balance.mcore.hooks import HOOKS
+from megatron_balance.patching import Hook
+
+FINGERPRINTS = Path(__file__).resolve().parent.parent.parent / "patches" / "fingerprints"
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package that is hooked or relied on.
+
+    Attributes:
+        name: under which the registry has it.
+        marker: module by which its sources are known.
+        rows: definitions that are relied on, with the releases that have them.
+        hooks: functions that are replaced, in every release.
+        version_of: reads the version from a wheel's or a checkout's place and sources.
+        remedy: what to read and run after a difference.
+        in_registry: whether its wheels can be downloaded.
+    """
+
+    name: str
+    marker: str
+    rows: Sequence[Relied]
+    version_of: Callable[[Path, Sources], str]
+    remedy: str
+    hooks: Sequence[Hook] = ()
+    in_registry: bool = True
+
+    def rows_of(self, version: str) -> list[compare.Row]:
+        """Definitions that are relied on in a release."""
+        major, minor, *_ = numbers(version)
+        return [*self.hooks, *(row for row in self.rows if row.is_in((major, minor)))]
+
+    def fingerprints(self, version: str) -> Path:
+        """The file that holds what was reviewed in a release."""
+        return FINGERPRINTS / f"{self.name}-{version}.json"
+
+    def reviewed_versions(self) -> list[str]:
+        """Versions that have fingerprints, oldest first."""
+        names = (path.stem.removeprefix(f"{self.name}-") for path in FINGERPRINTS.glob(f"{self.name}-*.json"))
+        return sorted(names, key=numbers)
+
+
+def package_of(place: Path, sources: Sources) -> Package:
+    """The package that a wheel or a checkout holds.
+
+    Raises:
+        SystemExit: it is none of PACKAGES.
+    """
+    for package in PACKAGES:
+        if sources.path(package.marker) is not None:
+            return package
+    sys.exit(
+        f"check_drift: {place} has no {', '.join(package.marker for package in PACKAGES[:-1])} or "
+        f"{PACKAGES[-1].marker}: give a wheel or a checkout of {', '.join(package.name for package in PACKAGES)}."
+    )
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, for comparison."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def _megatron_version(place: Path, sources: Sources) -> str:
+    text = sources.read(sources.path("megatron.core.package_info") or "")
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
+    return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+
+
+def _engine_version(place: Path, sources: Sources) -> str:
+    """From the wheel's name, or the file that its build reads the version from."""
+    if place.is_dir():
+        return (place / "build_tools" / "VERSION.txt").read_text("utf-8").strip().removesuffix(".dev0")
+    return place.name.split("-")[1]
+
+
+def _apex_version(place: Path, sources: Sources) -> str:
+    """Apex releases have no numbers that say more than this one."""
+    return "0.1"
+
+
+MEGATRON_CORE = Package(
+    name="megatron-core",
+    marker="megatron.core.package_info",
+    rows=MEGATRON,
+    hooks=HOOKS,
+    version_of=_megatron_version,
+    remedy="mend or widen what relies on them (megatron_balance/mcore, scripts/drift/relied.py), run "
+    "scripts/test_versions.sh",
+)
+
+PACKAGES = (
+    MEGATRON_CORE,
+    Package(
+        name="transformer-engine",
+        marker="transformer_engine.pytorch.attention",
+        rows=TRANSFORMER_ENGINE,
+        version_of=_engine_version,
+        remedy="compare with runtime/packing.py and mcore/options, mend scripts/drift/transformer_engine.py",
+    ),
+    Package(
+        name="apex",
+        marker="apex.multi_tensor_apply",
+        rows=APEX,
+        version_of=_apex_version,
+        remedy="mend scripts/drift/apex.py",
+        in_registry=False,
+    ),
+)
