@@ -33,6 +33,7 @@ class Hook:
         wrap: takes the function, returns what stands in its place.
         why: what the hook is for.
         until: when it can go.
+        first: the first release that has the target, as `(major, minor)`.
     """
 
     target: str
@@ -41,6 +42,11 @@ class Hook:
     wrap: Callable[[Function], Function]
     why: str
     until: str
+    first: tuple[int, int] = (0, 0)
+
+    def is_in(self, release: tuple[int, int]) -> bool:
+        """Whether a release has the target."""
+        return self.first <= release
 
 
 @dataclass(frozen=True)

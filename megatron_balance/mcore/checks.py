@@ -100,18 +100,18 @@ def _optional(name: str, module: str, versions: dict[str, str], *, needed: bool,
 
 def check_hooks() -> Iterator[Finding]:
     """Each hook by itself, put in place and taken out again. The package's own must not be in place."""
-    from megatron_balance.mcore.hooks import HOOKS, supported_version
+    from megatron_balance.mcore.hooks import hooks_of, supported_version
     from megatron_balance.mcore.packing_scheduler import NAME, SEAM, register
     from megatron_balance.patching import install
 
     try:
-        version = f"megatron-core {supported_version()}"
+        version = supported_version()
     except BalanceError as error:
         yield Finding(False, f"no hook applies: {error}")
         return
-    for hook in HOOKS:
+    for hook in hooks_of(version):
         try:
-            install([hook], version=version).undo()
+            install([hook], version=f"megatron-core {version}").undo()
         except BalanceError as error:
             yield Finding(False, str(error))
         else:

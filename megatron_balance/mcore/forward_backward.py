@@ -46,6 +46,7 @@ class BalancedForwardBackward:
 
     Attributes:
         last_step: the data of the newest step, for logs and tests.
+        in_step: Megatron's schedule runs balanced micro-batches now.
         observer: watches the run, or None where nobody does.
     """
 
@@ -56,6 +57,7 @@ class BalancedForwardBackward:
         self.observer = observer
         self._overlap = overlap
         self.last_step: BalancedStep | None = None
+        self.in_step = False
         self._args = args
         self._log = log
 
@@ -98,10 +100,12 @@ class BalancedForwardBackward:
             "micro_batch_size": 1,
             "forward_step_func": self._with_microbatch_shape(arguments["forward_step_func"], step.microbatch_tokens),
         }
+        self.in_step = True
         try:
             with _variable_seq_lengths(arguments["model"]):
                 return schedule(**arguments)
         finally:
+            self.in_step = False
             if self.observer is not None:
                 self.observer.end()
 

@@ -77,6 +77,19 @@ def _with_backward_timed(backward_step: Function) -> Function:
     return wrapper
 
 
+def _with_documents_split(split_whole_row: Function) -> Function:
+    @functools.wraps(split_whole_row)
+    def wrapper(batch: Any, cp_group: Any) -> Any:
+        from megatron.core import utils
+
+        balanced = current()
+        if balanced is None or not balanced.in_step:
+            return split_whole_row(batch, cp_group)
+        return utils._get_batch_on_this_cp_rank_per_document_balancing(batch, cp_group)
+
+    return wrapper
+
+
 def _with_figures_logged(training_log: Function) -> Function:
     @functools.wraps(training_log)
     def wrapper(*positional: Any, **keywords: Any) -> Any:
@@ -130,7 +143,23 @@ HOOKS = (
         why="tells the figures of balancing after Megatron's own, when the device has just been waited for",
         until="Megatron has callbacks around a step",
     ),
+    Hook(
+        target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
+        bound_in=("megatron.core.utils",),
+        parameters=("batch", "cp_group"),
+        wrap=_with_documents_split,
+        why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
+        until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
+        first=(0, 19),
+    ),
 )
+
+
+def hooks_of(version: str) -> tuple[Hook, ...]:
+    """The hooks of a Megatron Core, `version` as it names itself."""
+    major, minor = (int(number) for number in version.split(".")[:2])
+    return tuple(hook for hook in HOOKS if hook.is_in((major, minor)))
+
 
 _patches: Patches | None = None
 _registration: Registration | None = None
@@ -146,7 +175,7 @@ def install() -> InstalledHooks:
     global _patches, _registration
     if _patches is None:
         version = supported_version()
-        patches = install_hooks(HOOKS, version=f"megatron-core {version}")
+        patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
         try:
             _registration = register()
         except BalanceError:

@@ -82,7 +82,12 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
         batch = core_utils.flatten_batch_for_packed_sequences(batch)
     if batch["tokens"] is None and batch["labels"] is None:
         return batch  # a middle pipeline stage: it needs to know where sequences start, no more
-    return core_utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    # As Megatron's own scripts ask for it; 0.18 has neither the option nor the parameter.
+    documents = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
+    whole_row = {"use_per_sequence_balancing": True} if documents else {}
+    return core_utils.get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), **whole_row
+    )
 
 
 def _get_batch_of_0_17(data_iterator: Iterator[dict[str, Tensor]] | None, *, args: Any) -> dict[str, Any]:

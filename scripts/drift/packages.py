@@ -44,7 +44,7 @@ class Package:
     def rows_of(self, version: str) -> list[compare.Row]:
         """Definitions that are relied on in a release."""
         major, minor, *_ = numbers(version)
-        return [*self.hooks, *(row for row in self.rows if row.is_in((major, minor)))]
+        return [row for row in (*self.hooks, *self.rows) if row.is_in((major, minor))]
 
     def fingerprints(self, version: str) -> Path:
         """The file that holds what was reviewed in a release."""

@@ -109,6 +109,19 @@ MEGATRON = (
         parameters=("micro_batch_size", "seq_length", "broadcast_src_rank", "broadcast_group"),
         first=(0, 18),
     ),
+    Relied(
+        "megatron.core.utils:get_batch_on_this_cp_rank",
+        "looks up what splits a row when it calls it",
+        names=tuple(f"_get_batch_on_this_cp_rank_per_{unit}_balancing" for unit in ("sequence", "document")),
+        first=(0, 19),
+    ),
+    Relied(
+        "megatron.core.utils:_get_batch_on_this_cp_rank_per_document_balancing",
+        "splits balanced micro-batches, by cu_seqlens_padded",
+        parameters=("batch", "cp_group"),
+        body=True,
+        first=(0, 19),
+    ),
     *(
         Relied(f"{_PARALLEL_STATE}:{name}", "a rank's place in the layout")
         for name in (

@@ -96,6 +96,8 @@ class TestTwoDataParallelRanks:
         pytest.param(f"{LAYERS} --tensor-model-parallel-size 2", 4, id="TP2"),
         pytest.param(f"{LAYERS} --tensor-model-parallel-size 2 --sequence-parallel", 4, id="TP2-SP"),
         pytest.param(f"{LAYERS} --context-parallel-size 2", 4, id="CP2"),
+        # Scripts then ask for rows that are split as a whole; those of a stock run hold one document each.
+        pytest.param(f"{LAYERS} --context-parallel-size 2 --dataloader-inter-document-masking", 4, id="CP2-documents"),
         pytest.param(
             "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
             4,

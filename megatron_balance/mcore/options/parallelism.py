@@ -7,6 +7,13 @@ from megatron_balance.mcore.options.option import Option, Support
 
 PARALLELISM = (
     Option(
+        names=("dataloader_inter_document_masking", "context_parallel_size"),
+        case="above 1: micro-batches are then split by document, not by row",
+        support=Support.SUPPORTED,
+        test="tests/megatron/test_equality.py::test_model_parallel",
+        first=(0, 19),
+    ),
+    Option(
         names=("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
         support=Support.STOCK,
         when=given("hybrid_context_parallel"),
