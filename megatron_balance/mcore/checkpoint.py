@@ -15,13 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore import pool_files
 from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.groups import is_first_of_replica, new_group
+from megatron_balance.mcore.groups import is_first_of_replica, meeting_of_world
+from megatron_balance.runtime.agreement import Meeting, agree, gather_texts
+from megatron_balance.runtime.peers import named_ranks
 
 
 def state_folder(checkpoints: str, iteration: int) -> Path:
@@ -54,7 +55,7 @@ def restore_state(balancer: StepBalancer, *, args: Any, lookahead: int, timeout:
         balancer: of this rank, before its first step.
         args: Megatron's arguments, after it loaded the checkpoint: `--finetune` starts again from iteration 0.
         lookahead: `--balance-lookahead` of this run.
-        timeout: of the collective by which ranks agree.
+        timeout: after which a rank that has not come is named.
 
     Raises:
         BalanceError: on every rank alike. The state is damaged, or not all of it is there; samples wait, and this run
@@ -68,17 +69,23 @@ def restore_state(balancer: StepBalancer, *, args: Any, lookahead: int, timeout:
         _restore(balancer, folder=folder, lookahead=lookahead)
     except BalanceError as error:
         problem = str(error)
-    group = new_group(range(dist.get_world_size()), timeout=timeout)
-    counts = torch.tensor([folder.is_dir(), problem is not None], dtype=torch.int64)
-    dist.all_reduce(counts, group=group)
-    num_found, num_failed = counts.tolist()
-    if num_found not in (0, group.size()):
+    meeting = meeting_of_world(timeout=timeout)
+    if meeting is not None:
+        _check_all_find(folder, meeting=meeting)
+        agree({}, meeting=meeting, topic="what belongs to the checkpoint", problem=problem)
+    if problem is not None:
+        raise BalanceError(problem)
+
+
+def _check_all_find(folder: Path, *, meeting: Meeting) -> None:
+    here = folder.is_dir()
+    found = gather_texts(str(here), meeting=meeting, topic="where the checkpoints are")
+    if len(set(found)) > 1:
+        without = [rank for rank, one in enumerate(found) if one != str(True)]
         raise BalanceError(
-            f"{num_found} of {group.size()} ranks find {folder}: --load must name a folder that all nodes share, and "
-            "the folder megatron_balance in it belongs to the checkpoints."
+            f"{named_ranks(without)} of {len(found)} cannot find {folder}, and the others can: --load must name a "
+            "folder that all nodes share, and the folder megatron_balance in it belongs to the checkpoints."
         )
-    if num_failed:
-        raise BalanceError(problem or f"{num_failed} ranks cannot read {folder}; what they say tells why.")
 
 
 def _restore(balancer: StepBalancer, *, folder: Path, lookahead: int) -> None:

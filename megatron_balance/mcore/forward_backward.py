@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_balance.mcore.balancer import StepBalancer
 from megatron_balance.mcore.checkpoint import restore_state
-from megatron_balance.mcore.groups import new_group, own_group, reads_data, replica_ranks
+from megatron_balance.mcore.groups import own_group, reads_data, replica_group, split_world
 from megatron_balance.mcore.memory_cap import tell_of_cap
 from megatron_balance.mcore.observer import RunObserver
 from megatron_balance.mcore.observer_setup import observer_of_run
@@ -214,7 +214,7 @@ def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
     dp_group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
     calibration = None
     if config.calibrate_online:
-        calibration = _online_calibration(setup.cost_model, args=args, timeout=timeout)
+        calibration = _online_calibration(setup.cost_model, timeout=timeout)
     pool = None
     if config.lookahead > 1:
         pool = SamplePool(
@@ -234,13 +234,10 @@ def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
         calibration=calibration,
         origin=SampleOrigin.from_megatron_args(args, dp_rank=dp_group.rank(), dp_size=topology.dp_size),
     )
-    ranks = replica_ranks()
-    replica_group = new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
-    return StepBalancer(maker, replica_group=replica_group, pool=pool)
+    return StepBalancer(maker, replica_group=replica_group(timeout=timeout), pool=pool)
 
 
-def _online_calibration(prior: CostModel, *, args: Any, timeout: timedelta) -> OnlineCalibration:
-    """Learns with all ranks that read data: tensor-parallel ranks are innermost in Megatron's order of ranks."""
-    tp_size = args.tensor_model_parallel_size
-    ranks = range(dist.get_rank() % tp_size, dist.get_world_size(), tp_size)
-    return OnlineCalibration(prior, group=new_group(list(ranks), timeout=timeout))
+def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:
+    """Learns with all ranks that read data; None on the others."""
+    group = split_world(0 if reads_data() else None, timeout=timeout)
+    return None if group is None else OnlineCalibration(prior, group=group)

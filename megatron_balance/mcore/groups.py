@@ -1,6 +1,11 @@
 """This rank's place in Megatron's parallel layout, and process groups that are the package's own.
 
 A group of our own: a thread may use it while training uses Megatron's, and no GPU waits for it (gloo).
+
+Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
+the number of groups that the process has made before, also under `use_local_synchronization`: ranks that have made
+different numbers of them never meet, or meet in the wrong group. Megatron knows on each rank the groups of that rank
+alone, so ranks tell each other; this holds for any order of ranks.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -8,33 +13,71 @@ A group of our own: a thread may use it while training uses Megatron's, and no G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_balance.runtime.agreement import Meeting
+from megatron_balance.runtime.agreement import Meeting, gather_texts
 from megatron_balance.runtime.peers import named_ranks, waiting_for
 
 
 def own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
-    """The same ranks once more."""
-    return new_group(dist.get_process_group_ranks(group), timeout=timeout)
-
-
-def new_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
-    """A group that its ranks make, this one among them; all of them make their groups in one order.
+    """The same ranks once more. Every rank of the world calls it, each with its group of one kind.
 
     Args:
-        ranks: of the world.
+        group: of this rank.
         timeout: of its collectives.
     """
-    with waiting_for(f"world {named_ranks(list(ranks))} to make a process group"):
-        own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, timeout=timeout)
-    assert isinstance(own, dist.ProcessGroup), "this rank is in its own group"
-    _follow_later_timeouts(own)
+    return _split_into_groups(dist.get_process_group_ranks(group), timeout=timeout)
+
+
+def replica_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The ranks of this model replica; None where it is one rank. Every rank of the world calls it."""
+    ranks = replica_ranks()
+    return _split_into_groups(ranks, timeout=timeout) if len(ranks) > 1 else None
+
+
+def _split_into_groups(ranks: list[int], *, timeout: timedelta) -> dist.ProcessGroup:
+    own = split_world(min(ranks), timeout=timeout)
+    assert own is not None, "this rank has a color"
+    assert dist.get_process_group_ranks(own) == sorted(ranks), "Megatron's ranks agree on their groups"
     return own
+
+
+def split_world(color: int | None, *, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The ranks of the world that have this rank's color, as MPI_Comm_split does. Every rank of the world calls it.
+
+    Args:
+        color: any number; None to be in no group.
+        timeout: of the group's collectives.
+
+    Returns:
+        A gloo group of this rank, or None where it has no color.
+
+    Raises:
+        BalanceError: on every rank alike: a rank did not come. PeerError where it did not make its group.
+    """
+    own = None
+    for ranks in ranks_by_color(color, timeout=timeout):
+        with waiting_for(f"world {named_ranks(ranks)} to make a process group"):
+            group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+            _follow_later_timeouts(group)
+            own = group
+    return own
+
+
+def ranks_by_color(color: int | None, *, timeout: timedelta) -> list[list[int]]:
+    """For each color its ranks, colors in ascending order; arguments and errors as for `split_world`."""
+    meeting = meeting_of_world(timeout=timeout)
+    texts = [json.dumps(color)]
+    if meeting is not None:
+        texts = gather_texts(texts[0], meeting=meeting, topic="process groups")
+    colors = [json.loads(text) for text in texts]
+    return [[rank for rank, other in enumerate(colors) if other == one] for one in sorted({*colors} - {None})]
 
 
 def _follow_later_timeouts(group: dist.ProcessGroup) -> None:

@@ -10,16 +10,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import BalanceConfig, topology_from_megatron_args
-from megatron_balance.mcore.groups import new_group
+from megatron_balance.mcore.groups import meeting_of_world
 from megatron_balance.mcore.step_log import StepLog
 from megatron_balance.planner.memory import MemoryModel, TrainingMemory, memory_model
 from megatron_balance.planner.memory_budget import DerivedCap, budget_of_device, derive_cap, gib_to_bytes
 from megatron_balance.planner.memory_precision import Precision
 from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.runtime.agreement import gather_texts
 
 
 def training_memory(args: Any) -> TrainingMemory:
@@ -99,16 +99,13 @@ def with_smallest_cap(config: BalanceConfig, *, timeout: timedelta) -> BalanceCo
 
     Args:
         config: of this rank, its cap derived.
-        timeout: of the collective.
+        timeout: after which a rank that has not come is named.
     """
-    if not config.derives_cap or not dist.is_initialized() or dist.get_world_size() == 1:
+    meeting = meeting_of_world(timeout=timeout)
+    if not config.derives_cap or meeting is None:
         return config
-    assert config.max_tokens_per_gpu is not None, "the cap of this rank is derived"
-    group = new_group(range(dist.get_world_size()), timeout=timeout)
-    cap = torch.tensor([config.max_tokens_per_gpu], dtype=torch.int64)
-    dist.all_reduce(cap, op=dist.ReduceOp.MIN, group=group)
-    dist.destroy_process_group(group)
-    return replace(config, max_tokens_per_gpu=int(cap))
+    caps = gather_texts(str(config.max_tokens_per_gpu), meeting=meeting, topic="--max-tokens-per-gpu")
+    return replace(config, max_tokens_per_gpu=min(map(int, caps)))
 
 
 def tell_of_cap(log: StepLog, *, config: BalanceConfig, args: Any) -> None:

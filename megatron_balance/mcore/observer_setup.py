@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import BalanceConfig
 from megatron_balance.mcore.cpu import is_cpu_enabled
-from megatron_balance.mcore.groups import is_first_of_replica, new_group, reads_data
+from megatron_balance.mcore.groups import is_first_of_replica, reads_data, split_world
 from megatron_balance.mcore.observer import RunObserver
 from megatron_balance.mcore.recording import RunRecording
 from megatron_balance.mcore.run_metrics import RunMetrics
@@ -48,14 +48,12 @@ def observer_of_run(
     Raises:
         BalanceError: the record's folder cannot be written to; on every rank that watches.
     """
-    # Tensor-parallel ranks are innermost in Megatron's order of ranks; its writers are on the last.
-    last = dist.get_world_size() - 1
-    members = sorted({*range(0, last + 1, args.tensor_model_parallel_size), last})
-    if dist.get_rank() not in members:
-        return None
-    group = new_group(members, timeout=timeout)
-    dp_rank = maker.dp_group.rank()
     measures = reads_data()
+    writes = dist.get_rank() == dist.get_world_size() - 1  # Megatron's writers are on the last rank
+    group = split_world(0 if measures or writes else None, timeout=timeout)
+    if group is None:
+        return None
+    dp_rank = maker.dp_group.rank()
     metrics = RunMetrics(
         log,
         log_interval=args.log_interval,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -62,47 +62,84 @@ def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem:
         BalanceError: on every rank alike: what differs, with which value on which ranks; the problem; or who is
             missing. PeerError where rank 0 did not come or the store is gone.
     """
+    _meet(json.dumps({"settings": dict(settings), "problem": problem}), meeting=meeting, topic=topic, judge=_judge)
+
+
+def gather_texts(text: str, *, meeting: Meeting, topic: str) -> list[str]:
+    """The text of every rank, by rank. All of them go to every rank: keep it to a few bytes.
+
+    Args:
+        text: of this rank.
+        meeting: of all ranks of the world.
+        topic: as for `agree`.
+
+    Raises:
+        BalanceError: on every rank alike: who is missing. PeerError as for `agree`.
+    """
+    return json.loads(_meet(text, meeting=meeting, topic=topic, judge=lambda texts: _Verdict(answer=json.dumps(texts))))
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """One of the two: what every rank raises, or what every rank returns."""
+
+    problem: str = ""
+    answer: str = ""
+
+
+def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]], _Verdict]) -> str:
+    """Rank 0 judges the texts of all ranks; every rank returns its answer, or raises its problem."""
     store, rank = meeting.store, meeting.rank
     deadline = time.monotonic() + meeting.timeout.total_seconds()
     with waiting_for(f"all ranks to agree on their {topic}"):
         # Counted apart, so that ranks that meet again on this topic read no verdict of the time before.
         folder = f"{ROOT}/{topic}/{store.add(f'{ROOT}/{topic}/meetings/{rank}', 1)}"
-        store.set(f"{folder}/rank/{rank}", json.dumps({"settings": dict(settings), "problem": problem}))
+        store.set(f"{folder}/rank/{rank}", text)
         if rank == 0:
-            verdict = _judge(folder, meeting=meeting, topic=topic)
-            store.set(f"{folder}/verdict", verdict)
+            verdict = _collect(folder, meeting=meeting, topic=topic, judge=judge)
+            store.set(f"{folder}/verdict", json.dumps(asdict(verdict)))
         else:
             if not _came(store, f"{folder}/verdict", deadline=deadline):
                 raise RuntimeError("no word from rank 0")
-            verdict = store.get(f"{folder}/verdict").decode()
-        if verdict:
+            verdict = _Verdict(**json.loads(store.get(f"{folder}/verdict")))
+        if verdict.problem:
             store.set(f"{folder}/read/{rank}", "")
             if rank == 0:
                 until = time.monotonic() + READ_SECONDS
                 for other in range(meeting.num_ranks):
                     if store.check([f"{folder}/rank/{other}"]):
                         _came(store, f"{folder}/read/{other}", deadline=until)
-    if verdict:
-        raise BalanceError(verdict)
+    if verdict.problem:
+        raise BalanceError(verdict.problem)
+    return verdict.answer
 
 
-def _judge(folder: str, *, meeting: Meeting, topic: str) -> str:
-    """On rank 0: why the ranks cannot go on, or nothing."""
+def _collect(folder: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]], _Verdict]) -> _Verdict:
+    """On rank 0: the verdict on what all ranks wrote, or on those that did not come."""
     deadline = time.monotonic() + JUDGING_SHARE * meeting.timeout.total_seconds()
     keys = [f"{folder}/rank/{rank}" for rank in range(meeting.num_ranks)]
     missing = [rank for rank, key in enumerate(keys) if not _came(meeting.store, key, deadline=deadline)]
     if missing:
-        return (
+        return _Verdict(
             f"{named_ranks(missing)} of {meeting.num_ranks} did not come to agree on {topic} within "
             f"{JUDGING_SHARE * meeting.timeout.total_seconds():.0f} s. Such a rank has died, hangs, or trains without "
             "megatron_balance: start every rank with the same command (the launcher or the import line) and the same "
             "installation."
         )
-    said = [json.loads(meeting.store.get(key)) for key in keys]
-    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(said) if one["problem"] is not None]
-    if problems:
-        return " | ".join(dict.fromkeys(problems[:MAX_SETTINGS_NAMED]))
-    return differences([one["settings"] for one in said])
+    return judge([meeting.store.get(key).decode() for key in keys])
+
+
+def _judge(texts: list[str]) -> _Verdict:
+    """Why the ranks cannot go on, if they cannot."""
+    said = [json.loads(text) for text in texts]
+    ranks_with: dict[str, list[int]] = {}
+    for rank, one in enumerate(said):
+        if one["problem"] is not None:
+            ranks_with.setdefault(one["problem"], []).append(rank)
+    if ranks_with:
+        problems = [f"{named_ranks(ranks)}: {problem}" for problem, ranks in ranks_with.items()]
+        return _Verdict(" | ".join(problems[:MAX_SETTINGS_NAMED]))
+    return _Verdict(differences([one["settings"] for one in said]))
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> str:

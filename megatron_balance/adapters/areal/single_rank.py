@@ -31,27 +31,24 @@ MAX_WAIT = timedelta(days=7)
 
 
 class SingleRankLoad:
-    """Ranks of which one loads. Making it is collective.
+    """Ranks of which one loads. Every rank of the world makes it, in the same order as its process groups.
 
     Args:
         loads: whether this rank is the one.
-        ranks: global ranks that load or wait; all by default.
         max_wait: how long the others wait for one load.
 
     Raises:
         BalanceError: on every rank alike: not exactly one rank loads.
     """
 
-    def __init__(self, *, loads: bool, ranks: list[int] | None = None, max_wait: timedelta = MAX_WAIT) -> None:
-        ranks = ranks or list(range(dist.get_world_size()))
+    def __init__(self, *, loads: bool, max_wait: timedelta = MAX_WAIT) -> None:
         self.loads = loads
-        # Without local synchronisation every rank of the world would have to come, members or not.
-        group = dist.new_group(ranks, timeout=max_wait, backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is not among those it names"
+        group = dist.new_group(backend="gloo", timeout=max_wait)
+        assert isinstance(group, dist.ProcessGroup), "every rank of the world is in it"
         self._waiting_group = group
-        answers = [torch.zeros(1, dtype=torch.uint8) for _ in ranks]
+        answers = [torch.zeros(1, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         dist.all_gather(answers, torch.tensor([loads], dtype=torch.uint8), group=self._waiting_group)
-        loading = [rank for rank, answer in zip(sorted(ranks), answers, strict=True) if answer]
+        loading = [rank for rank, answer in enumerate(answers) if answer]
         if len(loading) != 1:
             raise BalanceError(f"single_rank_load: the ranks that load are {loading}: it must be exactly one.")
         self._source = loading[0]
