@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
 from training_run import Recorded, RunFailed, read_records
 
 from megatron_balance.mcore.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
@@ -71,6 +72,8 @@ def train_forked(
     *,
     num_ranks: int,
     timeout_seconds: float,
+    module: str = "record_steps",
+    environment: Mapping[str, str] | None = None,
     watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
     grace_seconds: float = 0.0,
 ) -> ForkedRun:
@@ -81,6 +84,8 @@ def train_forked(
         flags: added to the common ones.
         num_ranks: processes.
         timeout_seconds: after which the run is killed.
+        module: whose `main` each of them runs; it records as record_steps.py does.
+        environment: variables beside those of this process.
         watch: called again and again while ranks run, with process id → rank.
         grace_seconds: for the other ranks to end by themselves after one failed; then they are killed.
 
@@ -98,7 +103,8 @@ def train_forked(
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                _run_rank(command, rank=rank, num_ranks=num_ranks, port=port, log=_log(record, rank))
+                os.environ |= dict(environment or {})
+                _run_rank(module, command, rank=rank, num_ranks=num_ranks, port=port, log=_log(record, rank))
             running[pid] = rank
         while running and failed is None:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -144,7 +150,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run_rank(command: Sequence[str], *, rank: int, num_ranks: int, port: int, log: Path) -> NoReturn:
+def _run_rank(module: str, command: Sequence[str], *, rank: int, num_ranks: int, port: int, log: Path) -> NoReturn:
     """The life of a rank, as torchrun and the launcher would give it."""
     status = 1
     try:
@@ -159,11 +165,10 @@ def _run_rank(command: Sequence[str], *, rank: int, num_ranks: int, port: int, l
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        sys.argv = ["record_steps.py", *command]
-        import record_steps
-
+        sys.argv = [f"{module}.py", *command]
+        dist.set_debug_level_from_env()  # torch has read TORCH_DISTRIBUTED_DEBUG when it was imported
         try:
-            record_steps.main()
+            importlib.import_module(module).main()
             status = 0
         except SystemExit as end:  # how Megatron ends at --exit-interval
             status = int(end.code or 0)

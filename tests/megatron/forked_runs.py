@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from training_run import Recorded, RunFailed, read_records, search_path
@@ -21,8 +21,24 @@ from training_run import Recorded, RunFailed, read_records, search_path
 from megatron_balance.mcore.smoke import ENVIRONMENT
 
 
-def train(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_seconds: float = 300) -> Recorded:
+def train(
+    record: Path,
+    flags: Sequence[str],
+    *,
+    num_ranks: int,
+    timeout_seconds: float = 300,
+    module: str = "record_steps",
+    environment: Mapping[str, str] | None = None,
+) -> Recorded:
     """As `training_run.train`; the output is that of rank 0.
+
+    Args:
+        record: folder for the records and for what each rank prints.
+        flags: added to the common ones.
+        num_ranks: processes.
+        timeout_seconds: after which the run is killed.
+        module: of this folder or of scripts/, whose `main` each rank runs.
+        environment: variables beside those of this process.
 
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
@@ -30,7 +46,14 @@ def train(record: Path, flags: Sequence[str], *, num_ranks: int, timeout_seconds
     server = _server()
     assert server.stdin is not None, "a pipe"
     assert server.stdout is not None, "a pipe"
-    request = {"record": str(record), "flags": list(flags), "num_ranks": num_ranks, "timeout_seconds": timeout_seconds}
+    request = {
+        "record": str(record),
+        "flags": list(flags),
+        "num_ranks": num_ranks,
+        "timeout_seconds": timeout_seconds,
+        "module": module,
+        "environment": dict(environment or {}),
+    }
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
     problem = json.loads(server.stdout.readline())
@@ -66,12 +89,7 @@ def _serve() -> None:
         request = json.loads(line)
         problem = None
         try:
-            train_forked(
-                Path(request["record"]),
-                request["flags"],
-                num_ranks=request["num_ranks"],
-                timeout_seconds=request["timeout_seconds"],
-            )
+            train_forked(Path(request.pop("record")), request.pop("flags"), **request)
         except RunFailed as error:
             problem = str(error)
         sys.stdout.write(json.dumps(problem) + "\n")

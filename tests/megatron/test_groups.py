@@ -1,20 +1,25 @@
-"""The ranks of a model replica, in Megatron's own layouts."""
+"""The package's process groups, in Megatron's own layouts, and that every rank makes all of them."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from forked_runs import train
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_balance.mcore.groups import is_first_of_replica, replica_ranks
 
 WORLD_SIZE = 16
+PACKAGE = Path(__file__).parents[2] / "megatron_balance"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_groups_are_left() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
@@ -22,6 +27,7 @@ def no_groups_are_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("no_groups_are_left")
 @pytest.mark.parametrize(
     ("tp", "pp", "cp", "order"),
     [
@@ -49,3 +55,64 @@ def test_a_replica_is_the_ranks_of_one_data_parallel_rank(tp: int, pp: int, cp: 
         assert ranks == of_data_rank[data_rank], f"rank {rank}"
         assert len(ranks) == tp * pp * cp
     assert firsts == sorted(ranks[0] for ranks in of_data_rank.values())
+
+
+TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_ranks"),
+    [
+        pytest.param("", 2, id="DP2"),
+        pytest.param(f"{PP2} {TP2}", 8, id="TP2-PP2-DP2"),
+        pytest.param(f"{PP2} {TP2} --use-tp-pp-dp-mapping", 8, id="TP2-PP2-DP2-tp-pp-dp"),
+        pytest.param(f"{TP2} {PP2} {CP2}", 16, id="TP2-PP2-CP2-DP2"),
+        pytest.param(f"{PP2} --expert-model-parallel-size 2", 8, id="EP2-PP2-DP4"),
+        pytest.param(
+            f"{TP2} --num-distributed-optimizer-instances 2",
+            8,
+            id="TP2-DP4-two-optimizer-instances",
+            marks=pytest.mark.skipif(find_spec("einops") is None, reason="Megatron needs einops for it"),
+        ),
+    ],
+)
+def test_groups_are_those_of_megatron_and_later_ones_meet(tmp_path: Path, flags: str, num_ranks: int) -> None:
+    ran = train(tmp_path, flags.split(), num_ranks=num_ranks, module="group_ranks", timeout_seconds=120)
+    rows = [rank[0] for rank in ran.ranks]
+    readers = [rank for rank, row in enumerate(rows) if row["tensor_rank"] == 0]
+    for rank, row in enumerate(rows):
+        replica = [other for other, one in enumerate(rows) if one["data_rank"] == row["data_rank"]]
+        assert row["data"] == row["megatron_data"]
+        assert row["replica"] == (replica if len(replica) > 1 else None)
+        assert row["readers"] == (readers if rank in readers else None)
+        assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
+
+
+def test_a_group_that_is_made_while_a_run_balances_meets(tmp_path: Path) -> None:
+    """The observer's group is of ranks that read data: torch 2.15 hung here when they alone had made it."""
+    flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"
+    flags += f" --global-batch-size 4 --train-iters 2 {TP2} --use-dynamic-batch-size --max-tokens-per-gpu 512"
+    ran = train(tmp_path, f"{flags} --balance-data".split(), num_ranks=4, module="later_group", timeout_seconds=120)
+    assert [rank[0]["ranks_met"] for rank in ran.ranks] == [[0, 1, 2, 3]] * 4
+
+
+def made_groups(source: str) -> Iterator[str]:
+    """What is wrong with the calls of torch's functions that make process groups."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "use_local_synchronization":
+            yield f"{node.lineno}: use_local_synchronization"
+        if isinstance(node, ast.Attribute) and node.attr in ("new_group", "split_group", "new_subgroups"):
+            yield f"{node.lineno}: {node.attr}"
+
+
+def test_groups_are_made_in_two_places_by_every_rank() -> None:
+    found = {
+        (file.relative_to(PACKAGE).as_posix(), what.partition(": ")[2])
+        for file in PACKAGE.rglob("*.py")
+        for what in made_groups(file.read_text(encoding="utf-8"))
+    }
+    assert found == {("mcore/groups.py", "new_group"), ("adapters/areal/single_rank.py", "new_group")}
+    assert list(made_groups("import torch.distributed as dist\ndist.new_group(r, use_local_synchronization=True)")) == [
+        "2: new_group",
+        "2: use_local_synchronization",
+    ]

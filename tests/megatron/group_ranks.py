@@ -1,0 +1,62 @@
+"""One rank of a layout: makes Megatron's process groups and then the package's own, and records who is in them.
+
+Nothing is trained. `forked_runs.train` runs it; of Megatron's flags it reads those that say how ranks are grouped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.mcore.groups import own_group, reads_data, replica_group, split_world
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+
+    folder, *flags = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    args = vars(parser.parse_known_args(flags)[0])
+    order = "tp-cp-ep-pp-dp" if args.pop("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp"
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    parallel_state.initialize_model_parallel(**args, order=order, create_gloo_process_groups=False)
+
+    of_data = own_group(parallel_state.get_data_parallel_group(), timeout=TIMEOUT)
+    of_replica = replica_group(timeout=TIMEOUT)
+    of_readers = split_world(0 if reads_data() else None, timeout=TIMEOUT)
+    # As Megatron makes its own: a rank that had made fewer groups before would be waited for, or meet others.
+    later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
+    groups = {"data": of_data, "replica": of_replica, "readers": of_readers, "later": later}
+    row: dict[str, Any] = {
+        "data_rank": parallel_state.get_data_parallel_rank(),
+        "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "megatron_data": dist.get_process_group_ranks(parallel_state.get_data_parallel_group()),
+        **{name: _met(group) for name, group in groups.items()},
+    }
+    (Path(folder) / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")
+    dist.barrier()
+
+
+def _met(group: Any) -> list[int] | None:
+    """Who is in it, by its own all_gather; None for a rank that is not."""
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    ranks = torch.empty(group.size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(ranks, torch.tensor([dist.get_rank()]), group=group)
+    assert dist.get_process_group_ranks(group) == ranks.tolist()
+    return ranks.tolist()
