@@ -13,6 +13,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.flags import parse_command_line
 from megatron_balance.mcore.options.table import problems
+from megatron_balance.mcore.token_alignment import token_alignment
 from megatron_balance.planner.calibration import Calibration
 from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
 from megatron_balance.planner.memory_budget import AUTO
@@ -183,7 +184,11 @@ def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
 
 
 def topology_from_megatron_args(args: Any) -> Topology:
-    """The ranks of a run, from validated arguments."""
+    """The ranks of a run, from validated arguments.
+
+    Raises:
+        BalanceError: a recipe of FP8 or FP4 that is not known.
+    """
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     group_size = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     return Topology(
@@ -197,4 +202,5 @@ def topology_from_megatron_args(args: Any) -> Topology:
         microbatch_multiple=group_size if interleaved else 1,
         sequence_parallel=bool(args.sequence_parallel),
         fully_sharded=bool(args.use_megatron_fsdp or args.use_torch_fsdp2),
+        token_alignment=token_alignment(args),
     )

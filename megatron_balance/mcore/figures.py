@@ -30,7 +30,7 @@ class Figures:
         over_bound: planned cost over what no plan can beat.
         num_microbatches: slots of every rank.
         num_shapes: distinct lengths of this rank's micro-batches since it started, filled up as they run.
-        padding_fraction: padding over padded tokens.
+        padding_fraction: padding, filler and dummies over all tokens that ran.
         moved_fraction: tokens that ran off the rank that loaded them, over all tokens.
         moved_fraction_unlabelled: the same, had interchangeable ranks not been exchanged.
         plan_seconds, exchange_seconds, exposed_seconds: see BalancedStep.
@@ -62,7 +62,7 @@ class Figures:
             schedule: its plan.
         """
         ranks = schedule.cost_grid.sum(axis=1)
-        tokens, padded = int(schedule.lengths.sum()), int(schedule.padded_lengths.sum())
+        tokens = int(schedule.lengths.sum())
         moved = _UNKNOWN
         if schedule.home_ranks is not None:
             moved = int(schedule.lengths[schedule.destinations() != schedule.home_ranks].sum()) / max(tokens, 1)
@@ -72,7 +72,7 @@ class Figures:
             planned_imbalance=int(ranks.max()) / float(ranks.mean()) if ranks.any() else 1.0,
             over_bound=schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
             num_microbatches=schedule.num_microbatches,
-            padding_fraction=(padded - tokens) / max(padded, 1),
+            padding_fraction=1 - tokens / max(step.step_tokens, 1),
             moved_fraction=moved,
             moved_fraction_unlabelled=_UNKNOWN if unlabelled is None else unlabelled / max(tokens, 1),
             plan_seconds=step.plan_seconds,

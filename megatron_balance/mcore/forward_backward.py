@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_balance.mcore.balancer import StepBalancer
@@ -233,6 +234,7 @@ def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
         dp_group=dp_group,
         calibration=calibration,
         origin=SampleOrigin.from_megatron_args(args, dp_rank=dp_group.rank(), dp_size=topology.dp_size),
+        pin_memory=torch.cuda.is_available(),
     )
     return StepBalancer(maker, replica_group=replica_group(timeout=timeout), pool=pool)
 

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.pull_ahead import next_items
+from megatron_balance.mcore.token_alignment import token_alignment
 from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
 from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.schedule import build_data_schedule
+from megatron_balance.planner.shape_buckets import bucketed_limits, filled_tokens
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_sample_lengths
@@ -121,6 +123,7 @@ class PackingScheduler:
                 vpp_size=config.virtual_pipeline_model_parallel_size or 1,
                 microbatch_multiple=self.microbatch_multiple,
                 sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
+                token_alignment=token_alignment(config),
             )
             device = torch.device("cuda", dev)
             items = next_items(source, num_microbatches)
@@ -154,11 +157,13 @@ class PackingScheduler:
         gathered = gather_sample_lengths(samples, group=dp_group, problem=problem, device=device)
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
+        flag = "max_seqlen_per_dp_cp_rank"
+        limits = bucketed_limits(self.limits, topology=topology, shape_bucket=1, flag=flag)
         schedule = build_data_schedule(
             gathered.lengths,
             cost_model=_cost_model(),
             topology=topology,
-            limits=self.limits,
+            limits=limits,
             home_ranks=gathered.home_ranks,
         )
         check_same_schedule(schedule.digest(), group=dp_group, device=device)
@@ -166,11 +171,16 @@ class PackingScheduler:
             samples, destinations=schedule.destinations(), gathered=gathered, group=dp_group, device=device
         )
         shape = {"token_multiple": topology.token_multiple, "cp_size": topology.cp_size}
+        sizes = filled_tokens(schedule.slot_tokens(), topology=topology, limits=limits, shape_bucket=1)
         microbatches = [
-            pack_microbatch([mine[sample] for sample in slot], **shape)
+            pack_microbatch([mine[sample] for sample in slot], num_tokens=size, **shape)
             if slot
-            else dummy_microbatch(gathered.schema, **shape, device=device)
-            for slot in schedule.ranks[dp_group.rank()]
+            else dummy_microbatch(gathered.schema, num_tokens=size, **shape, device=device)
+            for slot, size in zip(
+                schedule.ranks[dp_group.rank()],
+                sizes.reshape(topology.dp_size, -1)[dp_group.rank()].tolist(),
+                strict=True,
+            )
         ]
         lengths = gathered.lengths.astype(float)
         flat = [_flat(microbatch) for microbatch in microbatches]

@@ -28,7 +28,7 @@ from megatron_balance.mcore.sample_origin import SampleOrigin
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.planner.cost import CostModel
 from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
-from megatron_balance.planner.shape_buckets import bucket_tokens
+from megatron_balance.planner.shape_buckets import filled_tokens
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
@@ -46,7 +46,8 @@ class BalancedStep:
 
     Attributes:
         num_microbatches: the same on every rank.
-        microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
+        microbatch_tokens: `[num_microbatches]`, tokens of this replica's micro-batches as they run, filler included.
+        step_tokens: those of all replicas; 0 on a rank that reads no data.
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
         fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
@@ -59,6 +60,7 @@ class BalancedStep:
 
     num_microbatches: int
     microbatch_tokens: list[int]
+    step_tokens: int = 0
     microbatches: list[Microbatch] | None = None
     schedule: DataSchedule | None = None
     fingerprint: int = 0
@@ -81,6 +83,7 @@ class StepMaker:
         calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
             compares samples that arrived in different steps.
         origin: which sample of the data set a row is, or None where that is not known.
+        pin_memory: micro-batches go to a GPU. Only from pinned memory are they copied while the host goes on.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class StepMaker:
         dp_group: dist.ProcessGroup,
         calibration: OnlineCalibration | None = None,
         origin: SampleOrigin | None = None,
+        pin_memory: bool = False,
     ) -> None:
         self.config = config
         self.topology = topology
@@ -100,8 +104,8 @@ class StepMaker:
         self.cost_model = cost_model
         self.dp_group = dp_group
         self.calibration = calibration
-        self._bucket_tokens = bucket_tokens(topology, shape_bucket=config.shape_bucket)
         self._origin = origin
+        self._pin_memory = pin_memory
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -153,23 +157,22 @@ class StepMaker:
         planned = time.perf_counter()
         check_same_schedule(schedule.digest(), group=self.dp_group)
         mine = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=self.dp_group)
-        token_multiple, cp_size = self.topology.token_multiple, self.topology.cp_size
-        oversized = set(schedule.oversized)
-        microbatches = [
-            pack_microbatch(
-                [mine[sample] for sample in slot],
-                token_multiple=token_multiple,
-                cp_size=cp_size,
-                # A sample over the cap takes no more memory than it must.
-                bucket_tokens=1 if slot[0] in oversized else self._bucket_tokens,
-            )
-            if slot
-            else dummy_microbatch(gathered.schema, token_multiple=token_multiple, cp_size=cp_size)
-            for slot in schedule.ranks[self.dp_group.rank()]
-        ]
+        sizes = filled_tokens(
+            schedule.slot_tokens(),
+            topology=self.topology,
+            limits=self.limits,
+            shape_bucket=self.config.shape_bucket,
+        )
+        of_this_rank = sizes.reshape(self.topology.dp_size, -1)[self.dp_group.rank()].tolist()
+        microbatches = self._pack(
+            [[mine[sample] for sample in slot] for slot in schedule.ranks[self.dp_group.rank()]],
+            sizes=of_this_rank,
+            schema=gathered.schema,
+        )
         return BalancedStep(
             num_microbatches=schedule.num_microbatches,
-            microbatch_tokens=[microbatch["tokens"].shape[1] for microbatch in microbatches],
+            microbatch_tokens=of_this_rank,
+            step_tokens=int(sizes.sum()),
             microbatches=microbatches,
             schedule=schedule,
             fingerprint=(schedule.digest() ^ _checksum(microbatches)) & (2**63 - 1),
@@ -178,6 +181,21 @@ class StepMaker:
             plan_seconds=planned - plan_started,
             exchange_seconds=time.perf_counter() - planned + plan_started - started,
         )
+
+    def _pack(
+        self, slots: Sequence[Sequence[Sample]], *, sizes: Sequence[int], schema: SampleSchema
+    ) -> list[Microbatch]:
+        """Micro-batches of these sizes."""
+        token_multiple, cp_size = self.topology.token_multiple, self.topology.cp_size
+        packs = [
+            pack_microbatch(slot, token_multiple=token_multiple, cp_size=cp_size, num_tokens=size)
+            if slot
+            else dummy_microbatch(schema, token_multiple=token_multiple, cp_size=cp_size, num_tokens=size)
+            for slot, size in zip(slots, sizes, strict=True)
+        ]
+        if not self._pin_memory:
+            return packs
+        return [{name: tensor.pin_memory() for name, tensor in pack.items()} for pack in packs]
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         whole = len(gathered.segment_lengths) == len(gathered.lengths)

@@ -49,8 +49,7 @@ def check_invariants(schedule: DataSchedule) -> None:
     if cap is None:
         held, cap = counts, schedule.limits.micro_batch_size or 0
     else:
-        held = np.zeros(num_slots, dtype=np.int64)
-        np.add.at(held, slot_of, schedule.padded_lengths)
+        held = schedule.slot_tokens()
     over = np.flatnonzero((held > cap) & (counts > 1))
     _require(not over.size, "cap", f"micro-batches {over[:4].tolist()} (rank by rank) hold more than {cap}")
     alone = bool((counts[slot_of[list(schedule.oversized)]] == 1).all())

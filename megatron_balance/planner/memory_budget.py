@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.memory import GIB, MemoryModel
+from megatron_balance.planner.shape_buckets import bucket_tokens
 from megatron_balance.planner.topology import Topology
 
 AUTO = "auto"
@@ -119,9 +120,7 @@ def derive_cap(
     Raises:
         BalanceError: nothing fits; says which terms are in the way and what lowers them.
     """
-    multiple = math.lcm(
-        TOKEN_STEP, shape_bucket, topology.token_multiple // math.gcd(topology.token_multiple, topology.cp_size)
-    )
+    multiple = math.lcm(TOKEN_STEP, bucket_tokens(topology, shape_bucket=shape_bucket) // topology.cp_size)
     fit = model.max_tokens_per_gpu(budget_bytes, multiple=multiple)
     limiting = min(model.stages, key=lambda stage: (budget_bytes - stage.static_bytes) / stage.bytes_per_token)
     if fit == 0:

@@ -107,6 +107,12 @@ class DataSchedule:
         """Samples in each micro-batch, `[dp_size * num_microbatches]`, rank by rank."""
         return np.bincount(self.slot_of, minlength=self.topology.dp_size * self.num_microbatches)
 
+    def slot_tokens(self) -> NDArray[np.int64]:
+        """Padded tokens of each micro-batch, before it is filled up, `[dp_size * num_microbatches]`, rank by rank."""
+        tokens = np.zeros(self.topology.dp_size * self.num_microbatches, dtype=np.int64)
+        np.add.at(tokens, self.slot_of, self.padded_lengths)
+        return tokens
+
     def sample_ids(self) -> NDArray[np.int64]:
         """All sample ids, rank by rank and slot by slot, `[num_samples]`."""
         # A stable sort leaves the ids of a slot ascending.

@@ -7,6 +7,7 @@ sample, `padded_seq_len` what it occupies once padded for context and sequence p
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass, fields
 
 import numpy as np
@@ -31,6 +32,8 @@ class Topology:
             (`microbatch_group_size_per_vp_stage` under interleaving).
         sequence_parallel: activations are split over tensor-parallel ranks along the sequence.
         fully_sharded: weights are gathered in every micro-batch (FSDP, ZeRO-3).
+        token_alignment: the tokens of a micro-batch on each GPU, once context and sequence parallelism have split
+            them, are a multiple of it: FP8 and FP4 layers take no others. 1 for none.
 
     Raises:
         BalanceError: a size is not a positive integer.
@@ -47,6 +50,7 @@ class Topology:
     microbatch_multiple: int = 1
     sequence_parallel: bool = False
     fully_sharded: bool = False
+    token_alignment: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,8 +68,21 @@ class Topology:
         sequence parallelism then splits each rank's share over `tp_size`.
         """
         for_cp = 2 * self.cp_size if self.cp_size > 1 else 1
-        for_sp = self.tp_size if self.sequence_parallel else 1
-        return for_cp * for_sp
+        return for_cp * self._sp_size
+
+    @property
+    def pack_multiple(self) -> int:
+        """Every micro-batch, dummies included, holds a multiple of this many tokens over its context-parallel ranks.
+
+        Example:
+            >>> Topology(8, cp_size=2, tp_size=4, sequence_parallel=True, token_alignment=32).pack_multiple
+            256
+        """
+        return math.lcm(self.token_alignment * self.cp_size * self._sp_size, self.token_multiple)
+
+    @property
+    def _sp_size(self) -> int:
+        return self.tp_size if self.sequence_parallel else 1
 
     @property
     def ep_span(self) -> int:

@@ -9,9 +9,9 @@ of `token_multiple`:
 - With context parallelism `cu_seqlens` are the cumulative real lengths and `cu_seqlens_padded` says where sequences
   start.
 
-A pack may be filled up with masked tokens (`bucket_tokens`), so that packs of few different lengths come out. These are
-sequences of their own, which no real token attends to, of at most FILLER_TOKENS each: their attention costs next to
-nothing, however large the bucket is.
+A pack may be filled up with masked tokens to a given size (`num_tokens`), because FP8 and FP4 layers take multiples of
+some tokens only, or so that few sizes come out. The filler is sequences of its own, which no real token attends to, of
+at most FILLER_TOKENS each: their attention costs next to nothing, however much there is. A dummy is all filler.
 
 `max_seqlen` is the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE makes
 `max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
@@ -42,7 +42,7 @@ def pack_microbatch(
     token_multiple: int = 1,
     cp_size: int = 1,
     pad_token_id: int = 0,
-    bucket_tokens: int = 1,
+    num_tokens: int | None = None,
 ) -> dict[str, Tensor]:
     """Pack samples into one thd micro-batch.
 
@@ -55,8 +55,7 @@ def pack_microbatch(
         token_multiple: `Topology.token_multiple`, tokens.
         cp_size: context-parallel ranks.
         pad_token_id: a token id that the model has.
-        bucket_tokens: the pack is filled up to a multiple of so many tokens, itself a multiple of token_multiple; 1 for
-            none. A dummy stays as it is.
+        num_tokens: size of the pack, a multiple of token_multiple; None for the least that holds the samples.
 
     Returns:
         Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
@@ -64,19 +63,26 @@ def pack_microbatch(
         int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded`, likewise; `max_seqlen` int32 `[1]`.
 
     Raises:
-        BalanceError: no samples, padding in samples without loss_mask (it would be trained on), or a bucket that is
-            no multiple of token_multiple.
+        BalanceError: no samples, padding in samples without loss_mask (it would be trained on), or num_tokens that are
+            too few or no multiple of token_multiple.
     """
     if not samples:
         raise BalanceError("pack_microbatch got no samples: use dummy_microbatch for a slot without any.")
     present = [sample for sample in samples if sample.length]
     if not present:
-        schema = SampleSchema.of(samples[0])
-        return dummy_microbatch(schema, token_multiple=token_multiple, cp_size=cp_size, pad_token_id=pad_token_id)
+        return dummy_microbatch(
+            SampleSchema.of(samples[0]),
+            token_multiple=token_multiple,
+            cp_size=cp_size,
+            pad_token_id=pad_token_id,
+            num_tokens=num_tokens,
+            device=samples[0].device,
+        )
 
     lengths = [length for sample in present for length in sample.segment_lengths if length]
     padded_lengths = [-(-length // token_multiple) * token_multiple for length in lengths]
-    filler = _filler_lengths(sum(padded_lengths), bucket_tokens=bucket_tokens, token_multiple=token_multiple)
+    held = sum(padded_lengths)
+    filler = _filler_lengths(held if num_tokens is None else num_tokens, held=held, token_multiple=token_multiple)
     device = present[0].device
     batch: dict[str, Tensor] = {}
     for name in present[0].per_token:
@@ -88,8 +94,8 @@ def pack_microbatch(
     lengths, padded_lengths = lengths + filler, padded_lengths + filler
     if (filler or lengths != padded_lengths) and "loss_mask" not in batch:
         raise BalanceError(
-            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to a multiple of "
-            f"{max(token_multiple, bucket_tokens)} tokens needs one: without it the padding would be trained on."
+            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to {sum(padded_lengths)} tokens needs "
+            "one: without it the padding would be trained on."
         )
     if "position_ids" not in batch:
         counting = torch.arange(max(padded_lengths), device=device)
@@ -112,44 +118,46 @@ def dummy_microbatch(
     token_multiple: int = 1,
     cp_size: int = 1,
     pad_token_id: int = 0,
+    num_tokens: int | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """A micro-batch that trains nothing, for a rank with fewer samples than slots.
 
-    One sequence of `token_multiple` tokens, the fewest that are legal, all with loss_mask 0; per-sample keys are zeros.
-    Its keys, shapes and dtypes are those of `pack_microbatch` with samples of this schema.
+    `num_tokens`, or `token_multiple`, the fewest that are legal; all with loss_mask 0. Per-sample keys are zeros. Its
+    keys, shapes and dtypes are those of `pack_microbatch` with samples of this schema.
 
     Raises:
-        BalanceError: the schema has no loss_mask, so that nothing could be masked.
+        BalanceError: the schema has no loss_mask, so that nothing could be masked, or as `pack_microbatch`.
     """
     if not any(key.name == "loss_mask" and key.per_token for key in schema.keys):
         raise BalanceError(
             f"Samples have no loss_mask (they have {[key.name for key in schema.keys]}): a dummy micro-batch, for a "
             "rank with fewer samples than slots, cannot be masked without."
         )
+    lengths = _filler_lengths(token_multiple if num_tokens is None else num_tokens, token_multiple=token_multiple)
 
     def filled(key: KeySpec) -> Tensor:
         if not key.per_token:
             return torch.zeros(key.shape, dtype=key.dtype, device=device)
-        nothing = torch.empty(0, *key.shape, dtype=key.dtype, device=device)
-        return _padded(key.name, [nothing], padded_lengths=[token_multiple], pad_token_id=pad_token_id)
+        nothing = [torch.empty(0, *key.shape, dtype=key.dtype, device=device)] * len(lengths)
+        return _padded(key.name, nothing, padded_lengths=lengths, pad_token_id=pad_token_id)
 
     sample = Sample(
         {key.name: filled(key) for key in schema.keys if key.per_token},
         per_sample={key.name: filled(key) for key in schema.keys if not key.per_token},
+        segment_lengths=tuple(lengths),
     )
     return pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)
 
 
-def _filler_lengths(num_tokens: int, *, bucket_tokens: int, token_multiple: int) -> list[int]:
-    """Lengths of the sequences that fill a pack up to the bucket, each a multiple of `token_multiple`."""
-    if bucket_tokens == 1:
-        return []
-    if bucket_tokens % token_multiple:
+def _filler_lengths(num_tokens: int, *, held: int = 0, token_multiple: int) -> list[int]:
+    """Lengths of the sequences that fill a pack up from `held` tokens, each a multiple of `token_multiple`."""
+    missing = num_tokens - held
+    if missing < 0 or missing % token_multiple or not num_tokens:
         raise BalanceError(
-            f"bucket_tokens is {bucket_tokens}: it must be a multiple of {token_multiple}, as sequences are padded."
+            f"num_tokens is {num_tokens}: it must be a multiple of {token_multiple}, as sequences are padded, and at "
+            f"least {max(held, token_multiple)}, which the pack holds."
         )
-    missing = -num_tokens % bucket_tokens
     longest = max(FILLER_TOKENS // token_multiple, 1) * token_multiple
     return [longest] * (missing // longest) + ([missing % longest] if missing % longest else [])
 

@@ -212,7 +212,13 @@ SCHEDULE = build_data_schedule(
     limits=Limits(8),
     home_ranks=[0, 0, 0, 1, 1, 1],
 )
-STEP = BalancedStep(SCHEDULE.num_microbatches, [8] * SCHEDULE.num_microbatches, schedule=SCHEDULE, plan_seconds=0.25)
+STEP = BalancedStep(
+    SCHEDULE.num_microbatches,
+    [8] * SCHEDULE.num_microbatches,
+    step_tokens=2 * 8 * SCHEDULE.num_microbatches,
+    schedule=SCHEDULE,
+    plan_seconds=0.25,
+)
 
 
 class TestFigures:
@@ -222,6 +228,7 @@ class TestFigures:
         assert figures.planned_imbalance == ranks.max() / ranks.mean()
         assert figures.num_microbatches == SCHEDULE.num_microbatches
         assert figures.plan_seconds == 0.25
+        assert figures.padding_fraction == 1 - 24 / (2 * 8 * SCHEDULE.num_microbatches)
         moved = sum(
             length
             for length, home, rank in zip(SCHEDULE.lengths, [0, 0, 0, 1, 1, 1], SCHEDULE.destinations(), strict=True)

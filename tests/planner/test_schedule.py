@@ -89,10 +89,10 @@ def test_the_digest_is_pinned():
     # The same number on every platform: ranks of one job compare it.
     schedule = plan([7, 5, 4, 4])
     assert schedule.ranks == (((0, 3),), ((1, 2),))
-    assert schedule.digest() == 2491783842402286360
+    assert schedule.digest() == 7441720189474015516
     assert 0 <= schedule.digest() < 2**63
-    assert plan([7, 5, 4, 4], topology=Topology(2, tp_size=2)).digest() != 2491783842402286360
-    assert plan([5, 7, 4, 4]).digest() != 2491783842402286360
+    assert plan([7, 5, 4, 4], topology=Topology(2, tp_size=2)).digest() != 7441720189474015516
+    assert plan([5, 7, 4, 4]).digest() != 7441720189474015516
 
 
 def test_an_empty_global_batch_is_all_dummies():

@@ -1,4 +1,4 @@
-"""Packs filled up to a bucket: few lengths, real tokens as they were, the filler masked and in sequences of its own."""
+"""Packs filled up to a size: real tokens as they were, the filler masked and in sequences of its own."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.packing import FILLER_TOKENS, pack_microbatch
-from megatron_balance.runtime.sample import Sample
+from megatron_balance.runtime.packing import FILLER_TOKENS, dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.sample import Sample, SampleSchema
 
 
 def build(length: int, *, mask: bool = True) -> Sample:
@@ -27,28 +27,39 @@ def test_a_filled_pack_is_the_pack_with_a_masked_tail(lengths, parallel, bucket)
     samples = [build(length) for length in lengths]
     sizes = {"token_multiple": token_multiple, "cp_size": cp_size}
     plain = pack_microbatch(samples, **sizes)
-    filled = pack_microbatch(samples, **sizes, bucket_tokens=bucket)
     num_tokens, num_sequences = plain["tokens"].shape[1], plain["cu_seqlens"].shape[1]
-    if not any(lengths):
-        assert filled["tokens"].shape == plain["tokens"].shape  # a dummy stays small
-        return
+    filled = pack_microbatch(samples, **sizes, num_tokens=-(-num_tokens // bucket) * bucket)
     assert filled["tokens"].shape[1] == -(-num_tokens // bucket) * bucket
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+    for name in ("tokens", "labels", "loss_mask"):
         assert torch.equal(filled[name][:, :num_tokens], plain[name])
     assert not filled["loss_mask"][:, num_tokens:].any()
-    assert torch.equal(filled["reward"], plain["reward"])
+    if any(lengths):
+        assert torch.equal(filled["position_ids"][:, :num_tokens], plain["position_ids"])
+        assert torch.equal(filled["reward"], plain["reward"])
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if name in plain:
-            assert torch.equal(filled[name][:, :num_sequences], plain[name])
-            fillers = filled[name][0, num_sequences - 1 :].diff()
+            if any(lengths):
+                assert torch.equal(filled[name][:, :num_sequences], plain[name])
+            fillers = filled[name][0, num_sequences - 1 if any(lengths) else 0 :].diff()
             assert ((fillers > 0) & (fillers <= FILLER_TOKENS) & (fillers % token_multiple == 0)).all()
     starts = filled.get("cu_seqlens_padded", filled["cu_seqlens"])[0]
     assert int(starts[-1]) == filled["tokens"].shape[1]
     assert torch.equal(filled["position_ids"][0, starts[:-1].long()], torch.zeros(len(starts) - 1, dtype=torch.long))
 
 
+def test_a_dummy_is_all_filler():
+    dummy = dummy_microbatch(SampleSchema.of(build(3)), token_multiple=4, cp_size=2, pad_token_id=3, num_tokens=300)
+    assert dummy["cu_seqlens"].tolist() == dummy["cu_seqlens_padded"].tolist() == [[0, 128, 256, 300]]
+    assert not dummy["loss_mask"].any()
+    assert dummy["tokens"].tolist() == [[3] * 300]
+    assert dummy["position_ids"][0].tolist() == [*range(128), *range(128), *range(44)]
+
+
 def test_what_cannot_be_masked_or_split_is_refused():
-    with pytest.raises(BalanceError, match=r"Samples have no loss_mask .* multiple of 64"):
-        pack_microbatch([build(10, mask=False)], bucket_tokens=64)
-    with pytest.raises(BalanceError, match="bucket_tokens is 10: it must be a multiple of 4"):
-        pack_microbatch([build(10)], token_multiple=4, bucket_tokens=10)
+    with pytest.raises(BalanceError, match=r"Samples have no loss_mask .* padding to 64 tokens"):
+        pack_microbatch([build(10, mask=False)], num_tokens=64)
+    for num_tokens, least in ((10, 12), (14, 12), (8, 12)):
+        with pytest.raises(BalanceError, match=f"num_tokens is {num_tokens}: .* multiple of 4, .* least {least}"):
+            pack_microbatch([build(10)], token_multiple=4, num_tokens=num_tokens)
+    with pytest.raises(BalanceError, match=r"num_tokens is 0: .* multiple of 4, .* least 4"):
+        dummy_microbatch(SampleSchema.of(build(3)), token_multiple=4, num_tokens=0)
