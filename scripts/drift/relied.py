@@ -133,6 +133,17 @@ MEGATRON = (
             "get_context_parallel_group",
         )
     ),
+    *(
+        Relied(f"megatron.core.{target}", "sizes of micro-batches under FP8 and FP4 follow from it", body=True)
+        for target in (
+            "enums:Fp8Recipe",
+            "enums:Fp4Recipe",
+            "fp8_utils:get_fp8_align_size",
+            "fp4_utils:get_fp4_align_size",
+            "transformer.moe.moe_utils:get_align_size_for_quantization",
+            "transformer.moe.moe_utils:pad_routing_map",
+        )
+    ),
     Relied(
         "megatron.core.datasets.data_schedule:wrap_data_iterator",
         "chooses a scheduler from scheduler_map by its name",

@@ -19,6 +19,7 @@ import pytest
 from megatron_balance import BalanceError
 from megatron_balance.mcore import packing_scheduler
 from megatron_balance.mcore.packing_scheduler import NAME, PackingScheduler, register
+from megatron_balance.mcore.token_alignment import RECIPE_TOKENS
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT")
 NUM_RANKS = 2
@@ -96,6 +97,7 @@ def test_on_a_checkout(tmp_path: Path, prepacked: bool) -> None:
         kept = sorted(sample for result in results for sample in result["samples"])
         assert kept == sorted(sample for rank in ranks for sample in rank["loaded"])  # every sample once, unchanged
         assert all(tokens <= 512 for result in results for tokens in result["tokens"])
+    assert all(tokens % RECIPE_TOKENS["mxfp8"] == 0 for rank in ranks for tokens in rank[NAME]["tokens"])
     loads = {name: [sum(rank[name]["tokens"]) for rank in ranks] for name in ("dp_balanced", NAME)}
     assert max(loads[NAME]) < max(loads["dp_balanced"])
     sums = [rank[NAME]["sums"] for rank in ranks]
