@@ -176,11 +176,7 @@ def install() -> InstalledHooks:
     if _patches is None:
         version = supported_version()
         patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
-        try:
-            _registration = register()
-        except BalanceError:
-            patches.undo()
-            raise
+        _registration = register()
         _patches = patches
     return InstalledHooks()
 

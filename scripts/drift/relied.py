@@ -147,21 +147,21 @@ MEGATRON = (
     Relied(
         "megatron.core.datasets.data_schedule:wrap_data_iterator",
         "chooses a scheduler from scheduler_map by its name",
-        names=("scheduler_map", "PackingSchedulerEnum", ".sequence_packing_scheduler", ".max_seqlen_per_dp_cp_rank"),
+        names=("scheduler_map", ".sequence_packing_scheduler", ".max_seqlen_per_dp_cp_rank"),
         first=(0, 20),
-        body=True,
     ),
     Relied(
         "megatron.core.datasets.data_schedule:BasePackingScheduler",
-        "PackingScheduler is one of these",
-        names=("run", "get_groups_and_subsamples", "get_required_sample_keys"),
+        "keeps what PackingScheduler plans with",
+        names=(".max_seqlen_per_dp_cp_rank", ".cp_size", ".dp_size", ".microbatch_group_size_per_vp_stage"),
         first=(0, 20),
         body=True,
     ),
     Relied(
         "megatron.core.datasets.data_schedule:DpBalancedScheduler.run",
-        "PackingScheduler hands its micro-batches on as this does",
+        "moves samples by the plan of get_groups_and_subsamples",
+        parameters=("data_iterator", "num_microbatches", "dp_group", "tp_group", "pp_group"),
+        names=(".get_groups_and_subsamples",),
         first=(0, 20),
-        body=True,
     ),
 )

@@ -44,8 +44,10 @@ def schedule(name: str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any
         sequence_packing_scheduler=name,
         virtual_pipeline_model_parallel_size=None,
         microbatch_group_size_per_vp_stage=None,
-        fp8="hybrid",
-        fp8_recipe="mxfp8",
+        mtp_num_layers=None,
+        mtp_standalone=False,
+        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_size=1,
     )
     # Megatron's own takes the batch dimension off in place.
     items = RerunDataIterator(iter([dict(sample) for sample in samples]))

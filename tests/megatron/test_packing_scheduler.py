@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore import packing_scheduler
-from megatron_balance.mcore.packing_scheduler import NAME, PackingScheduler, register
-from megatron_balance.mcore.token_alignment import RECIPE_TOKENS
+from megatron_balance.mcore.packing_scheduler import NAME, register, scheduler_class
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT")
 NUM_RANKS = 2
@@ -30,7 +31,21 @@ class Names(enum.Enum):
 
 
 class Stock:
-    pass
+    """Megatron's DpBalancedScheduler, as far as ours relies on it."""
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        microbatch_group_size_per_vp_stage: int | None,
+        max_num_seqs: int | None = None,
+    ) -> None:
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
+        self.cp_size = cp_size
+        self.dp_size = dp_size
+        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+        self.max_num_seqs = max_num_seqs
 
 
 @pytest.fixture
@@ -39,6 +54,7 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType(packing_scheduler.SEAM)
     module.PackingSchedulerEnum = Names  # type: ignore[attr-defined]
     module.scheduler_map = {Names.DP_BALANCED: Stock}  # type: ignore[attr-defined]
+    module.DpBalancedScheduler = Stock  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, packing_scheduler.SEAM, module)
     monkeypatch.setattr(packing_scheduler.importlib.util, "find_spec", lambda name: name)
     return module
@@ -52,7 +68,7 @@ def chosen(module: Any, name: str) -> type:
 def test_registered_beside_megatrons_own_and_taken_out_again(seam: Any) -> None:
     registration = register()
     assert registration is not None
-    assert chosen(seam, NAME) is PackingScheduler
+    assert issubclass(chosen(seam, NAME), Stock)
     assert chosen(seam, "dp_balanced") is Stock
     assert seam.scheduler_map[Names.DP_BALANCED] is Stock  # for those who imported the enumeration before
     registration.undo()
@@ -60,11 +76,66 @@ def test_registered_beside_megatrons_own_and_taken_out_again(seam: Any) -> None:
     assert seam.scheduler_map == {Names.DP_BALANCED: Stock}
 
 
-def test_a_map_of_another_kind_is_refused(seam: Any) -> None:
+def test_registered_by_name_where_the_map_has_names(seam: Any) -> None:
+    del seam.PackingSchedulerEnum
     seam.scheduler_map = {"dp_balanced": Stock}
-    with pytest.raises(BalanceError, match="has no scheduler_map with an entry for each"):
-        register()
+    registration = register()
+    assert registration is not None
+    assert set(seam.scheduler_map) == {"dp_balanced", NAME}
+    registration.undo()
+    assert seam.scheduler_map == {"dp_balanced": Stock}
+
+
+@pytest.mark.parametrize("schedulers", [{"dp_balanced": Stock}, {}, None, {1: Stock}])
+def test_a_map_of_another_form_is_left_alone(seam: Any, schedulers: Any) -> None:
+    seam.scheduler_map = schedulers
+    assert register() is None
     assert seam.PackingSchedulerEnum is Names
+    assert seam.scheduler_map is schedulers
+
+
+def planned(scheduler: Any, lengths: list[int]) -> list[list[list[int]]] | None:
+    try:
+        return scheduler.get_groups_and_subsamples([(7 + index, length) for index, length in enumerate(lengths)])
+    except BalanceError:
+        return None
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(BalanceError, match="3 samples cannot fill 4 micro-batches, 2 on each of 2 data-parallel ranks"):
+        scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples([(i, 400) for i in range(3)])
+
+
+@given(
+    st.lists(st.integers(1, 700), min_size=12, max_size=60),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3]),
+)
+def test_the_contract_of_get_groups_and_subsamples(
+    lengths: list[int], dp_size: int, cp_size: int, multiple: int
+) -> None:
+    padded = [length + -length % (2 * cp_size) for length in lengths]
+    scheduler = scheduler_class(Stock)(400, cp_size, dp_size, multiple)
+    groups = planned(scheduler, padded)
+    if groups is None:  # long samples alone in their micro-batches, and too few of them for the last ones
+        assert len(lengths) % (dp_size * multiple)
+        return
+    assert len(groups) % multiple == 0
+    for group in groups:
+        assert len(group) == dp_size * cp_size
+        assert all(group), "a rank without samples"
+        assert all(group[rank] == group[rank - rank % cp_size] for rank in range(len(group)))
+        assert all(len(slot) == 1 or sum(padded[i - 7] for i in slot) <= 400 * cp_size for slot in group)
+    ids = [sample for group in groups for rank in range(0, dp_size * cp_size, cp_size) for sample in group[rank]]
+    assert sorted(ids) == list(range(7, 7 + len(lengths)))
+
+
+def test_more_samples_than_megatron_allows_are_refused() -> None:
+    scheduler = scheduler_class(Stock)(400, 1, 1, None, max_num_seqs=3)
+    assert scheduler.get_groups_and_subsamples([(i, 100) for i in range(3)]) == [[[0, 1, 2]]]
+    with pytest.raises(BalanceError, match="holds 4 samples and --thd-max-packed-sequences allows 3"):
+        scheduler.get_groups_and_subsamples([(i, 100) for i in range(4)])
 
 
 def test_undo_refuses_when_someone_else_has_added_one_since(seam: Any) -> None:
@@ -97,7 +168,6 @@ def test_on_a_checkout(tmp_path: Path, prepacked: bool) -> None:
         kept = sorted(sample for result in results for sample in result["samples"])
         assert kept == sorted(sample for rank in ranks for sample in rank["loaded"])  # every sample once, unchanged
         assert all(tokens <= 512 for result in results for tokens in result["tokens"])
-    assert all(tokens % RECIPE_TOKENS["mxfp8"] == 0 for rank in ranks for tokens in rank[NAME]["tokens"])
     loads = {name: [sum(rank[name]["tokens"]) for rank in ranks] for name in ("dp_balanced", NAME)}
     assert max(loads[NAME]) < max(loads["dp_balanced"])
     sums = [rank[NAME]["sums"] for rank in ranks]
