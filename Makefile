@@ -1,12 +1,14 @@
 # make            what there is
 # make quickstart plans, trains and compares on this machine; needs no GPU
-# make test       every test, every example in the planner's docstrings, and the adapters on the real packages
+# make test       every test but the slow ones: under ten minutes on two cores
+# make test-fast  those of the planner, the runtime and the report: a minute
+# make test-all   make test, the slow tests, the adapters on the real packages, other releases of Megatron and torch
 # make docs       the documentation, into build/site; a warning is an error
 # make lint       style, formatting, import contracts, types
 
 PYTHON := .venv/bin/python
 
-.PHONY: help .venv quickstart test lint docs clean
+.PHONY: help .venv quickstart test test-fast test-all lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -26,6 +28,12 @@ quickstart: .venv
 
 test: .venv
 	scripts/test.sh
+
+test-fast: .venv
+	scripts/test.sh fast
+
+test-all: test
+	scripts/test.sh rest
 
 lint: .venv
 	$(PYTHON) -m ruff check .

@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
-# Every test. The training runs wait for processes of theirs to start; the other tests, the adapters' on the real packages,
-# and those on other releases of Megatron run beside them and are shown after them.
+# Runs the tests; the training runs wait for processes of theirs, so other tests run beside them and are shown after them.
+#   scripts/test.sh          every test but the slow ones, under ten minutes on two cores
+#   scripts/test.sh fast     planner, runtime, files and pages: no training, a minute
+#   scripts/test.sh rest     the slow tests, adapters on the real packages, other releases of Megatron and torch, drift
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mkdir -p build
-{
-    status=0
-    .venv/bin/python -m pytest --ignore tests/megatron || status=1
-    scripts/test_adapters.sh || status=1
-    scripts/test_versions.sh || status=1
-    scripts/check_drift.sh || status=1
-    exit "$status"
-} >build/others.log 2>&1 &
-others=$!
-status=0
-.venv/bin/python -m pytest tests/megatron || status=1
-wait "$others" || status=1
-cat build/others.log
-exit "$status"
+# Runs the command of the first argument beside that of the second, prints both outputs, and fails where one fails.
+beside() {
+    local status=0
+    mkdir -p build
+    bash -c "$1" >build/beside.log 2>&1 &
+    bash -c "$2" || status=1
+    wait $! || status=1
+    cat build/beside.log
+    return "$status"
+}
+
+pytest=".venv/bin/python -m pytest"
+case ${1-} in
+    "") beside "$pytest --ignore tests/megatron" "$pytest tests/megatron" ;;
+    fast) beside "$pytest -q tests/runtime tests/report tests/test_cli.py tests/test_drift.py" "$pytest -q tests/planner" ;;
+    rest)
+        others='status=0; for script in test_adapters test_versions check_drift; do scripts/$script.sh || status=1; done'
+        beside "$others; exit \$status" "$pytest -m 'slow and not hosts and not checkout'"
+        ;;
+    *) echo "test.sh: there is no part ${1}; see the head of this file" >&2; exit 2 ;;
+esac

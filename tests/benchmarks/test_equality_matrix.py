@@ -154,6 +154,7 @@ def test_outcomes_are_kept_and_the_newest_counts(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_trains_with_look_ahead_and_with_its_rows_in_turn(tmp_path: Path) -> None:
     """Four real runs on two ranks: stock, shuffled, look-ahead, and stock on the rows that look-ahead chose."""
     command = ["scripts/equality_matrix.sh", "--only", "DP2 / fp32 / plain / look-ahead", "--folder", str(tmp_path)]

@@ -119,6 +119,7 @@ def test_the_command_runs_two_ranks_and_says_so() -> None:
     assert "megatron_balance: iteration 2 | step | max/mean of rank time: planned" in done.stdout  # --debug
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_run_that_fails_is_told_in_one_line(
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_balanced_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoke, "_SMOKE_FLAGS", smoke._SMOKE_FLAGS.split("--use-dynamic")[0])
     assert smoke.smoke_run().problem == "it ran, but 0 of 2 steps were balanced"

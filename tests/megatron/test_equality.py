@@ -76,6 +76,7 @@ class TestTwoDataParallelRanks:
         assert_planned(ours, cap=cap)
         assert ours.output.count("longer than a micro-batch may be") == 1
 
+    @pytest.mark.slow
     def test_ranks_that_torchrun_starts_train_as_forks_do(self, tmp_path: Path) -> None:
         flags = " ".join((FLAGS, LAYERS, BY_FLOPS)).split()
         forked = train(tmp_path / "forked", flags, num_ranks=2)

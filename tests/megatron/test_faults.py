@@ -10,6 +10,8 @@ import pytest
 from benchmarks.faults.cases import FAULTS
 from benchmarks.faults.run import Nursery, run_with
 
+pytestmark = pytest.mark.slow
+
 QUICK = (
     "ends-early-tp2",
     "negative-token",

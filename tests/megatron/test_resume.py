@@ -8,9 +8,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_killed_runs_go_on_and_what_is_half_written_is_refused() -> None:
     command = [str(ROOT / "scripts" / "check_resume.sh"), "--lean"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

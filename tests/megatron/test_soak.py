@@ -20,6 +20,7 @@ MAX_GIVEN_OUT_BYTES = 4 * 2**20
 """What malloc has given out goes up and down with the samples that wait; by less than a megabyte here."""
 
 
+@pytest.mark.slow
 def test_nothing_is_held_on_to(tmp_path: Path) -> None:
     ranks = soak(tmp_path, balanced=True, num_steps=NUM_STEPS, sample_steps=SAMPLE_STEPS)
     assert len(ranks) == NUM_RANKS
