@@ -15,6 +15,13 @@ from typing import Any
 from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORD_STEPS = ROOT / "scripts" / "record_steps.py"
+
+GPU_FLAGS = (
+    "--transformer-impl transformer_engine --distributed-backend nccl --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
+)
+"""In place of CPU_FLAGS; Apex is not needed."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,23 @@ def search_path() -> str:
     return os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
 
 
+def command_of(
+    record: Path, flags: Sequence[str], *, num_ranks: int, script: Path = RECORD_STEPS, device: str = "cpu"
+) -> list[str]:
+    """The command line of a recorded run; arguments as for `train`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", "megatron_balance.launch", *(["--cpu"] if device == "cpu" else []), str(script), str(record)]
+    device_flags = CPU_FLAGS if device == "cpu" else GPU_FLAGS
+    return [*command, *f"{device_flags} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
+
+
 def train(
     record: Path,
     flags: Sequence[str],
     *,
     num_ranks: int,
-    script: Path = ROOT / "scripts" / "record_steps.py",
+    script: Path = RECORD_STEPS,
+    device: str = "cpu",
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 300,
     on_line: Callable[[str], None] = lambda line: None,
@@ -61,6 +79,7 @@ def train(
         flags: added to the common ones.
         num_ranks: processes on this machine.
         script: what each of them runs; it records as record_steps.py does.
+        device: `cpu` over gloo, or `cuda` over NCCL with Transformer Engine, one GPU a rank.
         environment: variables beside those of this process.
         timeout_seconds: after which the run is killed.
         on_line: called with every line of output as it comes.
@@ -68,9 +87,7 @@ def train(
     Raises:
         RunFailed: the run ended with an error or was killed.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "megatron_balance.launch", "--cpu", str(script), str(record)]
-    command += [*f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
+    command = command_of(record, flags, num_ranks=num_ranks, script=script, device=device)
     lines: list[str] = []
     with subprocess.Popen(
         command,

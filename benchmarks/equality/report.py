@@ -36,6 +36,8 @@ SPREAD = 3
 
 NOT_RUN = "not run"
 
+BACKENDS = {"cpu": "gloo", "cuda": "NCCL"}
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -58,10 +60,12 @@ class Report:
     Args:
         wanted: cases, each after the one it is compared with.
         outcomes: what was run; all stock runs in it are yardsticks.
+        device: of the ranks, `cpu` or `cuda`.
     """
 
-    def __init__(self, wanted: Sequence[Case], outcomes: Mapping[Case, Outcome]) -> None:
+    def __init__(self, wanted: Sequence[Case], outcomes: Mapping[Case, Outcome], *, device: str = "cpu") -> None:
         self._outcomes = outcomes
+        self._device = device
         far = [self._compare(case) for case in wanted]
         known = [self._compare(case) for case in outcomes]
         self._yardsticks = {precision: _largest(_yardsticks(known, precision)) for precision in PRECISIONS}
@@ -118,7 +122,7 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: docs
             for one in self.compared
             if one.case in self._outcomes
         ]
-        result: dict[str, Any] = {"environment": environment("cpu"), "spread": SPREAD}
+        result: dict[str, Any] = {"environment": environment(self._device), "spread": SPREAD}
         result |= {"largest_of_stock": {name: limit and asdict(limit) for name, limit in self._yardsticks.items()}}
         head = json.dumps(result, indent=1).removesuffix("\n}")
         return f'{head},\n "runs": [\n  ' + ",\n  ".join(runs) + "\n ]\n}\n"
@@ -159,10 +163,10 @@ Made by `scripts/equality_matrix.sh --publish`; do not edit. What it means: docs
         return f"{len(run)} runs: {failed} failed, {differ} differ by more than rounding.{not_yet}"
 
     def _where(self) -> str:
-        hardware = environment("cpu")
+        hardware = environment(self._device)
         versions = ", ".join(f"{name} {version}" for name, version in hardware["versions"].items())
         revisions = sorted({outcome.revision for outcome in self._outcomes.values()})
-        return f"{hardware['device']}, gloo; {versions}; revision {', '.join(revisions)}."
+        return f"{hardware['device']}, {BACKENDS[self._device]}; {versions}; revision {', '.join(revisions)}."
 
     def _cost(self, case: Case) -> str:
         return f"{self._outcomes[case].cpu_seconds:.1f}" if case in self._outcomes else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rounding import ALLOWANCES, assert_equal
-from training_run import Recorded
+from training_run import Recorded, command_of
 
 from benchmarks.equality.cases import (
     AS_CHOSEN,
@@ -152,6 +152,15 @@ def test_outcomes_are_kept_and_the_newest_counts(tmp_path: Path) -> None:
     assert difference(again.outcomes[BY_FLOPS], reference=outcome(STOCK_CASE)) == difference(
         outcome(BY_FLOPS), reference=outcome(STOCK_CASE)
     )
+
+
+def test_runs_on_gpus_go_over_nccl_without_the_cpu_kit(tmp_path: Path) -> None:
+    on_cpu, on_gpu = (command_of(tmp_path, ["--bf16"], num_ranks=2, device=device) for device in ("cpu", "cuda"))
+    assert "--cpu" in on_cpu
+    assert "gloo" in on_cpu
+    assert not {"--cpu", "gloo", "--spec"} & set(on_gpu)
+    assert on_gpu[on_gpu.index("--distributed-backend") + 1] == "nccl"
+    assert on_gpu[-1] == on_cpu[-1] == "--bf16"
 
 
 @pytest.mark.slow
