@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,22 @@ class StepBalancer:
         replica_group: tensor-, pipeline- and context-parallel ranks of this model replica, or None where it is one
             rank; a group of its own, gloo.
         pool: samples that wait under look-ahead, or None without.
+        shares_lengths: ranks that read no data learn `sequence_lengths` as well.
 
     Attributes:
         maker: as given.
     """
 
     def __init__(
-        self, maker: StepMaker, *, replica_group: dist.ProcessGroup | None = None, pool: SamplePool | None = None
+        self,
+        maker: StepMaker,
+        *,
+        replica_group: dist.ProcessGroup | None = None,
+        pool: SamplePool | None = None,
+        shares_lengths: bool = False,
     ) -> None:
         self.maker = maker
+        self._shares_lengths = shares_lengths
         self._replica_group = replica_group
         self._pool = pool
         self._last: BalancedStep | None = None
@@ -77,7 +85,7 @@ class StepBalancer:
         started = time.perf_counter()
         if data_iterator is None:
             counts = self._share(None)
-            return [] if counts[0] == AS_LOADED else BalancedStep(counts[0], counts[1:])
+            return [] if counts[0] == AS_LOADED else self._learned(counts)
         if self._last is not None and getattr(data_iterator, "replaying", False):
             step, items = self._last, []
         else:
@@ -92,7 +100,7 @@ class StepBalancer:
         if step is None:
             self._share([AS_LOADED])
         else:
-            self._share([step.num_microbatches, *step.microbatch_tokens], fingerprint=step.fingerprint)
+            self._share(self._counts(step), fingerprint=step.fingerprint)
         if step is None:
             return items
         self._last, self._pool = step, step.pool
@@ -175,8 +183,25 @@ class StepBalancer:
         first_item = self._num_pulled - num_items
         return self.maker.make(items, num_items=num_items, pool=self._pool, first_item=first_item)
 
+    def _counts(self, step: BalancedStep) -> list[int]:
+        """What ranks that read no data must know of a step: its shape, and where padding is if somebody asks."""
+        counts = [step.num_microbatches, *step.microbatch_tokens]
+        if self._shares_lengths:
+            assert step.sequence_lengths is not None, "this rank packed the step"
+            counts += [number for lengths in step.sequence_lengths for number in (len(lengths), *lengths)]
+        return counts
+
+    def _learned(self, counts: list[int]) -> BalancedStep:
+        """The step that another rank's `_counts` describe."""
+        num_microbatches, *rest = counts
+        tokens, numbers = rest[:num_microbatches], iter(rest[num_microbatches:])
+        if not self._shares_lengths:
+            return BalancedStep(num_microbatches, tokens)
+        lengths = [list(islice(numbers, next(numbers))) for _ in tokens]
+        return BalancedStep(num_microbatches, tokens, sequence_lengths=lengths)
+
     def _share(self, counts: list[int] | None, *, fingerprint: int = 0, problem: str | None = None) -> list[int]:
-        """`[num_microbatches, tokens of each]`, the same on all ranks of the replica, or the same error."""
+        """`_counts` of the step, the same on all ranks of the replica, or the same error."""
         if self._replica_group is not None:
             return share_counts(counts, group=self._replica_group, digest=fingerprint, problem=problem)
         assert counts is not None or problem is not None, "a rank that is a whole replica reads data"

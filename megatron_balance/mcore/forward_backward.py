@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_balance.mcore.balancer import StepBalancer
 from megatron_balance.mcore.checkpoint import restore_state
@@ -30,6 +31,7 @@ from megatron_balance.mcore.groups import own_group, reads_data, replica_group, 
 from megatron_balance.mcore.memory_cap import tell_of_cap
 from megatron_balance.mcore.observer import RunObserver
 from megatron_balance.mcore.observer_setup import observer_of_run
+from megatron_balance.mcore.router_padding import RouterPadding, check_takes_mask
 from megatron_balance.mcore.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.sample_origin import SampleOrigin
 from megatron_balance.mcore.sample_pool import SamplePool
@@ -52,9 +54,17 @@ class BalancedForwardBackward:
     """
 
     def __init__(
-        self, balancer: StepBalancer, *, args: Any, overlap: bool, log: StepLog, observer: RunObserver | None
+        self,
+        balancer: StepBalancer,
+        *,
+        args: Any,
+        overlap: bool,
+        log: StepLog,
+        observer: RunObserver | None,
+        router_padding: RouterPadding | None = None,
     ) -> None:
         self.balancer = balancer
+        self._router_padding = router_padding
         self.observer = observer
         self._overlap = overlap
         self.last_step: BalancedStep | None = None
@@ -95,11 +105,12 @@ class BalancedForwardBackward:
         if self._overlap and self._goes_on():
             on_lost = functools.partial(tell_of_lost_peers, rank=dist.get_rank(), iteration=self._iteration + 1)
             self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
+        forward_step = self._for_each_microbatch(arguments["forward_step_func"], step, model=arguments["model"])
         arguments |= {
             "data_iterator": _hand_out(iterators, lambda: map(dict, step.microbatches or ())),
             "num_microbatches": step.num_microbatches,
             "micro_batch_size": 1,
-            "forward_step_func": self._with_microbatch_shape(arguments["forward_step_func"], step.microbatch_tokens),
+            "forward_step_func": forward_step,
         }
         self.in_step = True
         try:
@@ -126,13 +137,17 @@ class BalancedForwardBackward:
         last = self._args.train_iters
         return last is None or self._iteration < last
 
-    def _with_microbatch_shape(self, forward_step_func: Schedule, microbatch_tokens: list[int]) -> Schedule:
-        """Have Megatron's arguments tell each micro-batch's own shape while it runs.
+    def _for_each_microbatch(self, forward_step_func: Schedule, step: BalancedStep, *, model: Any) -> Schedule:
+        """Have Megatron's arguments tell each micro-batch's own shape while it runs, and its MoE routers the padding.
 
         Tensor-parallel ranks allocate their receive buffers by them (`get_batch_on_this_tp_rank`), and MoE
         layers view activations by seq_length.
         """
-        args = self._args
+        args, padding = self._args, self._router_padding
+        masks: list[Tensor] = []
+        if padding is not None:
+            check_takes_mask(model)
+            masks = padding.masks(step)
         slots: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
 
         @functools.wraps(forward_step_func)
@@ -140,9 +155,13 @@ class BalancedForwardBackward:
             slot = slots[id(model)]
             slots[id(model)] += 1
             stock = args.seq_length, args.micro_batch_size
-            args.seq_length, args.micro_batch_size = microbatch_tokens[slot], 1
+            args.seq_length, args.micro_batch_size = step.microbatch_tokens[slot], 1
             try:
-                with contextlib.nullcontext() if self.observer is None else self.observer.forward(slot):
+                with contextlib.ExitStack() as stack:
+                    if padding is not None:
+                        stack.enter_context(padding.given(masks[slot], model=model))
+                    if self.observer is not None:
+                        stack.enter_context(self.observer.forward(slot))
                     return forward_step_func(data_iterator, model, *rest, **keywords)
             finally:
                 args.seq_length, args.micro_batch_size = stock
@@ -201,13 +220,16 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.warn_once(caution)
     config, timeout = run.setup.config, run.setup.timeout
     tell_of_cap(log, config=config, args=args)
-    balancer = _balancer(run.setup, args=args)
+    padding = RouterPadding.from_megatron_args(args, topology=run.setup.topology)
+    balancer = _balancer(run.setup, args=args, shares_lengths=padding is not None)
     restore_state(balancer, args=args, lookahead=config.lookahead, timeout=timeout)
     observer = observer_of_run(config, args=args, maker=balancer.maker, log=log, timeout=timeout)
-    return BalancedForwardBackward(balancer, args=args, overlap=config.overlap, log=log, observer=observer)
+    return BalancedForwardBackward(
+        balancer, args=args, overlap=config.overlap, log=log, observer=observer, router_padding=padding
+    )
 
 
-def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
+def _balancer(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepBalancer:
     """This rank's, with groups of its own."""
     from megatron.core import parallel_state
 
@@ -236,7 +258,7 @@ def _balancer(setup: RunSetup, *, args: Any) -> StepBalancer:
         origin=SampleOrigin.from_megatron_args(args, dp_rank=dp_group.rank(), dp_size=topology.dp_size),
         pin_memory=torch.cuda.is_available(),
     )
-    return StepBalancer(maker, replica_group=replica_group(timeout=timeout), pool=pool)
+    return StepBalancer(maker, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=shares_lengths)
 
 
 def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:

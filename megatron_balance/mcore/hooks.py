@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.errors import BalanceError
@@ -18,6 +19,11 @@ from megatron_balance.mcore.checkpoint import forget_state, save_state
 from megatron_balance.mcore.flags import add_balance_args
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
 from megatron_balance.mcore.packing_scheduler import Registration, register
+from megatron_balance.mcore.router_padding import (
+    counts_of_real_tokens,
+    embeddings_with_mask_in_place,
+    expert_bias_of_real_tokens,
+)
 from megatron_balance.patching import Function, Hook, Patches
 from megatron_balance.patching import install as install_hooks
 
@@ -102,6 +108,23 @@ def _with_figures_logged(training_log: Function) -> Function:
     return wrapper
 
 
+def _while_balancing(wrap: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """A wrapper that is used in balanced steps alone."""
+
+    def of(function: Function) -> Function:
+        wrapped = wrap(function)
+
+        @functools.wraps(function)
+        def wrapper(*positional: Any, **keywords: Any) -> Any:
+            balanced = current()
+            in_step = balanced is not None and balanced.in_step
+            return (wrapped if in_step else function)(*positional, **keywords)
+
+        return wrapper
+
+    return of
+
+
 HOOKS = (
     Hook(
         target="megatron.training.arguments:add_megatron_arguments",
@@ -151,6 +174,31 @@ HOOKS = (
         why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
         first=(0, 19),
+    ),
+    Hook(
+        target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+        bound_in=("megatron.core.transformer.moe.router:TopKRouter",),
+        parameters=("routing_map", "padding_mask"),
+        wrap=_while_balancing(expert_bias_of_real_tokens),
+        why="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
+        until="0.20, which gives the mask a second dimension",
+    ),
+    Hook(
+        target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+        bound_in=("megatron.core.transformer.moe.router",),
+        parameters=("reduce_group", "with_padding_mask"),
+        wrap=_while_balancing(counts_of_real_tokens),
+        why="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
+        until="Megatron scales auxiliary losses by the tokens of the group, at least one",
+    ),
+    Hook(
+        target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
+        bound_in=("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer",),
+        parameters=("padding_mask",),
+        wrap=_while_balancing(embeddings_with_mask_in_place),
+        why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
+        until="Megatron hands the mask on as it is",
+        first=(0, 18),
     ),
 )
 

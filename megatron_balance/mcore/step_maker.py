@@ -34,6 +34,7 @@ from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
 from megatron_balance.runtime.online_calibration import CalibrationState, OnlineCalibration
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
 
@@ -48,6 +49,8 @@ class BalancedStep:
         num_microbatches: the same on every rank.
         microbatch_tokens: `[num_microbatches]`, tokens of this replica's micro-batches as they run, filler included.
         step_tokens: those of all replicas; 0 on a rank that reads no data.
+        sequence_lengths: `[num_microbatches]`, tokens of each sequence of theirs, without padding and filler; None on a
+            rank that reads no data and was not told.
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
         fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
@@ -61,6 +64,7 @@ class BalancedStep:
     num_microbatches: int
     microbatch_tokens: list[int]
     step_tokens: int = 0
+    sequence_lengths: list[list[int]] | None = None
     microbatches: list[Microbatch] | None = None
     schedule: DataSchedule | None = None
     fingerprint: int = 0
@@ -164,14 +168,12 @@ class StepMaker:
             shape_bucket=self.config.shape_bucket,
         )
         of_this_rank = sizes.reshape(self.topology.dp_size, -1)[self.dp_group.rank()].tolist()
-        microbatches = self._pack(
-            [[mine[sample] for sample in slot] for slot in schedule.ranks[self.dp_group.rank()]],
-            sizes=of_this_rank,
-            schema=gathered.schema,
-        )
+        slots = [[mine[sample] for sample in slot] for slot in schedule.ranks[self.dp_group.rank()]]
+        microbatches = self._pack(slots, sizes=of_this_rank, schema=gathered.schema)
         return BalancedStep(
             num_microbatches=schedule.num_microbatches,
             microbatch_tokens=of_this_rank,
+            sequence_lengths=[sequence_lengths(slot) for slot in slots],
             step_tokens=int(sizes.sum()),
             microbatches=microbatches,
             schedule=schedule,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
 
 # Not part of a Sample: they describe the pack and are made anew with it.
@@ -79,7 +80,7 @@ def pack_microbatch(
             device=samples[0].device,
         )
 
-    lengths = [length for sample in present for length in sample.segment_lengths if length]
+    lengths = sequence_lengths(present)
     padded_lengths = [-(-length // token_multiple) * token_multiple for length in lengths]
     held = sum(padded_lengths)
     filler = _filler_lengths(held if num_tokens is None else num_tokens, held=held, token_multiple=token_multiple)

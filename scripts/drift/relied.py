@@ -83,6 +83,32 @@ MEGATRON = (
     ),
     Relied("megatron.core.utils:get_model_config", "finds that configuration", parameters=("model",), body=True),
     Relied(
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+        "hands the padding mask on to MoE layers",
+        parameters=("padding_mask",),
+    ),
+    Relied(
+        "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
+        "splits the padding mask over sequence-parallel ranks, on the first pipeline stage only",
+        names=("padding_mask", ".scatter_to_sequence_parallel_region", ".pre_process"),
+    ),
+    Relied(
+        "megatron.core.transformer.moe.router:TopKRouter.routing",
+        "leaves padding out of losses and counts, by its mask",
+        parameters=("padding_mask",),
+        names=("._apply_aux_loss", "._apply_seq_aux_loss", "._apply_global_aux_loss", "._apply_expert_bias"),
+        body=True,
+    ),
+    *(
+        Relied(
+            f"megatron.core.transformer.moe.router:TopKRouter.{name}",
+            "scales its loss by the tokens of this rank, and looks up the function that counts them",
+            names=("get_tokens_per_expert_and_token_count", "with_padding_mask", "reduce_group"),
+        )
+        for name in ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+    ),
+    Relied("megatron.core.utils:unwrap_model", "finds the model that takes the mask", parameters=("model",)),
+    Relied(
         "megatron.core.rerun_state_machine:RerunDataIterator",
         "items are pulled ahead behind it",
         names=(".iterable", ".saved_microbatches"),
