@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_balance.mcore.options.option import Option, Support
+from megatron_balance.mcore.options.option import Option, Support, flag_of
 from megatron_balance.mcore.options.table import SUBJECTS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -25,6 +25,9 @@ precision or the loop, in a run with `--balance-data` or `--use-dynamic-batch-si
 - **refused**: the run ends right after parsing, or before its first step, with an error that names the option, the
   value and the remedy;
 - **stock**: the run trains without balancing and says so once.
+
+An option that is not here changes nothing that balancing relies on: `scripts/drift/irrelevant_options.txt` lists those,
+and `scripts/check_drift.sh` fails where a supported release has an option in neither list.
 """
 
 
@@ -40,14 +43,14 @@ def _table(rows: Sequence[Option]) -> Iterator[str]:
     yield "| option | case | | says |"
     yield "|---|---|---|---|"
     for row in rows:
-        flags = ", ".join(f"`{flag}`" for flag in row.flags.split(", "))
+        flags = ", ".join(f"`{flag_of(name)}`" for name in row.names)
         yield f"| {flags}{_releases(row)} | {_cell(row.case)} | {row.support.value} | {_cell(_says(row))} |"
 
 
 def _says(row: Option) -> str:
     if row.support is not Support.SUPPORTED:
         return f"{row.because}; {row.remedy}"
-    return f"{row.caution + ' ' if row.caution else ''}`{row.test}`"
+    return f"{row.caution + ': ' if row.caution else ''}`{row.test}`"
 
 
 def _releases(row: Option) -> str:

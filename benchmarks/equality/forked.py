@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -74,6 +74,7 @@ def train_forked(
     timeout_seconds: float,
     module: str = "record_steps",
     environment: Mapping[str, str] | None = None,
+    leave_out: Collection[str] = (),
     watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
     grace_seconds: float = 0.0,
 ) -> ForkedRun:
@@ -86,6 +87,7 @@ def train_forked(
         timeout_seconds: after which the run is killed.
         module: whose `main` each of them runs; it records as record_steps.py does.
         environment: variables beside those of this process.
+        leave_out: common flags to do without.
         watch: called again and again while ranks run, with process id → rank.
         grace_seconds: for the other ranks to end by themselves after one failed; then they are killed.
 
@@ -93,7 +95,8 @@ def train_forked(
         RunFailed: a rank ended with an error, or the run was killed.
     """
     record.mkdir(parents=True, exist_ok=True)
-    command = [str(record), *f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
+    common = (flag for flag in f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split() if flag not in leave_out)
+    command = [str(record), *common, *flags]
     started, port = time.monotonic(), _free_port()
     sys.stdout.flush()
     running: dict[int, int] = {}

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drift import compare
-from drift.packages import FINGERPRINTS, PACKAGES, package_of
+from drift.classified import classified
+from drift.packages import FINGERPRINTS, PACKAGES, package_of, release_of
 from drift.sources import open_sources
 
 ROOT = FINGERPRINTS.parent.parent
@@ -38,6 +39,13 @@ def _check(place: Path, *, accept: bool) -> int:
         rows = package.rows_of(version)
         findings = compare.broken(rows, sources=sources)
         now = compare.record(rows, sources=sources)
+        if package.option_rows:
+            # A branch may say that it is a release and have other options.
+            release = release_of(version) if place.is_file() else None
+            options = classified(package.option_rows, sources=sources, release=release)
+            counts = ", ".join(f"{count} {kind}" for kind, count in options.counts.items())
+            print(f"{package.name} {version}: {len(options.options)} options of its parser: {counts}")
+            findings += options.findings
     path = package.fingerprints(version)
     if accept:
         compare.save(now, path=path)

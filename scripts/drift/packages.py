@@ -14,6 +14,8 @@ from drift.relied import MEGATRON, Relied
 from drift.sources import Sources
 from drift.transformer_engine import TRANSFORMER_ENGINE
 from megatron_balance.mcore.hooks import HOOKS
+from megatron_balance.mcore.options.option import Option
+from megatron_balance.mcore.options.table import SUBJECTS
 from megatron_balance.patching import Hook
 
 FINGERPRINTS = Path(__file__).resolve().parent.parent.parent / "patches" / "fingerprints"
@@ -30,6 +32,7 @@ class Package:
         hooks: functions that are replaced, in every release.
         version_of: reads the version from a wheel's or a checkout's place and sources.
         remedy: what to read and run after a difference.
+        option_rows: what becomes of the options of its parser, where it has one.
         in_registry: whether its wheels can be downloaded.
     """
 
@@ -39,12 +42,12 @@ class Package:
     version_of: Callable[[Path, Sources], str]
     remedy: str
     hooks: Sequence[Hook] = ()
+    option_rows: Sequence[Option] = ()
     in_registry: bool = True
 
     def rows_of(self, version: str) -> list[compare.Row]:
         """Definitions that are relied on in a release."""
-        major, minor, *_ = numbers(version)
-        return [row for row in (*self.hooks, *self.rows) if row.is_in((major, minor))]
+        return [row for row in (*self.hooks, *self.rows) if row.is_in(release_of(version))]
 
     def fingerprints(self, version: str) -> Path:
         """The file that holds what was reviewed in a release."""
@@ -76,6 +79,12 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
+def release_of(version: str) -> tuple[int, int]:
+    """`0.19.2` → `(0, 19)`."""
+    major, minor, *_ = numbers(version)
+    return major, minor
+
+
 def _megatron_version(place: Path, sources: Sources) -> str:
     text = sources.read(sources.path("megatron.core.package_info") or "")
     found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
@@ -99,9 +108,10 @@ MEGATRON_CORE = Package(
     marker="megatron.core.package_info",
     rows=MEGATRON,
     hooks=HOOKS,
+    option_rows=[row for subject in SUBJECTS.values() for row in subject],
     version_of=_megatron_version,
-    remedy="mend or widen what relies on them (megatron_balance/mcore, scripts/drift/relied.py), run "
-    "scripts/test_versions.sh",
+    remedy="mend or widen what relies on them (megatron_balance/mcore, scripts/drift/relied.py), classify options "
+    "(megatron_balance/mcore/options, scripts/drift/irrelevant_options.txt), run scripts/test_versions.sh",
 )
 
 PACKAGES = (

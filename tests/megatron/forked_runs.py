@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from training_run import Recorded, RunFailed, read_records, search_path
@@ -29,6 +29,7 @@ def train(
     timeout_seconds: float = 300,
     module: str = "record_steps",
     environment: Mapping[str, str] | None = None,
+    leave_out: Collection[str] = (),
 ) -> Recorded:
     """As `training_run.train`; the output is that of rank 0.
 
@@ -39,6 +40,7 @@ def train(
         timeout_seconds: after which the run is killed.
         module: of this folder or of scripts/, whose `main` each rank runs.
         environment: variables beside those of this process.
+        leave_out: common flags to do without.
 
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
@@ -53,6 +55,7 @@ def train(
         "timeout_seconds": timeout_seconds,
         "module": module,
         "environment": dict(environment or {}),
+        "leave_out": list(leave_out),
     }
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()

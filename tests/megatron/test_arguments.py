@@ -51,10 +51,10 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
         (f"{PER_TOKEN} --balance-by-flops", "--balance-by-flops is set: without --use-dynamic-batch-size"),
         (
             f"{PER_TOKEN} --use-dynamic-batch-size",
-            "--max-tokens-per-gpu is None with --use-dynamic-batch-size: it must be above 0",
+            "--max-tokens-per-gpu is None: with --use-dynamic",
         ),
-        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu 0", "--max-tokens-per-gpu is 0 with"),
-        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu -5", "--max-tokens-per-gpu is -5 with"),
+        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu 0", "--max-tokens-per-gpu is 0: with"),
+        (f"{PER_TOKEN} --use-dynamic-batch-size --max-tokens-per-gpu -5", "--max-tokens-per-gpu is -5: with"),
         ("--balance-data", "add --calculate-per-token-loss"),
         (PACKED, "add --calculate-per-token-loss"),
         (
@@ -85,10 +85,6 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
             "--rampup-batch-size is 8 8 100 with --balance-lookahead 2",
         ),
         (f"{PER_TOKEN} {PACKED} --balance-calibrate-online", "-online is set: it refines --balance-by-flops"),
-        (
-            f"{PER_TOKEN} {PACKED} --balance-by-flops --balance-calibrate-online --overlap-moe-expert-parallel-comm",
-            "cannot be told apart; use --balance-calibration",
-        ),
     ],
 )
 def test_flags_that_cannot_work(parser: argparse.ArgumentParser, flags: str, message: str) -> None:
@@ -145,7 +141,6 @@ class TestTheDefaultDispatcherOfExperts:
         [
             "--expert-model-parallel-size 2",
             "--tensor-model-parallel-size 2 --expert-model-parallel-size 2",
-            "--expert-tensor-parallel-size 2",
             "--tensor-model-parallel-size 2 --context-parallel-size 3 --expert-model-parallel-size 2",
         ],
     )

@@ -38,7 +38,7 @@ def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
         assert any(line.startswith(f"ok       {hook.target}:") for line in lines)
     assert any(line.startswith("ok       torch ") for line in lines)
     assert any(line.startswith("ok       megatron-core 0.19") for line in lines)
-    assert any(line.startswith("rule     --calculate-per-token-loss not set:") for line in lines)
+    assert any(line.startswith("rule     --balance-by-flops without --use-dynamic") for line in lines)
     assert (training.get_forward_backward_func, training.training_log) == before
 
 
@@ -127,7 +127,7 @@ def test_a_run_that_fails_is_told_in_one_line(
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     [problem] = [line for line in lines if "2 ranks on the CPU" in line]
-    assert "--max-tokens-per-gpu is 0 with --use-dynamic-batch-size: it must be above 0" in problem
+    assert "--max-tokens-per-gpu is 0: with --use-dynamic-batch-size it must be above 0" in problem
     assert "--debug shows all that it printed" in problem
     assert not any("Traceback" in line for line in lines)
 

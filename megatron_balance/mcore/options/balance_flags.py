@@ -80,11 +80,11 @@ BALANCE_FLAGS = (
         for name in ("balance_calibration", "balance_calibrate_online")
     ),
     Option(
-        names=("max_tokens_per_gpu", "use_dynamic_batch_size"),
-        case="missing or below 1, with --use-dynamic-batch-size",
+        names=("max_tokens_per_gpu",),
+        case="missing or below 1",
         support=Support.REFUSED,
         when=both(given("use_dynamic_batch_size"), _has_no_cap),
-        because="it must be above 0",
+        because="with --use-dynamic-batch-size it must be above 0",
         remedy="give the most tokens that fit a GPU's memory, --seq-length for a start, or auto",
     ),
     Option(
@@ -126,13 +126,5 @@ BALANCE_FLAGS = (
         when=_bucket_is_over_the_cap,
         because="a micro-batch would be padded over the cap",
         remedy="set a bucket of a sixteenth of the cap or less",
-    ),
-    Option(
-        names=("calculate_per_token_loss",),
-        case="not set",
-        support=Support.REFUSED,
-        when=both(BALANCING, negated(given("calculate_per_token_loss"))),
-        because="balancing changes which samples share a micro-batch, and loss and gradients would depend on it",
-        remedy="add --calculate-per-token-loss",
     ),
 )

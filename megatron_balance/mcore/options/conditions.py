@@ -67,5 +67,24 @@ def experts_span_replicas(args: Any) -> bool:
     return bool(getattr(args, "num_experts", None)) and tp_size * args.context_parallel_size % group_size != 0
 
 
+def expert_tensors_span_replicas(args: Any) -> bool:
+    """Whether ranks that hold parts of one expert hold different micro-batches."""
+    tp_size = args.tensor_model_parallel_size
+    etp_size = getattr(args, "expert_tensor_parallel_size", None) or tp_size
+    return bool(getattr(args, "num_experts", None)) and tp_size * args.context_parallel_size % etp_size != 0
+
+
+def weights_are_sharded_over_data(args: Any) -> bool:
+    """Whether ranks that hold shards of one weight hold different micro-batches.
+
+    Validation sets both numbers of shards to the tensor-parallel sizes, where they are not given.
+    """
+    tp_size = args.tensor_model_parallel_size
+    etp_size = getattr(args, "expert_tensor_parallel_size", None) or tp_size
+    of_weights = getattr(args, "tensor_parallel_num_weight_shards", None) or tp_size
+    of_experts = getattr(args, "expert_tensor_parallel_num_weight_shards", None) or etp_size
+    return of_weights > tp_size or of_experts > etp_size
+
+
 def _text(value: Any) -> str:
     return str(getattr(value, "name", value))

@@ -13,6 +13,17 @@ from typing import Any
 
 from megatron_balance.mcore.options.conditions import Condition
 
+_FLAGS = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "use_mamba_mem_eff_path": "--disable-mamba-mem-eff-path",
+    "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
+}
+"""Flags that do not follow from the names by which argparse stores them."""
+
 
 class Support(Enum):
     """The kinds of rows."""
@@ -27,7 +38,9 @@ class Option:
     """A row.
 
     Attributes:
-        names: the options, as argparse stores them, the one that decides first.
+        names: the options that decide, as argparse stores them, the one that the row is about first; messages show
+            those that are given.
+        also: options that belong to the case, or have a meaning only together with those.
         case: the values that the row is about, in words; all values where it is empty.
         support: the kind.
         when: whether the case is that of a namespace, parsed or validated. A row that is supported and has no caution
@@ -38,9 +51,11 @@ class Option:
         caution: what a run is told once although it is supported, or empty.
         first: the first release that has the option, as `(major, minor)`.
         last: the last release that has it.
+        of_scripts: no release has it; scripts bring it along.
     """
 
     names: tuple[str, ...]
+    also: tuple[str, ...] = ()
     support: Support
     case: str = ""
     when: Condition | None = None
@@ -50,6 +65,7 @@ class Option:
     caution: str = ""
     first: tuple[int, int] = (0, 17)
     last: tuple[int, int] = (999, 0)
+    of_scripts: bool = False
 
     def __post_init__(self) -> None:
         supported = self.support is Support.SUPPORTED
@@ -57,11 +73,6 @@ class Option:
             raise ValueError(f"{self.names}: a supported row names its test, another one says why and the remedy")
         if self.when is None and (self.caution or not supported):
             raise ValueError(f"{self.names}: it says something, and not when")
-
-    @property
-    def flags(self) -> str:
-        """The options as they are written on a command line."""
-        return ", ".join(map(flag_of, self.names))
 
     @property
     def rule(self) -> str:
@@ -74,30 +85,41 @@ class Option:
 
     def message(self, args: Any) -> str:
         """The options with the values seen, why, and the remedy; of a supported row its caution."""
-        seen = " with ".join(_seen(args, names=self.names))
+        seen = _seen(args, names=self.names)
         if self.support is Support.SUPPORTED:
-            return f"{seen}: {self.caution}"
+            return f"{seen}: {self.caution}."
         return f"{seen}: {self.because}; {self.remedy}."
 
 
 def flag_of(name: str) -> str:
     """The flag of an option that argparse stores by this name."""
-    return f"--{name.replace('_', '-')}"
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def _seen(args: Any, *, names: tuple[str, ...]) -> Iterator[str]:
-    """`--flag is value` of the first, `--flag value` of those behind it, in this release."""
-    verb = " is"
+def _seen(args: Any, *, names: tuple[str, ...]) -> str:
+    """The options that have values, or the first where none has: `--flag is value with --other-flag value`."""
+    present = [name for name in names if hasattr(args, name)]
+    valued = [name for name in present if _has_value(getattr(args, name))]
+    first, *others = valued or present[:1]
+    return " with ".join([_first(first, getattr(args, first)), *_others(args, names=others)])
+
+
+def _has_value(value: Any) -> bool:
+    return bool(value) and value != "none"
+
+
+def _first(name: str, value: Any) -> str:
+    flag = flag_of(name)
+    if isinstance(value, bool):
+        is_set = value is not flag.startswith(("--no-", "--disable-"))
+        return f"{flag} is {'set' if is_set else 'not set'}"
+    return f"{flag} is {_words(value)}"
+
+
+def _others(args: Any, *, names: list[str]) -> Iterator[str]:
     for name in names:
-        if not hasattr(args, name):
-            continue
         value = getattr(args, name)
-        if isinstance(value, bool):
-            said = {True: " is set", False: " is not set"} if verb else {True: "", False: " not set"}
-            yield f"{flag_of(name)}{said[value]}"
-        else:
-            yield f"{flag_of(name)}{verb} {_words(value)}"
-        verb = ""
+        yield flag_of(name) if isinstance(value, bool) else f"{flag_of(name)} {_words(value)}"
 
 
 def _words(value: Any) -> str:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_balance.mcore.options.attention import ATTENTION
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 from megatron_balance.mcore.options.conditions import BALANCING
 from megatron_balance.mcore.options.experts import EXPERTS
 from megatron_balance.mcore.options.memory import MEMORY
 from megatron_balance.mcore.options.option import Option, Support
 from megatron_balance.mcore.options.parallelism import PARALLELISM
+from megatron_balance.mcore.options.precision import PRECISION
 from megatron_balance.mcore.options.training_loop import TRAINING_LOOP
 
 SUBJECTS: dict[str, tuple[Option, ...]] = {
     "Parallelism": PARALLELISM,
     "Mixture of experts": EXPERTS,
+    "Attention and layers": ATTENTION,
+    "Precision": PRECISION,
     "Memory and graphs": MEMORY,
     "Training loop and data": TRAINING_LOOP,
 }

@@ -1,15 +1,30 @@
-"""The loop: which batches come, and what is kept so that a run can go on."""
+"""The loop and its data: which batches come, in which form, and what is kept so that a run can go on."""
 
 from __future__ import annotations
 
-from megatron_balance.mcore.options.conditions import above, both, given
+from megatron_balance.mcore.options.conditions import above, among, both, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
 _LOOKAHEAD = above("balance_lookahead", 1)
+_TRAINING = "tests/megatron/test_options_training.py"
 
 TRAINING_LOOP = (
+    Option(
+        names=("calculate_per_token_loss",),
+        case="not set",
+        support=Support.REFUSED,
+        when=negated(given("calculate_per_token_loss")),
+        because="balancing changes which samples share a micro-batch, and loss and gradients would depend on it",
+        remedy="add --calculate-per-token-loss",
+    ),
+    Option(
+        names=("rampup_batch_size", "step_batch_size_schedule"),
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_a_batch_that_grows_and_steps_that_are_skipped",
+    ),
     *(
         Option(
+            first=first,
             names=(name, "balance_lookahead"),
             case="with --balance-lookahead above 1",
             support=Support.REFUSED,
@@ -17,7 +32,33 @@ TRAINING_LOOP = (
             because="look-ahead chooses among global batches of one size",
             remedy="set --balance-lookahead 1 until the batch has grown",
         )
-        for name in ("rampup_batch_size", "step_batch_size_schedule")
+        for name, first in (("rampup_batch_size", (0, 17)), ("step_batch_size_schedule", (0, 18)))
+    ),
+    Option(
+        names=("iterations_to_skip",),
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_a_batch_that_grows_and_steps_that_are_skipped",
+    ),
+    Option(
+        names=("iterations_to_skip", "balance_lookahead"),
+        case="with --balance-lookahead above 1",
+        support=Support.REFUSED,
+        when=both(given("iterations_to_skip"), _LOOKAHEAD),
+        because="the batch that would be skipped was pulled ahead, and a later one would be lost in its place",
+        remedy="set --balance-lookahead 1 for that run",
+    ),
+    Option(
+        names=("phase_transition_iterations", "balance_lookahead"),
+        case="with --balance-lookahead above 1",
+        support=Support.REFUSED,
+        when=both(given("phase_transition_iterations"), _LOOKAHEAD),
+        because="the data of a phase ends with it, while samples wait",
+        remedy="set --balance-lookahead 1",
+    ),
+    Option(
+        names=("phase_transition_iterations",),
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_a_run_ends_with_its_phase",
     ),
     Option(
         names=("non_persistent_save_interval", "balance_lookahead"),
@@ -35,5 +76,105 @@ TRAINING_LOOP = (
         because="balancing pulls the next step's items ahead, which the loader's own state would count as trained, and "
         "a resumed run would skip them",
         remedy="drop it, or the balance flags",
+        of_scripts=True,
+    ),
+    Option(
+        names=("dataloader_type",),
+        case="single or cyclic",
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_options_that_change_no_loss",
+    ),
+    Option(
+        names=("dataloader_type",),
+        case="external",
+        support=Support.SUPPORTED,
+        when=among("dataloader_type", "external"),
+        test="tests/megatron/test_balancer.py::test_a_step_is_packed_and_nothing_is_lost",
+        caution="items are pulled one step ahead; a loader that saves a state of its own must count trained items, not "
+        "pulled ones",
+    ),
+    Option(
+        names=("reset_attention_mask", "reset_position_ids"),
+        case="without --sft or --dataloader-inter-document-masking",
+        support=Support.REFUSED,
+        when=both(
+            given("reset_attention_mask", "reset_position_ids"),
+            negated(given("sft", "dataloader_inter_document_masking")),
+        ),
+        because="it separates documents by a mask or by positions, and the data has no cu_seqlens to balance by",
+        remedy="set --dataloader-inter-document-masking in its place (from 0.19)",
+    ),
+    Option(
+        names=("dataloader_inter_document_masking",),
+        support=Support.SUPPORTED,
+        test="tests/megatron/test_equality.py::test_model_parallel",
+        first=(0, 19),
+    ),
+    Option(
+        names=("use_varlen_dataset",),
+        also=("varlen_sbhd_validation", "varlen_mock_dataset_config_json"),
+        case="of Megatron's dev branch",
+        support=Support.REFUSED,
+        when=given("use_varlen_dataset"),
+        because="no test here reads its rows",
+        remedy="train with --sft",
+        first=(0, 20),
+    ),
+    Option(
+        names=("sft",),
+        support=Support.SUPPORTED,
+        test="tests/megatron/test_balancer.py::test_a_row_of_several_sequences_moves_in_pieces_or_whole",
+    ),
+    Option(
+        names=("rerun_mode",),
+        also=("error_injection_rate", "error_injection_type"),
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_a_step_that_is_run_again",
+    ),
+    Option(
+        names=("check_for_spiky_loss",),
+        support=Support.SUPPORTED,
+        when=given("check_for_spiky_loss"),
+        test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
+        caution="spikes are judged micro-batch by micro-batch, and balanced ones hold other samples",
+    ),
+    Option(
+        names=("inprocess_restart",),
+        support=Support.REFUSED,
+        when=given("inprocess_restart"),
+        because="process groups and threads of this package do not survive a restart within the process",
+        remedy="restart processes (torchrun --max-restarts)",
+    ),
+    Option(
+        names=("perform_rl_step",),
+        also=("rl_use_sequence_packing",),
+        support=Support.REFUSED,
+        when=given("perform_rl_step"),
+        because="Megatron's RL loop makes its own iterator and packs its own bins",
+        remedy="use the adapters for RL systems, or drop the balance flags",
+    ),
+    Option(
+        names=("logits_save_dir", "logits_load_dir"),
+        support=Support.REFUSED,
+        when=given("logits_save_dir", "logits_load_dir"),
+        because="logits are kept by the order of samples, which balancing changes",
+        remedy="drop it, or the balance flags",
+        first=(0, 19),
+    ),
+    Option(
+        names=("export_kd_teacher_load",),
+        case="of scripts that distil with ModelOpt",
+        support=Support.REFUSED,
+        when=given("export_kd_teacher_load"),
+        because="pipeline messages of student and teacher are sized from --seq-length",
+        remedy="drop it, or the balance flags",
+        of_scripts=True,
+    ),
+    Option(
+        names=("yaml_cfg",),
+        support=Support.REFUSED,
+        when=given("yaml_cfg"),
+        because="the file replaces every option, the balance flags among them",
+        remedy="give the options as flags",
     ),
 )

@@ -1,0 +1,144 @@
+"""Attention and layers: what takes packed sequences, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.mcore.options.conditions import above, among, both, either, given, negated
+from megatron_balance.mcore.options.option import Option, Support
+
+_TRAINING = "tests/megatron/test_options_training.py"
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
+
+
+def _has_recurrent_layers(args: Any) -> bool:
+    """The hybrid pattern has Mamba (M), gated delta net (G) or other layers than attention, MLP and experts."""
+    patterns = [getattr(args, name, None) or "" for name in _PATTERNS]
+    return any(set("MGD") & set(pattern) for pattern in patterns) or bool(getattr(args, "is_hybrid_model", False))
+
+
+ATTENTION = (
+    Option(
+        names=("window_size", "window_attn_skip_freq"),
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_options_that_change_no_loss",
+    ),
+    Option(
+        names=("window_size", "context_parallel_size"),
+        case="with --context-parallel-size above 1",
+        support=Support.REFUSED,
+        when=both(given("window_size"), above("context_parallel_size", 1)),
+        because="Transformer Engine takes no window where context-parallel ranks pass keys on (p2p)",
+        remedy="drop the window, or set --context-parallel-size 1",
+    ),
+    Option(
+        names=("attention_backend",),
+        case="unfused or local",
+        support=Support.REFUSED,
+        when=among("attention_backend", "unfused", "local"),
+        because="it does not take packed sequences",
+        remedy="set auto, flash or fused",
+    ),
+    Option(
+        names=("transformer_impl",),
+        also=("spec",),
+        case="local, without --spec",
+        support=Support.REFUSED,
+        when=both(among("transformer_impl", "local"), negated(given("spec"))),
+        because="Megatron's own local attention does not take packed sequences",
+        remedy="set --transformer-impl transformer_engine, or name layers that take them with --spec",
+    ),
+    Option(
+        names=("softmax_type",),
+        case="other than vanilla",
+        support=Support.REFUSED,
+        when=among("softmax_type", "off-by-one", "learnable"),
+        because="Transformer Engine takes packed sequences with it in new releases alone, and no test here runs it",
+        remedy="set vanilla",
+    ),
+    Option(
+        names=("qk_clip", "log_max_attention_logit"),
+        also=("qk_clip_alpha", "qk_clip_threshold"),
+        support=Support.REFUSED,
+        when=given("qk_clip", "log_max_attention_logit"),
+        because="Transformer Engine gives largest logits of packed sequences in new releases alone, and no test here "
+        "runs it",
+        remedy="drop it",
+    ),
+    Option(
+        names=("attention_dropout", "hidden_dropout"),
+        case="above 0",
+        support=Support.SUPPORTED,
+        when=either(above("attention_dropout", 0), above("hidden_dropout", 0)),
+        test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
+        caution="random numbers are drawn by a token's place in a micro-batch, so losses are those of another draw",
+    ),
+    Option(
+        names=("position_embedding_type",),
+        also=("relative_attention_num_buckets", "relative_attention_max_distance"),
+        case="relative",
+        support=Support.REFUSED,
+        when=among("position_embedding_type", "relative"),
+        because="packed sequences take no bias of attention",
+        remedy="set rope",
+    ),
+    Option(
+        names=("position_embedding_type",),
+        also=("mrope_section", "mrope_interleaved"),
+        case="mrope",
+        support=Support.REFUSED,
+        when=among("position_embedding_type", "mrope"),
+        because="positions of three dimensions are not moved with samples",
+        remedy="set rope",
+    ),
+    Option(
+        names=("position_embedding_type",),
+        case="rope or learned_absolute",
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_options_that_change_no_loss",
+    ),
+    Option(
+        names=("use_kitchen_attention",),
+        also=("kitchen_attention_backend",),
+        support=Support.REFUSED,
+        when=given("use_kitchen_attention"),
+        because="no test here runs it",
+        remedy="drop it",
+    ),
+    Option(
+        names=("multi_latent_attention",),
+        support=Support.SUPPORTED,
+        test=f"{_TRAINING}::test_multi_latent_attention",
+    ),
+    Option(
+        names=("experimental_attention_variant", "linear_attention_type"),
+        support=Support.REFUSED,
+        when=given("experimental_attention_variant", "linear_attention_type"),
+        because="its kernels have rules of their own for packed sequences, and no test here runs them",
+        remedy="drop it, or the balance flags",
+    ),
+    Option(
+        names=(*_PATTERNS, "is_hybrid_model"),
+        case="with Mamba or other recurrent layers",
+        support=Support.REFUSED,
+        also=("use_mamba_mem_eff_path",),
+        when=_has_recurrent_layers,
+        because="a state must not pass from one packed sequence to the next, and no test here runs these kernels",
+        remedy="train it without the balance flags",
+    ),
+    Option(
+        names=("mtp_num_layers", "mtp_standalone"),
+        support=Support.REFUSED,
+        when=given("mtp_num_layers", "mtp_standalone"),
+        because="the loss of multi-token prediction is weighed by micro-batch, and balancing changes those",
+        remedy="drop it, or the balance flags",
+    ),
+    Option(
+        names=("use_legacy_models",),
+        support=Support.REFUSED,
+        when=given("use_legacy_models"),
+        because="they do not take packed sequences",
+        remedy="drop it",
+        last=(0, 17),
+    ),
+)

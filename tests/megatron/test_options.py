@@ -1,0 +1,215 @@
+"""The tables of Megatron's options: each row says what it must, and applies to the command line that it is about."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_balance.mcore.flags import _add_flags
+from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
+from megatron_balance.mcore.options.option import Option, Support, flag_of
+from megatron_balance.mcore.options.table import SUBJECTS, cautions, problems, why_stock
+
+ROOT = Path(__file__).parents[2]
+ROWS = [row for subject in SUBJECTS.values() for row in subject]
+BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
+EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
+FLEX = "--num-experts 4 --moe-token-dispatcher-type flex"
+
+REFUSED = [
+    "--tp-comm-overlap",
+    "--cp-comm-type a2a --context-parallel-size 2",
+    "--cp-comm-type p2p all_gather --context-parallel-size 2",
+    "--hierarchical-context-parallel-sizes 2 2 --context-parallel-size 4",
+    "--use-ring-exchange-p2p --pipeline-model-parallel-size 2",
+    "--pipeline-model-parallel-comm-backend ucc --pipeline-model-parallel-size 2",
+    f"--expert-tensor-parallel-size 2 {EXPERTS}",
+    "--tensor-parallel-num-weight-shards 4",
+    "--expert-tensor-parallel-num-weight-shards 2",
+    "--fake-process-group",
+    "--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2",
+    f"--moe-flex-dispatcher-backend hybridep {FLEX}",
+    f"--moe-flex-dispatcher-backend ncclep {FLEX}",
+    f"--moe-expert-capacity-factor 1.0 {EXPERTS}",
+    f"--moe-expert-rank-capacity-factor 1.5 {EXPERTS}",
+    f"--moe-paged-stash {EXPERTS}",
+    f"--moe-router-load-balancing-type sinkhorn {EXPERTS}",
+    f"--moe-router-load-balancing-type quantile_balancing {EXPERTS}",
+    f"--moe-enable-routing-replay {EXPERTS}",
+    f"--overlap-moe-expert-parallel-comm {EXPERTS}",
+    "--window-size 64,0 --context-parallel-size 2",
+    "--attention-backend unfused",
+    "--attention-backend local",
+    "--transformer-impl local --seq-length 8",
+    "--softmax-type learnable",
+    "--qk-clip",
+    "--log-max-attention-logit",
+    "--position-embedding-type relative",
+    "--position-embedding-type mrope",
+    "--use-kitchen-attention",
+    "--experimental-attention-variant dsa",
+    "--experimental-attention-variant gated_delta_net",
+    "--hybrid-override-pattern M*M-",
+    "--hybrid-layer-pattern M*M-",
+    "--mtp-num-layers 1",
+    "--fp8-recipe custom --fp8-format e4m3",
+    "--fp4-recipe custom --fp4-format e2m1",
+    "--te-precision-config-file recipes.yaml",
+    "--cpu-offloading-num-layers 1",
+    "--fine-grained-activation-offloading",
+    "--rampup-batch-size 8 8 16 --balance-lookahead 2",
+    "--step-batch-size-schedule 0:8 --balance-lookahead 2",
+    "--iterations-to-skip 3 --balance-lookahead 2",
+    "--phase-transition-iterations 3 --balance-lookahead 2",
+    "--non-persistent-save-interval 5 --balance-lookahead 2",
+    "--reset-attention-mask",
+    "--inprocess-restart",
+    "--perform-rl-step",
+    "--logits-load-dir teacher",
+    "--yaml-cfg options.yaml",
+]
+STOCK = ["--hybrid-context-parallel", "--cuda-graph-impl local", "--enable-cuda-graph", "--external-cuda-graph"]
+CAUTIONED = [
+    "--moe-token-dispatcher-type flex --num-experts 4",
+    f"--moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs {FLEX}",
+    f"--moe-aux-loss-coeff 0.01 {EXPERTS}",
+    f"--moe-aux-loss-coeff 0 0.01 --moe-router-load-balancing-type aux_loss global_aux_loss {EXPERTS}",
+    f"--moe-z-loss-coeff 0.001 {EXPERTS}",
+    f"--moe-input-jitter-eps 0.01 {EXPERTS}",
+    "--attention-dropout 0.1",
+    "--hidden-dropout 0.1 --attention-dropout 0",
+    "--dataloader-type external",
+    "--fp8-format e4m3",
+    "--fp4-format e2m1",
+    "--check-for-spiky-loss",
+    "--fine-grained-activation-offloading --balance-shape-bucket 1024",
+]
+ORDINARY = [
+    "",
+    "--context-parallel-size 2",
+    "--cp-comm-type a2a",
+    "--window-size 64,0",
+    "--pipeline-model-parallel-comm-backend nccl --pipeline-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--tensor-parallel-num-weight-shards 1",
+    f"{EXPERTS} --expert-model-parallel-size 2",
+    f"{EXPERTS} --moe-router-load-balancing-type none --moe-router-enable-expert-bias",
+    "--moe-aux-loss-coeff 0.01",
+    "--rampup-batch-size 8 8 16",
+    "--non-persistent-save-interval 5",
+    "--transformer-impl local --spec my_layers spec",
+    "--attention-backend flash --softmax-type vanilla --bf16",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--sft --reset-position-ids",
+    "--dataloader-inter-document-masking --context-parallel-size 2",
+    "--hybrid-layer-pattern *-*-",
+]
+OTHER_RELEASES: list[dict[str, Any]] = [
+    {"cp_partition_mode": "contiguous", "context_parallel_size": 2},
+    {"sequence_packing_scheduler": "dp_balanced"},
+    {"use_varlen_dataset": True},
+    {"use_legacy_models": True},
+    {"dataloader_save": "states"},
+    {"export_kd_teacher_load": "teacher"},
+]
+"""Options that the installed release does not have."""
+
+
+def parsed(flags: str, **others: object) -> Any:
+    args = megatron_parser().parse_args(f"{BALANCED} {flags}".split())
+    vars(args).update(others)
+    return args
+
+
+@functools.cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Megatron's and ours, unchecked; made once, for it takes a second."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    _add_flags(inspect.unwrap(add_megatron_arguments)(parser))
+    return parser
+
+
+def first_flag(flags: str) -> str:
+    return flags.split()[0]
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_is_refused_names_the_option_its_value_and_the_remedy(flags: str) -> None:
+    args = parsed(flags)
+    [problem] = [problem for problem in problems(args) if problem.startswith(f"{first_flag(flags)} is ")]
+    assert "; " in problem
+    assert problem.endswith(".")
+    assert not any(name in problem.split(":")[0] for name in ("None", "[", "<"))
+
+
+@pytest.mark.parametrize("flags", STOCK)
+def test_what_stays_stock_says_why(flags: str) -> None:
+    args = parsed(flags)
+    assert problems(args) == []
+    assert first_flag(flags) in (why_stock(args) or "")
+
+
+@pytest.mark.parametrize("flags", CAUTIONED)
+def test_what_should_be_known_is_said(flags: str) -> None:
+    args = parsed(flags)
+    assert problems(args) == []
+    [caution] = cautions(args)
+    assert caution.startswith(f"{first_flag(flags)} is ")
+
+
+@pytest.mark.parametrize("flags", ORDINARY)
+def test_ordinary_runs_are_left_alone(flags: str) -> None:
+    args = parsed(flags)
+    assert (problems(args), why_stock(args), cautions(args)) == ([], None, [])
+
+
+@pytest.mark.parametrize("flags", [*REFUSED, *STOCK, *CAUTIONED])
+def test_a_run_that_does_not_balance_is_none_of_our_business(flags: str) -> None:
+    args = parsed(flags, balance_data=False, balance_lookahead=1, balance_shape_bucket=1)
+    assert (problems(args), why_stock(args), cautions(args)) == ([], None, [])
+
+
+def test_every_row_that_says_something_was_shown_to_say_it() -> None:
+    shown = [parsed(flags) for flags in (*REFUSED, *STOCK, *CAUTIONED)]
+    shown += [parsed("", **others) for others in OTHER_RELEASES]
+    shown.append(parsed("", calculate_per_token_loss=False))
+    silent = [row for row in ROWS if row.when is not None and not any(map(row.applies, shown))]
+    assert [f"{flag_of(row.names[0])} {row.case}" for row in silent] == []
+
+
+def test_tests_that_rows_name_exist() -> None:
+    for row in ROWS:
+        if row.support is Support.SUPPORTED:
+            path, _, name = row.test.partition("::")
+            tree = ast.parse((ROOT / path).read_text())
+            found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            assert name in found, f"{row.names}: there is no {row.test}"
+
+
+def test_flags_of_rows_are_those_of_megatron() -> None:
+    flags = {action.dest: action.option_strings for action in megatron_parser()._actions}
+    for name in {name for row in (*BALANCE_FLAGS, *ROWS) for name in (*row.names, *row.also)} & set(flags):
+        assert flag_of(name) in flags[name]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"support": Support.SUPPORTED},
+        {"support": Support.REFUSED, "because": "it cannot", "when": bool},
+        {"support": Support.REFUSED, "because": "it cannot", "remedy": "drop it"},
+        {"support": Support.STOCK, "test": "tests/test_docs.py::test_links_lead_somewhere", "when": bool},
+        {"support": Support.SUPPORTED, "test": "tests/test_docs.py::test_links_lead_somewhere", "caution": "beware"},
+    ],
+)
+def test_there_is_no_fourth_kind(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="seed"):
+        Option(names=("seed",), **wrong)
