@@ -31,6 +31,7 @@ from megatron_balance.mcore.groups import own_group, reads_data, replica_group, 
 from megatron_balance.mcore.memory_cap import tell_of_cap
 from megatron_balance.mcore.observer import RunObserver
 from megatron_balance.mcore.observer_setup import observer_of_run
+from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.router_padding import RouterPadding, check_takes_mask
 from megatron_balance.mcore.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.sample_origin import SampleOrigin
@@ -51,6 +52,7 @@ class BalancedForwardBackward:
         last_step: the data of the newest step, for logs and tests.
         in_step: Megatron's schedule runs balanced micro-batches now.
         observer: watches the run, or None where nobody does.
+        pipeline_shapes: of the messages of the step that runs, or None where Megatron's stages exchange them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class BalancedForwardBackward:
         self._overlap = overlap
         self.last_step: BalancedStep | None = None
         self.in_step = False
+        self.pipeline_shapes: PipelineShapes | None = None
         self._args = args
         self._log = log
 
@@ -112,12 +115,16 @@ class BalancedForwardBackward:
             "micro_batch_size": 1,
             "forward_step_func": forward_step,
         }
+        self.pipeline_shapes = planned_shapes(
+            step.microbatch_tokens, topology=self.balancer.maker.topology, arguments=arguments
+        )
         self.in_step = True
         try:
-            with _variable_seq_lengths(arguments["model"]):
+            with variable_seq_lengths(arguments["model"]):
                 return schedule(**arguments)
         finally:
             self.in_step = False
+            self.pipeline_shapes = None
             if self.observer is not None:
                 self.observer.end()
 
@@ -180,23 +187,6 @@ def _hand_out(iterators: Any, make: Callable[[], Iterator[Any]]) -> Any:
     if isinstance(iterators, list):
         return [make() for _ in iterators]
     return make()
-
-
-@contextlib.contextmanager
-def _variable_seq_lengths(model: Any) -> Iterator[None]:
-    """Pipeline stages tell each other the shape of every activation. validate_args forces this off."""
-    from megatron.core.utils import get_model_config
-
-    chunks = model if isinstance(model, list) else [model]
-    configs = [get_model_config(chunk) for chunk in chunks]
-    stock = [config.variable_seq_lengths for config in configs]
-    for config in configs:
-        config.variable_seq_lengths = True
-    try:
-        yield
-    finally:
-        for config, value in zip(configs, stock, strict=True):
-            config.variable_seq_lengths = value
 
 
 def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:

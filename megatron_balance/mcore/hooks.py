@@ -96,6 +96,21 @@ def _with_documents_split(split_whole_row: Function) -> Function:
     return wrapper
 
 
+def _with_planned_shapes(communicate_shapes: Function) -> Function:
+    @functools.wraps(communicate_shapes)
+    def wrapper(
+        communicator: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> Any:
+        balanced = current()
+        if balanced is None or balanced.pipeline_shapes is None:
+            return communicate_shapes(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        return balanced.pipeline_shapes.exchange(
+            tensor_send_next, tensor_send_prev, receives_activation=recv_prev, receives_gradient=recv_next
+        )
+
+    return wrapper
+
+
 def _with_figures_logged(training_log: Function) -> Function:
     @functools.wraps(training_log)
     def wrapper(*positional: Any, **keywords: Any) -> Any:
@@ -157,6 +172,14 @@ HOOKS = (
         wrap=_with_backward_timed,
         why="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
+    ),
+    Hook(
+        target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
+        bound_in=("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",),
+        parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
+        wrap=_with_planned_shapes,
+        why="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
+        until="the schedules take a shape for each micro-batch",
     ),
     Hook(
         target="megatron.training.training:training_log",

@@ -57,13 +57,28 @@ MEGATRON = (
             f"{_SCHEDULES}:{name}",
             "runs the balanced micro-batches, and looks backward_step up when it calls it",
             parameters=_SCHEDULE,
-            names=("backward_step",),
+            names=("backward_step", *names),
         )
-        for name in (
-            "forward_backward_no_pipelining",
-            "forward_backward_pipelining_without_interleaving",
-            "forward_backward_pipelining_with_interleaving",
+        for name, names in (
+            ("forward_backward_no_pipelining", ()),
+            ("forward_backward_pipelining_without_interleaving", ()),
+            (
+                "forward_backward_pipelining_with_interleaving",
+                ("get_schedule_table", ".microbatch_group_size_per_vp_stage"),
+            ),
         )
+    ),
+    Relied(
+        f"{_SCHEDULES}:get_schedule_table",
+        "the order of the messages between stages",
+        parameters=("num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp_stage"),
+        body=True,
+    ),
+    Relied(
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        "asks for the shapes of every message, and receives tensors of these shapes",
+        names=(".variable_seq_lengths", ".mtp_standalone", "._communicate_shapes"),
+        body=True,
     ),
     Relied(
         "megatron.training.arguments:parse_args",
@@ -78,8 +93,8 @@ MEGATRON = (
     ),
     Relied(
         "megatron.core.model_parallel_config:ModelParallelConfig",
-        "pipeline stages tell each other every shape",
-        names=("variable_seq_lengths",),
+        "pipeline stages ask for the shape of every message; under mtp_standalone a message is more than an activation",
+        names=("variable_seq_lengths", "mtp_standalone"),
     ),
     Relied("megatron.core.utils:get_model_config", "finds that configuration", parameters=("model",), body=True),
     Relied(

@@ -104,6 +104,21 @@ class TestTwoDataParallelRanks:
             4,
             id="PP2-VPP2",
         ),
+        pytest.param("--num-layers 4 --pipeline-model-parallel-size 4", 4, marks=pytest.mark.slow, id="PP4"),
+        pytest.param(f"{LAYERS} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, id="TP2-PP2"),
+        pytest.param(
+            "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
+            2,
+            marks=pytest.mark.slow,
+            id="PP2-uneven",
+        ),
+        pytest.param(
+            "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--overlap-p2p-communication-warmup-flush",
+            2,
+            marks=pytest.mark.slow,
+            id="PP2-VPP2-warmup-flush",
+        ),
         pytest.param(
             f"{LAYERS} --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
             "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none",

@@ -1,0 +1,1 @@
+"""Messages between pipeline stages, counted in training runs."""
