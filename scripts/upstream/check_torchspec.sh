@@ -4,7 +4,7 @@
 #   scripts/upstream/check_torchspec.sh CHECKOUT [PYTEST ARGS ...]
 #
 # tests/test_partition_results.py came to TorchSpec after 0.1.0's first commits (pull request 109). Where CHECKOUT has
-# none, PARTITION_TESTS=FILE names a copy of it; without either the check fails.
+# none, PARTITION_TESTS=FILE names a copy of it. Files that CHECKOUT lacks are named, and the others run.
 #
 # With Ray's queues for approach A by tokens, which is what that file describes; again with queues of this process for
 # the others, where one test is deselected: test_longest_first_balances_load_across_ranks asserts token sums that no
@@ -17,8 +17,15 @@ cd "$(dirname "$0")/../.."
 
 checkout=$(cd "${1:?give the path of a checkout of TorchSpec}" && pwd)
 shift
-partition_tests=$(realpath "${PARTITION_TESTS:-$checkout/tests/test_partition_results.py}")
-[[ -f $partition_tests ]] || { echo "check_torchspec.sh: there is no $partition_tests" >&2; exit 2; }
+files=() missing=()
+for file in "$checkout"/tests/test_{partition_results,data_fetcher,capacity_handling}.py; do
+    if [[ $file == *partition_results.py && -n ${PARTITION_TESTS:-} ]]; then
+        file=$(realpath -e "$PARTITION_TESTS")
+    fi
+    if [[ -f $file ]]; then files+=("$file"); else missing+=("$file"); fi
+done
+[[ ${#missing[@]} -eq 0 ]] || echo "check_torchspec.sh: not run, since they are not there: ${missing[*]}" >&2
+[[ ${#files[@]} -gt 0 ]] || exit 2
 venv=build/venv-torchspec
 stamp=$venv/.installed
 if [[ ! -f $stamp || $0 -nt $stamp || .venv/.installed -nt $stamp ]]; then
@@ -34,7 +41,6 @@ export PYTHONPATH=$PWD/scripts/upstream:$checkout PYTHONDONTWRITEBYTECODE=1 OMP_
 python=$PWD/$venv/bin/python ray_queues=$PWD/scripts/upstream/torchspec_ray_queues.py
 run() { "$python" -m pytest -p no:cacheprovider -p torchspec_plugin "$@"; }
 cd "$checkout"
-files=("$partition_tests" tests/test_data_fetcher.py tests/test_capacity_handling.py)
 run --balance-approach A --balance-cost tokens "${files[@]}" "$@"
 for approach in A B C; do
     run --local-queues --balance-approach $approach --balance-window 4 \
