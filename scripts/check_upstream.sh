@@ -6,7 +6,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
-checkout=${1:?give the path of a checkout of slime, verl, AReaL, TorchSpec or recsys-examples}
+checkout=${1:?give the path of a checkout of Megatron-LM, slime, verl, AReaL, TorchSpec or recsys-examples}
 shift
 checkout=$(cd "$checkout" && pwd)
 
@@ -17,11 +17,12 @@ while read -r name file; do
     [[ -x $check ]] || { echo "check_upstream.sh: $checkout is $name, and there is no $check" >&2; exit 2; }
     exec "$check" "$checkout" "$@"
 done <<'NAMES'
+megatron pretrain_gpt.py
 slime slime/utils/dp_schedule.py
 verl verl/utils/seqlen_balancing.py
 areal areal/__init__.py
 torchspec torchspec/__init__.py
 recsys examples/commons/distributed/batch_shuffler.py
 NAMES
-echo "check_upstream.sh: $checkout is none of slime, verl, areal, torchspec, recsys" >&2
+echo "check_upstream.sh: $checkout is none of megatron, slime, verl, areal, torchspec, recsys" >&2
 exit 2

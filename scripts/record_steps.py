@@ -5,6 +5,8 @@
 Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds and CPU seconds of Megatron's train_step, loss
 and gradient norm in full precision, the number of micro-batches and, where the step was balanced, the
 lengths and the schedule.
+
+TRAINING_SCRIPT=FILE in the environment names a script of somebody else that trains in place of pretrain_sft, as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -53,9 +56,18 @@ def train_wrapped(
         )
         patches = install([train_step, *also], version="of this environment")
         try:
-            pretrain_sft.main()
+            _train()
         finally:
             patches.undo()
+
+
+def _train() -> None:
+    script = os.environ.get("TRAINING_SCRIPT")
+    if script is None:
+        pretrain_sft.main()
+        return
+    sys.path.insert(0, str(Path(script).resolve().parent))  # as Python does for a script
+    runpy.run_path(script, run_name="__main__")
 
 
 def _recorded(train_step: Function, *, out: TextIO) -> Function:

@@ -47,15 +47,16 @@ class ForkedRun:
     seconds: float
 
 
-def import_once() -> None:
-    """Import all that a rank would. Set OMP_NUM_THREADS=1 before Python starts."""
+def import_once(also: Sequence[str] = ()) -> None:
+    """Import all that a rank would, and these modules. Set OMP_NUM_THREADS=1 before Python starts."""
     from megatron_balance.mcore import install
     from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
 
     enable_cpu()
     install()
     patch_megatron()
-    for name in ("record_steps", "megatron.core.tokenizers.text.libraries"):  # the latter is imported late, and slowly
+    late = "megatron.core.tokenizers.text.libraries"  # and slowly
+    for name in ("record_steps", late, *also):
         importlib.import_module(name)
     # It compiles fused functions, which a CPU does not, on random numbers, as many as a micro-batch has: the initial
     # weights of MoE routers, drawn after them, would depend on --micro-batch-size.

@@ -1,0 +1,115 @@
+"""Train with Megatron's pretrain_gpt.py, unedited, stock and balanced, in many layouts, and compare.
+
+    scripts/upstream/check_megatron.sh CHECKOUT                   every layout, both kinds of data
+    scripts/upstream/check_megatron.sh CHECKOUT --only 'DP2 CP2 / --sft' EP2     those whose name holds one of these
+    scripts/upstream/check_megatron.sh CHECKOUT --publish         also writes benchmarks/results/pretrain_gpt.*
+
+The exit status is 1 where a balanced run is not as it must be, 0 else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training_run import ROOT, RunFailed, train
+
+from benchmarks.equality.forked import import_once, train_forked
+from benchmarks.pretrain_gpt.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases
+from benchmarks.pretrain_gpt.data import PretrainData, write_data
+from benchmarks.pretrain_gpt.outcomes import Outcome, Verdict, judge, judge_refusal, last_error
+from benchmarks.pretrain_gpt.report import Row, line, publish, row_of, table
+
+TIMEOUT_SECONDS = 900
+"""Of one run; a loaded machine is slow, a hang is for ever."""
+
+
+def main() -> int:
+    """Run, compare, report."""
+    parser = argparse.ArgumentParser(prog="scripts/upstream/check_megatron.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("tree", type=Path, help="a copy of the checkout, its dataset helpers built")
+    parser.add_argument("--name", required=True, help="of the checkout, for the report")
+    parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="runs whose name holds one of these")
+    parser.add_argument("--publish", action="store_true", help="write benchmarks/results/pretrain_gpt.*")
+    args = parser.parse_args()
+    runs = Runs(args.tree, folder=args.tree.parent / "runs")
+    rows: list[Row] = []
+    for case in cases(args.only):
+        rows.append(row_of(runs.verdict(case)))
+        sys.stdout.write(line(rows[-1]))
+        sys.stdout.flush()
+    sys.stdout.write("\n" + table(rows))
+    if args.publish:
+        from megatron.core.package_info import __version__
+
+        publish(rows, checkout=f"{args.name} ({__version__})", folder=ROOT / "benchmarks" / "results")
+    return 0 if rows and all(row["good"] for row in rows) else 1
+
+
+@dataclass
+class Runs:
+    """Runs each case once.
+
+    Attributes:
+        tree: a copy of the checkout, from which Megatron is imported.
+        folder: of the runs; emptied.
+    """
+
+    tree: Path
+    folder: Path
+    outcomes: dict[Case, Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        import_once(also=("pretrain_gpt",))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.data: PretrainData = write_data(self.folder / "data")
+
+    def verdict(self, case: Case) -> Verdict:
+        """Of a balanced run; what it is compared with runs where it has not yet."""
+        ours = self._outcome(case)
+        if LAYOUTS[case.layout].refused:
+            return judge_refusal(case, ours=ours)
+        stock = self._outcome(case.stock)
+        one_rank = None if stock.recorded else self._outcome(case.on_one_rank)
+        return judge(case, ours=ours, stock=stock, one_rank=one_rank)
+
+    def _outcome(self, case: Case) -> Outcome:
+        if case not in self.outcomes:
+            weights = ["--load", str(self._weights(case.model)), "--finetune", "--no-load-optim", "--no-load-rng"]
+            self.outcomes[case] = self._run(case, ["--train-iters", str(NUM_STEPS), *weights])
+        return self.outcomes[case]
+
+    def _weights(self, model: str) -> Path:
+        """The checkpoint that every run of a model starts from: of one rank after one step."""
+        folder = self.folder / model
+        if not folder.exists():
+            begun = self._run(
+                Case(ONE_RANK, DATA[-1], model=model),
+                ["--train-iters", "1", "--save", str(folder), "--save-interval", "1"],
+            )
+            if begun.recorded is None:
+                sys.exit(f"one rank does not train: {begun.error}")
+        return folder
+
+    def _run(self, case: Case, flags: Sequence[str]) -> Outcome:
+        record, flags = self.folder / "run", [*case.flags(self.data), *flags]
+        script = {"TRAINING_SCRIPT": str(self.tree / "pretrain_gpt.py")}
+        limits = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}
+        while True:
+            shutil.rmtree(record, ignore_errors=True)
+            try:
+                if case.launched:
+                    return Outcome(train(record, flags, environment=script, **limits))
+                return Outcome(train_forked(record, flags, environment=script, **limits).recorded)
+            except RunFailed as error:
+                # Another program may take a port between its choice and its use.
+                if "EADDRINUSE" not in str(error):
+                    return Outcome(error=last_error(str(error)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The data that pretrain_gpt.py reads, made from the built-in corpus: conversations for `--sft`, indexed documents for
+`--dataloader-inter-document-masking`.
+
+Both depend on the corpus alone, so that every run of a check reads the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_balance.mcore.sft_dataset import END_OF_DOCUMENT
+from megatron_balance.mcore.stdlib_corpus import PromptResponse, stdlib_samples
+
+NUM_SAMPLES = 400
+"""Of the corpus' some 6,000; more than the steps of a check read."""
+
+MAX_PROMPT_BYTES = 100
+MAX_RESPONSE_BYTES = 300
+"""What is longer is cut: a row of 512 tokens is to hold several documents, and few of one length."""
+
+CONVERSATIONS_IN_A_ROW = (1, 3, 2)
+"""In turn, so that rows differ in how much of them is padding."""
+
+_TEMPLATE = "{% for message in messages %}{{ message['role'] }}\n{{ message['content'] }}{{ eos_token }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class PretrainData:
+    """Where the data lie.
+
+    Attributes:
+        conversations: a jsonl file for `--sft`.
+        tokenizer: a folder for `--tokenizer-model`, of a tokenizer of bytes with a chat template.
+        documents: prefix of an indexed data set, for `--data-path`.
+    """
+
+    conversations: Path
+    tokenizer: Path
+    documents: Path
+
+
+def write_data(folder: Path) -> PretrainData:
+    """Write all data of a check into a folder; megatron.core must be importable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = PretrainData(folder / "conversations.jsonl", folder / "tokenizer", folder / "documents")
+    _write_conversations(data.conversations)
+    _write_tokenizer(data.tokenizer)
+    _write_documents(data.documents)
+    return data
+
+
+def _samples() -> list[PromptResponse]:
+    """In an order of their own: the corpus' neighbours come from one file and resemble one another."""
+    corpus = stdlib_samples()
+    chosen = np.random.default_rng(0).permutation(len(corpus))[:NUM_SAMPLES]
+    return [
+        PromptResponse(corpus[index].prompt[:MAX_PROMPT_BYTES], corpus[index].response[:MAX_RESPONSE_BYTES])
+        for index in chosen
+    ]
+
+
+def _write_conversations(path: Path) -> None:
+    """A system message begins a conversation; SFTDataset makes each a sequence of its row."""
+    conversations = iter([_conversation(sample) for sample in _samples()])
+    with path.open("w", encoding="utf-8") as out:
+        for num_conversations in itertools.cycle(CONVERSATIONS_IN_A_ROW):
+            row = list(itertools.islice(conversations, num_conversations))
+            if not row:
+                return
+            out.write(json.dumps({"messages": list(itertools.chain.from_iterable(row))}) + "\n")
+
+
+def _conversation(sample: PromptResponse) -> Iterator[dict[str, str]]:
+    yield {"role": "system", "content": "Continue."}
+    yield {"role": "user", "content": sample.prompt.decode(errors="replace")}
+    yield {"role": "assistant", "content": sample.response.decode(errors="replace")}
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token a byte, and one each that ends a message and pads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": _TEMPLATE}))
+
+
+def _write_documents(prefix: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for sample in _samples():
+        document = torch.tensor([*sample.prompt, *sample.response, END_OF_DOCUMENT])
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{prefix}.idx")

@@ -1,0 +1,75 @@
+"""The verdicts, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rounding import ALLOWANCES
+
+from benchmarks.pretrain_gpt.cases import NUM_STEPS, cases
+from benchmarks.pretrain_gpt.outcomes import Verdict
+from megatron_balance.runtime.environment import environment
+
+NAME = "pretrain_gpt"
+
+_HEAD = """# Megatron's pretrain_gpt.py, unedited
+
+Made by `scripts/check_upstream.sh CHECKOUT --publish`; do not edit. A tiny model on CPU ranks over gloo trains {steps}
+steps from one set of weights, stock and balanced by FLOPs. Differences are the largest of any step, relative to the
+reference; a run is equal within {loss:.1e} (scripts/rounding.py). CPU seconds are those of a step of all ranks, stock →
+balanced; the machine did other work.
+"""
+
+_COLUMNS = "| layout | data | loss | gradient norm | CPU s | verdict | reference |\n|---|---|---|---|---|---|---|\n"
+
+Row = Mapping[str, Any]
+
+
+def row_of(verdict: Verdict) -> Row:
+    """A verdict as it is kept."""
+    return {
+        "run": verdict.case.name,
+        "good": verdict.good,
+        "verdict": verdict.says,
+        "reference": verdict.reference,
+        "loss": verdict.loss,
+        "grad_norm": verdict.grad_norm,
+        "cpu_seconds": verdict.cpu_seconds,
+    }
+
+
+def line(row: Row) -> str:
+    """A line of the table."""
+    layout, data, _, *launched = row["run"].split(" / ")
+    seconds = "–" if row["cpu_seconds"] is None else "{:.2f} → {:.2f}".format(*row["cpu_seconds"])
+    figures = ["–" if row[key] is None else f"{row[key]:.1e}" for key in ("loss", "grad_norm")]
+    cells = [", ".join([layout, *launched]), f"`{data}`", *figures, seconds, row["verdict"], row["reference"] or "–"]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All of them, and how many are as they must be."""
+    good = sum(row["good"] for row in rows)
+    return f"{_COLUMNS}{''.join(map(line, rows))}\n{good} of {len(rows)} as they must be.\n"
+
+
+def publish(rows: Iterable[Row], *, checkout: str, folder: Path) -> None:
+    """Write the results of this checkout beside those of others: a JSON file and a page made from it.
+
+    Runs that are not among `rows` are kept as they were.
+    """
+    path = folder / f"{NAME}.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    earlier = known.get(checkout, {"runs": []})["runs"]
+    by_name = {row["run"]: row for row in (*earlier, *rows)}
+    runs = [by_name[case.name] for case in cases() if case.name in by_name]
+    made_with = environment("cpu")
+    made_with["versions"].pop("megatron-core", None)  # what is installed, which the checkout hides
+    known[checkout] = {"environment": made_with, "steps": NUM_STEPS, "runs": runs}
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
+    head = _HEAD.format(steps=NUM_STEPS, loss=ALLOWANCES["fp32"].loss)
+    tables = [f"\n## {name}\n\n{table(result['runs'])}" for name, result in sorted(known.items())]
+    (folder / f"{NAME}.md").write_text(head + "".join(tables))
