@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.mcore.flags import _add_flags
+from megatron_balance.mcore.options import conditions
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 from megatron_balance.mcore.options.option import Option, Support, flag_of
 from megatron_balance.mcore.options.table import SUBJECTS, cautions, problems, why_stock
@@ -177,11 +178,29 @@ def test_a_run_that_does_not_balance_is_none_of_our_business(flags: str) -> None
     assert (problems(args), why_stock(args), cautions(args)) == ([], None, [])
 
 
-def test_every_row_that_says_something_was_shown_to_say_it() -> None:
+@pytest.mark.parametrize(
+    ("engine", "refused", "cautioned"),
+    [("1.13.0", True, False), ("2.2.0+abc", True, False), ("2.3.0", False, True), ("2.8.0", False, True)]
+    + [(version, False, False) for version in ("2.9.0", "2.20.2", "3.0")],
+)
+def test_the_release_of_transformer_engine_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, engine: str, refused: bool, cautioned: bool
+) -> None:
+    monkeypatch.setattr(conditions.metadata, "version", lambda name: engine)
+    args = parsed("")
+    assert any("install transformer-engine 2.3 or newer" in problem for problem in problems(args)) is refused
+    assert any("before 2.9" in caution for caution in cautions(args)) is cautioned
+    assert problems(parsed("--transformer-impl local --spec module function")) == []
+
+
+def test_every_row_that_says_something_was_shown_to_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = [parsed(flags) for flags in (*REFUSED, *STOCK, *CAUTIONED)]
     shown += [parsed("", **others) for others in OTHER_RELEASES]
     shown.append(parsed("", calculate_per_token_loss=False))
     silent = [row for row in ROWS if row.when is not None and not any(map(row.applies, shown))]
+    for engine in ("2.2.0", "2.3.0"):
+        monkeypatch.setattr(conditions.metadata, "version", lambda name, engine=engine: engine)
+        silent = [row for row in silent if not row.applies(parsed(""))]
     assert [f"{flag_of(row.names[0])} {row.case}" for row in silent] == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.mcore.options.conditions import above, among, both, either, given, negated
+from megatron_balance.mcore.options.conditions import above, among, both, either, engine_before, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
 _TRAINING = "tests/megatron/test_options_training.py"
@@ -47,6 +47,24 @@ ATTENTION = (
         when=both(among("transformer_impl", "local"), negated(given("spec"))),
         because="Megatron's own local attention does not take packed sequences",
         remedy="set --transformer-impl transformer_engine, or name layers that take them with --spec",
+    ),
+    Option(
+        names=("transformer_impl",),
+        case="transformer_engine, of a release before 2.3",
+        support=Support.REFUSED,
+        when=engine_before(2, 3),
+        because="its attention does not take all that Megatron passes with packed sequences",
+        remedy="install transformer-engine 2.3 or newer",
+    ),
+    Option(
+        names=("transformer_impl",),
+        case="transformer_engine, of a release from 2.3 to 2.8",
+        support=Support.SUPPORTED,
+        when=both(engine_before(2, 9), negated(engine_before(2, 3))),
+        test="tests/test_drift.py::test_the_oldest_transformer_engine_that_is_supported_was_reviewed",
+        # transformer_config.py of Megatron's dev branch (August 2026), on sequence_packing_scheduler
+        caution="Megatron's developers report that packed sequences may converge badly with Transformer Engine before "
+        "2.9: install a newer one where you can",
     ),
     Option(
         names=("softmax_type",),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 Condition = Callable[[Any], bool]
@@ -34,6 +36,21 @@ def above(name: str, limit: float) -> Condition:
     def holds(args: Any) -> bool:
         value = getattr(args, name, None)
         return isinstance(value, int | float) and value > limit
+
+    return holds
+
+
+def engine_before(*release: int) -> Condition:
+    """Layers are Transformer Engine's, and the release installed here is older, as `(major, minor)`."""
+
+    def holds(args: Any) -> bool:
+        if getattr(args, "transformer_impl", None) != "transformer_engine":
+            return False
+        try:
+            installed = metadata.version("transformer-engine")
+        except metadata.PackageNotFoundError:
+            return False  # Megatron says so itself
+        return tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < release
 
     return holds
 
