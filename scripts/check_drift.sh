@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compares what is hooked and relied on in Megatron, Transformer Engine and Apex with what was reviewed
 # (patches/fingerprints): the functions are there, take what they took, do what they did, and are bound where the hooks
-# replace them. Nothing is imported.
+# replace them; and every option of Megatron's parser is classified. Nothing is imported.
 #
 #   scripts/check_drift.sh                     the versions that were reviewed, from their wheels
 #   scripts/check_drift.sh megatron-core==0.19.3 transformer-engine==2.21.0    these versions, from their wheels

@@ -105,7 +105,10 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[st
 def test_flags_are_read_while_hooks_are_in_place() -> None:
     installed = hooks.install()
     try:
-        [finding] = checks.check_flags(["--balance-data"])
+        caution, finding = checks.check_flags(["--balance-data"])
+        assert caution.ok
+        assert caution.says.startswith("--attention-dropout is 0.1 with --hidden-dropout 0.1: random numbers")
+        assert not finding.ok
         assert finding.says.startswith("--calculate-per-token-loss is not set")
     finally:
         installed.undo()

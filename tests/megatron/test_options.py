@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from megatron_balance import BalanceError
 from megatron_balance.mcore.flags import _add_flags
 from megatron_balance.mcore.options import conditions
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 from megatron_balance.mcore.options.option import Option, Support, flag_of
 from megatron_balance.mcore.options.table import SUBJECTS, cautions, problems, why_stock
+from megatron_balance.mcore.run_setup import agreed_run
 
 ROOT = Path(__file__).parents[2]
 ROWS = [row for subject in SUBJECTS.values() for row in subject]
@@ -232,3 +234,11 @@ def test_flags_of_rows_are_those_of_megatron() -> None:
 def test_there_is_no_fourth_kind(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="seed"):
         Option(names=("seed",), **wrong)
+
+
+def test_what_is_set_after_parsing_is_refused_before_the_first_step() -> None:
+    """By Megatron's validation, or a checkpoint's own arguments."""
+    args = parsed("")
+    args.tp_comm_overlap = True
+    with pytest.raises(BalanceError, match="--tp-comm-overlap is set: its buffers are sized once"):
+        agreed_run(args)
