@@ -5,8 +5,6 @@ Invariants: tensors only, no pickled objects; a rank's row is as long as every o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -15,15 +13,15 @@ from numpy.typing import NDArray
 from megatron_balance.runtime.peers import named_ranks, waiting_for
 
 
-def ranks_where(mask: NDArray[np.bool_], *, names: Sequence[int] | None = None) -> str:
-    """`rank 3` or `ranks 1, 2 and 7 more`.
+def ranks_where(mask: NDArray[np.bool_], *, group: dist.ProcessGroup) -> str:
+    """`rank 3` or `ranks 1, 2 and 7 more`, as they are numbered in the world.
 
     Args:
         mask: `[group_size]`.
-        names: `[group_size]`, what the ranks are called; by default their place in the group.
+        group: the ranks.
     """
-    ranks = np.flatnonzero(mask).tolist()
-    return named_ranks(ranks if names is None else [names[rank] for rank in ranks])
+    world_ranks = dist.get_process_group_ranks(group)
+    return named_ranks([world_ranks[rank] for rank in np.flatnonzero(mask)])
 
 
 def all_gather_row(

@@ -1,7 +1,7 @@
 """Every rank learns the lengths of all samples, and all agree that they may go on.
 
 What one rank finds wrong with its own data it must not raise alone: its peers would wait for it for ever. So it
-travels in the header, and every rank raises the same error.
+travels in the header, and every rank raises the same error. Ranks that gather for different steps find out here too.
 
 Collectives: one all_gather of `HEADER_FIELDS + INLINE_LENGTHS` int64 a rank (1 KiB). A second one carries the other
 values where some rank has more than `INLINE_LENGTHS`. One more carries schemas or error texts, where some rank has no
@@ -23,13 +23,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
+from megatron_balance.runtime.failure import cannot_go_on
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
-NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED = range(7)
-HEADER_FIELDS = 8  # one spare
-INLINE_LENGTHS = 120
+NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE = range(9)
+HEADER_FIELDS = 9
+INLINE_LENGTHS = 119
 NO_SCHEMA = -1  # hashes are not negative
+
+
+class OutOfStepError(BalanceError):
+    """Ranks make different steps at the same time: they will not meet again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,7 @@ class GatheredLengths:
         schema: of all samples; None where no rank has any.
         num_segments: int64 `[num_samples]`, sequences of each sample, at least 1.
         segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
+        new_source: whether some rank's samples come from elsewhere than its last ones.
     """
 
     lengths: NDArray[np.int64]
@@ -53,6 +59,7 @@ class GatheredLengths:
     schema: SampleSchema | None
     num_segments: NDArray[np.int64]
     segment_lengths: NDArray[np.int64]
+    new_source: bool = False
 
     def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]] | None:
         """Lengths of the sequences of each of these samples; None where every sample of all ranks is one sequence."""
@@ -69,6 +76,8 @@ def gather_sample_lengths(
     group: dist.ProcessGroup,
     fingerprint: int = 0,
     packed: bool = True,
+    step: int = 0,
+    new_source: bool = False,
     problem: str | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -85,6 +94,8 @@ def gather_sample_lengths(
         schema=schema,
         fingerprint=fingerprint,
         packed=packed,
+        step=step,
+        new_source=new_source,
         problem=problem,
         device=device,
     )
@@ -98,6 +109,8 @@ def gather_lengths(
     schema: SampleSchema | None = None,
     fingerprint: int = 0,
     packed: bool = True,
+    step: int = 0,
+    new_source: bool = False,
     problem: str | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -110,12 +123,15 @@ def gather_lengths(
         schema: of this rank's samples; None only where it has none, and then the others' is adopted.
         fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
         packed: whether this rank's data tells where its sequences begin (`cu_seqlens`); equal on all ranks.
+        step: that the samples are for, counted by the caller; equal on all ranks.
+        new_source: whether they come from elsewhere than this rank's last ones.
         problem: what this rank found wrong with its own data. It raises here, on every rank.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
         BalanceError: on every rank alike, naming the ranks: a problem on some rank, different fingerprints, different
             schemas, packed data on some ranks only.
+        OutOfStepError: likewise: different steps.
     """
     lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
     counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
@@ -136,16 +152,27 @@ def gather_lengths(
     header[FAILED] = problem is not None
     header[DETAIL_NBYTES] = len(detail)
     header[UNPACKED] = not packed
+    header[STEP] = step
+    header[NEW_SOURCE] = new_source
     inline = values[:INLINE_LENGTHS]
     header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
     headers = all_gather_row(header, group=group, device=device, what="the lengths of all ranks' samples (gather)")
 
     fingerprints = headers[:, FINGERPRINT]
     if (fingerprints != fingerprints[0]).any():
-        seen = "; ".join(f"{value:#x} on {ranks_where(fingerprints == value)}" for value in _distinct(fingerprints))
+        seen = _seen(fingerprints, group=group, form="#x")
         raise BalanceError(
             f"Ranks were started with different balance settings or versions (fingerprints {seen}): "
             "give every rank the same command line and the same installation."
+        )
+
+    steps = headers[:, STEP]
+    if (steps != steps[0]).any():
+        raise OutOfStepError(
+            "Ranks make different steps of this run at the same time, counted from 0: "
+            f"{_seen(steps, group=group)}. To some of them came "
+            "another iterator than the one that their next step was prepared from, and not to all. Pass a new iterator "
+            "on every rank or on none, or set --no-balance-overlap."
         )
 
     failed = headers[:, FAILED] != 0
@@ -154,11 +181,10 @@ def gather_lengths(
         what = "what all ranks say of their samples (gather)"
         details = all_gather_bytes(detail, nbytes=headers[:, DETAIL_NBYTES], group=group, device=device, what=what)
         if failed.any():
-            texts = (f"rank {rank}: {details[rank].decode()}" for rank in np.flatnonzero(failed)[:MAX_RANKS_NAMED])
-            raise BalanceError(f"{ranks_where(failed)} cannot go on. " + " | ".join(texts))
-        _check_alike_packed(headers[:, UNPACKED] != 0)
-        schema = _agreed_schema(hashes, details)
-    _check_alike_packed(headers[:, UNPACKED] != 0)
+            raise cannot_go_on(failed, texts=details, group=group)
+        _check_alike_packed(headers[:, UNPACKED] != 0, group=group)
+        schema = _agreed_schema(hashes, details, group=group)
+    _check_alike_packed(headers[:, UNPACKED] != 0, group=group)
 
     num_values = headers[:, NUM_VALUES]
     num_more = int(num_values.max()) - INLINE_LENGTHS
@@ -179,6 +205,7 @@ def gather_lengths(
         schema=schema,
         num_segments=all_counts,
         segment_lengths=segment_lengths,
+        new_source=bool(headers[:, NEW_SOURCE].any()),
     )
 
 
@@ -207,15 +234,15 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
-        BalanceError: on every rank alike, naming the ranks that differ from rank 0.
+        BalanceError: on every rank alike, naming the ranks that differ from the first.
     """
     row = np.array([digest], dtype=np.int64)
     digests = all_gather_row(row, group=group, device=device, what="the plans of all ranks (compare)")[:, 0]
     differ = digests != digests[0]
     if differ.any():
         raise BalanceError(
-            f"{ranks_where(differ)} planned another schedule than rank 0: the planner saw other lengths, other flags "
-            "or another numpy there."
+            f"{ranks_where(differ, group=group)} planned another schedule than rank {dist.get_global_rank(group, 0)}: "
+            "the planner saw other lengths, other flags or another numpy there."
         )
 
 
@@ -229,7 +256,7 @@ def _own_problem(lengths: NDArray[np.int64], *, counts: NDArray[np.int64], schem
     return None
 
 
-def _agreed_schema(hashes: NDArray[np.int64], details: Sequence[bytes]) -> SampleSchema:
+def _agreed_schema(hashes: NDArray[np.int64], details: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:
     """The one schema of the ranks that have one; raises where there are two."""
     known = np.flatnonzero(hashes != NO_SCHEMA)
     reference_rank = known[0]
@@ -239,9 +266,17 @@ def _agreed_schema(hashes: NDArray[np.int64], details: Sequence[bytes]) -> Sampl
         phrases: list[str] = []
         for value in differing[:MAX_RANKS_NAMED]:
             schema = SampleSchema.from_bytes(details[int(np.argmax(hashes == value))])
-            phrases.append(f"on {ranks_where(hashes == value)} " + ", ".join(schema.differences(reference)))
-        raise BalanceError(f"Samples differ from those of rank {reference_rank}: " + "; ".join(phrases) + ".")
+            phrases.append(
+                f"on {ranks_where(hashes == value, group=group)} " + ", ".join(schema.differences(reference))
+            )
+        first = dist.get_global_rank(group, int(reference_rank))
+        raise BalanceError(f"Samples differ from those of rank {first}: " + "; ".join(phrases) + ".")
     return reference
+
+
+def _seen(values: NDArray[np.int64], *, group: dist.ProcessGroup, form: str = "") -> str:
+    """Each value and the ranks that have it."""
+    return "; ".join(f"{value:{form}} on {ranks_where(values == value, group=group)}" for value in _distinct(values))
 
 
 def _distinct(values: NDArray[np.int64]) -> list[int]:
@@ -249,9 +284,9 @@ def _distinct(values: NDArray[np.int64]) -> list[int]:
     return list(dict.fromkeys(values.tolist()))
 
 
-def _check_alike_packed(unpacked: NDArray[np.bool_]) -> None:
+def _check_alike_packed(unpacked: NDArray[np.bool_], *, group: dist.ProcessGroup) -> None:
     if unpacked.any() and not unpacked.all():
         raise BalanceError(
-            f"Rows of {ranks_where(unpacked)} have no cu_seqlens, and those of {ranks_where(~unpacked)} have: every "
-            "rank must load packed (thd) data, or none."
+            f"Rows of {ranks_where(unpacked, group=group)} have no cu_seqlens, and those of "
+            f"{ranks_where(~unpacked, group=group)} have: every rank must load packed (thd) data, or none."
         )

@@ -53,10 +53,10 @@ def share_counts(
     first = rows[0]
     differ = planned & (rows[:, NUM_VALUES:] != first[NUM_VALUES:]).any(axis=1)
     if differ.any():
-        world_ranks = dist.get_process_group_ranks(group)
         raise BalanceError(
             "the data of this step differs within a model replica: in the data-parallel group of "
-            f"{ranks_where(differ, names=world_ranks)} other samples were read than in that of rank {world_ranks[0]}. "
+            f"{ranks_where(differ, group=group)} other samples were read than in that of "
+            f"rank {dist.get_global_rank(group, 0)}. "
             "Every pipeline stage and context-parallel rank must read the same data, in one order."
         )
     if planned.all():

@@ -1,0 +1,121 @@
+"""An error of one rank that its peers learn before it is raised.
+
+A rank that raised alone would leave the others in a collective that it never comes to. So an error is caught, its text
+travels in the next collective, and then every rank raises: the rank where it happened the original with its traceback,
+the others a BalanceError that names the rank and the error.
+
+`attempt` is the one place of this package that catches every Exception: a data loader is code of somebody else, and
+may raise anything. KeyboardInterrupt and SystemExit pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
+from megatron_balance.runtime.peers import MAX_RANKS_NAMED
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that was caught.
+
+    Attributes:
+        error: as it was raised.
+        during: what was being done, for people; empty where the error itself says it.
+    """
+
+    error: Exception
+    during: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Text for peers: BalanceError speaks for itself, any other error is named by its type."""
+        if isinstance(self.error, BalanceError):
+            text = str(self.error)
+        else:
+            text = "".join(traceback.format_exception_only(self.error)).strip()
+        text = f"{self.during}: {text}" if self.during else text
+        return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are no UTF-8
+
+
+class AgreedError(BalanceError):
+    """An error on this rank that is none of this package's, after every rank of the group has learned of it.
+
+    Args:
+        text: as the other ranks raise it.
+        original: what was raised here.
+    """
+
+    def __init__(self, text: str, *, original: Exception) -> None:
+        super().__init__(text)
+        self.original = original
+
+
+def attempt(work: Callable[P, T], *positional: P.args, **keywords: P.kwargs) -> T | Failure:
+    """Call a function; its outcome, or the error that it raised."""
+    try:
+        return work(*positional, **keywords)
+    except Exception as error:  # noqa: BLE001 - code of somebody else may raise anything, and peers must learn of it
+        return Failure(error)
+
+
+@contextlib.contextmanager
+def agreeing_on(failure: Failure | None) -> Iterator[None]:
+    """Around the collective that carries `failure.problem` and raises it on every rank.
+
+    Raises:
+        AgreedError: where the failure is this rank's and its error is not a BalanceError.
+    """
+    try:
+        yield
+    except BalanceError as agreed:
+        if failure is None or isinstance(failure.error, BalanceError):
+            raise
+        raise AgreedError(str(agreed), original=failure.error) from failure.error
+
+
+def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: str) -> None:
+    """Raise on every rank what failed on one. One all_gather of one int64; one more of texts where there are any.
+
+    Args:
+        failure: of this rank, or None.
+        group: the ranks that go on together; gloo.
+        what: the peers are to say, for the error of one that does not answer.
+
+    Raises:
+        BalanceError: on every rank alike, naming the ranks that failed.
+        AgreedError: likewise, where an error was raised that is no BalanceError.
+    """
+    text = b"" if failure is None else failure.problem.encode()
+    row = np.array([-1 if failure is None else len(text)], dtype=np.int64)
+    with agreeing_on(failure):
+        sizes = all_gather_row(row, group=group, what=what)[:, 0]
+        if (sizes >= 0).any():
+            texts = all_gather_bytes(text, nbytes=np.maximum(sizes, 0), group=group, what=what)
+            raise cannot_go_on(sizes >= 0, texts=texts, group=group)
+
+
+def cannot_go_on(failed: NDArray[np.bool_], *, texts: Sequence[bytes], group: dist.ProcessGroup) -> BalanceError:
+    """The error of all ranks.
+
+    Args:
+        failed: `[group_size]`.
+        texts: `[group_size]`, of those that failed.
+        group: the ranks.
+    """
+    names = dist.get_process_group_ranks(group)
+    said = (f"rank {names[rank]}: {texts[rank].decode()}" for rank in np.flatnonzero(failed)[:MAX_RANKS_NAMED])
+    return BalanceError(f"{ranks_where(failed, group=group)} cannot go on. " + " | ".join(said))
