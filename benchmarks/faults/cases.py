@@ -63,6 +63,9 @@ class Fault:
 
 
 _SAMPLE = rf"rank 1: item 3 of this step \(in the data set: sample {STEP * GLOBAL_BATCH_SIZE - 1}\): "
+_NOT_PACKED = "the data has no cu_seqlens: .* drop --use-dynamic-batch-size and --balance-data"
+_LOADER = r"fetching item 3 of this step: OSError: \[Errno 5\] the disk is gone"
+_DISAGREE = rf"Ranks make different steps .*: {STEP} on rank \d; {STEP - 1} on rank \d.*--no-balance-overlap"
 _LOST = rf"iteration {STEP}: .*waited for {{what}} .*among .*, and not all answered"
 _LOST_AHEAD = rf"iteration {STEP + 1}: .*waited for .* among .*, and not all answered"
 _MEGATRON = rf"iteration ({STEP - 1}|{STEP}): Megatron waited for other ranks in a collective of its own"
@@ -82,7 +85,7 @@ DATA = {
     ),
     "ends-early-tp2": Fault(
         "the same, with a rank that reads no data",
-        r"rank 1: its data ended after 3 of 4 items of this step",
+        r"rank 2: its data ended after 3 of 4 items of this step",
         "ends-early",
         ranks=(2, 3),
         num_ranks=4,
@@ -90,11 +93,14 @@ DATA = {
     ),
     "ends-early-cp2": Fault(
         "the same, in one of two context-parallel ranks",
-        r"rank 1: its data ended after 3 of 4 items of this step",
+        r"rank 3: its data ended after 3 of 4 items of this step",
         "ends-early",
         ranks=(3,),
         num_ranks=4,
         flags=CP2,
+    ),
+    "no-cu-seqlens-anywhere": Fault(
+        "no rank's rows have cu_seqlens", _NOT_PACKED, "no-cu-seqlens", ranks=(0, 1), flags=TP2
     ),
     "falling-cu-seqlens": Fault(
         "a sample's cu_seqlens fall", _SAMPLE + "Row 0: cu_seqlens falls", "falling-cu-seqlens"
@@ -217,11 +223,6 @@ DEATHS = {
 }
 
 ENDS = {
-    "bug-in-thread": Fault(
-        "an unforeseen error in the preparing thread",
-        rf"{_GATHER}|RuntimeError: a bug while samples are split|Connection closed by peer",
-        "bug-in-thread",
-    ),
     "interrupted": Fault("Ctrl-C, heard by every rank", "KeyboardInterrupt", "interrupted", ranks=(0, 1)),
     "interrupted-one": Fault(
         "Ctrl-C, heard by one rank", rf"KeyboardInterrupt|{_LOST_AHEAD}|{_MEGATRON}", "interrupted"
@@ -249,5 +250,58 @@ ENDS = {
     ),
 }
 
-FAULTS = {**DATA, **FLAGS, **DEATHS, **ENDS}
+ERRORS = {
+    "loader-raises": Fault("one rank's loader raises, in the thread", f"rank 1: {_LOADER}", "loader-raises"),
+    "loader-raises-now": Fault("the same without overlap", f"rank 1: {_LOADER}", "loader-raises", flags=NO_OVERLAP),
+    "loader-raises-pp2": Fault(
+        "the same in a pipeline stage, in the thread",
+        f"rank 3: {_LOADER}",
+        "loader-raises",
+        ranks=(3,),
+        num_ranks=4,
+        flags=PP2,
+    ),
+    "loader-raises-pp2-now": Fault(
+        "the same without overlap",
+        f"rank 3: {_LOADER}",
+        "loader-raises",
+        ranks=(3,),
+        num_ranks=4,
+        flags=f"{PP2} {NO_OVERLAP}",
+    ),
+    "loader-raises-tp2": Fault(
+        "the same, with a rank that reads no data",
+        f"rank 2: {_LOADER}",
+        "loader-raises",
+        ranks=(2,),
+        num_ranks=4,
+        flags=TP2,
+    ),
+    "loader-raises-its-own": Fault(
+        "an exception of a class of the loader's own",
+        r"rank 1: fetching item 3 of this step: \S+CorruptShardError: checksum of shard 7",
+        "loader-raises-its-own",
+    ),
+    "bug-in-splitting": Fault(
+        "an unforeseen error while samples are split, in the thread",
+        r"rank 1: item 0 of this step .*RuntimeError: a bug in split_packed",
+        "bug-in-splitting",
+    ),
+    "bug-in-packing": Fault(
+        "the same while they are packed",
+        "rank 1: packing this step's samples: RuntimeError: a bug in pack_microbatch",
+        "bug-in-packing",
+    ),
+    "other-iterator": Fault("one rank's loop comes with another iterator", _DISAGREE, "other-iterator"),
+    "other-iterator-pp2": Fault(
+        "the same in a pipeline stage",
+        rf"{_DISAGREE}|{_GATHER}|{_LOST_AHEAD}|{_MEGATRON}",
+        "other-iterator",
+        ranks=(3,),
+        num_ranks=4,
+        flags=PP2,
+    ),
+}
+
+FAULTS = {**DATA, **ERRORS, **FLAGS, **DEATHS, **ENDS}
 """By the name that chooses one."""

@@ -5,10 +5,11 @@ A strike replaces one function of the package, of its data set or of this proces
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,12 +178,65 @@ def _while_computing(number: signal.Signals) -> Callable[[Strike], None]:
     return set_up
 
 
-def _bug_in_thread(strike: Strike) -> None:
-    def fail() -> None:
+def _loader_raises(strike: Strike) -> None:
+    def fail(row: dict[str, Any]) -> None:
         strike.note()
-        raise RuntimeError("a bug while samples are split")
+        raise OSError(5, "the disk is gone")
 
-    _at_call(step_maker.StepMaker, "_split", call=strike.step, before=fail)
+    _of_rows(fail, of_sample=strike.sample)
+
+
+def _loader_raises_its_own(strike: Strike) -> None:
+    class CorruptShardError(Exception):
+        """As a loader of somebody else may define it."""
+
+    def fail(row: dict[str, Any]) -> None:
+        strike.note()
+        raise CorruptShardError("checksum of shard 7:\nexpected 12, read 13")
+
+    _of_rows(fail, of_sample=strike.sample)
+
+
+def _bug(name: str) -> Callable[[Strike], None]:
+    """What makes a step fails, and again where it is tried again."""
+
+    def set_up(strike: Strike) -> None:
+        original, calls = step_maker.gather_sample_lengths, 0
+
+        def fail(*positional: Any, **keywords: Any) -> Any:
+            strike.note()
+            raise RuntimeError(f"a bug in {name}")
+
+        def count(*positional: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == strike.step - (name == "split_packed"):  # samples are split before their lengths are gathered
+                setattr(step_maker, name, fail)
+            return original(*positional, **keywords)
+
+        step_maker.gather_sample_lengths = count
+
+    return set_up
+
+
+def _other_iterator(strike: Strike) -> None:
+    from megatron.training import training
+
+    stock, steps = training.train_step, itertools.count(1)
+
+    def train_step(forward_step_func: Any, data_iterator: Any, *positional: Any, **keywords: Any) -> Any:
+        if next(steps) == strike.step:
+            strike.note()
+            data_iterator = type(data_iterator)(map(dict, _rest_of(data_iterator)))
+        return stock(forward_step_func, data_iterator, *positional, **keywords)
+
+    training.train_step = train_step
+
+
+def _rest_of(iterator: Any) -> Iterator[Any]:
+    """Megatron's iterators have no `__iter__`."""
+    while True:
+        yield next(iterator)
 
 
 def _time_is_up(strike: Strike) -> None:
@@ -216,6 +270,10 @@ STRIKES: dict[str, Callable[[Strike], None]] = {
     "stopped-computing": _while_computing(signal.SIGSTOP),
     "interrupted": _while_computing(signal.SIGINT),
     "terminated": _while_computing(signal.SIGTERM),
-    "bug-in-thread": _bug_in_thread,
+    "loader-raises": _loader_raises,
+    "loader-raises-its-own": _loader_raises_its_own,
+    "bug-in-splitting": _bug("split_packed"),
+    "bug-in-packing": _bug("pack_microbatch"),
+    "other-iterator": _other_iterator,
     "time-is-up": _time_is_up,
 }

@@ -5,34 +5,41 @@ context-parallel rank alike: each makes steps with its own data-parallel group (
 ranks of a model replica learn the number of micro-batches and their lengths from its first (`replica.py`). The
 next step is made by a thread while this one runs: what a step then waits for is what is not ready yet.
 
+A step is prepared once the same iterator has come twice in a row, on every rank of the data-parallel group: a loop
+that hands in a new iterator each step is never read ahead of. What was prepared is used where the step comes with the
+very items that it was made from. Otherwise, and where preparing failed on any rank (its iterator has ended), the step
+is made at its beginning. Ranks that decide differently find out when they gather lengths for different steps.
+
 Invariants: every rank of a step gets the same num_microbatches; every rank makes the same steps in the same
-order; a step that Megatron runs again gets the very same data; what is wrong with the data of one rank is raised
-on every rank of its data-parallel group and its model replica.
+order; a step that Megatron runs again gets the very same data; an item that was pulled ahead is handed out by the
+iterator it came from, once; what goes wrong with the data of one rank is raised on every rank of its data-parallel
+group and its model replica.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore import pool_files
-from megatron_balance.mcore.pull_ahead import next_items, pull_ahead_of
+from megatron_balance.mcore.pull_ahead import Fetched, PullAhead, Sources, next_items
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
+from megatron_balance.runtime.failure import AgreedError, Failure, attempt
+from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.online_calibration import CalibrationState
 from megatron_balance.runtime.peers import PeerError
 from megatron_balance.runtime.replica import share_counts
-
-AS_LOADED = 0
-"""Shared in place of num_microbatches where there is nothing to balance."""
 
 
 class StepBalancer:
@@ -64,77 +71,72 @@ class StepBalancer:
         self._last: BalancedStep | None = None
         self._num_batches_to_skip = 0
         self._num_pulled = 0
-        self._prepared: _Preparation | None = None
+        self._num_steps = 0
+        self._sources = Sources()
+        self._newest: PullAhead | None = None
+        self._prepared: Future[_Prepared | None] | None = None
         # Joined before the interpreter ends: a thread that lived on would die in the middle of native code.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron_balance")
 
-    def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep | list[Any]:
+    def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep:
         """Pull one step's items and balance them.
 
         Args:
             data_iterator: of this rank, None where it reads no data.
             num_microbatches: items of a global batch that this rank loads.
 
-        Returns:
-            The balanced step; or the pulled items as they are where they hold no packed sequences (empty on a
-            rank that reads no data), the same choice on every rank.
-
         Raises:
             BalanceError: on every rank of the data-parallel group and of the model replica alike.
+            Exception: what the data loader raised, on the rank where it did; BalanceError on all others.
         """
         started = time.perf_counter()
         if data_iterator is None:
-            counts = self._share(None)
-            return [] if counts[0] == AS_LOADED else self._learned(counts)
+            return self._learned(self._share(None))
         if self._last is not None and getattr(data_iterator, "replaying", False):
-            step, items = self._last, []
+            step = self._last
         else:
-            try:
-                items = self._pull(data_iterator, num_microbatches=num_microbatches)
-                step = self._step_of(items, num_items=self._num_items(num_microbatches))
-            except PeerError:
-                raise  # the replica's other ranks find out by themselves, or are the ones that are lost
-            except BalanceError as error:
-                self._share(None, problem=str(error))
-                raise
-        if step is None:
-            self._share([AS_LOADED])
-        else:
-            self._share(self._counts(step), fingerprint=step.fingerprint)
-        if step is None:
-            return items
+            made = attempt(self._next_step, data_iterator, num_microbatches=num_microbatches)
+            if isinstance(made, Failure):
+                self._raise(made)
+            step = made
+        self._share(self._counts(step), fingerprint=step.fingerprint)
         self._last, self._pool = step, step.pool
-        return replace(step, exposed_seconds=time.perf_counter() - started)
+        return replace(step, exposed_seconds=time.perf_counter() - started, num_left=self._sources.num_left)
 
     def prepare(
         self,
         data_iterator: Iterator[Any] | None,
         *,
         num_microbatches: int,
-        on_lost: Callable[[PeerError], None] = lambda error: None,
+        on_lost: Callable[[BalanceError], None] = lambda error: None,
     ) -> None:
         """Begin the next step's data in a thread; `balance` will use it if the step asks for just that.
 
         Args:
             data_iterator: as in `balance`.
             num_microbatches: as the next step is expected to ask.
-            on_lost: told at once, by the thread, when peers do not answer: the step that asks may never come.
+            on_lost: told at once, by the thread, when peers do not answer or make another step: the step that asks may
+                never come.
         """
-        if data_iterator is None or self._prepared is not None:
+        if data_iterator is None or self._prepared is not None or self._last is None or self._last.new_iterator:
             return
-        _, ahead = pull_ahead_of(data_iterator)
+        _, ahead = self._sources.of(data_iterator)
         ahead.begin_fetch()
-        num_items, pool, first_item = self._num_items(num_microbatches), self._pool, self._num_pulled
+        pool, step, first_item = self._pool, self._num_steps, self._num_pulled
+        num_items = self._num_items(num_microbatches)
 
-        def work() -> tuple[list[Any], BalancedStep | None]:
-            items = ahead.fetch(num_items)
+        def work() -> _Prepared | None:
+            fetched = ahead.fetch(num_items)
             try:
-                return items, self.maker.make(items, num_items=num_items, pool=pool, first_item=first_item)
-            except PeerError as error:
+                made = self.maker.make(fetched, num_items=num_items, pool=pool, step=step, first_item=first_item)
+            except (PeerError, OutOfStepError) as error:
                 on_lost(error)
                 raise
+            except BalanceError:
+                return None  # on every rank: the step that asks makes it anew, and raises if it fails then
+            return _Prepared(ahead, fetched.items, made)
 
-        self._prepared = _Preparation(self._thread.submit(work))
+        self._prepared = self._thread.submit(work)
 
     def save(self, folder: Path) -> None:
         """Write what the newest step left: samples that wait, what calibration learned. Nothing without either.
@@ -165,23 +167,45 @@ class StepBalancer:
     def _num_items(self, num_microbatches: int) -> int:
         return num_microbatches * (1 if self._pool is None else self._pool.num_missing_batches)
 
-    def _pull(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> list[Any]:
-        """The items of this step; fewer where the data has ended, which is said to every rank later."""
-        iterator, _ = pull_ahead_of(data_iterator)
+    def _next_step(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> BalancedStep:
+        preparation, self._prepared = self._prepared, None
+        prepared = None if preparation is None else preparation.result()  # waits: nobody else may pull meanwhile
+        iterator, ahead = self._sources.of(data_iterator)
+        new_iterator, self._newest = ahead is not self._newest, ahead
+        fetched = self._pull(iterator, num_microbatches=num_microbatches)
+        if prepared is not None and prepared.is_of(fetched, ahead=ahead):
+            step = prepared.step
+        else:
+            num_items = self._num_items(num_microbatches)
+            step = self.maker.make(
+                fetched,
+                num_items=num_items,
+                pool=self._pool,
+                step=self._num_steps,
+                new_iterator=new_iterator,
+                first_item=self._num_pulled - num_items,
+            )
+        self._num_steps += 1
+        return step
+
+    def _pull(self, iterator: Iterator[Any], *, num_microbatches: int) -> Fetched:
         num_to_skip, num_items = self._num_batches_to_skip * num_microbatches, self._num_items(num_microbatches)
-        for _ in range(num_to_skip):
-            next(iterator, None)
         self._num_batches_to_skip = 0
         self._num_pulled += num_to_skip + num_items
-        return next_items(iterator, num_items)
+        skipped = next_items(iterator, num_to_skip)
+        return skipped if skipped.failure is not None else next_items(iterator, num_items)
 
-    def _step_of(self, items: Sequence[Any], *, num_items: int) -> BalancedStep | None:
-        prepared, self._prepared = self._prepared, None
-        # Under a growing batch size other items come than those prepared, on every rank.
-        if prepared is not None and prepared.is_of(items):
-            return prepared.result()
-        first_item = self._num_pulled - num_items
-        return self.maker.make(items, num_items=num_items, pool=self._pool, first_item=first_item)
+    def _raise(self, failure: Failure) -> NoReturn:
+        """Raise it here once the replica's other ranks have learned of it."""
+        error = failure.error
+        # Of lost peers they find out by themselves, or are the ones that are lost.
+        if self._replica_group is not None and not isinstance(error, PeerError):
+            with contextlib.suppress(BalanceError):
+                self._share(None, problem=failure.problem)
+        if isinstance(error, AgreedError):
+            error.original.add_note(f"megatron_balance: {error}")
+            raise error.original
+        raise error
 
     def _counts(self, step: BalancedStep) -> list[int]:
         """What ranks that read no data must know of a step: its shape, and where padding is if somebody asks."""
@@ -204,25 +228,25 @@ class StepBalancer:
         """`_counts` of the step, the same on all ranks of the replica, or the same error."""
         if self._replica_group is not None:
             return share_counts(counts, group=self._replica_group, digest=fingerprint, problem=problem)
-        assert counts is not None or problem is not None, "a rank that is a whole replica reads data"
-        return counts or []
+        assert counts is not None, "a rank that is a whole replica reads data"
+        return counts
 
 
-class _Preparation:
-    """A step's data in the making, by a thread."""
+@dataclass(frozen=True)
+class _Prepared:
+    """A step's data, made by the thread.
 
-    def __init__(self, made: Future[tuple[list[Any], BalancedStep | None]]) -> None:
-        self._made = made
+    Attributes:
+        ahead: where the items came from.
+        items: that it was made from.
+        step: the data.
+    """
 
-    def is_of(self, items: Sequence[Any]) -> bool:
-        """Whether it was made from these very items. Waits for it to end.
+    ahead: PullAhead
+    items: list[Any]
+    step: BalancedStep
 
-        Raises:
-            BalanceError: what went wrong in making it; the step that asks is the one it was for.
-        """
-        made_of, _ = self._made.result()
-        return len(items) == len(made_of) and all(item is other for item, other in zip(items, made_of, strict=True))
-
-    def result(self) -> BalancedStep | None:
-        """The step's data; None where there is nothing to balance."""
-        return self._made.result()[1]
+    def is_of(self, fetched: Fetched, *, ahead: PullAhead) -> bool:
+        """The step came with the same iterator and these very items; under a growing batch size it has more."""
+        same = len(fetched.items) == len(self.items) and all(map(operator.is_, fetched.items, self.items))
+        return ahead is self.ahead and fetched.failure is None and same

@@ -94,12 +94,13 @@ class BalancedForwardBackward:
             source = None
         with during(f"iteration {self._iteration}"):
             step = self.balancer.balance(source, num_microbatches=arguments["num_microbatches"])
-        if not isinstance(step, BalancedStep):
+        if step.num_left:
             self._log.warn_once(
-                "the data has no cu_seqlens: its samples all have one length and there is nothing to balance. "
-                "Training goes on as without --balance-*; use packed (thd) data such as --sft to balance it."
+                f"another iterator came while {step.num_left} items pulled ahead from the last one waited: they are "
+                "handed out when that one comes again. If the new one reads the same loader through a wrapper of its "
+                "own, it goes on behind them: wrap the loader once, or set --no-balance-overlap.",
+                topic="another iterator",
             )
-            return schedule(**{**arguments, "data_iterator": _hand_out(iterators, lambda: iter(step))})
         self.last_step = step
         if step.schedule is not None:
             self._log.warn_of_oversized(step.schedule)

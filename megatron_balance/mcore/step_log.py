@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.figures import Figures
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.runtime.peers import PeerError
 
 
 class StepLog:
@@ -61,7 +61,7 @@ class StepLog:
             print(f"megatron_balance: iteration {iteration} | {objective} | {_line(figures)}", flush=True)
 
 
-def tell_of_lost_peers(error: PeerError, *, rank: int, iteration: int) -> None:
+def tell_of_lost_peers(error: BalanceError, *, rank: int, iteration: int) -> None:
     """Say at once, on whichever rank noticed: training may be in a collective whose watchdog ends the process.
 
     Args:

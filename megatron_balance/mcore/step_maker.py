@@ -5,7 +5,7 @@
 It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
 this one runs.
 
-Invariants: what one rank finds wrong with its data is raised on every rank of the group; the plan depends on
+Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
 gathered lengths and flags alone.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 import megatron_balance
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.pull_ahead import Fetched
 from megatron_balance.mcore.sample_origin import SampleOrigin
 from megatron_balance.mcore.sample_pool import SamplePool
 from megatron_balance.planner.cost import CostModel
@@ -31,6 +32,7 @@ from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
 from megatron_balance.planner.shape_buckets import filled_tokens
 from megatron_balance.planner.topology import Limits, Topology
 from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
 from megatron_balance.runtime.online_calibration import CalibrationState, OnlineCalibration
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
@@ -39,6 +41,11 @@ from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
 
 Microbatch = dict[str, Tensor]
+
+NOT_PACKED = (
+    "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
+    "such as --sft makes, or drop --use-dynamic-batch-size and --balance-data."
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class BalancedStep:
         plan_seconds: spent planning.
         exchange_seconds: spent splitting, gathering, comparing, rerouting and packing.
         exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
+        new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
+        num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
     """
 
     num_microbatches: int
@@ -73,6 +82,8 @@ class BalancedStep:
     plan_seconds: float = 0.0
     exchange_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    new_iterator: bool = False
+    num_left: int = 0
 
 
 class StepMaker:
@@ -110,43 +121,56 @@ class StepMaker:
         self.calibration = calibration
         self._origin = origin
         self._pin_memory = pin_memory
+        self._calibrated_step = -1
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def make(
-        self, items: Sequence[Any], *, num_items: int, pool: SamplePool | None, first_item: int = 0
-    ) -> BalancedStep | None:
+        self,
+        fetched: Fetched,
+        *,
+        num_items: int,
+        pool: SamplePool | None,
+        step: int = 0,
+        new_iterator: bool = False,
+        first_item: int = 0,
+    ) -> BalancedStep:
         """One step.
 
         Args:
-            items: what the data loader yielded.
+            fetched: what the data loader yielded, or raised.
             num_items: items that were wanted.
             pool: samples that wait, left as it is; None without look-ahead.
+            step: counted from 0. One that could not be prepared may be made again.
+            new_iterator: whether the items come from another iterator than this rank's last ones.
             first_item: of these, counted from the loader's first.
-
-        Returns:
-            The step; None where items hold no packed sequences and there is nothing to balance.
 
         Raises:
             BalanceError: on every rank of the group alike.
+            AgreedError: the same, on a rank where code raised another error.
         """
         started = time.perf_counter()
+        items, failure, samples = fetched.items, fetched.failure, []
         packed = all(isinstance(item, Mapping) and item.get("cu_seqlens") is not None for item in items)
-        samples, problem = self._split(items, first_item=first_item) if packed else ([], None)
-        if len(items) < num_items and (pool is None or items):
-            problem = f"its data ended after {len(items)} of {num_items} items of this step."
-        gathered = gather_sample_lengths(
-            samples,
-            group=self.dp_group,
-            fingerprint=self._fingerprint,
-            packed=packed,
-            problem=problem,
-        )
+        if failure is None and len(items) < num_items and (pool is None or items):
+            failure = Failure(BalanceError(self._ended(len(items), num_items=num_items)))
+        if failure is None and packed:
+            split = self._split(items, first_item=first_item)
+            samples, failure = ([], split) if isinstance(split, Failure) else (split, None)
+        with agreeing_on(failure):
+            gathered = gather_sample_lengths(
+                samples,
+                group=self.dp_group,
+                fingerprint=self._fingerprint,
+                packed=packed,
+                step=step,
+                new_source=new_iterator,
+                problem=None if failure is None else failure.problem,
+            )
+        new_iterator = gathered.new_source
         if not packed:
-            if pool is not None:
-                raise BalanceError("--balance-lookahead needs packed sequences (cu_seqlens), and the data has none.")
-            return None
+            raise BalanceError(NOT_PACKED)
         if pool is not None:
             pool = pool.copy()
             pool.add(gathered, samples)
@@ -155,7 +179,9 @@ class StepMaker:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         plan_started = time.perf_counter()
         if self.calibration is not None:
-            self.calibration.begin_step()
+            if step > self._calibrated_step:
+                self.calibration.begin_step()
+                self._calibrated_step = step
             self.cost_model = self.calibration.cost_model
         schedule = self._plan(gathered)
         planned = time.perf_counter()
@@ -169,19 +195,32 @@ class StepMaker:
         )
         of_this_rank = sizes.reshape(self.topology.dp_size, -1)[self.dp_group.rank()].tolist()
         slots = [[mine[sample] for sample in slot] for slot in schedule.ranks[self.dp_group.rank()]]
-        microbatches = self._pack(slots, sizes=of_this_rank, schema=gathered.schema)
+        packs = attempt(self._pack, slots, sizes=of_this_rank, schema=gathered.schema)
+        failure = replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None
+        raise_together(failure, group=self.dp_group, what="that all ranks have packed their micro-batches")
+        assert not isinstance(packs, Failure), "raised"
         return BalancedStep(
             num_microbatches=schedule.num_microbatches,
             microbatch_tokens=of_this_rank,
             sequence_lengths=[sequence_lengths(slot) for slot in slots],
             step_tokens=int(sizes.sum()),
-            microbatches=microbatches,
+            microbatches=packs,
             schedule=schedule,
-            fingerprint=(schedule.digest() ^ _checksum(microbatches)) & (2**63 - 1),
+            fingerprint=(schedule.digest() ^ _checksum(packs)) & (2**63 - 1),
             pool=pool,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
             exchange_seconds=time.perf_counter() - planned + plan_started - started,
+            new_iterator=new_iterator,
+        )
+
+    def _ended(self, num_fetched: int, *, num_items: int) -> str:
+        ended = f"its data ended after {num_fetched} of {num_items} items of this step."
+        if self.config.lookahead == 1:
+            return ended
+        return (
+            f"{ended} --balance-lookahead {self.config.lookahead} takes later batches from the same iterator: where "
+            "every step brings a new one, set --balance-lookahead 1."
         )
 
     def _pack(
@@ -213,24 +252,29 @@ class StepMaker:
             move_samples=self.config.balance_data,
         )
 
-    def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> tuple[list[Sample], str | None]:
-        """The samples of all items on the CPU, or what is wrong with them, which travels to every rank."""
+    def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
+        """The samples of all items on the CPU, or what is wrong with one."""
         samples: list[Sample] = []
         schema: SampleSchema | None = None
         for index, item in enumerate(items):
-            on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
-            try:
-                of_item = split_packed(on_cpu, unit=self.config.effective_unit)
-                schema = schema or SampleSchema.shared_by(of_item)
-                if schema is not None and of_item and not schema.fits(of_item[0]):
-                    difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
-                    raise BalanceError(f"it differs from the items before it: {difference}.")
-            except BalanceError as error:
-                return [], f"{self._name(index, first_item=first_item, error=error)}: {error}"
+            of_item = attempt(self._split_item, item, schema=schema)
+            if isinstance(of_item, Failure):
+                return replace(of_item, during=self._name(index, first_item=first_item, error=of_item.error))
+            schema = schema or SampleSchema.shared_by(of_item)
             samples.extend(of_item)
-        return samples, None
+        return samples
 
-    def _name(self, index: int, *, first_item: int, error: BalanceError) -> str:
+    def _split_item(self, item: Mapping[str, Any], *, schema: SampleSchema | None) -> list[Sample]:
+        """Of one item; a BalanceError where its samples do not fit those of the items before it."""
+        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+        of_item = split_packed(on_cpu, unit=self.config.effective_unit)
+        schema = schema or SampleSchema.shared_by(of_item)
+        if schema is not None and of_item and not schema.fits(of_item[0]):
+            difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
+            raise BalanceError(f"it differs from the items before it: {difference}.")
+        return of_item
+
+    def _name(self, index: int, *, first_item: int, error: Exception) -> str:
         """What a person may look an item up by."""
         name = f"item {index} of this step"
         if self._origin is None:

@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from balancer_setup import Replayed, balancer, group_of_one, item, spans
 
-from megatron_balance import BalanceError, CostModel, Limits, Topology
-from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.sample_pool import SamplePool
-from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
+from megatron_balance import BalanceError
+from megatron_balance.mcore.step_maker import BalancedStep
 
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def balancer(
-    group: dist.ProcessGroup, *, cap: int = 16, lookahead: int = 1, batch_size: int = 2, unit: str = "segment"
-) -> StepBalancer:
-    config = BalanceConfig(
-        use_dynamic_batch_size=True,
-        max_tokens_per_gpu=cap,
-        balance_data=True,
-        balance_by_flops=True,
-        lookahead=lookahead,
-        unit=unit,
-    )
-    topology, cost_model = Topology(1), CostModel(linear=10, quadratic=1)
-    maker = StepMaker(config, topology=topology, limits=Limits(cap), cost_model=cost_model, dp_group=group)
-    pool = None
-    if lookahead > 1:
-        pool = SamplePool(
-            lookahead, global_batch_size=batch_size, topology=topology, cost_model=cost_model, rank=group.rank()
-        )
-    return StepBalancer(maker, pool=pool)
-
-
-def item(*lengths: int) -> dict[str, torch.Tensor]:
-    total = sum(lengths)
-    cu_seqlens = torch.tensor([[0, *torch.tensor(lengths).cumsum(0).tolist()]], dtype=torch.int32)
-    tokens = torch.arange(1, total + 1).unsqueeze(0)
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "loss_mask": torch.ones(1, total),
-        "cu_seqlens": cu_seqlens,
-        "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32),
-    }
+    with group_of_one() as one:
+        yield one
 
 
 def test_a_step_is_packed_and_nothing_is_lost(group: dist.ProcessGroup) -> None:
@@ -88,9 +50,11 @@ def test_a_row_of_several_sequences_moves_in_pieces_or_whole(group: dist.Process
         assert any(spans_of[i : i + 2] == (9, 2) for spans_of in held for i in range(len(spans_of)))
 
 
-def test_data_without_cu_seqlens_is_handed_back_as_it_came(group: dist.ProcessGroup) -> None:
-    fixed = [{"tokens": torch.ones(1, 8, dtype=torch.int64)} for _ in range(3)]
-    assert balancer(group).balance(iter(fixed), num_microbatches=3) == fixed
+def test_data_without_cu_seqlens_is_refused(group: dist.ProcessGroup) -> None:
+    fixed = [{"tokens": torch.ones(1, 8, dtype=torch.int64)} for _ in range(6)]
+    for lookahead in (1, 2):
+        with pytest.raises(BalanceError, match=r"no cu_seqlens: .*--sft.*drop --use-dynamic-batch-size"):
+            balancer(group, lookahead=lookahead).balance(iter(fixed), num_microbatches=3)
 
 
 def test_a_broken_item_is_named(group: dist.ProcessGroup) -> None:
@@ -104,27 +68,6 @@ def test_a_step_without_tokens_is_refused(group: dist.ProcessGroup) -> None:
     empty = {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1, dtype=torch.int32)}
     with pytest.raises(BalanceError, match="yielded no tokens"):
         balancer(group).balance(iter([empty]), num_microbatches=1)
-
-
-class Replayed:
-    """Like Megatron's RerunDataIterator: hands out items of what it iterates over, and again after a rewind."""
-
-    def __init__(self, iterable: Iterator[object]) -> None:
-        self.iterable = iterable
-        self.saved: list[object] = []
-        self.replaying = False
-
-    def __next__(self) -> object:
-        if self.replaying:
-            return copy.copy(self.saved.pop(0))
-        self.saved.append(next(self.iterable))
-        return self.saved[-1]
-
-
-def spans(step: BalancedStep | list[object]) -> list[int]:
-    assert isinstance(step, BalancedStep)
-    assert step.microbatches is not None
-    return sorted(span for microbatch in step.microbatches for span in microbatch["cu_seqlens"].diff()[0].tolist())
 
 
 def test_a_step_prepared_ahead_is_the_step_that_would_have_been(group: dist.ProcessGroup) -> None:

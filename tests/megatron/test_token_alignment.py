@@ -19,6 +19,7 @@ from rounding import assert_equal
 
 from megatron_balance import BalanceError, CostModel, Topology
 from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.pull_ahead import Fetched
 from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
 from megatron_balance.mcore.token_alignment import RECIPE_TOKENS, token_alignment
 from megatron_balance.planner.shape_buckets import bucket_tokens
@@ -124,9 +125,7 @@ def step_of(
         pin_memory=pin_memory,
     )
     items = [row([length], first_token=1 + 10_000 * index) for index, length in enumerate(lengths)]
-    step = maker.make(items, num_items=len(items), pool=None)
-    assert step is not None
-    return step
+    return maker.make(Fetched(items), num_items=len(items), pool=None)
 
 
 class TestSteps:

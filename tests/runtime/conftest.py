@@ -42,7 +42,7 @@ class World:
         self.connections = [connection for _, connection in sorted((c.recv(), c) for c in arrived)]
 
     def run(self, case: str, *, seconds: float = CASE_SECONDS, **arguments: object) -> list:
-        """Run a function of exchange_cases.py on every rank: what each returns, in the order of ranks.
+        """Run a case of exchange_cases.py or iterator_cases.py on every rank: what each returns, in the order of ranks.
 
         A case that fails or hangs on some rank fails the test, with every rank's traceback, and ends the processes;
         the next case starts new ones.

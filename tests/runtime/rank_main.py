@@ -7,8 +7,11 @@ from datetime import timedelta
 from multiprocessing.connection import Client
 
 import exchange_cases
+import iterator_cases
 import torch
 import torch.distributed as dist
+
+CASES = {**vars(exchange_cases), **vars(iterator_cases)}
 
 
 def main() -> None:
@@ -29,7 +32,7 @@ def main() -> None:
         except EOFError:
             return
         try:
-            connection.send(("done", getattr(exchange_cases, case)(**arguments)))
+            connection.send(("done", CASES[case](**arguments)))
         except Exception:  # noqa: BLE001  # reported to the test, which fails
             connection.send(("failed", traceback.format_exc()))
 

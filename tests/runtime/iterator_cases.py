@@ -1,0 +1,97 @@
+"""What each rank of a test world does with iterators: steps of a StepBalancer, without Megatron."""
+
+import itertools
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance import BalanceError, CostModel, Limits, Topology
+from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.mcore.step_maker import StepMaker
+
+NUM_ITEMS = 2
+"""Of a step."""
+
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def steps_of_loop(*, loops: list[str], layout: str = "dp", bug_on: int = -1) -> tuple[list[Any], list[str]]:
+    """Sample numbers of every step on this rank, then the error that ended it, if one did; and what the thread said.
+
+    Args:
+        loops: of every rank, a letter a step, the iterator that it comes with: `a` and `b` go on for ever, `e` ends
+            after four items, `f` and `x` fail in place of their fifth and second, `n` is a new one with the next items
+            of `a`.
+        layout: `dp`: every rank loads its own data; `pp`: four ranks are two pipelines of two stages.
+        bug_on: rank on which splitting fails from the third step on.
+    """
+    rank = dist.get_rank()
+    dp_group, replica_group = _layout(layout)
+    config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=False)
+    limits, cost_model = Limits(16), CostModel.tokens()
+    maker = StepMaker(
+        config, topology=Topology(dp_group.size()), limits=limits, cost_model=cost_model, dp_group=dp_group
+    )
+    balancer = StepBalancer(maker, replica_group=replica_group)
+    first = 1000 * dp_group.rank()
+    iterators = {"a": _items(first), "b": _items(first + 500), "e": _items(first, end=4)}
+    iterators |= {"f": _items(first, fail=4), "x": _items(first, fail=1)}
+    outcomes: list[Any] = []
+    told: list[str] = []
+    for step, name in enumerate(loops[rank]):
+        if rank == bug_on and step == 1:  # whose data is pulled; the next one's is not
+            maker._split_item = _fail  # type: ignore[method-assign]
+        new = _items(first + NUM_ITEMS * step, end=NUM_ITEMS)
+        iterator = new if name == "n" else iterators[name]
+        try:
+            made = balancer.balance(iterator, num_microbatches=NUM_ITEMS)
+        except (BalanceError, OSError, MemoryError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+            break
+        tokens = [microbatch["tokens"].flatten().tolist() for microbatch in made.microbatches or ()]
+        outcomes.append(sorted({token - 1 for row in tokens for token in row}))
+        balancer.prepare(iterator, num_microbatches=NUM_ITEMS, on_lost=lambda error: told.append(str(error)))
+    if balancer._prepared is not None:
+        balancer._prepared.exception(timeout=30)  # every rank's thread must end, also where no step asks
+    return outcomes, told
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no host memory")
+
+
+def _layout(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Data-parallel and replica group of this rank: with `pp`, two pipelines of two stages on four ranks."""
+    if name == "dp":
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD, None
+    if not _groups:
+        for kind, groups in (("dp", ([0, 1], [2, 3])), ("pp", ([0, 2], [1, 3]))):
+            for ranks in groups:
+                made = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=30))
+                if dist.get_rank() in ranks:
+                    _groups[kind] = made
+    return _groups["dp"], _groups["pp"]
+
+
+def _item(number: int) -> dict[str, torch.Tensor]:
+    tokens = torch.full((1, 3), number + 1)
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones(1, 3),
+        "cu_seqlens": torch.tensor([[0, 3]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([3], dtype=torch.int32),
+    }
+
+
+def _items(first: int, *, end: int | None = None, fail: int | None = None) -> Any:
+    for index in itertools.count():
+        if index == end:
+            return
+        if index == fail:
+            raise OSError(5, "the disk is gone")
+        yield _item(first + index)
