@@ -17,6 +17,8 @@ QUICK = (
     "negative-token",
     "other-data-pp2",
     "other-data-cp2",
+    "loader-raises-pp2",
+    "other-iterator",
     "no-flags-tp2",
     "killed-before-exchange-now",
     "killed-during-exchange",
