@@ -90,22 +90,40 @@ class TestTwoDataParallelRanks:
         assert {step["num_microbatches"] for step in stock.steps} == {GLOBAL_BATCH_SIZE // 2}
 
 
+MODEL_PARALLEL = [
+    pytest.param(f"{LAYERS} --pipeline-model-parallel-size 2", 4, id="PP2"),
+    pytest.param(f"{LAYERS} --tensor-model-parallel-size 2", 4, id="TP2"),
+    pytest.param(f"{LAYERS} --tensor-model-parallel-size 2 --sequence-parallel", 4, id="TP2-SP"),
+    pytest.param(f"{LAYERS} --context-parallel-size 2", 4, id="CP2"),
+    # Scripts then ask for rows that are split as a whole; those of a stock run hold one document each.
+    pytest.param(f"{LAYERS} --context-parallel-size 2 --dataloader-inter-document-masking", 4, id="CP2-documents"),
+    pytest.param(
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        4,
+        id="PP2-VPP2",
+    ),
+    pytest.param(
+        f"{LAYERS} --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+        "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none",
+        2,
+        id="EP2",
+    ),
+]
+"""Flags and number of ranks."""
+
+
 @pytest.mark.parametrize(
     ("parallel", "num_ranks"),
     [
-        pytest.param(f"{LAYERS} --pipeline-model-parallel-size 2", 4, id="PP2"),
-        pytest.param(f"{LAYERS} --tensor-model-parallel-size 2", 4, id="TP2"),
-        pytest.param(f"{LAYERS} --tensor-model-parallel-size 2 --sequence-parallel", 4, id="TP2-SP"),
-        pytest.param(f"{LAYERS} --context-parallel-size 2", 4, id="CP2"),
-        # Scripts then ask for rows that are split as a whole; those of a stock run hold one document each.
-        pytest.param(f"{LAYERS} --context-parallel-size 2 --dataloader-inter-document-masking", 4, id="CP2-documents"),
-        pytest.param(
-            "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-            4,
-            id="PP2-VPP2",
-        ),
+        *MODEL_PARALLEL,
         pytest.param("--num-layers 4 --pipeline-model-parallel-size 4", 4, marks=pytest.mark.slow, id="PP4"),
         pytest.param(f"{LAYERS} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, id="TP2-PP2"),
+        pytest.param(
+            f"{LAYERS} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            8,
+            marks=pytest.mark.slow,
+            id="TP2-PP2-DP2",
+        ),
         pytest.param(
             "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
             2,
@@ -118,12 +136,6 @@ class TestTwoDataParallelRanks:
             2,
             marks=pytest.mark.slow,
             id="PP2-VPP2-warmup-flush",
-        ),
-        pytest.param(
-            f"{LAYERS} --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
-            "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none",
-            2,
-            id="EP2",
         ),
     ],
 )
