@@ -1,8 +1,8 @@
 """What holds for all tests: no example is timed, and what needs other packages runs where they are.
 
 Adapters with a requirements.txt are tested in environments of their own (scripts/test_adapters.sh), and so are other
-releases of Megatron (scripts/test_versions.sh). This file is not in tests/adapters: pytest would put that folder on the
-path, and its folders bear the names of packages.
+releases of Megatron and of torch (scripts/test_versions.sh). This file is not in tests/adapters: pytest would put that
+folder on the path, and its folders bear the names of packages.
 """
 
 import os
@@ -17,7 +17,7 @@ collect_ignore = [
     for requirements in ADAPTERS.glob("*/requirements.txt")
     if not sys.prefix.endswith(f"venv-{requirements.parent.name}")
 ]
-if "venv-mcore" not in sys.prefix and "MEGATRON_CHECKOUT" not in os.environ:
+if not any(kind in sys.prefix for kind in ("venv-mcore", "venv-torch")) and "MEGATRON_CHECKOUT" not in os.environ:
     collect_ignore.append(str(Path(__file__).parent / "versions"))
 
 # Machines are shared: a deadline for an example would fail at random.

@@ -17,6 +17,7 @@ NUM_STEPS = 2
 STRICT = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "num_ranks"), [pytest.param(LAYERS, 2, id="DP2"), *MODEL_PARALLEL])
 def test_all_ranks_call_the_same(tmp_path: Path, parallel: str, num_ranks: int) -> None:
     flags = f"{FLAGS} {parallel} {BY_FLOPS} --train-iters {NUM_STEPS}"
