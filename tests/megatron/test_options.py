@@ -72,6 +72,7 @@ REFUSED = [
     "--phase-transition-iterations 3 --balance-lookahead 2",
     "--non-persistent-save-interval 5 --balance-lookahead 2",
     "--reset-attention-mask",
+    "--dataloader-inter-document-masking --pipeline-model-parallel-size 4",
     "--inprocess-restart",
     "--perform-rl-step",
     "--logits-load-dir teacher",
@@ -91,6 +92,7 @@ CAUTIONED = [
     "--fp8-format e4m3",
     "--fp4-format e2m1",
     "--check-for-spiky-loss",
+    "--dataloader-inter-document-masking --context-parallel-size 2 --eval-iters 10",
     "--fine-grained-activation-offloading --balance-shape-bucket 1024",
 ]
 ORDINARY = [
@@ -110,7 +112,9 @@ ORDINARY = [
     "--attention-backend flash --softmax-type vanilla --bf16",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--sft --reset-position-ids",
-    "--dataloader-inter-document-masking --context-parallel-size 2",
+    "--dataloader-inter-document-masking --context-parallel-size 2 --eval-iters 0",
+    "--dataloader-inter-document-masking --pipeline-model-parallel-size 2",
+    "--sft --dataloader-inter-document-masking --context-parallel-size 2 --pipeline-model-parallel-size 4",
     "--hybrid-layer-pattern *-*-",
 ]
 OTHER_RELEASES: list[dict[str, Any]] = [

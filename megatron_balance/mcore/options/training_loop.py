@@ -6,6 +6,7 @@ from megatron_balance.mcore.options.conditions import above, among, both, given,
 from megatron_balance.mcore.options.option import Option, Support
 
 _LOOKAHEAD = above("balance_lookahead", 1)
+_DOCUMENTS = both(given("dataloader_inter_document_masking"), negated(given("sft")))
 _TRAINING = "tests/megatron/test_options_training.py"
 
 TRAINING_LOOP = (
@@ -108,6 +109,25 @@ TRAINING_LOOP = (
         names=("dataloader_inter_document_masking",),
         support=Support.SUPPORTED,
         test="tests/megatron/test_equality.py::test_model_parallel",
+        first=(0, 19),
+    ),
+    Option(
+        names=("dataloader_inter_document_masking", "context_parallel_size", "eval_iters"),
+        case="evaluated, with --context-parallel-size above 1",
+        support=Support.SUPPORTED,
+        when=both(_DOCUMENTS, above("context_parallel_size", 1), above("eval_iters", 0)),
+        caution="evaluation is not balanced, and Megatron's scripts split its rows as a whole, while attention goes by "
+        "document: it fails or is wrong, as without --balance-*; set --eval-iters 0",
+        test="tests/megatron/test_equality.py::test_model_parallel",
+        first=(0, 19),
+    ),
+    Option(
+        names=("dataloader_inter_document_masking", "pipeline_model_parallel_size"),
+        case="with --pipeline-model-parallel-size above 2",
+        support=Support.REFUSED,
+        when=both(_DOCUMENTS, above("pipeline_model_parallel_size", 2)),
+        because="Megatron's scripts give stages in the middle no data, and these need to know where documents start",
+        remedy="set --pipeline-model-parallel-size 2, or train on --sft data",
         first=(0, 19),
     ),
     Option(
