@@ -88,9 +88,6 @@ def _with_documents_split(split_whole_row: Function) -> Function:
     def wrapper(batch: Any, cp_group: Any) -> Any:
         from megatron.core import utils
 
-        balanced = current()
-        if balanced is None or not balanced.in_step:
-            return split_whole_row(batch, cp_group)
         return utils._get_batch_on_this_cp_rank_per_document_balancing(batch, cp_group)
 
     return wrapper
@@ -107,6 +104,14 @@ def _with_planned_shapes(communicate_shapes: Function) -> Function:
         return balanced.pipeline_shapes.exchange(
             tensor_send_next, tensor_send_prev, receives_activation=recv_prev, receives_gradient=recv_next
         )
+
+    return wrapper
+
+
+def _with_packs_kept(merge_rows: Function) -> Function:
+    @functools.wraps(merge_rows)
+    def wrapper(cu_seqlens: Any, seq_length: Any) -> Any:
+        return cu_seqlens.squeeze(0)
 
     return wrapper
 
@@ -193,7 +198,7 @@ HOOKS = (
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
         bound_in=("megatron.core.utils",),
         parameters=("batch", "cp_group"),
-        wrap=_with_documents_split,
+        wrap=_while_balancing(_with_documents_split),
         why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
         first=(0, 19),
@@ -222,6 +227,15 @@ HOOKS = (
         why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
         until="Megatron hands the mask on as it is",
         first=(0, 18),
+    ),
+    Hook(
+        target="megatron.core.utils:_merge_cu_seqlens_across_micro_batch",
+        bound_in=("megatron.core.utils",),
+        parameters=("cu_seqlens", "seq_length"),
+        wrap=_while_balancing(_with_packs_kept),
+        why="waits for the device to find padding in cu_seqlens, and again in cu_seqlens_padded; packs have none there",
+        until="Megatron cuts padding of cu_seqlens off before they are on the device",
+        first=(0, 19),
     ),
 )
 

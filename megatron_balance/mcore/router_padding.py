@@ -78,7 +78,7 @@ class RouterPadding:
             )
             for lengths, num_tokens in zip(step.sequence_lengths, step.microbatch_tokens, strict=True)
         ]
-        whole = torch.from_numpy(np.concatenate(masks)).cuda(non_blocking=True)
+        whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
         return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
 
     @contextlib.contextmanager

@@ -163,6 +163,14 @@ MEGATRON = (
         body=True,
         first=(0, 19),
     ),
+    Relied(
+        "megatron.core.utils:flatten_batch_for_packed_sequences",
+        "makes one row of a micro-batch, and looks up what merges cu_seqlens when it calls it",
+        parameters=("batch",),
+        names=("_merge_cu_seqlens_across_micro_batch",),
+        body=True,
+        first=(0, 19),
+    ),
     *(
         Relied(f"{_PARALLEL_STATE}:{name}", "a rank's place in the layout")
         for name in (
