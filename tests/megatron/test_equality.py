@@ -124,19 +124,6 @@ MODEL_PARALLEL = [
             marks=pytest.mark.slow,
             id="TP2-PP2-DP2",
         ),
-        pytest.param(
-            "--num-layers 3 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
-            2,
-            marks=pytest.mark.slow,
-            id="PP2-uneven",
-        ),
-        pytest.param(
-            "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-            "--overlap-p2p-communication-warmup-flush",
-            2,
-            marks=pytest.mark.slow,
-            id="PP2-VPP2-warmup-flush",
-        ),
     ],
 )
 def test_model_parallel(tmp_path: Path, parallel: str, num_ranks: int) -> None:

@@ -90,9 +90,15 @@ PARALLELISM = (
     ),
     Option(
         names=("num_layers_per_virtual_pipeline_stage",),
-        also=("num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_vp_stage", "overlap_p2p_comm"),
+        also=("num_virtual_stages_per_pipeline_rank",),
         support=Support.SUPPORTED,
         test=_EQUALITY,
+    ),
+    Option(
+        names=("microbatch_group_size_per_vp_stage",),
+        also=("overlap_p2p_comm",),
+        support=Support.SUPPORTED,
+        test="tests/megatron/test_pipeline_shapes.py::test_every_shape_is_the_one_that_megatron_exchanges",
     ),
     Option(
         names=("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"),
