@@ -72,7 +72,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=_predicts_further_tokens(args),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -101,5 +101,10 @@ def _get_batch_of_0_17(data_iterator: Iterator[dict[str, Tensor]] | None, *, arg
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: use one of TP or PP alone, or "
             "Megatron 0.18 or newer."
         )
-    batch = get_batch_on_this_tp_rank(data_iterator)
+    batch = get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=_predicts_further_tokens(args))
     return {key: batch.get(key) for key in BATCH_KEYS}
+
+
+def _predicts_further_tokens(args: Any) -> bool:
+    """Whether the layers of multi-token prediction are here: on the last stage, which reads tokens for them."""
+    return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage()

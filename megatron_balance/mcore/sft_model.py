@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args
@@ -35,9 +35,15 @@ def model_provider(
     args: Any = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)
+    layers = _layers(args, config=config, vp_stage=vp_stage)
+    mtp_block: Any = None
+    if args.mtp_num_layers:
+        use_te = args.transformer_impl == "transformer_engine"
+        mtp_block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=use_te, vp_stage=vp_stage)
     return GPTModel(
         config=config,
-        transformer_layer_spec=_layers(args, config=config, vp_stage=vp_stage),
+        transformer_layer_spec=layers,
+        mtp_block_spec=mtp_block,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
