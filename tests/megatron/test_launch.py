@@ -48,5 +48,5 @@ def test_wrong_flags_end_the_run_with_one_line(tmp_path: Path) -> None:
     script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
     done = launch("--cpu", str(script), "--balance-by-flops", "--calculate-per-token-loss")
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("megatron_balance: --balance-by-flops is set without")
+    assert done.stderr.strip().splitlines()[-1].startswith("megatron_balance: --balance-by-flops is set: without")
     assert "Traceback" not in done.stderr

@@ -25,6 +25,7 @@ from megatron_balance.mcore.memory_cap import (
 from megatron_balance.planner.memory import GIB
 from megatron_balance.planner.model_shape import ModelShape
 
+THD_LAYERS = "--spec megatron_balance.mcore.attention thd_block_spec"
 AUTO = "--calculate-per-token-loss --use-dynamic-batch-size --max-tokens-per-gpu auto"
 MODEL = """--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --swiglu --vocab-size 32000 --bf16
     --hidden-dropout 0 --use-distributed-optimizer"""
@@ -32,7 +33,7 @@ MODEL = """--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --swiglu -
 
 def parsed(*flags: str) -> Namespace:
     """Arguments as validate_args leaves them, as far as they are read here."""
-    args = parse_command_line(" ".join((RUN, *flags)).split()).args
+    args = parse_command_line(" ".join((RUN, THD_LAYERS, *flags)).split()).args
     args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 2, None
     return args
 

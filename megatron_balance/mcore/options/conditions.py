@@ -75,32 +75,41 @@ BALANCING: Condition = given("use_dynamic_batch_size", "balance_data")
 
 
 def experts_span_replicas(args: Any) -> bool:
-    """Whether ranks that exchange tokens in MoE layers hold different micro-batches.
+    """Ranks that exchange tokens in MoE layers hold different micro-batches.
 
     Megatron forms expert groups of `etp*ep` consecutive ranks; `tp*cp` consecutive ranks share a micro-batch.
     """
-    tp_size = args.tensor_model_parallel_size
-    group_size = (getattr(args, "expert_tensor_parallel_size", None) or tp_size) * args.expert_model_parallel_size
-    return bool(getattr(args, "num_experts", None)) and tp_size * args.context_parallel_size % group_size != 0
+    return _expert_group_spans_replicas(args, _expert_tensor_size(args) * _size(args, "expert_model_parallel_size"))
 
 
 def expert_tensors_span_replicas(args: Any) -> bool:
-    """Whether ranks that hold parts of one expert hold different micro-batches."""
-    tp_size = args.tensor_model_parallel_size
-    etp_size = getattr(args, "expert_tensor_parallel_size", None) or tp_size
-    return bool(getattr(args, "num_experts", None)) and tp_size * args.context_parallel_size % etp_size != 0
+    """Ranks that hold parts of one expert hold different micro-batches."""
+    return _expert_group_spans_replicas(args, _expert_tensor_size(args))
 
 
 def weights_are_sharded_over_data(args: Any) -> bool:
-    """Whether ranks that hold shards of one weight hold different micro-batches.
+    """Ranks that hold shards of one weight hold different micro-batches.
 
     Validation sets both numbers of shards to the tensor-parallel sizes, where they are not given.
     """
-    tp_size = args.tensor_model_parallel_size
-    etp_size = getattr(args, "expert_tensor_parallel_size", None) or tp_size
-    of_weights = getattr(args, "tensor_parallel_num_weight_shards", None) or tp_size
-    of_experts = getattr(args, "expert_tensor_parallel_num_weight_shards", None) or etp_size
+    tp_size, etp_size = _size(args, "tensor_model_parallel_size"), _expert_tensor_size(args)
+    of_weights = _size(args, "tensor_parallel_num_weight_shards", default=tp_size)
+    of_experts = _size(args, "expert_tensor_parallel_num_weight_shards", default=etp_size)
     return of_weights > tp_size or of_experts > etp_size
+
+
+def _expert_group_spans_replicas(args: Any, group_size: int) -> bool:
+    sharing = _size(args, "tensor_model_parallel_size") * _size(args, "context_parallel_size")
+    return bool(getattr(args, "num_experts", None)) and sharing % group_size != 0
+
+
+def _expert_tensor_size(args: Any) -> int:
+    return _size(args, "expert_tensor_parallel_size", default=_size(args, "tensor_model_parallel_size"))
+
+
+def _size(args: Any, name: str, *, default: int = 1) -> int:
+    """A number of ranks; the default where it is not given, or the namespace is not Megatron's."""
+    return getattr(args, name, None) or default
 
 
 def _text(value: Any) -> str:
