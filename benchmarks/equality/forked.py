@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -30,6 +31,11 @@ from training_run import Recorded, RunFailed, read_records
 from megatron_balance.mcore.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
 
 _LAST_CHARACTERS = 3000
+
+PORTS = range(12_000, 32_000)
+"""Below the range that Linux takes the ports of connections from (ip_local_port_range)."""
+
+_port_numbers = itertools.count(97 * os.getpid())
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def train_forked(
     record.mkdir(parents=True, exist_ok=True)
     common = (flag for flag in f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split() if flag not in leave_out)
     command = [str(record), *common, *flags]
-    started, port = time.monotonic(), _free_port()
+    started, port = time.monotonic(), free_port()
     sys.stdout.flush()
     running: dict[int, int] = {}
     failed: str | None = None
@@ -148,10 +154,14 @@ def _log(record: Path, rank: int) -> Path:
     return record / f"rank{rank}.log"
 
 
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port for the rendezvous of a run, which the kernel gives to no connection meanwhile."""
+    for number in _port_numbers:
+        port = PORTS[number % len(PORTS)]
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the numbers do not end")
 
 
 def _run_rank(module: str, command: Sequence[str], *, rank: int, num_ranks: int, port: int, log: Path) -> NoReturn:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from training_run import search_path
 
+from benchmarks.equality.forked import free_port
 from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
 from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
 
@@ -109,7 +109,7 @@ def run_with(fault: Fault, *, folder: Path, nursery: Nursery) -> Outcome:
         nursery: starts the ranks.
     """
     folder.mkdir(parents=True)
-    port = _free_port()
+    port = free_port()
     ranks = [_rank(fault, rank=rank, port=port, folder=folder) for rank in range(fault.num_ranks)]
     rank_of = {pid: rank for rank, pid in enumerate(nursery.ask({"ranks": ranks}))}
     codes: dict[int, int] = {}
@@ -174,9 +174,3 @@ def _rank(fault: Fault, *, rank: int, port: int, folder: Path) -> dict[str, Any]
         "step": STEP,
         "global_batch_size": GLOBAL_BATCH_SIZE,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
