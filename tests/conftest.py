@@ -1,4 +1,4 @@
-"""What holds for all tests: no example is timed, and what needs other packages runs where they are.
+"""Settings of all tests: no example is timed, and what needs other packages runs where they are.
 
 Adapters with a requirements.txt are tested in environments of their own (scripts/test_adapters.sh), and so are other
 releases of Megatron and of torch (scripts/test_versions.sh). This file is not in tests/adapters: pytest would put that

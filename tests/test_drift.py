@@ -1,4 +1,4 @@
-"""What the drift check tells of a release, on sources made here, and that each supported release was reviewed."""
+"""Findings of the drift check on sources made here, and that each supported release was reviewed."""
 
 from __future__ import annotations
 

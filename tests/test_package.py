@@ -1,4 +1,4 @@
-"""What the package is to a stranger: light to import, whole in its wheel, without traces of one machine."""
+"""The package as a stranger meets it: light to import, whole in its wheel, without traces of one machine."""
 
 from __future__ import annotations
 

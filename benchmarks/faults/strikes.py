@@ -1,4 +1,4 @@
-"""What goes wrong on a rank, by name. Each is set up before training and strikes at a step, in the real code's way.
+"""Faults of a rank, by name. Each is set up before training and strikes at a step, in the real code's way.
 
 A strike replaces one function of the package, of its data set or of this process's environment.
 """

@@ -1,4 +1,4 @@
-"""What is trained with pretrain_gpt.py: layouts of ranks × kinds of data, stock and balanced.
+"""Runs of pretrain_gpt.py: layouts of ranks × kinds of data, stock and balanced.
 
 Every run starts from the same weights, a checkpoint that one rank wrote, so that a run on one rank is a reference for
 every layout of the same model.

@@ -1,4 +1,4 @@
-"""What a run's arguments mean, once: `BalanceConfig`, the cost model, the topology.
+"""Reads a run's arguments once into a `BalanceConfig`, a cost model and a topology.
 
 Megatron's namespace goes no further than this file and those that set a run up.
 """

@@ -1,4 +1,4 @@
-"""When a step's data is pulled, made and handed on.
+"""Pulls a step's data from the loader, balances it, and hands it to every rank of the model replica.
 
 The ranks that read data are the first of every tensor-parallel group, in every pipeline stage and
 context-parallel rank alike: each makes steps with its own data-parallel group (`step_maker.py`). The other

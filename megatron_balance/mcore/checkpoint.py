@@ -1,4 +1,4 @@
-"""What goes with a checkpoint: samples that wait under `--balance-lookahead`, and what online calibration learned.
+"""State saved with each checkpoint: samples that wait under `--balance-lookahead`, and the online calibration.
 
 It lies in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
 to write into one that is not empty. It is written before Megatron says that the checkpoint is complete, so a

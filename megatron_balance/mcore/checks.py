@@ -1,4 +1,4 @@
-"""What `megatron-balance doctor` looks at: packages, hooks, flags, a small run.
+"""The checks of `megatron-balance doctor`: packages, hooks, flags, a small run.
 
 Invariants: nothing of this process is changed but by imports; every finding that is a problem names its remedy.
 """

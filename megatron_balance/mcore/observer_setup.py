@@ -1,4 +1,4 @@
-"""Which watchers a run has on this rank, from its flags and its place in the parallel layout.
+"""Builds this rank's watchers from the flags and its place in the parallel layout.
 
 Invariant: what goes wrong with the record's folder on one rank is raised on every rank that watches, before training.
 """

@@ -1,4 +1,4 @@
-"""What a run asks for on this rank, and whether all ranks ask for the same.
+"""Builds this rank's settings and checks that all ranks agree.
 
 Ranks agree before any of them makes a process group (`runtime/agreement.py`), those of a stock run too: a rank cannot
 know that the others mean to balance.

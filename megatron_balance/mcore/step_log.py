@@ -1,4 +1,4 @@
-"""What a run says of its balancing: one line every `--log-interval` steps, and warnings once."""
+"""The log of a run: one line every `--log-interval` steps, and warnings once."""
 
 from __future__ import annotations
 

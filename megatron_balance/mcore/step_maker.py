@@ -1,4 +1,4 @@
-"""What each rank loaded → what each rank runs, for one step.
+"""Turns the samples that ranks loaded into the micro-batches that they run, for one step.
 
     items → samples → gather lengths → (pool: which samples) → plan → compare plans → reroute → pack
 

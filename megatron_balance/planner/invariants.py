@@ -1,4 +1,4 @@
-"""What every schedule promises, checked one by one.
+"""Checks the invariants of a schedule one by one.
 
     placed once     every sample is in exactly one micro-batch
     even slots      every rank has num_microbatches micro-batches, a multiple of microbatch_multiple

@@ -1,4 +1,4 @@
-"""What a run may take of a GPU, and a cap on tokens that follows from it.
+"""The memory budget of a run on a GPU, and the token cap that follows from it.
 
 A budget that is given is meant for what the model counts. Of a device's whole memory a reserve is kept back for what
 it does not: the CUDA context, communication buffers, kernels' workspaces, and what the allocator cannot use because

@@ -1,4 +1,4 @@
-"""What the planner must know of a run: its ranks and its memory cap. No policy here.
+"""The ranks and the limits of a run, as the planner sees them. No policy here.
 
 Words are Megatron's: a *micro-batch* is one forward-backward pass of one model replica, a *slot* is
 the index of a micro-batch within a data-parallel rank. `original_seq_len` counts the tokens of a

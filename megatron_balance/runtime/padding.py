@@ -1,4 +1,4 @@
-"""Which tokens of a packed micro-batch are padding, from the lengths of its sequences alone.
+"""Padding mask of a packed micro-batch, from the lengths of its sequences alone.
 
 `pack_microbatch` pads each sequence to a multiple of `token_multiple` tokens and puts filler behind the last one. Ranks
 that read no data know the lengths from their model replica, and so make the same mask.

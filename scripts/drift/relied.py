@@ -1,4 +1,4 @@
-"""What of Megatron the package relies on beside the hooks' targets.
+"""Definitions of Megatron that the package relies on, beside the hooks' targets.
 
 A row says what is read, passed or called, and whether the body counts too: of a function that Megatron changes in
 every release and that is only called, its name and parameters are enough.

@@ -1,4 +1,4 @@
-"""What a training run tells of its balancing, and the record it leaves: real `pretrain()` runs."""
+"""Log lines, scalars and the record of a training run: real `pretrain()` runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensors come to the toy device, leave it, and say where they are: a mode over torch's functions in Python.
+"""Moves tensors to the toy device and back, and answers where they are: a mode over torch's functions in Python.
 
 `.cuda()`, `.to()`, `.cpu()` and `device=` give a tensor its memory (toy_placement.py) and count what is copied;
 `device`, `is_cuda`, `type()` and the like answer by it.

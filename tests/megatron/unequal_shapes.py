@@ -1,4 +1,4 @@
-"""What must not pass unseen: ranks that call one collective with different shapes."""
+"""A mismatch that must be caught: ranks that call one collective with different shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a test world does with iterators: steps of a StepBalancer, without Megatron."""
+"""Iterators on each rank of a test world: steps of a StepBalancer, without Megatron."""
 
 import itertools
 from datetime import timedelta

@@ -1,1 +1,1 @@
-"""What becomes of a run that balances under each of Megatron's options, in tables by subject."""
+"""Tables of Megatron's options by subject: supported, refused or stock in a run that balances."""

@@ -1,4 +1,4 @@
-"""All rows, and what they say of a run's arguments.
+"""Applies all rows to a run's arguments: refusals, reasons to stay stock, cautions.
 
 They are looked at right after parsing, before anything is initialised, and again on validated arguments, which
 checkpoints and Megatron's validation may have changed (`run_setup.py`: all ranks agree on what was found).
