@@ -4,12 +4,13 @@ Each step, `build_data_schedule` plans which data-parallel rank runs which sampl
 names here are the planner's: importing them loads numpy, and neither torch nor Megatron.
 """
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.flops import calculate_fwd_flops
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.model.flops import calculate_fwd_flops
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.topology import Limits, Topology
 
 __version__ = "0.1.0"
 

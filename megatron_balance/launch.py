@@ -1,7 +1,7 @@
 """Run a Megatron training script with the balance flags, unedited.
 
     torchrun --nproc-per-node 8 -m megatron_balance.launch pretrain_gpt.py ARGS
-    torchrun --nproc-per-node 2 -m megatron_balance.launch --cpu -m megatron_balance.mcore.pretrain_sft ARGS
+    torchrun --nproc-per-node 2 -m megatron_balance.launch --cpu -m megatron_balance.devkit.pretrain_sft ARGS
 
 Everything after the script belongs to the script. `--cpu` lets it run without a GPU, for trying things out.
 """
@@ -54,7 +54,7 @@ def _hook_megatron(*, cpu: bool) -> None:
     from megatron_balance.mcore import install
 
     if cpu:
-        from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
+        from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
 
         enable_cpu()
         install()

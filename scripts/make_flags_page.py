@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_balance.cli import build_parser
-from megatron_balance.mcore.flags import add_balance_args
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
+from megatron_balance.mcore.setup.flags import add_balance_args
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 

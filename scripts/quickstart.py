@@ -27,9 +27,9 @@ from rounding import ALLOWANCES
 from training_run import ROOT, Recorded, largest_difference, train
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.mcore.sft_dataset import SftDataset, builtin_samples
-from megatron_balance.mcore.smoke import ENVIRONMENT, MODEL_FLAGS
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.devkit.sft_dataset import SftDataset, builtin_samples
+from megatron_balance.devkit.smoke import ENVIRONMENT, MODEL_FLAGS
 from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
 from megatron_balance.report.page import write_report
 

@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_balance.mcore import hooks, pretrain_sft
-from megatron_balance.patching import Function, Hook, install
+from megatron_balance.devkit import pretrain_sft
+from megatron_balance.hooking.patches import Function, Hook, install
+from megatron_balance.mcore import hooks
 
 
 def main() -> None:

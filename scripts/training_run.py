@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
+from megatron_balance.devkit.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD_STEPS = ROOT / "scripts" / "record_steps.py"

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_balance.cli import main
 from megatron_balance.cli.table import plain_table, print_table
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.metrics import assignment_metrics
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "4096"]
 

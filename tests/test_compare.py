@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 
 from megatron_balance.cli import main
-from megatron_balance.cli.batches import GlobalBatch, look_ahead
-from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.flags import add_balance_args
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import choose_cost_model
+from megatron_balance.cli.comparison.batches import GlobalBatch, look_ahead
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import schedule_metrics
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
-from megatron_balance.report.record import RunInfo, StepRecord
-from megatron_balance.report.record_writers import PlanWriter, SecondsWriter
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
+from megatron_balance.record.writers import PlanWriter, SecondsWriter
+from megatron_balance.topology import Limits, Topology
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
 

@@ -25,7 +25,7 @@ def check_contents() -> ModuleType:
 
 GOOD = (
     "megatron_balance/__init__.py",
-    "megatron_balance/planner/cost.py",
+    "megatron_balance/cost/model.py",
     "megatron_balance/py.typed",
     "megatron_balance/report/assets/page.js",
     *(
@@ -64,7 +64,7 @@ def test_missing_and_large_files_are_named(check_contents: ModuleType) -> None:
     found = check_contents.faults(sizes, patterns=check_contents.WHEEL, modules={"megatron_balance/cli/plan.py"})
     assert [re.sub(r"\\", "", one) for one in found] == [
         "nothing fits megatron_balance/py.typed",
-        "megatron_balance/planner/cost.py has 1000000 bytes",
+        "megatron_balance/cost/model.py has 1000000 bytes",
         "megatron_balance/cli/plan.py is missing",
     ]
 

@@ -33,10 +33,11 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import build_parser, main
-from megatron_balance.mcore.figures import Figures
-from megatron_balance.mcore.flags import add_balance_args
-from megatron_balance.report.record import RunInfo, StepRecord
-from megatron_balance.report.record_writers import PlanWriter, SecondsWriter
+from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.mcore.telemetry.figures import Figures
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
+from megatron_balance.record.writers import PlanWriter, SecondsWriter
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

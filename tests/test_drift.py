@@ -13,8 +13,8 @@ from drift.relied import Relied
 from drift.sources import open_sources
 from drift.transformer_engine import OLDEST
 
+from megatron_balance.hooking.patches import Hook
 from megatron_balance.mcore.hooks import SUPPORTED_VERSIONS
-from megatron_balance.patching import Hook
 
 STOCK = {
     "up/__init__.py": "",

@@ -20,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.cli import main
+from megatron_balance.cost.calibration import FORMAT as CALIBRATION_FORMAT
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import file_content
-from megatron_balance.planner.calibration import FORMAT as CALIBRATION_FORMAT
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.lengths import read_lengths
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.report.plan_file import read_plan
-from megatron_balance.report.record import read_record
+from megatron_balance.files import untrusted as file_content
+from megatron_balance.lengths.read import read_lengths
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.record.plan_file import read_plan
+from megatron_balance.record.run_record import read_record
 
 FLAGS = ["--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "2048"]
 DEEP = "[" * 100_000

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_balance.adapters.areal import balance_batch
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import choose_cost_model
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import choose_cost_model
 
 SETTINGS = [(32, 2048), (32, 4096), (64, 4096)]
 """Rows of the global batch, and tokens that an answer stays below."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.adapters.torchspec.rank_assignment import assign_ranks
 from megatron_balance.adapters.torchspec.window import DispatchWindow
-from megatron_balance.planner.bucketing import bucketed_order
+from megatron_balance.planner.selection.bucketing import bucketed_order
 
 DP_SIZE = 8
 NUM_SAMPLES = 19_200

@@ -22,10 +22,10 @@ from quickstart import FLAGS, NUM_RANKS, PACKED, SEQ_LENGTH, WARM_UP_STEPS
 from training_run import ROOT, Recorded, train
 
 from megatron_balance import Topology
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.planner.metrics import assignment_metrics
-from megatron_balance.planner.topology import Limits
 from megatron_balance.runtime.environment import environment
+from megatron_balance.topology import Limits
 
 MODEL_FLAGS = ["--group-query-attention", "--swiglu", "--vocab-size", "257", "--make-vocab-size-divisible-by", "1"]
 NARROW = ["--hidden-size", "64", "--kv-channels", "16", "--ffn-hidden-size", "192"]

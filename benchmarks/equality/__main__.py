@@ -26,7 +26,7 @@ from benchmarks.equality.forked import import_once, train_forked
 from benchmarks.equality.outcomes import Outcome, OutcomeFile, outcome_of
 from benchmarks.equality.report import Report
 from benchmarks.equality.rows import NUM_ROWS, chosen, rows_of_distinct_lengths, shuffled_within_steps, write_rows
-from megatron_balance.mcore.sft_dataset import SftSample
+from megatron_balance.devkit.sft_dataset import SftSample
 
 FOLDER = ROOT / "build" / "bench"
 RESULTS = ROOT / "benchmarks" / "results"

@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from training_run import Recorded, RunFailed, read_records
 
-from megatron_balance.mcore.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
+from megatron_balance.devkit.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
 
 _LAST_CHARACTERS = 3000
 
@@ -55,8 +55,8 @@ class ForkedRun:
 
 def import_once(also: Sequence[str] = ()) -> None:
     """Import all that a rank would, and these modules. Set OMP_NUM_THREADS=1 before Python starts."""
+    from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
     from megatron_balance.mcore import install
-    from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
 
     enable_cpu()
     install()

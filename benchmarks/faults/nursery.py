@@ -75,7 +75,8 @@ def _be(rank: dict[str, Any]) -> None:
     sys.argv = ["pretrain_sft", *rank["argv"]]
 
     from benchmarks.faults.strikes import STRIKES, Strike
-    from megatron_balance.mcore import hooks, pretrain_sft
+    from megatron_balance.devkit import pretrain_sft
+    from megatron_balance.mcore import hooks
 
     if not rank["hooked"]:
         hooks.InstalledHooks().undo()

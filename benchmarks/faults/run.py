@@ -21,7 +21,7 @@ from training_run import search_path
 
 from benchmarks.equality.forked import free_port
 from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
-from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
+from megatron_balance.devkit.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
 
 LIMIT_SECONDS = 600
 """After which a rank counts as hanging. The machine may be busy."""

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_balance
-from megatron_balance.mcore import sft_dataset, step_maker
-from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.devkit import sft_dataset
+from megatron_balance.mcore.step import planner as step_maker
+from megatron_balance.mcore.step.prefetcher import StepBalancer
 from megatron_balance.runtime import exchange
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from training_run import ROOT
 
 from benchmarks.hosts.network import ADDRESSES, INTERFACE, Network
-from megatron_balance.mcore.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
+from megatron_balance.devkit.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
 
 RANKS_A_HOST = 2
 NUM_RANKS = RANKS_A_HOST * len(ADDRESSES)

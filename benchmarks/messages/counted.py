@@ -15,8 +15,8 @@ from record_steps import train_wrapped
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_balance.hooking.patches import Function, Hook
 from megatron_balance.mcore import hooks
-from megatron_balance.patching import Function, Hook
 
 _C10D = "torch.distributed.distributed_c10d"
 _COMMUNICATOR = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"

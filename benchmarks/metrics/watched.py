@@ -21,10 +21,10 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from record_steps import train_wrapped
 
 from benchmarks.metrics import WATCHED
+from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
-from megatron_balance.mcore.observer import RunObserver
-from megatron_balance.mcore.step_maker import BalancedStep
-from megatron_balance.patching import Function
+from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.telemetry.observer import RunObserver
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from benchmarks.planner.baselines.equal_size_kk import LINEAR
 from benchmarks.planner.setups import Setup
 from megatron_balance import CostModel, ModelShape
-from megatron_balance.planner.cost import MICROBATCH_TOKENS
+from megatron_balance.cost.model import MICROBATCH_TOKENS
 
 
 def slime_approximate(shape: ModelShape) -> CostModel:

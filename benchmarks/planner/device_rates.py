@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance import CostModel, ModelShape
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 
 
 @dataclass(frozen=True)

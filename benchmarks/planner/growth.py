@@ -11,7 +11,7 @@ from benchmarks.planner.baselines.ours import ours
 from benchmarks.planner.measure import median_timing, timed
 from benchmarks.planner.setups import Setup
 from megatron_balance import Topology
-from megatron_balance.planner.lengths import synthetic_lengths
+from megatron_balance.lengths.read import synthetic_lengths
 
 SAMPLES_PER_RANK = 64
 MOST_RANKS = 4096

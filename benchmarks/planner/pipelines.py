@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.planner.cost import MICROBATCH_TOKENS
-from megatron_balance.planner.lengths import synthetic_lengths
-from megatron_balance.planner.schedule import build_data_schedule
+from megatron_balance.cost.model import MICROBATCH_TOKENS
+from megatron_balance.lengths.read import synthetic_lengths
+from megatron_balance.planner.build import build_data_schedule
 
 CAPS = {"servegen_mlarge": 16384, "gsm8k_sft": 4096, "code_files": 32768}
 """Tokens of a micro-batch for each length set; longer samples are cut to it."""

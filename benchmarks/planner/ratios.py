@@ -23,7 +23,7 @@ from benchmarks.planner.baselines.verl_wheel import least_num_microbatches, over
 from benchmarks.planner.measure import Timing, median_timing, timed
 from benchmarks.planner.setups import Setup
 from megatron_balance import Topology
-from megatron_balance.planner.lengths import synthetic_lengths
+from megatron_balance.lengths.read import synthetic_lengths
 from megatron_balance.planner.partition import karmarkar_karp
 
 NUM_TIMED_RANKS = 8

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.planner.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
+from megatron_balance.lengths.read import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.planner.problem import resolve_objective
 
 SFT_LENGTHS = ("alpaca_eval", "code_files", "gsm8k_sft", "tau_airline")
@@ -30,7 +30,7 @@ class Setup:
 
     Attributes:
         name: short name, in the results.
-        model: a key of `megatron_balance.planner.presets.PRESETS`.
+        model: a key of `megatron_balance.model.presets.PRESETS`.
         topology: the ranks.
         max_tokens_per_gpu: cap, tokens.
         global_batch_size: samples a step.

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_balance.mcore.sft_dataset import END_OF_DOCUMENT
-from megatron_balance.mcore.stdlib_corpus import PromptResponse, stdlib_samples
+from megatron_balance.devkit.sft_dataset import END_OF_DOCUMENT
+from megatron_balance.devkit.stdlib_corpus import PromptResponse, stdlib_samples
 
 NUM_SAMPLES = 400
 """Of the corpus' some 6,000; more than the steps of a check read."""

@@ -26,7 +26,7 @@ from benchmarks.replay.length_sets import RARE_LONG
 from benchmarks.replay.report import Replay, SetupReplay, write_replay
 from benchmarks.replay.run import batches_in_turn, replay_setup
 from benchmarks.replay.setups import ReplaySetup, seed_setups, toy_setups
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

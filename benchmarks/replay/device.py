@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from benchmarks.planner.report import cpu_model
 from benchmarks.replay.steps import Timer
 from megatron_balance import ModelShape
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class ReplayDevice:
 
         kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
         if kind == "cpu":
-            from megatron_balance.mcore.cpu import enable_cpu
+            from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
 
             enable_cpu()
+            patch_megatron()
             torch.set_num_threads(1)  # as torchrun gives a rank; more would count CPU seconds of waiting
             return cls(kind, cpu_model(), "float32")
         if not torch.cuda.is_available():
@@ -60,7 +61,7 @@ class ReplayDevice:
         """Measures the seconds of a model, all of its layers."""
         import torch
 
-        from megatron_balance.mcore.calibrate import calibrate
+        from megatron_balance.mcore.calibration.calibrate import calibrate
 
         return calibrate(
             shape,
@@ -77,7 +78,7 @@ class ReplayDevice:
         """The whole model on the device, while the context lasts."""
         import torch
 
-        from megatron_balance.mcore.timed_model import TimedModel, single_process
+        from megatron_balance.mcore.calibration.timed_model import TimedModel, single_process
 
         with single_process(seed=seed + 1):
             yield TimedModel(shape, device=self.kind, dtype=getattr(torch, self.dtype))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.planner.setups import global_batches
 from benchmarks.replay.setups import ReplaySetup
-from megatron_balance.planner.synthetic import SYNTHETIC_LENGTHS, LengthMixture
+from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS, LengthMixture
 
 _LOGNORMALS = ((256, 0.5), (256, 1.0), (256, 1.5), (256, 2.0), (1024, 1.0), (1024, 2.0), (4096, 1.0), (4096, 2.0))
 """Medians, tokens, and standard deviations of the logarithm."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from benchmarks.planner.baselines import BASELINES, FROM_WHEELS, Ranks
 from benchmarks.replay.setups import ReplaySetup
 from megatron_balance import build_data_schedule
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 
 TOKEN_SUM_KK = "first-fit + KK on tokens (slime --balance-data)"
 """What every other way is compared with, as in slime's pull request."""

@@ -15,7 +15,7 @@ from benchmarks.replay.policies import OURS_CALIBRATED, OURS_FLOPS, TOKEN_SUM_KK
 from benchmarks.replay.setups import ReplaySetup
 from benchmarks.replay.steps import Microbatch, ReplayedStep
 from megatron_balance import CostModel
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 
 
 @dataclass(frozen=True)

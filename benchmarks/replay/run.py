@@ -14,7 +14,7 @@ from benchmarks.replay.policies import plan_all
 from benchmarks.replay.report import SetupReplay
 from benchmarks.replay.setups import ReplaySetup
 from benchmarks.replay.steps import ReplayedStep, Stopwatch, Timer, replay_step
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 
 Batch = tuple[str, NDArray[np.int64]]
 """Name of a length set, and `[global_batch_size]` tokens."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.planner.baselines import Ranks
 from benchmarks.replay.setups import ReplaySetup
 from megatron_balance import CostModel
-from megatron_balance.planner.calibration import UNITS_PER_SECOND, Calibration
+from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.planner.metrics import assignment_metrics
 from megatron_balance.planner.problem import build_problem
 
@@ -33,7 +33,7 @@ Microbatch = tuple[int, ...]
 
 
 class Timer(Protocol):
-    """Runs micro-batches on a device: `megatron_balance.mcore.timed_model.TimedModel`."""
+    """Runs micro-batches on a device: `megatron_balance.mcore.calibration.timed_model.TimedModel`."""
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """One forward and backward pass of a packed micro-batch."""

@@ -25,10 +25,10 @@ from record_steps import train_wrapped
 
 from benchmarks.metrics import WATCHED
 from benchmarks.metrics.watched import Metered
+from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
-from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.step_maker import BalancedStep
-from megatron_balance.patching import Function
+from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.prefetcher import StepBalancer
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.soak import GLOBAL_BATCH_SIZE, STEPS_PER_SWING
-from megatron_balance.mcore.sft_dataset import SftDataset, SftSample
+from megatron_balance.devkit.sft_dataset import SftDataset, SftSample
 
 MEDIAN_TOKENS = 96
 SPREAD = 0.9

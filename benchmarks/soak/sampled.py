@@ -23,8 +23,8 @@ from typing import Any, TextIO
 from record_steps import train_wrapped
 
 from benchmarks.soak.drifting import datasets_provider
+from megatron_balance.hooking.patches import Function, Hook
 from megatron_balance.mcore import hooks
-from megatron_balance.patching import Function, Hook
 
 SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
 
@@ -32,8 +32,8 @@ SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
 def main() -> None:
     """Sample while the script trains."""
     lengths = Hook(
-        target="megatron_balance.mcore.pretrain_sft:datasets_provider",
-        bound_in=("megatron_balance.mcore.pretrain_sft",),
+        target="megatron_balance.devkit.pretrain_sft:datasets_provider",
+        bound_in=("megatron_balance.devkit.pretrain_sft",),
         parameters=("num_samples",),
         wrap=lambda stock: datasets_provider,
         why="lengths that drift",

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.planner.cost import MICROBATCH_TOKENS
+from megatron_balance.cost.model import MICROBATCH_TOKENS
+from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS
+from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.planner.metrics import schedule_metrics
-from megatron_balance.planner.pipeline import pipeline_makespans
-from megatron_balance.planner.synthetic import SYNTHETIC_LENGTHS
 
 HERE = Path(__file__).parent
 COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"), microbatch_tokens=MICROBATCH_TOKENS)
@@ -142,7 +142,7 @@ def _meeting_always(title: str, schedule: DataSchedule) -> Panel:
 
 
 def _in_stages(title: str, schedule: DataSchedule) -> Panel:
-    """One rank's stages under one-forward-one-backward, as in `planner/pipeline.py`."""
+    """One rank's stages under one-forward-one-backward, as in `planner/makespan.py`."""
     costs, pp_size = schedule.cost_grid[0], schedule.topology.pp_size
     bound = schedule_metrics(schedule, objective="pipeline").lower_bound >> schedule.cost_shift
     unit = 3 * pp_size * bound

@@ -13,12 +13,12 @@ import sys
 import warnings
 from pathlib import Path
 
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import find_shape
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import find_shape
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.presets import PRESETS
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
 
 _EPILOG = f"""\
 examples:
@@ -80,12 +80,15 @@ def run(args: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise BalanceError("--device is cuda and torch finds none: use --device cpu, for trying things out.")
     if device == "cpu":
-        from megatron_balance.mcore.cpu import enable_cpu
+        from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
 
         enable_cpu()
         torch.set_num_threads(1)  # as torchrun gives a rank; more would count CPU seconds of waiting
     _quieten_megatron()
-    from megatron_balance.mcore.calibrate import calibrate
+    from megatron_balance.mcore.calibration.calibrate import calibrate
+
+    if device == "cpu":
+        patch_megatron()
 
     shape = _shape(args.model, args.megatron_args)
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
@@ -115,7 +118,7 @@ def _quieten_megatron() -> None:
 def _shape(model: str | None, megatron_args: list[str]) -> ModelShape:
     if model is not None:
         return find_shape(model)
-    from megatron_balance.mcore.arguments import shape_from_command_line
+    from megatron_balance.mcore.setup.command_line import shape_from_command_line
 
     return shape_from_command_line(megatron_args)
 

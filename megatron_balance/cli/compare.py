@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.cli.batches import (
+from megatron_balance.cli.comparison.batches import (
     GlobalBatch,
     check_counts,
     cut,
@@ -24,10 +24,20 @@ from megatron_balance.cli.batches import (
     read_flagged_lengths,
     recorded_batches,
 )
-from megatron_balance.cli.compare_help import EPILOG, MAX_SAMPLES
-from megatron_balance.cli.comparison import Comparison, PolicyFigures, Question, as_it_ran, can_look_ahead
-from megatron_balance.cli.comparison_table import print_policies, print_sweep
-from megatron_balance.cli.cost_source import DEFAULT_EFFICIENCY, CostSource
+from megatron_balance.cli.comparison.cost_source import DEFAULT_EFFICIENCY, CostSource
+from megatron_balance.cli.comparison.help import EPILOG, MAX_SAMPLES
+from megatron_balance.cli.comparison.policies import Setting
+from megatron_balance.cli.comparison.recommendation import Recommendation, recommend
+from megatron_balance.cli.comparison.results import Comparison, PolicyFigures, Question, as_it_ran, can_look_ahead
+from megatron_balance.cli.comparison.sweep import (
+    SWEPT,
+    Axis,
+    num_points,
+    parse_sweeps,
+    run_sweep,
+)
+from megatron_balance.cli.comparison.sweep_chart import write_sweep_chart
+from megatron_balance.cli.comparison.table import print_policies, print_sweep
 from megatron_balance.cli.flags import (
     add_batch_flags,
     add_cost_flags,
@@ -36,21 +46,11 @@ from megatron_balance.cli.flags import (
     add_rank_flags,
     topology_from_flags,
 )
-from megatron_balance.cli.policies import Setting
 from megatron_balance.cli.progress import Progress, progress_bar
-from megatron_balance.cli.recommendation import Recommendation, recommend
-from megatron_balance.cli.sweep import (
-    SWEPT,
-    Axis,
-    num_points,
-    parse_sweeps,
-    run_sweep,
-)
-from megatron_balance.cli.sweep_chart import write_sweep_chart
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.memory_budget import AUTO
-from megatron_balance.planner.topology import Limits, Topology
-from megatron_balance.report.record import RunRecord, read_record
+from megatron_balance.memory.budget import AUTO
+from megatron_balance.record.run_record import RunRecord, read_record
+from megatron_balance.topology import Limits, Topology
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,12 +10,12 @@ import textwrap
 from dataclasses import replace
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.lengths import SYNTHETIC_LENGTHS
-from megatron_balance.planner.memory_budget import token_cap
-from megatron_balance.planner.presets import PRESETS
+from megatron_balance.lengths.read import SYNTHETIC_LENGTHS
+from megatron_balance.lengths.text import TOKENS_PER_MESSAGE
+from megatron_balance.memory.budget import token_cap
+from megatron_balance.model.presets import PRESETS
 from megatron_balance.planner.problem import OBJECTIVES
-from megatron_balance.planner.text_lengths import TOKENS_PER_MESSAGE
-from megatron_balance.planner.topology import Topology
+from megatron_balance.topology import Topology
 
 LENGTHS_HELP = f"""\
 lengths:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cli.policies import PlannedStep, PolicyResult, Setting
+from megatron_balance.cli.comparison.policies import PlannedStep, PolicyResult, Setting
+from megatron_balance.cost.resolve import find_shape
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost_choice import find_shape
+from megatron_balance.memory.budget import AUTO, derive_cap, gib_to_bytes
+from megatron_balance.memory.model import GIB, MemoryModel, TrainingMemory, memory_model
+from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.inputs import sum_segments
-from megatron_balance.planner.memory import GIB, MemoryModel, TrainingMemory, memory_model
-from megatron_balance.planner.memory_budget import AUTO, derive_cap, gib_to_bytes
-from megatron_balance.planner.shape_buckets import filled_tokens
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:

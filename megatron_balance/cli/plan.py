@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cli.batches import GlobalBatch, check_counts, cut, read_flagged_lengths
+from megatron_balance.cli.comparison.batches import GlobalBatch, check_counts, cut, read_flagged_lengths
+from megatron_balance.cli.comparison.policies import Policy, PolicyResult, Setting, plan_policy, token_policies
 from megatron_balance.cli.flags import (
     LENGTHS_HELP,
     MODELS_HELP,
@@ -35,13 +36,12 @@ from megatron_balance.cli.memory import (
     print_memory,
     shapes_of,
 )
-from megatron_balance.cli.policies import Policy, PolicyResult, Setting, plan_policy, token_policies
 from megatron_balance.cli.table import print_table
+from megatron_balance.cost.resolve import choose_cost_model
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost_choice import choose_cost_model
+from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.problem import resolve_objective
-from megatron_balance.planner.shape_buckets import bucketed_limits
 
 MAX_STEPS = 100
 """Global batches planned when --steps is not given: enough for stable means, quick to plan."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.report.record import RunRecord
+from megatron_balance.record.run_record import RunRecord
 
 _EPILOG = """\
 examples:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _runs(paths: list[Path]) -> tuple[RunRecord, RunRecord | None]:
     """What ran, and what was planned beforehand where both are given."""
-    from megatron_balance.report.plan_file import read_plan, read_run
+    from megatron_balance.record.plan_file import read_plan, read_run
 
     records = [path for path in paths if path.is_dir()]
     plans = [path for path in paths if not path.is_dir()]

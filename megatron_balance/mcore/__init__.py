@@ -6,7 +6,7 @@ the script; or `install()` with `extra_args_provider=add_balance_args`.
 
 from typing import TYPE_CHECKING
 
-from megatron_balance.mcore.flags import add_balance_args
+from megatron_balance.mcore.setup.flags import add_balance_args
 
 if TYPE_CHECKING:
     from megatron_balance.mcore.hooks import InstalledHooks

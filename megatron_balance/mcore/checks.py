@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.arguments import BalanceConfig, cost_model_from_megatron_args
-from megatron_balance.mcore.flags import parse_command_line
 from megatron_balance.mcore.options.table import cautions, problems, why_stock
-from megatron_balance.mcore.smoke import NUM_RANKS, NUM_STEPS, smoke_run
+from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
+from megatron_balance.mcore.setup.command_line import parse_command_line
 
 _NOT_INSTALLED = "not installed"
 
@@ -100,9 +99,9 @@ def _optional(name: str, module: str, versions: dict[str, str], *, needed: bool,
 
 def check_hooks() -> Iterator[Finding]:
     """Each hook by itself, put in place and taken out again. The package's own must not be in place."""
+    from megatron_balance.hooking.patches import install
     from megatron_balance.mcore.hooks import hooks_of, supported_version
     from megatron_balance.mcore.packing_scheduler import NAME, SEAM, register
-    from megatron_balance.patching import install
 
     try:
         version = supported_version()
@@ -171,13 +170,3 @@ def _unknown(unknown: Sequence[str], *, known: Sequence[str]) -> Iterator[Findin
             yield Finding(False, f"{flag} is no flag of Megatron or this package: see the README's table of flags")
         else:
             yield Finding(True, f"{flag} is left to your script: Megatron does not know it")
-
-
-def check_smoke_run() -> Iterator[Finding]:
-    """A run of two ranks on this machine's CPU."""
-    run = smoke_run()
-    if run.problem is None:
-        yield Finding(True, f"{NUM_RANKS} ranks trained {NUM_STEPS} balanced steps on the CPU", run.output)
-    else:
-        remedy = "Mend what is said above first; --debug shows all that it printed"
-        yield Finding(False, f"{NUM_RANKS} ranks on the CPU: {run.problem}. {remedy}.", run.output)

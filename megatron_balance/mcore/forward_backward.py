@@ -25,21 +25,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.mcore.balancer import StepBalancer
+from megatron_balance.calibration.online import OnlineCalibration
+from megatron_balance.cost.model import CostModel
 from megatron_balance.mcore.checkpoint import restore_state
-from megatron_balance.mcore.groups import own_group, reads_data, replica_group, split_world
-from megatron_balance.mcore.memory_cap import tell_of_cap
-from megatron_balance.mcore.observer import RunObserver
-from megatron_balance.mcore.observer_setup import observer_of_run
-from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
-from megatron_balance.mcore.router_padding import RouterPadding, check_takes_mask
-from megatron_balance.mcore.run_setup import RunSetup, agreed_run
-from megatron_balance.mcore.sample_origin import SampleOrigin
-from megatron_balance.mcore.sample_pool import SamplePool
-from megatron_balance.mcore.step_log import StepLog, tell_of_lost_peers
-from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.runtime.online_calibration import OnlineCalibration
+from megatron_balance.mcore.setup.groups import own_group, reads_data, replica_group, split_world
+from megatron_balance.mcore.setup.memory_cap import tell_of_cap
+from megatron_balance.mcore.setup.run_log import RunLog, tell_of_lost_peers
+from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
+from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
+from megatron_balance.mcore.step.planner import BalancedStep, StepMaker
+from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.router_padding import RouterPadding, check_takes_mask
+from megatron_balance.mcore.step.sample_origin import SampleOrigin
+from megatron_balance.mcore.step.sample_pool import SamplePool
+from megatron_balance.mcore.telemetry.observer import RunObserver
+from megatron_balance.mcore.telemetry.setup import observer_of_run
 from megatron_balance.runtime.peers import during, told_of_lost_peers
 
 Schedule = Callable[..., Any]
@@ -61,7 +61,7 @@ class BalancedForwardBackward:
         *,
         args: Any,
         overlap: bool,
-        log: StepLog,
+        log: RunLog,
         observer: RunObserver | None,
         router_padding: RouterPadding | None = None,
     ) -> None:
@@ -202,7 +202,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     if not hasattr(args, "balance_data"):  # a script that parses no Megatron arguments
         return None
     run = agreed_run(args)
-    log = StepLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
+    log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
     if run.stock_because:
         log.warn_once(f"training goes on without balancing. {run.stock_because}")
     if run.setup is None:

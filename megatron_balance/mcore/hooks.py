@@ -15,17 +15,17 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking.patches import Function, Hook, Patches
+from megatron_balance.hooking.patches import install as install_hooks
 from megatron_balance.mcore.checkpoint import forget_state, save_state
-from megatron_balance.mcore.flags import add_balance_args
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
 from megatron_balance.mcore.packing_scheduler import Registration, register
-from megatron_balance.mcore.router_padding import (
+from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.mcore.step.router_padding import (
     counts_of_real_tokens,
     embeddings_with_mask_in_place,
     expert_bias_of_real_tokens,
 )
-from megatron_balance.patching import Function, Hook, Patches
-from megatron_balance.patching import install as install_hooks
 
 SUPPORTED_VERSIONS = ("0.17", "0.18", "0.19")
 """Megatron Core releases on which the tests run."""

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import MICROBATCH_TOKENS, CostModel
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.topology import Limits, Topology
 
 NAME = "megatron_balance"
 """The value of `sequence_packing_scheduler` that chooses it."""

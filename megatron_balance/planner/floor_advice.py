@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.topology import Topology
+from megatron_balance.cost.model import CostModel
+from megatron_balance.topology import Topology
 
 TOLERATED_PERCENT = 101
 """A floor up to this many percent of the even share is no matter."""

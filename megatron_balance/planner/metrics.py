@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.bounds import lower_bound, single_sample_floor
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.bounds.time import lower_bound, single_sample_floor
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, sum_segments
-from megatron_balance.planner.locality import Homes
-from megatron_balance.planner.pipeline import pipeline_makespans
+from megatron_balance.planner.locality.relabel import Homes
+from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.planner.problem import build_problem, meeting_ranks, resolve_objective
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 
 @dataclass(frozen=True)

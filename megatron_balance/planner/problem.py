@@ -19,11 +19,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import MAX_TOTAL_COST, CostModel
 from megatron_balance.planner.inputs import sum_segments
-from megatron_balance.planner.pipeline import pipeline_makespans
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.planner.makespan import pipeline_makespans
+from megatron_balance.topology import Limits, Topology
 
 OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
 

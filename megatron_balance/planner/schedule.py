@@ -1,38 +1,31 @@
-"""From lengths to a schedule: which rank computes which sample in which micro-batch.
+"""The plan of one global batch, and the invariants that hold for every plan.
 
-    1. lengths are validated and padded for context and sequence parallelism
-    2. the cost model turns them into integer costs
-    3. the objective is chosen from the topology, unless it is given
-    4. groups that must share a rank are given to ranks (`grouping.py`)
-    5. samples are placed (`placement.py`)
-    6. what is interchangeable is exchanged so that fewer tokens move (`locality.py`)
-    7. the plan is frozen with its cost grid and its lower bound
+    placed once     every sample is in exactly one micro-batch
+    even slots      every rank has num_microbatches micro-batches, a multiple of microbatch_multiple
+    cap             a micro-batch over the cap holds one single over-long sample
+    no empty slot   an empty micro-batch, run as a masked dummy, exists only where there are fewer samples than
+                    slots: over all ranks, or on that rank where samples or groups are bound to ranks
+    home            where samples may not move, every one is on its home rank
+    groups          where groups are kept on a rank, every one is on one rank
+    honest costs    cost_grid and predicted_cost follow from the placement, and lower_bound is not above
 
-`DataSchedule.check` asserts the invariants that are listed in `invariants.py`. An empty global batch is
-legal: every rank gets `microbatch_multiple` masked dummies.
+Sample ids ascend in a micro-batch by construction: a schedule stores the slot of each sample.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.grouping import KEEP_GROUPS, assign_groups, groups_that_split
-from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, number_groups, sum_segments
-from megatron_balance.planner.invariants import check_invariants
-from megatron_balance.planner.locality import Homes, keep_local
-from megatron_balance.planner.partition import ALGORITHMS
-from megatron_balance.planner.placement import place
-from megatron_balance.planner.problem import Problem, build_problem, resolve_objective
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.grouping import groups_that_split
+from megatron_balance.planner.inputs import sum_segments
+from megatron_balance.planner.problem import Problem, build_problem
+from megatron_balance.topology import Limits, Topology
 
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """For every rank, for every slot: sample ids, which are positions in the global batch."""
@@ -119,7 +112,7 @@ class DataSchedule:
         return np.argsort(self.slot_of, kind="stable")
 
     def check(self) -> DataSchedule:
-        """Asserts the invariants of `invariants.py`.
+        """Asserts the invariants of this module.
 
         Returns:
             The schedule itself.
@@ -153,140 +146,62 @@ class DataSchedule:
         )
 
 
-def build_data_schedule(
-    lengths: Sequence[int] | NDArray[Any],
-    *,
-    cost_model: CostModel,
-    topology: Topology,
-    limits: Limits,
-    objective: str = "auto",
-    algorithm: str = "auto",
-    num_segments: Sequence[int] | NDArray[Any] | None = None,
-    groups: Sequence[Hashable] | NDArray[Any] | None = None,
-    keep_groups: str = "rank",
-    home_ranks: Sequence[int] | NDArray[Any] | None = None,
-    move_samples: bool = True,
-    relabel: bool = True,
-    ranks_per_node: int | None = None,
-) -> DataSchedule:
-    """Plans one global batch.
-
-    Args:
-        lengths: `[num_samples]` original tokens of each sample; 0 is legal. With `num_segments` it is
-            `[sum(num_segments)]`, the segments of the first sample, then those of the second, and so on.
-        cost_model: what a sample of a padded length costs.
-        topology: the ranks.
-        limits: tokens or samples that a micro-batch holds.
-        objective: `auto` (from the topology), `step`, `microbatch` or `pipeline`.
-        algorithm: `auto` (level packing), or a name in `partition.ALGORITHMS`. By name samples go to ranks
-            by cost, then into micro-batches rank by rank; the cap holds all the same.
-        num_segments: `[num_samples]` segments of each sample, each padded by itself; 0 is legal.
-        groups: `[num_samples]` id of the group of each sample, any number or string.
-        keep_groups: `rank` keeps each group on one rank; `step` asks for nothing, since a global batch is
-            one optimiser step.
-        home_ranks: `[num_samples]` rank that loaded each sample.
-        move_samples: False keeps every sample on its home rank.
-        relabel: exchange what is interchangeable so that fewer tokens leave their home rank; costs stay.
-        ranks_per_node: data-parallel ranks of one node: what must move stays on its node where it can.
-
-    Returns:
-        DataSchedule: the same on every rank and platform.
+def check_invariants(schedule: DataSchedule) -> None:
+    """Asserts the invariants of this module, also under `python -O`.
 
     Raises:
-        BalanceError: a length is negative or no integer, a name is unknown, home ranks are missing or wrong,
-            segments do not match lengths, or a group that must share a rank may not move there.
-
-    Example:
-        >>> schedule = build_data_schedule(
-        ...     [7, 5, 4, 4], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(16)
-        ... )
-        >>> schedule.ranks
-        (((0, 3),), ((1, 2),))
+        AssertionError: names the invariant that is broken.
     """
-    objective = resolve_objective(objective, topology=topology)
-    algorithm = "level_packing" if algorithm == "auto" else algorithm
-    if algorithm not in ALGORITHMS:
-        raise BalanceError(f"algorithm is {algorithm!r}: it must be one of auto, {', '.join(ALGORITHMS)}.")
-    if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or ranks_per_node < 1):
-        raise BalanceError(f"ranks_per_node is {ranks_per_node!r}: it must be an integer of at least 1.")
+    dp_size, num_samples = schedule.topology.dp_size, schedule.lengths.size
+    num_microbatches, slot_of = schedule.num_microbatches, schedule.slot_of
 
-    of_segments = as_integers(lengths, name="lengths")
-    padded_segments = topology.padded_seq_len(of_segments)
-    counts = None if num_segments is None else as_num_segments(num_segments, num_lengths=of_segments.size)
-    original = sum_segments(of_segments, num_segments=counts)
+    # Slots before samples: a sample's slot means nothing until their number is right.
+    divisible = num_microbatches > 0 and num_microbatches % schedule.topology.microbatch_multiple == 0
+    _require(divisible, "even slots", f"{num_microbatches} is no multiple of microbatch_multiple")
+    even = schedule.cost_grid.shape == (dp_size, num_microbatches)
+    _require(even, "even slots", f"cost_grid has shape {schedule.cost_grid.shape}")
 
-    if home_ranks is None and not move_samples:
-        raise BalanceError("move_samples is False: home_ranks must say which rank loaded each sample.")
-    homes = None
-    if home_ranks is not None:
-        homes = as_home_ranks(home_ranks, num_samples=original.size, dp_size=topology.dp_size)
-    kept = _kept_groups(groups, keep_groups=keep_groups, num_samples=original.size)
-    if kept is not None and not move_samples:
-        assert homes is not None
-        split = groups_that_split(kept, ranks=homes)
-        if split.size:
-            raise BalanceError(
-                f"move_samples is False, but {split.size} groups were loaded by more than one rank: let samples "
-                "move, or set keep_groups to 'step'."
-            )
+    num_slots = dp_size * num_microbatches
+    known = slot_of.shape == (num_samples,) and bool(((slot_of >= 0) & (slot_of < num_slots)).all())
+    _require(known, "placed once", "a sample is missing, or its slot is not there")
+    counts = np.bincount(slot_of, minlength=num_slots)
 
-    problem = build_problem(
-        padded_segments,
-        cost_model=cost_model,
-        topology=topology,
-        limits=limits,
-        objective=objective,
-        num_segments=counts,
-    )
-    bound_to = homes if not move_samples else None
-    if kept is not None and move_samples:
-        bound_to = assign_groups(problem, groups=kept)
-    placement = place(problem, algorithm=algorithm, home_ranks=bound_to)
+    cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)
+    if cap is None:
+        held, cap = counts, schedule.limits.micro_batch_size or 0
+    else:
+        held = schedule.slot_tokens()
+    over = np.flatnonzero((held > cap) & (counts > 1))
+    _require(not over.size, "cap", f"micro-batches {over[:4].tolist()} (rank by rank) hold more than {cap}")
+    alone = bool((counts[slot_of[list(schedule.oversized)]] == 1).all())
+    _require(alone, "cap", "an over-long sample does not run alone")
 
-    slot_of, grid, num_microbatches = placement.slot_of, placement.cost_grid, placement.num_microbatches
-    moved: int | None = None
-    if homes is not None:
-        at_home = Homes(homes, tokens=original, ranks_per_node=ranks_per_node)
-        moved = at_home.moved_tokens(slot_of // num_microbatches)
-        if move_samples and relabel:
-            slot_of = keep_local(
-                problem, slot_of, num_microbatches=num_microbatches, homes=at_home, whole_ranks=kept is not None
-            )
-            grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
-    return DataSchedule(
-        slot_of=slot_of,
-        num_microbatches=num_microbatches,
-        cost_grid=grid,
-        cost_shift=problem.cost_shift,
-        predicted_cost=placement.predicted_cost,
-        lower_bound=placement.lower_bound,
-        objective=objective,
-        algorithm=algorithm,
-        lengths=original,
-        padded_lengths=sum_segments(padded_segments, num_segments=counts),
-        num_segments=counts,
-        segment_lengths=None if counts is None else of_segments,
-        oversized=tuple(np.flatnonzero(problem.weights > problem.capacity).tolist()),
-        home_ranks=homes,
-        move_samples=move_samples,
-        moved_tokens_unlabelled=moved,
-        ranks_per_node=ranks_per_node,
-        groups=kept,
-        topology=topology,
-        limits=limits,
-        cost_model=cost_model,
-    )
+    if schedule.move_samples and schedule.groups is None:
+        full = num_samples < num_slots or bool((counts > 0).all())
+    else:
+        of_ranks = counts.reshape(dp_size, -1)
+        full = bool(((of_ranks > 0).all(axis=1) | (of_ranks.sum(axis=1) < num_microbatches)).all())
+    _require(full, "no empty slot", "a micro-batch is empty although there are enough samples")
+
+    ranks = slot_of // num_microbatches
+    if not schedule.move_samples:
+        at_home = schedule.home_ranks is not None and bool((ranks == schedule.home_ranks).all())
+        _require(at_home, "home", "a sample left its home rank")
+    if schedule.groups is not None:
+        split = groups_that_split(schedule.groups, ranks=ranks)
+        _require(not split.size, "groups", f"groups {split[:4].tolist()} are on more than one rank")
+
+    if schedule.segment_lengths is not None:
+        sums = sum_segments(schedule.segment_lengths, num_segments=schedule.num_segments)
+        _require(bool((sums == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
+    problem = schedule.problem()
+    grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
+    honest = bool((grid == schedule.cost_grid).all()) and problem.predicted_cost(grid) == schedule.predicted_cost
+    _require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the placement")
+    _require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
 
 
-def _kept_groups(
-    groups: Sequence[Hashable] | NDArray[Any] | None, *, keep_groups: str, num_samples: int
-) -> NDArray[np.int64] | None:
-    """Groups that must share a rank, numbered from 0, `[num_samples]`; None where there are none."""
-    if keep_groups not in KEEP_GROUPS:
-        raise BalanceError(f"keep_groups is {keep_groups!r}: it must be one of {', '.join(KEEP_GROUPS)}.")
-    if groups is None:
-        return None
-    numbers = number_groups(groups)
-    if numbers.size != num_samples:
-        raise BalanceError(f"groups has {numbers.size} ids: it must have one for each of {num_samples} samples.")
-    return numbers if keep_groups == "rank" else None
+def _require(holds: bool, invariant: str, detail: str) -> None:
+    """Like `assert`, but not removed by `python -O`."""
+    if not holds:
+        raise AssertionError(f"DataSchedule breaks the invariant '{invariant}': {detail}.")

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.calibration import UNITS_PER_SECOND
 from megatron_balance.planner.problem import is_makespan
-from megatron_balance.planner.topology import Topology
+from megatron_balance.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.report.figures import RunFigures
 from megatron_balance.report.fit import CostFit
 from megatron_balance.report.length_bins import LengthBins

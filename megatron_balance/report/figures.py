@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.metrics import ScheduleMetrics
-from megatron_balance.report.judging import imbalance, rejudged, step_metrics, stock_step
-from megatron_balance.report.record import RunInfo, RunRecord, StepRecord
+from megatron_balance.record.judging import imbalance, rejudged, step_metrics, stock_step
+from megatron_balance.record.run_record import RunInfo, RunRecord
+from megatron_balance.record.step import StepRecord
 from megatron_balance.report.time_scale import TimeScale, in_one_unit, is_measured, time_scale
 from megatron_balance.report.timeline import lay_out
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.record.plan_file import read_run
+from megatron_balance.record.run_record import RunRecord
 from megatron_balance.report.charts import (
     Chart,
     calibration_chart,
@@ -27,8 +29,6 @@ from megatron_balance.report.figures import RunFigures, run_figures
 from megatron_balance.report.fit import CostFit, cost_fit
 from megatron_balance.report.length_bins import length_bins
 from megatron_balance.report.palette import DARK, LIGHT, css_variables
-from megatron_balance.report.plan_file import read_run
-from megatron_balance.report.record import RunRecord
 from megatron_balance.report.summary import Summary, summarize
 from megatron_balance.report.timeline_data import timeline_data
 

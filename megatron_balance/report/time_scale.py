@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.calibration import UNITS_PER_SECOND
-from megatron_balance.report.judging import rejudged, waiting_span
-from megatron_balance.report.record import RunInfo, RunRecord, StepRecord
+from megatron_balance.cost.calibration import UNITS_PER_SECOND
+from megatron_balance.record.judging import rejudged, waiting_span
+from megatron_balance.record.run_record import RunInfo, RunRecord
+from megatron_balance.record.step import StepRecord
 
 _UNITS = {"tokens": "tokens", "flops": "FLOP"}
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.pipeline import pipeline_makespans
+from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.planner.problem import is_makespan
-from megatron_balance.report.judging import waiting_span
-from megatron_balance.report.record import RunInfo
+from megatron_balance.record.judging import waiting_span
+from megatron_balance.record.run_record import RunInfo
 
 _WHOLE = 2**40
 """Times are counted in this part of the longest row, where integers are asked for."""

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.record.judging import samples_of_slots
+from megatron_balance.record.step import StepRecord
 from megatron_balance.report.figures import RunFigures
-from megatron_balance.report.judging import samples_of_slots
-from megatron_balance.report.record import StepRecord
 from megatron_balance.report.time_scale import is_measured
 from megatron_balance.report.timeline import Timeline, lay_out
 

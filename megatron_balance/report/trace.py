@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.record.judging import samples_of_slots
 from megatron_balance.report.figures import RunFigures
-from megatron_balance.report.judging import samples_of_slots
 from megatron_balance.report.time_scale import is_measured
 from megatron_balance.report.timeline import lay_out
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from drift.fingerprint import fingerprint, names_in, parameter_names, parameters_of
 from drift.relied import Relied
 from drift.sources import Definition, Sources
-from megatron_balance.patching import Hook
+from megatron_balance.hooking.patches import Hook
 
 Row = Hook | Relied
 MAX_LISTED = 6

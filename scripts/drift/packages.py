@@ -13,10 +13,10 @@ from drift.apex import APEX
 from drift.relied import MEGATRON, Relied
 from drift.sources import Sources
 from drift.transformer_engine import TRANSFORMER_ENGINE
+from megatron_balance.hooking.patches import Hook
 from megatron_balance.mcore.hooks import HOOKS
 from megatron_balance.mcore.options.option import Option
 from megatron_balance.mcore.options.table import SUBJECTS
-from megatron_balance.patching import Hook
 
 FINGERPRINTS = Path(__file__).resolve().parent.parent.parent / "patches" / "fingerprints"
 

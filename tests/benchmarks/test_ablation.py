@@ -11,8 +11,8 @@ from benchmarks.planner.device_rates import ASSUMED_DEVICES, DeviceRates, measur
 from benchmarks.planner.losses import ABLATED_SETUPS, Loss, measure_losses, true_cost_model
 from benchmarks.planner.setups import QUICK_SETUPS, Setup
 from megatron_balance import CostModel, ModelShape, Topology
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.flops import linear_coefficient
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.model.flops import linear_coefficient
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -32,7 +32,7 @@ from benchmarks.equality.cases import (
 from benchmarks.equality.outcomes import Outcome, OutcomeFile, difference, outcome_of
 from benchmarks.equality.report import Report
 from benchmarks.equality.rows import NUM_ROWS, chosen, shuffled_within_steps, write_rows
-from megatron_balance.mcore.sft_dataset import SftDataset, SftSample, jsonl_samples
+from megatron_balance.devkit.sft_dataset import SftDataset, SftSample, jsonl_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = ("DP2", "fp32", "plain")

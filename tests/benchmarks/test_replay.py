@@ -16,8 +16,8 @@ from benchmarks.replay.run import batches_in_turn, replay_setup
 from benchmarks.replay.setups import reduced_shape, seed_setups, toy_setups
 from benchmarks.replay.steps import Stopwatch, microbatches_of, step_seconds
 from megatron_balance import CostModel, ModelShape, Topology
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.synthetic import SYNTHETIC_LENGTHS
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE, SPARSE = toy_setups()

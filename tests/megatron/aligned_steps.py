@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import record_steps
 
-from megatron_balance.mcore import arguments
+from megatron_balance.mcore.setup import arguments
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import CostModel, Limits, Topology
-from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.sample_pool import SamplePool
-from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.step.planner import BalancedStep, StepMaker
+from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.sample_pool import SamplePool
 
 
 @contextlib.contextmanager

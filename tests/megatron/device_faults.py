@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import toy_device
 
-from megatron_balance.mcore import pretrain_sft
+from megatron_balance.devkit import pretrain_sft
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from training_run import Recorded, RunFailed, read_records, search_path
 
-from megatron_balance.mcore.smoke import ENVIRONMENT
+from megatron_balance.devkit.smoke import ENVIRONMENT
 
 
 def train(
@@ -83,7 +83,7 @@ def _serve() -> None:
     from fake_tensorboard import install_fake_tensorboard
 
     from benchmarks.equality.forked import import_once, train_forked
-    from megatron_balance.mcore.sft_dataset import builtin_samples
+    from megatron_balance.devkit.sft_dataset import builtin_samples
 
     install_fake_tensorboard()
     import_once()

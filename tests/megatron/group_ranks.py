@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.mcore.groups import own_group, reads_data, replica_group, split_world
+from megatron_balance.mcore.setup.groups import own_group, reads_data, replica_group, split_world
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
+from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
 
 enable_cpu()
 
@@ -29,9 +29,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock  # noqa
 from small_shapes import DENSE, EXPERTS, LATENT, LAYERS, LENGTHS, SEQUENCES, SHAPES  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from megatron_balance.mcore.model_config import block_spec_of, transformer_config_of  # noqa: E402
-from megatron_balance.planner.layer_kinds import Layer  # noqa: E402
-from megatron_balance.planner.model_shape import ModelShape  # noqa: E402
+from megatron_balance.mcore.calibration.model_config import block_spec_of, transformer_config_of  # noqa: E402
+from megatron_balance.model.layers import Layer  # noqa: E402
+from megatron_balance.model.shape import ModelShape  # noqa: E402
 
 
 def count_flops(shape: ModelShape, length: int) -> int:

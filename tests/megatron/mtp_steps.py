@@ -11,7 +11,7 @@ from typing import Any
 import record_steps
 from megatron.training.models import gpt
 
-from megatron_balance.mcore.attention import thd_layer_spec
+from megatron_balance.mcore.thd.attention import thd_layer_spec
 
 
 def main() -> None:

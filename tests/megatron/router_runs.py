@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
+from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
 
 enable_cpu()
 
@@ -32,13 +32,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_balance.mcore import hooks, install  # noqa: E402
-from megatron_balance.mcore.attention import thd_block_spec  # noqa: E402
-from megatron_balance.mcore.router_padding import RouterPadding  # noqa: E402
-from megatron_balance.mcore.step_maker import BalancedStep, Microbatch  # noqa: E402
-from megatron_balance.planner.topology import Topology  # noqa: E402
+from megatron_balance.mcore.step.planner import BalancedStep, Microbatch  # noqa: E402
+from megatron_balance.mcore.step.router_padding import RouterPadding  # noqa: E402
+from megatron_balance.mcore.thd.attention import thd_block_spec  # noqa: E402
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch  # noqa: E402
 from megatron_balance.runtime.padding import sequence_lengths  # noqa: E402
 from megatron_balance.runtime.sample import Sample, SampleSchema  # noqa: E402
+from megatron_balance.topology import Topology  # noqa: E402
 
 VOCABULARY = 61
 LENGTHS = (13, 5, 31, 8)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_balance.mcore.cpu import enable_cpu, patch_megatron
+from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
 
 enable_cpu()
 
@@ -24,8 +24,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from memory_shapes import MEASURED, RECOMPUTES, TOKENS  # noqa: E402
 
-from megatron_balance.mcore.model_config import block_spec_of, transformer_config_of  # noqa: E402
-from megatron_balance.planner.model_shape import ModelShape  # noqa: E402
+from megatron_balance.mcore.calibration.model_config import block_spec_of, transformer_config_of  # noqa: E402
+from megatron_balance.model.shape import ModelShape  # noqa: E402
 
 
 def kept_bytes(shape: ModelShape, *, num_tokens: int, recompute: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_balance.planner.layer_kinds import Layer
-from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.model.layers import Layer
+from megatron_balance.model.shape import ModelShape
 
 DENSE = ModelShape(
     hidden_size=32,

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore import add_balance_args, hooks
-from megatron_balance.mcore.arguments import BalanceConfig
 from megatron_balance.mcore.options.table import problems, why_stock
+from megatron_balance.mcore.setup.arguments import BalanceConfig
 
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from balancer_setup import Replayed, balancer, group_of_one, item, spans
 
 from megatron_balance import BalanceError
-from megatron_balance.mcore.step_maker import BalancedStep
+from megatron_balance.mcore.step.planner import BalancedStep
 
 
 @pytest.fixture

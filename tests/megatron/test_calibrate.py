@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_balance.cli import main
-from megatron_balance.mcore.arguments import shape_from_command_line
-from megatron_balance.mcore.calibrate import NUM_HELD_OUT, grid_of, mixed_microbatches
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.flops import fwd_flops
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.mcore.calibration.calibrate import NUM_HELD_OUT, grid_of, mixed_microbatches
+from megatron_balance.mcore.setup.command_line import shape_from_command_line
+from megatron_balance.model.flops import fwd_flops
 
 DENSE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "

@@ -86,7 +86,7 @@ def test_data_comes_from_pinned_memory(tmp_path: Path, stock: ToyRun) -> None:
         for rank, transfers in enumerate(of_run.transfers):
             copies = per_step(transfers, kinds=(Kind.PINNED,))
             [((phase, _, site), counts)] = copies.items()
-            assert (phase, site) == (Phase.MICROBATCH, "megatron_balance/mcore/sft_batch.py:get_batch")
+            assert (phase, site) == (Phase.MICROBATCH, "megatron_balance/devkit/sft_batch.py:get_batch")
             num_keys = 6  # tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen
             assert counts == [num_keys * step["num_microbatches"] for step in of_run.recorded.ranks[rank]]
 

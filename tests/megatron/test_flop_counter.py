@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from small_shapes import LENGTHS, SHAPES
 
-from megatron_balance.planner.flops import fwd_flops
+from megatron_balance.model.flops import fwd_flops
 
 pytest.importorskip("megatron.core")
 

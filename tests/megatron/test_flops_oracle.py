@@ -3,7 +3,7 @@
 Megatron's `num_floating_point_operations` is linear in the tokens and in the squared lengths of a batch, so
 (1 token, 0 squares) gives its linear coefficient and (0, 1) its quadratic one, times 3 for the backward pass.
 Where it is not what a model computes, the difference is asserted: if one of these tests fails after an
-upgrade, upstream has mended its formula and the docstring in planner/flops.py must follow. Megatron's formula
+upgrade, upstream has mended its formula and the docstring in model/flops.py must follow. Megatron's formula
 
 - leaves out the router of a MoE layer, and the indexer of sparse attention;
 - counts sliding windows and sparse attention as full attention;
@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.planner.flops import attention_flops, fwd_flops, gated_delta_net_flops, mamba_flops
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.presets import PRESETS
+from megatron_balance.model.flops import attention_flops, fwd_flops, gated_delta_net_flops, mamba_flops
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
 
 pytest.importorskip("megatron.training")
 arguments = pytest.importorskip("megatron.training.arguments")

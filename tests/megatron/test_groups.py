@@ -13,7 +13,7 @@ from forked_runs import train
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_balance.mcore.groups import is_first_of_replica, replica_ranks
+from megatron_balance.mcore.setup.groups import is_first_of_replica, replica_ranks
 
 WORLD_SIZE = 16
 PACKAGE = Path(__file__).parents[2] / "megatron_balance"
@@ -111,7 +111,7 @@ def test_groups_are_made_in_two_places_by_every_rank() -> None:
         for file in PACKAGE.rglob("*.py")
         for what in made_groups(file.read_text(encoding="utf-8"))
     }
-    assert found == {("mcore/groups.py", "new_group"), ("adapters/areal/single_rank.py", "new_group")}
+    assert found == {("mcore/setup/groups.py", "new_group"), ("adapters/areal/single_rank.py", "new_group")}
     assert list(made_groups("import torch.distributed as dist\ndist.new_group(r, use_local_synchronization=True)")) == [
         "2: new_group",
         "2: use_local_synchronization",

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance import BalanceError, patching
+from megatron_balance import BalanceError
+from megatron_balance.hooking import patches as patch_table
 from megatron_balance.mcore import hooks
 
 
@@ -54,7 +55,7 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return user
 
 
-HOOK = patching.Hook(
+HOOK = patch_table.Hook(
     target="upstream_origin:schedule",
     bound_in=("upstream_user",),
     parameters=("num_parts",),
@@ -74,17 +75,17 @@ HOOK = patching.Hook(
     ],
 )
 def test_a_target_that_moved_fails_and_changes_nothing(
-    upstream: types.ModuleType, hook: patching.Hook, message: str
+    upstream: types.ModuleType, hook: patch_table.Hook, message: str
 ) -> None:
     before = upstream.schedule
     with pytest.raises(BalanceError, match=message) as error:
-        patching.install([HOOK, hook], version="upstream 9.9")
+        patch_table.install([HOOK, hook], version="upstream 9.9")
     assert "upstream 9.9" in str(error.value)
     assert upstream.schedule is before
 
 
 def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.ModuleType) -> None:
-    patches = patching.install([HOOK], version="upstream 1.0")
+    patches = patch_table.install([HOOK], version="upstream 1.0")
     assert upstream.schedule([], num_parts=2) == -2
     ours = upstream.schedule
     upstream.schedule = lambda *args, **keywords: 0  # type: ignore[attr-defined]
@@ -110,7 +111,7 @@ class Dispatcher:
 def test_methods_are_hooked_and_restored_as_they_are_stored(name: str, stock: int) -> None:
     before = vars(Dispatcher)[name]
     where = f"{__name__}:Dispatcher"
-    patches = patching.install([replace(HOOK, target=f"{where}.{name}", bound_in=(where,))], version="upstream 1.0")
+    patches = patch_table.install([replace(HOOK, target=f"{where}.{name}", bound_in=(where,))], version="upstream 1.0")
     assert getattr(Dispatcher(), name)([1, 2], num_parts=3) == -stock
     assert isinstance(vars(Dispatcher)[name], type(before))
     patches.undo()
@@ -126,4 +127,4 @@ def test_methods_are_hooked_and_restored_as_they_are_stored(name: str, stock: in
 )
 def test_a_method_that_moved_is_named(target: str, message: str) -> None:
     with pytest.raises(BalanceError, match=message):
-        patching.install([replace(HOOK, target=target, bound_in=())], version="upstream 1.0")
+        patch_table.install([replace(HOOK, target=target, bound_in=())], version="upstream 1.0")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
-from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.step_maker import BalancedStep
-from megatron_balance.runtime.online_calibration import OnlineCalibration
+from megatron_balance.calibration.online import OnlineCalibration
+from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.prefetcher import StepBalancer
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_an_error_of_other_code_in_making_a_step_is_raised_as_it_was(
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no host memory")
 
-    monkeypatch.setattr(f"megatron_balance.mcore.step_maker.{name}", fail)
+    monkeypatch.setattr(f"megatron_balance.mcore.step.planner.{name}", fail)
     with pytest.raises(MemoryError, match="no host memory") as caught:
         balancer(group).balance(iter([numbered(0)]), num_microbatches=1)
     assert any("packing" in note or "item 0" in note for note in caught.value.__notes__)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_balance import ModelShape
 from megatron_balance.mcore import hooks
-from megatron_balance.mcore.arguments import BalanceConfig
+from megatron_balance.mcore.setup.arguments import BalanceConfig
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 MODELS = {"run_sft_megatron.sh": "Qwen3-4B", "run_pretrain_megatron.sh": "Qwen3-30B-A3B"}

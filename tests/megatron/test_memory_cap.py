@@ -14,18 +14,18 @@ import torch
 from test_flops_oracle import QWEN3_30B, RUN
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.flags import parse_command_line
-from megatron_balance.mcore.memory_cap import (
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.command_line import parse_command_line
+from megatron_balance.mcore.setup.memory_cap import (
     derived_cap,
     memory_model_from_megatron_args,
     training_memory,
     with_token_cap,
 )
-from megatron_balance.planner.memory import GIB
-from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.memory.model import GIB
+from megatron_balance.model.shape import ModelShape
 
-THD_LAYERS = "--spec megatron_balance.mcore.attention thd_block_spec"
+THD_LAYERS = "--spec megatron_balance.mcore.thd.attention thd_block_spec"
 AUTO = "--calculate-per-token-loss --use-dynamic-batch-size --max-tokens-per-gpu auto"
 MODEL = """--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --swiglu --vocab-size 32000 --bf16
     --hidden-dropout 0 --use-distributed-optimizer"""

@@ -23,11 +23,11 @@ pytest.importorskip("megatron.training")
 from megatron.training import theoretical_memory_usage as theirs
 from test_flops_oracle import namespace
 
-from megatron_balance.planner.memory import TrainingMemory, memory_model
-from megatron_balance.planner.memory_activations import bytes_per_token, kept_by_layer
-from megatron_balance.planner.memory_precision import Precision
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.topology import Topology
+from megatron_balance.memory.activations import bytes_per_token, kept_by_layer
+from megatron_balance.memory.model import TrainingMemory, memory_model
+from megatron_balance.memory.precision import Precision
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.topology import Topology
 
 DENSE = ["Qwen2.5-0.5B", "Qwen3-8B", "Llama-3.1-8B"]
 MOE = ["Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3"]

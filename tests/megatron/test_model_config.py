@@ -13,16 +13,16 @@ import pytest
 from small_shapes import DENSE, EXPERTS, LATENT, LAYERS, SEQUENCES
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.flops import fwd_flops
-from megatron_balance.planner.layer_kinds import Layer
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.presets import PRESETS
+from megatron_balance.model.flops import fwd_flops
+from megatron_balance.model.layers import Layer
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
 
 torch = pytest.importorskip("torch")
 transformer_config = pytest.importorskip("megatron.core.transformer.transformer_config")
 
-from megatron_balance.mcore.attention import ThdAttention  # noqa: E402
-from megatron_balance.mcore.model_config import block_spec_of, layer_spec_of, transformer_config_of  # noqa: E402
+from megatron_balance.mcore.calibration.model_config import block_spec_of, layer_spec_of, transformer_config_of  # noqa: E402
+from megatron_balance.mcore.thd.attention import ThdAttention  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("layer_runs.py")
 

@@ -11,7 +11,7 @@ import pytest
 from forked_runs import train
 from training_run import Recorded
 
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 
 NUM_STEPS = 7
 FLAGS = (

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from megatron_balance import BalanceError
-from megatron_balance.mcore.flags import _add_flags
 from megatron_balance.mcore.options import conditions
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 from megatron_balance.mcore.options.option import Option, Support, flag_of
 from megatron_balance.mcore.options.table import SUBJECTS, cautions, problems, why_stock
-from megatron_balance.mcore.run_setup import agreed_run
+from megatron_balance.mcore.setup.flags import add_flags
+from megatron_balance.mcore.setup.run_setup import agreed_run
 
 ROOT = Path(__file__).parents[2]
 ROWS = [row for subject in SUBJECTS.values() for row in subject]
@@ -141,7 +141,7 @@ def megatron_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    _add_flags(inspect.unwrap(add_megatron_arguments)(parser))
+    add_flags(inspect.unwrap(add_megatron_arguments)(parser))
     return parser
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_balance import BalanceError, CostModel, Topology
-from megatron_balance.mcore import pool_files
-from megatron_balance.mcore.sample_pool import SamplePool
+from megatron_balance.files.atomic_write import whole_file
+from megatron_balance.mcore.step import pool_files
+from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.whole_file import whole_file
 
 WINDOW, BATCH_SIZE = 3, 4
 LENGTHS = np.random.default_rng(5).integers(1, 6, size=12 * BATCH_SIZE).tolist()

@@ -15,7 +15,7 @@ from forked_runs import train
 from rounding import FP32_ULP, ULPS, assert_equal
 from training_run import Recorded
 
-from megatron_balance.mcore.smoke import ENVIRONMENT
+from megatron_balance.devkit.smoke import ENVIRONMENT
 
 SCRIPT = Path(__file__).with_name("router_runs.py")
 STATISTICS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "expert_bias")

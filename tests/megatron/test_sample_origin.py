@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron_balance.mcore.sample_origin import SampleOrigin
+from megatron_balance.mcore.step.sample_origin import SampleOrigin
 
 
 @pytest.mark.parametrize("consumed", [0, 24])

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from memory_shapes import MEASURED, RECOMPUTES, TOKENS
 
-from megatron_balance.planner.memory import INPUT_BYTES, TrainingMemory, memory_model
-from megatron_balance.planner.memory_precision import Precision
-from megatron_balance.planner.topology import Topology
+from megatron_balance.memory.model import INPUT_BYTES, TrainingMemory, memory_model
+from megatron_balance.memory.precision import Precision
+from megatron_balance.topology import Topology
 
 pytest.importorskip("megatron.core")
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from training_run import Recorded, RunFailed, train
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.mcore.figures import Figures
-from megatron_balance.mcore.recording import RunRecording
-from megatron_balance.mcore.run_metrics import RunMetrics
-from megatron_balance.mcore.step_log import StepLog
-from megatron_balance.mcore.step_maker import BalancedStep
-from megatron_balance.mcore.step_timing import TimedStep
-from megatron_balance.report.record import RunRecord, read_record
+from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.telemetry.figures import Figures
+from megatron_balance.mcore.telemetry.recording import RunRecording
+from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
+from megatron_balance.mcore.telemetry.step_timing import TimedStep
+from megatron_balance.record.run_record import RunRecord, read_record
 from megatron_balance.runtime.rank_seconds import busiest_over_mean
 
 FLAGS = (
@@ -242,7 +242,7 @@ class TestFigures:
         assert mean.known() == {"over_bound": 1.5, "drift": 0.5}
 
 
-class Lines(StepLog):
+class Lines(RunLog):
     """Keeps what it would print."""
 
     def __init__(self) -> None:

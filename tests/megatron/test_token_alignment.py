@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from rounding import assert_equal
 
 from megatron_balance import BalanceError, CostModel, Topology
-from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.pull_ahead import Fetched
-from megatron_balance.mcore.step_maker import BalancedStep, StepMaker
-from megatron_balance.mcore.token_alignment import RECIPE_TOKENS, token_alignment
-from megatron_balance.planner.shape_buckets import bucket_tokens
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.token_alignment import RECIPE_TOKENS, token_alignment
+from megatron_balance.mcore.step.planner import BalancedStep, StepMaker
+from megatron_balance.mcore.step.pull_ahead import Fetched
+from megatron_balance.memory.shape_buckets import bucket_tokens
 from megatron_balance.runtime.packing import FILLER_TOKENS
 from megatron_balance.runtime.unpacking import split_packed
 

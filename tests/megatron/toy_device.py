@@ -3,7 +3,7 @@
     run = forked_runs.train(folder, flags, num_ranks=2, module="toy_device")
     transfers = read_transfers(folder, num_ranks=2)      # toy_transfers.py
 
-It makes "cuda" a memory of its own, on top of the shim that lets Megatron run on a CPU (mcore/cpu.py): tensors of host
+It makes "cuda" a memory of its own, on top of the shim that lets Megatron run on a CPU (devkit/cpu.py): tensors of host
 and device may not be mixed (toy_placement.py), are moved by `.cuda()`, `.to()` and `.cpu()` and say where they are
 (toy_tensors.py); what makes the host wait, and every copy to the device, is counted by call site (toy_transfers.py).
 Kernels are torch's own for the CPU: numbers are those of a run without it, bit for bit.
@@ -186,7 +186,8 @@ def _stub_megatron(recorder: Recorder) -> None:
     import megatron.core.utils as core_utils
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_balance.mcore import attention, cpu
+    from megatron_balance.mcore.thd import attention
+    from megatron_balance.runtime.device import set_device_kind
 
     def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -199,7 +200,7 @@ def _stub_megatron(recorder: Recorder) -> None:
     attention.ThdAttention.forward = as_kernel(attention.ThdAttention.forward)  # type: ignore[method-assign]
     core_utils.tex.thd_get_partitioned_indices = as_kernel(core_utils.tex.thd_get_partitioned_indices)
     GPTModel.forward = _with_inputs_checked(GPTModel.forward)  # type: ignore[method-assign]
-    cpu._enabled = False  # the package takes it for a GPU: times by events, pins
+    set_device_kind("cuda")  # the package takes it for a GPU: times by events, pins
 
 
 def _with_inputs_checked(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -161,7 +161,7 @@ def excess(
 _ROOTS = (str(Path(torch.__file__).parent.parent), str(Path(__file__).parent.parent.parent))
 _SKIPPED = (
     *(f"{_ROOTS[0]}/torch/", contextlib.__file__, functools.__file__),
-    *(f"{_ROOTS[1]}/tests/megatron/toy_", f"{_ROOTS[1]}/megatron_balance/mcore/cpu.py"),
+    *(f"{_ROOTS[1]}/tests/megatron/toy_", f"{_ROOTS[1]}/megatron_balance/devkit/cpu.py"),
 )
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.planner.bounds import lower_bound, min_num_microbatches, single_sample_floor, slot_floor
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.bounds.time import lower_bound, min_num_microbatches, single_sample_floor, slot_floor
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.problem import build_problem
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 COST_MODELS = [
     CostModel.tokens(),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.bucketing import bucketed_order, length_drift
+from megatron_balance.planner.selection.bucketing import bucketed_order, length_drift
 
 lengths_of_samples = st.lists(st.integers(0, 1000), max_size=70)
 buckets = st.one_of(

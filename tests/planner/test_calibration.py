@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.cost_choice import choose_cost_model
-from megatron_balance.planner.fitting import fit_seconds, relative_errors
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.fitting import fit_seconds, relative_errors
+from megatron_balance.cost.resolve import choose_cost_model
 
 TRUTH = np.array([3e-4, 2e-5, 1e-6, 4e-10])
 CALIBRATION = Calibration(

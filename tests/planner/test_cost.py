@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import MAX_TOTAL_COST, CostModel
-from megatron_balance.planner.flops import fwd_flops, fwd_flops_by_part
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.presets import PRESETS
+from megatron_balance.model.flops import fwd_flops, fwd_flops_by_part
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
 
 coefficients = st.integers(0, 10**9)
 models = st.builds(

@@ -10,10 +10,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_balance.planner.bin_packing_bounds import min_num_bins
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.bounds.bins import min_num_bins
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.topology import Limits, Topology
 
 QUADRATIC = CostModel(linear=1000, quadratic=1)
 CAP = 4096

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.flops import (
+from megatron_balance.model.flops import (
     FlopsPolynomial,
     calculate_fwd_flops,
     causal_pairs,
@@ -27,9 +27,9 @@ from megatron_balance.planner.flops import (
     mla_flops,
     moe_flops,
 )
-from megatron_balance.planner.layer_kinds import Layer
-from megatron_balance.planner.megatron_args import parse_layer_pattern
-from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.model.layers import Layer
+from megatron_balance.model.megatron_args import parse_layer_pattern
+from megatron_balance.model.shape import ModelShape
 
 DENSE = ModelShape(
     hidden_size=8,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.inputs import number_groups
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 FLOPS = CostModel(linear=100, quadratic=1)
 

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.assignment import (
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.locality.assignment import (
     assign,
     assign_by_shortest_paths,
     assign_by_subsets,
     assign_greedily,
 )
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.locality import Homes, keep_local
+from megatron_balance.planner.locality.relabel import Homes, keep_local
 from megatron_balance.planner.metrics import schedule_metrics
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 SHARED = CostModel(linear=10, quadratic=1, expert_linear=7, per_microbatch=50)
 COST_MODELS = [CostModel.tokens(), CostModel(linear=100, quadratic=1), CostModel(per_sequence=1), SHARED]
@@ -166,7 +166,7 @@ def test_large_problems_go_by_samples_and_agree_on_what_is_obvious(monkeypatch):
     ranks = schedule.destinations()
     homes = Homes(groups[ranks // 4] * 4 + inner[ranks % 4], tokens=schedule.lengths, ranks_per_node=4)
     for entries in (2**19, 0):
-        monkeypatch.setattr("megatron_balance.planner.locality.MAX_TABLE", entries)
+        monkeypatch.setattr("megatron_balance.planner.locality.relabel.MAX_TABLE", entries)
         slot_of = keep_local(
             schedule.problem(), schedule.slot_of, num_microbatches=schedule.num_microbatches, homes=homes
         )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.lookahead import LookAhead
+from megatron_balance.planner.selection.lookahead import LookAhead
 
 costs_of_samples = st.lists(
     st.one_of(st.integers(0, 5), st.integers(0, 10**6), st.just(10**25)), min_size=0, max_size=80

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.memory import GIB, TrainingMemory, chunks_under_way, memory_model
-from megatron_balance.planner.memory_budget import budget_of_device, derive_cap, token_cap
-from megatron_balance.planner.memory_precision import Precision
-from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.memory.budget import budget_of_device, derive_cap, token_cap
+from megatron_balance.memory.model import GIB, TrainingMemory, chunks_under_way, memory_model
+from megatron_balance.memory.precision import Precision
+from megatron_balance.memory.shape_buckets import bucketed_limits, filled_tokens
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.partition import ALGORITHMS
-from megatron_balance.planner.presets import PRESETS
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.shape_buckets import bucketed_limits, filled_tokens
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 QWEN = ModelShape.preset("Qwen3-8B")
 

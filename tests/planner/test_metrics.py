@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.metrics import assignment_metrics, schedule_metrics
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 TOKENS = CostModel.tokens()
 

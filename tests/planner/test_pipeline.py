@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.planner.pipeline import mountain_order, pipeline_makespans
+from megatron_balance.planner.makespan import mountain_order, pipeline_makespans
 
 
 def simulate(costs, pp_size):

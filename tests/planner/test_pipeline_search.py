@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.heights import target_heights
-from megatron_balance.planner.lengths import synthetic_lengths
+from megatron_balance.cost.model import CostModel
+from megatron_balance.lengths.read import synthetic_lengths
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.packing.heights import target_heights
 from megatron_balance.planner.problem import build_problem
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 NAMES = ("first_fit", "greedy", "karmarkar_karp")
 CAP = 512

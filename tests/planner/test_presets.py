@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.flops import calculate_fwd_flops, fwd_flops
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.presets import PRESETS
+from megatron_balance.model.flops import calculate_fwd_flops, fwd_flops
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

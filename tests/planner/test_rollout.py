@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.rollout import split_rollout
+from megatron_balance.planner.selection.rollout import split_rollout
 
 
 @st.composite

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.topology import Limits, Topology
 
 TOKENS = CostModel.tokens()
 FLOPS = CostModel(linear=23000, quadratic=1)

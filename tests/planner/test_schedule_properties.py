@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import schedule_metrics
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 COST_MODELS = [
     CostModel.tokens(),

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import assignment_metrics, schedule_metrics
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 MODEL = CostModel(linear=10, quadratic=1, per_sequence=3, expert_linear=5)
 

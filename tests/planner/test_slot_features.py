@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.planner.slot_features import coefficients_of, cost_model_of, sets_the_pace, slot_features
+from megatron_balance.calibration.features import coefficients_of, cost_model_of, sets_the_pace, slot_features
 
 MODEL = CostModel(linear=500, quadratic=3, per_sequence=900, per_microbatch=5000, windows=((64, 2),))
 

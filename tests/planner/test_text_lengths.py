@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.text_lengths import count_text_tokens
+from megatron_balance.lengths.text import count_text_tokens
 
 tokenizers = pytest.importorskip("tokenizers")
 

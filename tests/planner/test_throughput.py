@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.calibration import Calibration
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner.metrics import assignment_metrics
-from megatron_balance.planner.model_shape import ModelShape
 from megatron_balance.planner.throughput import (
     num_gpus,
     rate_of_calibration,
@@ -18,7 +18,7 @@ from megatron_balance.planner.throughput import (
     rate_of_tokens,
     step_seconds,
 )
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 
 def test_flops_at_a_stated_speed_are_shared_by_the_gpus_of_a_rank() -> None:

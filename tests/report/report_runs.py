@@ -8,7 +8,8 @@ import numpy as np
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.planner.problem import resolve_objective
-from megatron_balance.report.record import RunInfo, RunRecord, StepRecord
+from megatron_balance.record.run_record import RunInfo, RunRecord
+from megatron_balance.record.step import StepRecord
 
 SECONDS_PER_COST = 1e-9
 COST_MODEL = CostModel(linear=2000, quadratic=1)

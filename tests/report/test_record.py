@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_balance import BalanceError, CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.report.record import RunInfo, StepRecord, read_record
-from megatron_balance.report.record_writers import CHUNK_STEPS, PlanWriter, SecondsWriter
+from megatron_balance.record.run_record import RunInfo, read_record
+from megatron_balance.record.step import StepRecord
+from megatron_balance.record.writers import CHUNK_STEPS, PlanWriter, SecondsWriter
 
 INFO = RunInfo(
     topology=Topology(4, cp_size=2, pp_size=2),

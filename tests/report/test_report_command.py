@@ -10,9 +10,9 @@ import pytest
 from report_runs import run_info, run_record
 
 from megatron_balance.cli import main
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.report.plan_file import read_plan
-from megatron_balance.report.record_writers import PlanWriter, SecondsWriter
+from megatron_balance.cost.model import CostModel
+from megatron_balance.record.plan_file import read_plan
+from megatron_balance.record.writers import PlanWriter, SecondsWriter
 
 pytest.importorskip("plotly")
 

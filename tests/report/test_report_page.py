@@ -11,7 +11,7 @@ import pytest
 from report_runs import run_record, unmeasured
 
 from megatron_balance import BalanceError
-from megatron_balance.planner.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.report.figures import run_figures
 from megatron_balance.report.page import render, write_report
 

@@ -7,7 +7,7 @@ import pytest
 from report_runs import run_info
 
 from megatron_balance import Topology
-from megatron_balance.planner.pipeline import pipeline_makespans
+from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.report.timeline import lay_out
 
 DURATIONS = np.array([[3.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 5.0]])

@@ -11,8 +11,8 @@ import pytest
 from report_runs import run_info, run_record, unmeasured
 
 from megatron_balance import Topology
+from megatron_balance.record.run_record import RunRecord
 from megatron_balance.report.figures import run_figures
-from megatron_balance.report.record import RunRecord
 from megatron_balance.report.trace import write_trace
 
 

@@ -12,8 +12,8 @@ from report_runs import run_info, run_record
 
 from megatron_balance import Topology
 from megatron_balance.cli import main
-from megatron_balance.report.record import read_record
-from megatron_balance.report.record_writers import PlanWriter, SecondsWriter
+from megatron_balance.record.run_record import read_record
+from megatron_balance.record.writers import PlanWriter, SecondsWriter
 
 FLAGS = ["--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "2048"]
 DEEP = "[" * 100_000

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.fuzz_exchange import DTYPES, fuzz
+from megatron_balance.calibration.online import OnlineCalibration
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
 from megatron_balance.runtime import exchange
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
-from megatron_balance.runtime.online_calibration import OnlineCalibration
 from megatron_balance.runtime.rank_seconds import gather_rank_seconds
 from megatron_balance.runtime.replica import share_counts
 from megatron_balance.runtime.sample import Sample, SampleSchema

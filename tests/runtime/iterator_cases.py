@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology
-from megatron_balance.mcore.arguments import BalanceConfig
-from megatron_balance.mcore.balancer import StepBalancer
-from megatron_balance.mcore.step_maker import StepMaker
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.step.planner import StepMaker
+from megatron_balance.mcore.step.prefetcher import StepBalancer
 
 NUM_ITEMS = 2
 """Of a step."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.runtime.online_calibration import CalibrationState, is_refit_step
+from megatron_balance.calibration.online import CalibrationState, is_refit_step
 
 TRUTH = (4e-4, 3e-5, 2e-6, 5e-10)  # seconds per micro-batch, sequence, token, squared token
 

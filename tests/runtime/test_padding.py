@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.mcore.context_parallel import partitioned_indices
+from megatron_balance.mcore.thd.context_parallel import partitioned_indices
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.padding import padding_mask, sequence_lengths
 from megatron_balance.runtime.sample import Sample, SampleSchema

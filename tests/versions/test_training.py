@@ -16,7 +16,7 @@ from rounding import assert_equal
 from training_run import Recorded, train
 
 from megatron_balance.mcore.hooks import hooks_of, supported_version
-from megatron_balance.report.record import read_record
+from megatron_balance.record.run_record import read_record
 
 NUM_STEPS = 6
 SAVED_AT = 3

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import Batch, join_rows, row_lengths, split_rows
-from megatron_balance.planner.cost_choice import Model, choose_cost_model
+from megatron_balance.cost.resolve import Model, choose_cost_model
 
 
 def balance_batch(

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.adapters.areal.redistribution import redistribute
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.patching import Hook
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.hooking.patches import Hook
 from megatron_balance.runtime.gather import gather_lengths
 
 _MODULE = "areal.infra.dist_rollout"

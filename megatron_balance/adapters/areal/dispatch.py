@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import MASK, row_lengths
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.cost.model import CostModel
 
 Dispatched = tuple[list[list[dict[str, Any]]], list[list[int]]]
 """What AReaL expects: for every worker its items, and their positions."""

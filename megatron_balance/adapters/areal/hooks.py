@@ -15,18 +15,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_balance import patching
 from megatron_balance.adapters.areal.coordinator import buffer_device, group_or_world, redistribution_hooks
 from megatron_balance.adapters.areal.dispatch import make_dispatch
 from megatron_balance.adapters.areal.microbatches import plan_microbatches, plan_microbatches_alike
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT
 from megatron_balance.adapters.areal.trainer import single_rank_hooks
 from megatron_balance.adapters.areal.unpadding import with_token_axis_cut
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import Model, choose_cost_model
 from megatron_balance.errors import BalanceError
-from megatron_balance.installation import Installation, check_version
-from megatron_balance.patching import Hook
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import Model, choose_cost_model
+from megatron_balance.hooking import patches as patching
+from megatron_balance.hooking.installation import Installation, check_version
+from megatron_balance.hooking.patches import Hook
 
 SUPPORTED_VERSIONS = ("1.0.4",)
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.schedule import build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.runtime.sample import KeySpec, SampleSchema
+from megatron_balance.topology import Limits, Topology
 
 MicroBatches = list[list[int]]
 """For every micro-batch the positions of its rows, rising."""

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.topology import Limits, Topology
 
 
 def plan_ranks(

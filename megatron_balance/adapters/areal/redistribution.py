@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_parcel
 from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import MASK, Batch, has_entry_a_token, join_rows, row_lengths, trimmed
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import Model, choose_cost_model
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import Model, choose_cost_model
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
 from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron_balance.adapters.areal.single_rank import IdleDataLoader, SingleRankLoad
-from megatron_balance.patching import Hook
+from megatron_balance.hooking.patches import Hook
 
 _TRAINER = "areal.trainer.rl_trainer"
 _COORDINATOR = "areal.infra.dist_rollout"

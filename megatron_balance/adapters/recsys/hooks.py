@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_balance import patching
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import patches as patching
 
 NAME = "megatron_balance"
 """Under which the shuffler is registered in upstream's BatchShufflerFactory."""

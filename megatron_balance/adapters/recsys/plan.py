@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.bounds import lower_bound
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.locality import Homes, keep_local
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.bounds.time import lower_bound
+from megatron_balance.planner.locality.relabel import Homes, keep_local
+from megatron_balance.planner.packing.place import GOOD_ENOUGH
 from megatron_balance.planner.partition import greedy, refine_parts
-from megatron_balance.planner.placement import GOOD_ENOUGH
 from megatron_balance.planner.problem import build_problem
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.topology import Limits, Topology
 
 
 def plan_rows(

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.model.shape import ModelShape
 
 MODELS = ("hstu", "sid_gr")
 """Layers whose FLOPs are known, by the names of their shufflers."""

@@ -14,11 +14,11 @@ from typing import Any
 from megatron_balance.adapters.slime.masked_copies import MaskCopies
 from megatron_balance.adapters.slime.options import SlimeOptions
 from megatron_balance.adapters.slime.schedule import BalancedDpSchedule
+from megatron_balance.cost.resolve import Model
 from megatron_balance.errors import BalanceError
-from megatron_balance.installation import Installation, check_version
-from megatron_balance.patching import Hook, Patches
-from megatron_balance.patching import install as install_hooks
-from megatron_balance.planner.cost_choice import Model
+from megatron_balance.hooking.installation import Installation, check_version
+from megatron_balance.hooking.patches import Hook, Patches
+from megatron_balance.hooking.patches import install as install_hooks
 
 SUPPORTED_VERSIONS = ("0.3",)
 """slime releases whose own tests pass with the adapter on (scripts/upstream/check_slime.sh)."""

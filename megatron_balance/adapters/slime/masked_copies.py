@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.patching import Function
+from megatron_balance.hooking.patches import Function
 
 
 class MaskedCopy(int):

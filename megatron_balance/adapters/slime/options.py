@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import Model, choose_cost_model
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import Model, choose_cost_model
-from megatron_balance.planner.model_shape import ModelShape
-from megatron_balance.planner.schedule import DataSchedule, build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.topology import Limits, Topology
 
 SPECS_TOLD_BY_CHECKPOINT = ("slime_plugins.models.qwen3_5", "slime_plugins.models.qwen3_next")
 """Modules of slime's `--spec` with linear-attention layers that no argument names: the checkpoint's config does."""

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from megatron_balance.adapters.slime.masked_copies import MaskedCopy
 from megatron_balance.adapters.slime.options import SlimeOptions, limits_from_slime, plan_step, topology_from_slime
-from megatron_balance.patching import Function
+from megatron_balance.hooking.patches import Function
 from megatron_balance.planner.inputs import as_integers
-from megatron_balance.planner.rollout import split_rollout
 from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner.selection.rollout import split_rollout
 
 SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 """`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.installation import check_version
+from megatron_balance.hooking.installation import check_version
 
 CONTROLLER = "torchspec.controller.training_controller"
 SUPPORTED_VERSIONS = ("0.1.0",)

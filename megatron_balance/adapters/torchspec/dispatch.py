@@ -19,7 +19,7 @@ from typing import Any
 from megatron_balance.adapters.torchspec.sample_lengths import result_length
 from megatron_balance.adapters.torchspec.settings import Settings
 from megatron_balance.adapters.torchspec.window import DispatchWindow
-from megatron_balance.patching import Function
+from megatron_balance.hooking.patches import Function
 
 MAX_IDLE_CALLS = 500
 """Calls of `try_dispatch_batch` without a new sample after which the pool is taken as it is. TorchSpec's loop calls

@@ -10,9 +10,9 @@ from megatron_balance.adapters.torchspec.dispatch import with_delays_reported, w
 from megatron_balance.adapters.torchspec.presort import with_presorted_data
 from megatron_balance.adapters.torchspec.rank_assignment import with_ranks_by_length
 from megatron_balance.adapters.torchspec.settings import Settings
-from megatron_balance.installation import Installation
-from megatron_balance.patching import Function, Hook, Patches
-from megatron_balance.patching import install as install_hooks
+from megatron_balance.hooking.installation import Installation
+from megatron_balance.hooking.patches import Function, Hook, Patches
+from megatron_balance.hooking.patches import install as install_hooks
 
 _CONTROLLER = "megatron_balance.adapters.torchspec.actor_class:AsyncTrainingController"
 

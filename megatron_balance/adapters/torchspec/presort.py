@@ -2,7 +2,7 @@
 
 Prompts are handed to inference in the order that `_prepare_dataset` returns, and their samples fill the pool about
 in that order. Here every `dispatch_batch_size` prompts in a row are of like lengths, and the dispatches are
-shuffled (`planner/bucketing.py`).
+shuffled (`planner/selection/bucketing.py`).
 
 Samples do not come back quite in order: inference runs several batches at once, may fail on some, and the rest of
 an epoch stays in the pool until the next. Any of these shifts all dispatches that follow, so that each would hold
@@ -20,8 +20,8 @@ from typing import Any
 
 from megatron_balance.adapters.torchspec.sample_lengths import data_lengths
 from megatron_balance.adapters.torchspec.settings import Settings
-from megatron_balance.patching import Function
-from megatron_balance.planner.bucketing import bucketed_order
+from megatron_balance.hooking.patches import Function
+from megatron_balance.planner.selection.bucketing import bucketed_order
 
 
 def with_presorted_data(prepare_dataset: Function, *, settings: Settings) -> Function:

@@ -19,9 +19,9 @@ import numpy as np
 
 from megatron_balance.adapters.torchspec.sample_lengths import result_length
 from megatron_balance.adapters.torchspec.settings import Settings
-from megatron_balance.patching import Function
-from megatron_balance.planner.bucketing import bucketed_order
+from megatron_balance.hooking.patches import Function
 from megatron_balance.planner.partition import greedy, refine_parts
+from megatron_balance.planner.selection.bucketing import bucketed_order
 
 
 def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int = 0) -> list[list[int]]:

@@ -20,7 +20,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from megatron_balance.planner.pool_choice import CHOICES
+from megatron_balance.planner.selection.pool_choice import CHOICES
 
 MAX_DELAY_WINDOWS = 2
 """A sample leaves at most twice the window late. Without a bound it could in theory wait for all that were in the pool

@@ -29,7 +29,7 @@ from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
 from megatron_balance.adapters.verl.row_order import RowOrder, minibatches_of_parts, order_rows
 from megatron_balance.adapters.verl.settings import Settings, active, while_active
 from megatron_balance.errors import BalanceError
-from megatron_balance.patching import Function
+from megatron_balance.hooking.patches import Function
 
 _Key = tuple[int, str]
 """A worker group and one of its methods."""

@@ -23,9 +23,9 @@ from megatron_balance.adapters.verl.seqlen_balancing import (
 from megatron_balance.adapters.verl.settings import Settings, activate, active, is_hook
 from megatron_balance.adapters.verl.workload import Model, choose_workload
 from megatron_balance.errors import BalanceError
-from megatron_balance.installation import check_version
-from megatron_balance.patching import Function, Hook, Patches
-from megatron_balance.patching import install as install_hooks
+from megatron_balance.hooking.installation import check_version
+from megatron_balance.hooking.patches import Function, Hook, Patches
+from megatron_balance.hooking.patches import install as install_hooks
 
 SUPPORTED_VERSIONS = ("0.9",)
 """verl releases on which the tests run."""

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from megatron_balance.adapters.verl.partitions import balanced_partitions
 from megatron_balance.adapters.verl.workload import workloads
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.pipeline import mountain_order
-from megatron_balance.planner.schedule import DataSchedule, Ranks, build_data_schedule
-from megatron_balance.planner.topology import Limits, Topology
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.makespan import mountain_order
+from megatron_balance.planner.schedule import DataSchedule, Ranks
+from megatron_balance.topology import Limits, Topology
 
 if TYPE_CHECKING:
     import torch

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.adapters.verl.workload import workloads
+from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import MAX_TOTAL_COST, CostModel
 from megatron_balance.planner.grouping import assign_groups
 from megatron_balance.planner.inputs import number_groups
 from megatron_balance.planner.problem import Problem
-from megatron_balance.planner.topology import Topology
+from megatron_balance.topology import Topology
 
 
 def balanced_partitions(

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from megatron_balance.adapters.verl.partitions import balanced_partitions
 from megatron_balance.adapters.verl.workload import workloads
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.pipeline import mountain_order
+from megatron_balance.planner.makespan import mountain_order
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_balance.adapters.verl.partitions import balanced_partitions, group_balanced_partitions
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.adapters.verl.workload import tensor_workloads
-from megatron_balance.patching import Function
+from megatron_balance.hooking.patches import Function
 
 
 def count_workload(stock: Function) -> Function:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from megatron_balance.planner.cost import CostModel
+from megatron_balance.cost.model import CostModel
 
 Function = Callable[..., Any]
 

@@ -23,9 +23,9 @@ from megatron_balance.adapters.verl.partitions import group_balanced_partitions
 from megatron_balance.adapters.verl.row_order import RowOrder, minibatches_in_order, order_rows
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.errors import BalanceError
-from megatron_balance.patching import Function
+from megatron_balance.hooking.patches import Function
 from megatron_balance.planner.inputs import number_groups
-from megatron_balance.planner.rollout import split_rollout
+from megatron_balance.planner.selection.rollout import split_rollout
 
 
 def balance_data_proto_batch(stock: Function) -> Function:

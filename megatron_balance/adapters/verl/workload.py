@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import choose_cost_model
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import choose_cost_model
-from megatron_balance.planner.model_shape import ModelShape
+from megatron_balance.model.shape import ModelShape
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_balance.mcore.options.conditions import BALANCING, above, both, given, negated
 from megatron_balance.mcore.options.option import Option, Support
-from megatron_balance.planner.memory_budget import AUTO
+from megatron_balance.memory.budget import AUTO
 
 
 def _cap(args: Any) -> int | None:

@@ -10,8 +10,8 @@ from areal_trajectories import digest, make_trajectory, row_digests
 from megatron_balance.adapters.areal import SingleRankLoad, distributed_batch, redistribute
 from megatron_balance.adapters.areal.microbatches import plan_microbatches_alike
 from megatron_balance.adapters.areal.trajectories import row_lengths
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
 
 
 def own_trajectories(lengths: list[list[list[int]]]) -> list[dict]:

@@ -20,9 +20,9 @@ from megatron_balance.adapters.areal import balance_batch
 from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_parcel
 from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import join_rows, row_lengths, split_rows, trimmed
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import choose_cost_model
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
-from megatron_balance.planner.cost_choice import choose_cost_model
 
 NUM_SEEDS = 50
 rows_of_batches = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=12)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_balance.adapters.areal import endless
 from megatron_balance.adapters.areal.microbatches import plan_microbatches
 from megatron_balance.adapters.areal.single_rank import IdleDataLoader
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.cost import CostModel
 
 COST = CostModel(linear=100, quadratic=1)
 

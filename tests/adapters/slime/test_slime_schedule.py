@@ -17,9 +17,9 @@ from slime_double import build_dp_schedule, parallel_config, qwen3_4b
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.adapters.slime import MaskedCopy, SlimeOptions
 from megatron_balance.adapters.slime.schedule import BalancedDpSchedule, SlimeSchedule, in_slime_order
-from megatron_balance.planner.cost_choice import choose_cost_model
-from megatron_balance.planner.presets import PRESETS
-from megatron_balance.planner.synthetic import synthetic_lengths
+from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.lengths.synthetic import synthetic_lengths
+from megatron_balance.model.presets import PRESETS
 
 
 def plan(

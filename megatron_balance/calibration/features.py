@@ -1,0 +1,115 @@
+"""What a rank's micro-batches hold, as far as their time depends on it.
+
+    seconds ≈ per_microbatch*1 + per_sequence*num_sequences + linear*tokens + attention*core
+
+`core` is the attention of the cost model: `Σ quadratic*L² + Σ_w window_w*pairs(L, w)`. Its parts are left in the
+proportions that the model's shape gives, since lengths seen in training seldom tell them apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.problem import meeting_ranks
+from megatron_balance.planner.schedule import DataSchedule
+
+NUM_FEATURES = 4
+"""1, sequences, tokens, core."""
+
+
+def slot_features(schedule: DataSchedule, *, rank: int, cost_model: CostModel) -> NDArray[np.float64]:
+    """Features of one rank's micro-batches.
+
+    Tokens in routed experts are computed by the expert-parallel group together, each rank an even part: that
+    part of a micro-batch's tokens is the group's mean.
+
+    Args:
+        schedule: the plan.
+        rank: data-parallel rank.
+        cost_model: FLOPs, or whatever tells the parts of the attention and of routed experts.
+
+    Returns:
+        `[num_microbatches, 4]` float64: 1, sequences, padded tokens, core.
+    """
+    num_microbatches, topology = schedule.num_microbatches, schedule.topology
+    own = slice(rank * num_microbatches, (rank + 1) * num_microbatches)
+    segments = schedule.lengths if schedule.segment_lengths is None else schedule.segment_lengths
+    slots = schedule.slot_of if schedule.num_segments is None else np.repeat(schedule.slot_of, schedule.num_segments)
+
+    def per_slot(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.bincount(slots, weights=values, minlength=topology.dp_size * num_microbatches)
+
+    padded = topology.padded_seq_len(segments)
+    tokens = per_slot(padded.astype(np.float64))
+    of_group = tokens.reshape(-1, topology.ep_span, num_microbatches)[rank // topology.ep_span].mean(axis=0)
+    shared = _expert_part(cost_model)
+    return np.column_stack(
+        [
+            np.ones(num_microbatches),
+            per_slot(np.ones(segments.size))[own],
+            (1 - shared) * tokens[own] + shared * of_group,
+            per_slot(_core(padded, cost_model=cost_model))[own],
+        ]
+    )
+
+
+def cost_model_of(coefficients: NDArray[np.float64], *, cost_model: CostModel, units_per_second: int) -> CostModel:
+    """The cost model that the coefficients of `slot_features` make.
+
+    Args:
+        coefficients: `[4]` seconds per micro-batch, sequence, token and unit of core.
+        cost_model: what the features were made with.
+        units_per_second: of the result's costs.
+    """
+    per_microbatch, per_sequence, per_token, per_core = (float(value) * units_per_second for value in coefficients)
+    shared = _expert_part(cost_model)
+    return CostModel(
+        linear=round(per_token * (1 - shared)),
+        expert_linear=round(per_token * shared),
+        quadratic=round(per_core * cost_model.quadratic),
+        windows=tuple((window, round(per_core * each)) for window, each in cost_model.windows),
+        per_sequence=round(per_sequence),
+        per_microbatch=round(per_microbatch),
+    )
+
+
+def coefficients_of(cost_model: CostModel) -> NDArray[np.float64]:
+    """`[4]` the cost model's own coefficients, in its own units: features times these are its costs."""
+    return np.array(
+        [
+            cost_model.per_microbatch,
+            cost_model.per_sequence,
+            cost_model.linear + cost_model.expert_linear,
+            1.0,
+        ]
+    )
+
+
+def sets_the_pace(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
+    """`[num_microbatches]` whether the rank is the costliest of those it meets in each micro-batch.
+
+    Where ranks meet in every micro-batch, the others' time is waiting. Where they meet once a step, all are.
+    """
+    topology = schedule.topology
+    if topology.ep_span == 1 and not topology.fully_sharded:
+        return np.ones(schedule.num_microbatches, dtype=np.bool_)
+    grid = schedule.cost_grid.reshape(-1, meeting_ranks(topology), schedule.num_microbatches)
+    slowest = grid.max(axis=1)[rank // meeting_ranks(topology)]
+    return schedule.cost_grid[rank] == slowest
+
+
+def _expert_part(cost_model: CostModel) -> float:
+    """The part of what a token costs that routed experts are, from 0 to 1."""
+    linear = cost_model.linear + cost_model.expert_linear
+    return cost_model.expert_linear / linear if linear else 0.0
+
+
+def _core(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[np.float64]:
+    """`[num_segments]` attention of each."""
+    if not cost_model.quadratic and not cost_model.windows:
+        return np.zeros(lengths.size)
+    attention = CostModel(quadratic=cost_model.quadratic, windows=cost_model.windows)
+    unique, inverse = np.unique(lengths, return_inverse=True)
+    return np.array([float(attention(length)) for length in unique.tolist()])[inverse]

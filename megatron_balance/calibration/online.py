@@ -1,0 +1,199 @@
+"""A cost model that learns from the run's own micro-batches, the same on every rank.
+
+Each rank keeps what it measured. On a fixed schedule of steps rank 0 of the group gathers the newest
+measurements of all ranks, fits them (`cost/fitting.py`), and broadcasts four coefficients, which every
+rank turns into the same integers. The fit must prove itself: it is made on every other measurement and
+must tell the rest better than the prior, scaled, does; otherwise the scaled prior stays.
+
+Invariants: ranks agree on the cost model at every step; between refits it does not change; with the same
+state and no new measurements, a resumed run plans as the one that saved it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatron_balance.calibration.features import NUM_FEATURES, coefficients_of, cost_model_of
+from megatron_balance.cost.calibration import UNITS_PER_SECOND
+from megatron_balance.cost.fitting import fit_seconds, relative_errors
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.files.atomic_write import whole_file
+from megatron_balance.files.untrusted import parse_json
+from megatron_balance.runtime.peers import waiting_for
+
+FIRST_REFIT = 4
+"""Steps before the first refit; the gap then doubles, up to `LONGEST_GAP`."""
+
+LONGEST_GAP = 64
+
+MAX_MEASUREMENTS = 16384
+"""Gathered for one refit, over all ranks: 0.6 MB, fitted in well under a second."""
+
+MAX_MEASUREMENTS_OF_RANK = 512
+
+MIN_MEASUREMENTS = 16
+"""Fewer do not tell four coefficients apart."""
+
+
+_FILE = "online_calibration.json"
+
+
+def is_refit_step(step: int) -> bool:
+    """Whether the cost model is fitted anew before this step, counted from 0: 4, 8, 16, 32, 64, 128, 192, …"""
+    if step >= LONGEST_GAP:
+        return step % LONGEST_GAP == 0
+    return step >= FIRST_REFIT and step & (step - 1) == 0
+
+
+@dataclass(frozen=True)
+class CalibrationState:
+    """What a checkpoint keeps.
+
+    Attributes:
+        num_steps: steps that were planned.
+        coefficients: `[4]` seconds per micro-batch, sequence, token and unit of attention; None before the first fit.
+        error: median relative error on the measurements that were held out; None likewise.
+    """
+
+    num_steps: int = 0
+    coefficients: tuple[float, ...] | None = None
+    error: float | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write it as JSON, whose numbers read back exactly."""
+        with whole_file(folder / _FILE) as file:
+            file.write(f"{json.dumps(asdict(self))}\n".encode())
+
+    @staticmethod
+    def forget(folder: Path) -> None:
+        """Remove what an earlier run may have written there."""
+        (folder / _FILE).unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, folder: Path) -> CalibrationState:
+        """Read it back; a fresh state where the run that saved did not calibrate.
+
+        Raises:
+            BalanceError: it cannot be read.
+        """
+        path = folder / _FILE
+        if not path.exists():
+            return cls()
+        try:
+            content = parse_json(path.read_text(encoding="utf-8"))
+            coefficients, off_by = content["coefficients"], content["error"]
+            if coefficients is not None and len(coefficients) != NUM_FEATURES:
+                raise ValueError(f"{len(coefficients)} coefficients in place of {NUM_FEATURES}")
+            return cls(
+                num_steps=int(content["num_steps"]),
+                coefficients=None if coefficients is None else tuple(map(float, coefficients)),
+                error=None if off_by is None else float(off_by),
+            )
+        except (ArithmeticError, OSError, KeyError, TypeError, ValueError) as error:
+            raise BalanceError(
+                f"{path} is damaged or was written by another version ({error}): delete it, and the run learns anew."
+            ) from error
+
+
+class OnlineCalibration:
+    """One rank's part.
+
+    Args:
+        prior: FLOPs or an earlier calibration: what plans until there is a fit, and what tells the parts of
+            attention and of routed experts apart.
+        group: all ranks that plan; CPU tensors travel over it.
+    """
+
+    def __init__(self, prior: CostModel, *, group: dist.ProcessGroup) -> None:
+        self.prior = prior
+        self.state = CalibrationState()
+        self._group = group
+        self._lock = threading.Lock()
+        self._rows_per_rank = max(4, min(MAX_MEASUREMENTS_OF_RANK, MAX_MEASUREMENTS // group.size()))
+        self._rows: deque[NDArray[np.float64]] = deque(maxlen=self._rows_per_rank)
+
+    @property
+    def cost_model(self) -> CostModel:
+        """What the next step is planned with."""
+        if self.state.coefficients is None:
+            return self.prior
+        coefficients = np.array(self.state.coefficients)
+        return cost_model_of(coefficients, cost_model=self.prior, units_per_second=UNITS_PER_SECOND)
+
+    def add(self, features: NDArray[np.float64], *, seconds: NDArray[np.float64]) -> None:
+        """Take in what this rank measured; any thread may.
+
+        Args:
+            features: `[num_measurements, 4]`, made with `prior`.
+            seconds: `[num_measurements]`; those that are not above zero are left out.
+        """
+        kept = seconds > 0
+        with self._lock:
+            self._rows.extend(np.column_stack([features, seconds])[kept])
+
+    def begin_step(self) -> None:
+        """Go on to the next step, and refit where one is due. All ranks of the group, in the same order."""
+        coefficients, error = self.state.coefficients, self.state.error
+        if is_refit_step(self.state.num_steps):
+            fitted = self._refit()
+            if fitted is not None:
+                coefficients, error = fitted
+        self.state = CalibrationState(self.state.num_steps + 1, coefficients, error)
+
+    def _refit(self) -> tuple[tuple[float, ...], float] | None:
+        """Coefficients and held-out error, from all ranks' measurements; None where there are too few."""
+        rows = self._gather()
+        # The last entry says whether there is a fit: every rank must go on alike.
+        message = torch.zeros(NUM_FEATURES + 2, dtype=torch.float64)
+        if rows is not None and len(rows) >= MIN_MEASUREMENTS:
+            coefficients, error = _fit(rows, prior=self.prior)
+            message = torch.tensor([*coefficients.tolist(), error, 1.0], dtype=torch.float64)
+        with waiting_for("the fitted cost model (calibration)", group=self._group):
+            dist.broadcast(message, dist.get_global_rank(self._group, 0), group=self._group)
+        *coefficients, error, fitted = message.tolist()
+        return (tuple(coefficients), error) if fitted else None
+
+    def _gather(self) -> NDArray[np.float64] | None:
+        """`[num_measurements, 5]` of all ranks on rank 0 of the group, None elsewhere."""
+        share = torch.zeros(self._rows_per_rank, NUM_FEATURES + 1, dtype=torch.float64)
+        with self._lock:
+            if self._rows:
+                share[: len(self._rows)] = torch.from_numpy(np.stack(list(self._rows)))
+        first = dist.get_global_rank(self._group, 0)
+        shares = [torch.empty_like(share) for _ in range(self._group.size())] if self._group.rank() == 0 else None
+        with waiting_for("measured seconds of all ranks (calibration)", group=self._group):
+            dist.gather(share, shares, dst=first, group=self._group)
+        if shares is None:
+            return None
+        rows = torch.cat(shares).numpy()
+        return rows[rows[:, NUM_FEATURES] > 0]
+
+
+def _fit(rows: NDArray[np.float64], *, prior: CostModel) -> tuple[NDArray[np.float64], float]:
+    """Coefficients, and their median relative error on measurements that they were not made from."""
+    features, seconds = rows[:, :NUM_FEATURES], rows[:, NUM_FEATURES]
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+
+    def error_of(candidate: NDArray[np.float64]) -> float:
+        errors = relative_errors(features[odd], seconds=seconds[odd], coefficients=candidate)
+        return float(np.median(errors))
+
+    def scaled_prior(part: slice) -> NDArray[np.float64]:
+        own = coefficients_of(prior)
+        return own * fit_seconds((features[part] @ own)[:, None], seconds=seconds[part])[0]
+
+    fitted_error = error_of(fit_seconds(features[even], seconds=seconds[even]))
+    prior_error = error_of(scaled_prior(even))
+    if fitted_error < prior_error:
+        return fit_seconds(features, seconds=seconds), fitted_error
+    return scaled_prior(slice(None)), prior_error

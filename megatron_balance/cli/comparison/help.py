@@ -1,0 +1,59 @@
+"""What `compare --help` says below its flags: sources, examples, policies, and what each number is."""
+
+from __future__ import annotations
+
+from megatron_balance.cli.flags import LENGTHS_HELP, MODELS_HELP
+from megatron_balance.cost.model import MICROBATCH_TOKENS
+
+MAX_SAMPLES = {"step": 2**17, "slots": 2**14, "groups": 2**12}
+"""Samples planned when --steps is not given, over all points of a sweep together, so that it takes seconds. Plans are
+dearer where ranks meet in every slot or in a pipeline, and dearest where several groups of ranks do.
+"""
+
+EPILOG = f"""\
+{LENGTHS_HELP}
+  or the folder of a run recorded with --balance-record: its own steps, ranks, cap and costs
+
+examples:
+  megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
+      --model Qwen3-8B --peak-tflops 989 --efficiency 0.4
+  megatron-balance compare chats.parquet --tokenizer Qwen3-8B/ --text-key messages --save-lengths lengths.npy \\
+      --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --model Qwen3-8B
+  megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
+      --model Qwen3-8B --cost calibration.json
+  megatron-balance compare synthetic:servegen_mlarge:20000 --global-batch-size 256 --dp-size 8 \\
+      --max-tokens-per-gpu 16384 --model Qwen3-8B --sweep dp_size=2,4,8,16 --sweep cp_size=1,2 --chart sweep.html
+  megatron-balance compare runs/record --model Qwen3-8B
+
+policies (their flags are printed below the table):
+  stock         Megatron's own sampler: sample i on rank i % dp_size, one sample a micro-batch
+  packed        every rank packs what it loaded, first fit
+  balance-data  samples move, ranks are made even in tokens
+  by-flops      samples move, ranks are made even in FLOPs of --model
+  calibrated    the same in the seconds of --cost calibration.json
+  look-ahead W  the last of these, a step's samples chosen from W global batches: the order of data changes
+
+columns, means over the steps:
+  step s         predicted time of a step, forward and backward. Shown where its speed is known: --peak-tflops,
+                 a calibration, or a recorded run that was measured
+  tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
+  speed          predicted time under stock over this policy's
+  step, micro-batch, pipeline
+                 slowest over mean, as each objective sees it; 1.000 is even, also with one rank. * marks the one that
+                 holds for your ranks, which the times are predicted by.
+                 step: cost of a rank. micro-batch: the slowest rank in each slot, summed. pipeline: the longest
+                 makespan over that of as many even micro-batches, so its bubble is not counted
+  over bound     predicted time above a lower bound that no schedule can beat
+  padding        padding for context and sequence parallelism, of all tokens run
+  headroom       room below the token cap in the fullest micro-batch of all steps, in tokens, not in bytes; below 0:
+                 one sample is longer than the cap
+  micro-batches  of one rank in one step
+  plan ms        time to plan one step
+
+FLOPs are those this package plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in
+training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} tokens besides, for launches. TFLOPS of tools
+that count the whole attention square, or 6*parameters, are not the same number: choose --efficiency by these FLOPs,
+or better, calibrate.
+
+{MODELS_HELP}
+"""

@@ -1,0 +1,200 @@
+"""What to do, in a few sentences, from the figures of a comparison.
+
+    1. the policy with the fewest flags that is within WORTH of the fastest
+    2. stock, where that gains nothing
+    3. where samples run alone above the cap: a cap that holds the longest, or context parallelism that does
+    4. where one sample bounds the step: what lifts that, planned again there
+
+Invariant: every number is of a plan; nothing is promised that was not planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_balance.cli.comparison.batches import GlobalBatch
+from megatron_balance.cli.comparison.policies import PolicyResult
+from megatron_balance.cli.comparison.results import Comparison, PolicyFigures, Question
+from megatron_balance.planner.floor_advice import FloorAdvice, floor_advice
+from megatron_balance.topology import Limits, Topology
+
+WORTH = 0.01
+"""A policy that gains less than this part is not worth its flags."""
+
+NOTABLE_FLOOR = 1.01
+"""A sample that outweighs a rank's share by less is not worth a word."""
+
+CAP_MULTIPLE = 256
+"""Caps are advised in multiples of so many tokens."""
+
+MOST_CAP_GROWTH = 2
+"""A GPU that was given a cap is not expected to hold more than so many times that."""
+
+PLANNED_AGAIN = 8
+"""Steps that advice is planned again for."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What the figures speak for.
+
+    Attributes:
+        policy: its name.
+        flags: what asks for it; empty for stock.
+        objective: that it was planned for.
+        max_tokens_per_gpu: the cap to set.
+        speedup: over stock.
+        speedup_over_packed: over packing what each rank loaded.
+        floor_worst: single-sample floor of the worst step.
+        floor_mean: mean over the steps.
+        cp_size: context parallelism that lifts the floor on the same GPUs; None where none does or none has to.
+        cp_speedup: what that gains on top, predicted without its communication; None where it was not planned.
+        sentences: all of it, for people.
+    """
+
+    policy: str
+    flags: str
+    objective: str
+    max_tokens_per_gpu: int
+    speedup: float
+    speedup_over_packed: float
+    floor_worst: float
+    floor_mean: float
+    cp_size: int | None
+    cp_speedup: float | None
+    sentences: tuple[str, ...]
+
+
+def recommend(comparison: Comparison, *, question: Question, results: Sequence[PolicyResult]) -> Recommendation:
+    """Choose among policies.
+
+    Args:
+        comparison: all of them.
+        question: to plan again elsewhere.
+        results: those that may be recommended, stock and packed first, then with ever more flags.
+    """
+    setting = comparison.setting
+    fastest = min(result.predicted_cost for result in results)
+    chosen = next(result for result in results if result.predicted_cost * (1 - WORTH) <= fastest)
+    figures = comparison.figures(chosen)
+    over_packed = results[1].predicted_cost / chosen.predicted_cost if chosen.predicted_cost else 1.0
+    cap, on_cap = _cap(comparison)
+    floors = [step.metrics.single_sample_floor for step in chosen.steps]
+    sentences = [_use(figures, objective=setting.objective, cap=cap, over_packed=over_packed), *on_cap]
+    if chosen.policy.lookahead > 1:
+        latest = chosen.policy.lookahead - 1
+        sentences.append(f"Look-ahead lets a sample wait up to {latest} step{'s' * (latest > 1)}.")
+    advice, cp_size, cp_speedup = _floor_advice(comparison, floors, chosen=chosen, question=question)
+    if advice is not None:
+        sentences += _on_floor(advice, floor_mean=math.fsum(floors) / len(floors), cp_speedup=cp_speedup)
+    if comparison.setting.cost_name == "tokens":
+        sentences.append("By tokens alone; with --model, --balance-by-flops can be judged as well.")
+    return Recommendation(
+        policy=figures.name,
+        flags=figures.flags,
+        objective=setting.objective,
+        max_tokens_per_gpu=cap,
+        speedup=figures.speedup,
+        speedup_over_packed=over_packed,
+        floor_worst=max(floors),
+        floor_mean=math.fsum(floors) / len(floors),
+        cp_size=cp_size,
+        cp_speedup=cp_speedup,
+        sentences=tuple(sentences),
+    )
+
+
+def _use(figures: PolicyFigures, *, objective: str, cap: int, over_packed: float) -> str:
+    if not figures.flags:
+        return f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
+    flags = " ".join(
+        str(cap) if before == "--max-tokens-per-gpu" else flag
+        for before, flag in zip(["", *figures.flags.split()], figures.flags.split(), strict=False)
+    )
+    against = f", {over_packed:.2f}x packing alone" if figures.name != "packed" else ""
+    return f"Use {flags} (objective {objective}, cap {cap}). Expect {figures.speedup:.2f}x the speed of stock{against}."
+
+
+def _cap(comparison: Comparison) -> tuple[int, list[str]]:
+    """The present cap, or the one that the longest sample needs; and why."""
+    topology, limits = comparison.setting.topology, comparison.setting.limits
+    present = limits.max_tokens_per_gpu
+    assert present is not None, "compare plans under a token cap"
+    held = present * topology.cp_size
+    padded = [topology.padded_seq_len(batch.segment_lengths) for batch in comparison.batches]
+    longest, num_over = max(int(tokens.max()) for tokens in padded), sum(int((t > held).sum()) for t in padded)
+    if not num_over:
+        return present, []
+    runs = f"{num_over} samples are longer than the cap and run alone above it, the longest with {longest} tokens"
+    needed = -(-longest // (topology.cp_size * CAP_MULTIPLE)) * CAP_MULTIPLE
+    if needed <= MOST_CAP_GROWTH * present:
+        return needed, [f"{runs}: memory must hold that in any case, so a cap of {needed} takes no more."]
+    cp_size = topology.cp_size
+    while present * cp_size < longest:
+        cp_size *= 2
+    return present, [f"{runs}: without memory for it, CP {cp_size} holds it under the cap, or cut it at {held} tokens."]
+
+
+def _floor_advice(
+    comparison: Comparison, floors: list[float], *, chosen: PolicyResult, question: Question
+) -> tuple[FloorAdvice | None, int | None, float | None]:
+    """For the step with the largest floor: what lifts it, by how much context parallelism, and its gain."""
+    setting = comparison.setting
+    worst = max(range(len(floors)), key=lambda step: floors[step])
+    if floors[worst] <= NOTABLE_FLOOR:
+        return None, None, None
+    advice = floor_advice(
+        chosen.steps[worst].batch.segment_lengths, cost_model=setting.cost_model, topology=setting.topology
+    )
+    if advice.cp_size is None or advice.cp_size == setting.topology.cp_size:
+        return advice, None, None
+    gain = _gain_of_cp(comparison, cp_size=advice.cp_size, chosen=chosen, question=question)
+    return advice, advice.cp_size, gain
+
+
+def _gain_of_cp(comparison: Comparison, *, cp_size: int, chosen: PolicyResult, question: Question) -> float | None:
+    """Speed with more context parallelism on the same GPUs over that without; None where it cannot be planned."""
+    topology = comparison.setting.topology
+    other = replace(topology, dp_size=topology.dp_size * topology.cp_size // cp_size, cp_size=cp_size)
+    if other.dp_size % other.ep_span or not question.costs.holds_at(other):
+        return None
+    num_steps = min(PLANNED_AGAIN, len(comparison.batches))
+    batches = [replace(batch, loaded_by=None) for batch in comparison.batches[:num_steps]]
+    now, then = (
+        _seconds(question, batches, topology=ranks, limits=comparison.setting.limits, name=chosen.policy.name)
+        for ranks in (topology, other)
+    )
+    return now / then if then else None
+
+
+def _seconds(
+    question: Question, batches: Sequence[GlobalBatch], *, topology: Topology, limits: Limits, name: str
+) -> float:
+    setting = question.setting(topology, limits=limits)
+    policy = next(policy for policy in question.policies(setting) if policy.name == name)
+    comparison = question.compare(batches, topology=topology, limits=limits, policies=[policy])
+    return comparison.seconds(comparison.results[0].predicted_cost)
+
+
+def _on_floor(advice: FloorAdvice, *, floor_mean: float, cp_speedup: float | None) -> list[str]:
+    """What the single-sample floor costs and what lifts it."""
+    sentences = [
+        f"One sample outweighs a rank's share, {advice.floor:.2f}x in the worst step and {floor_mean:.2f}x on average, "
+        f"and no plan goes below that."
+    ]
+    ways: list[str] = []
+    if cp_speedup is not None:
+        ways.append(
+            f"CP {advice.cp_size} on the same GPUs would lift the floor: {cp_speedup:.2f}x on top, "
+            "its communication not counted"
+        )
+    elif advice.cp_size is not None:
+        ways.append(f"CP {advice.cp_size} would lift the floor")
+    if advice.fitting_tokens is not None:
+        ways.append(f"so would cutting samples at {advice.fitting_tokens} tokens ({advice.num_longer} in that step)")
+    if not ways:
+        ways.append("more samples a step, or fewer ranks, would lift it")
+    text = "; ".join(ways)
+    return [*sentences, text[0].upper() + text[1:] + "."]

@@ -1,0 +1,223 @@
+"""All policies over the same steps, with the figures that tables, charts and the recommendation show.
+
+Invariant: every figure comes from plans of these very batches, judged by one cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_balance.cli.comparison.batches import GlobalBatch, recorded_steps
+from megatron_balance.cli.comparison.cost_source import CostSource
+from megatron_balance.cli.comparison.policies import (
+    PlannedStep,
+    Policy,
+    PolicyResult,
+    Setting,
+    plan_policy,
+    token_policies,
+)
+from megatron_balance.planner.problem import is_makespan, resolve_objective
+from megatron_balance.planner.throughput import CostRate, num_gpus, step_seconds
+from megatron_balance.record.judging import rejudged, samples_of_slots, step_metrics
+from megatron_balance.record.run_record import RunRecord
+from megatron_balance.topology import Limits, Topology
+
+
+@dataclass(frozen=True)
+class PolicyFigures:
+    """One policy, over all steps. Means, but for the headroom.
+
+    Attributes:
+        name: of the policy.
+        flags: what asks for it in training.
+        seconds_per_step: predicted, in seconds where the rate is absolute, else in an arbitrary unit.
+        tokens_per_second_per_gpu: original tokens (no padding) of a step, by its predicted time and all GPUs.
+        speedup: predicted time under stock over this one's.
+        step_imbalance, microbatch_imbalance, pipeline_imbalance: as in ScheduleMetrics.
+        over_bound: predicted time above what no plan beats, a part of it.
+        padding: part of the tokens run that is padding.
+        cap_headroom: room below the token cap in the fullest micro-batch of all steps; below 0 where one sample
+            is longer.
+        num_microbatches: of one rank in one step.
+        plan_seconds: to plan a step.
+    """
+
+    name: str
+    flags: str
+    seconds_per_step: float
+    tokens_per_second_per_gpu: float
+    speedup: float
+    step_imbalance: float
+    microbatch_imbalance: float
+    pipeline_imbalance: float
+    over_bound: float
+    padding: float
+    cap_headroom: float
+    num_microbatches: float
+    plan_seconds: float
+
+    def imbalance(self, waiting: str) -> float:
+        """The one that the predicted time follows. `waiting`: see `Comparison.waiting`."""
+        return {
+            "step": self.step_imbalance,
+            "microbatch": self.microbatch_imbalance,
+            "pipeline": self.pipeline_imbalance,
+        }[waiting]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Policies side by side.
+
+    Attributes:
+        setting: ranks, limits and the cost that judges.
+        rate: what a unit of cost takes.
+        batches: `[num_steps]` in the order of training.
+        results: one a policy; stock is the first.
+    """
+
+    setting: Setting
+    rate: CostRate
+    batches: Sequence[GlobalBatch]
+    results: tuple[PolicyResult, ...]
+
+    @property
+    def stock(self) -> PolicyResult:
+        """What all others are compared to."""
+        return self.results[0]
+
+    @property
+    def waiting(self) -> str:
+        """Which imbalance the predicted time follows: the objective's, or a pipeline's where it is a makespan."""
+        objective = self.setting.objective
+        return "pipeline" if is_makespan(objective, topology=self.setting.topology) else objective
+
+    def seconds(self, predicted_cost: int) -> float:
+        """Predicted time of a predicted cost."""
+        return step_seconds(
+            predicted_cost, objective=self.setting.objective, topology=self.setting.topology, rate=self.rate
+        )
+
+    def figures(self, result: PolicyResult) -> PolicyFigures:
+        """What tables show of a policy."""
+        seconds, num_steps = self.seconds(result.predicted_cost), len(result.steps)
+        num_tokens = sum(batch.num_tokens for batch in self.batches)
+        gpus = num_gpus(self.setting.topology)
+        return PolicyFigures(
+            name=result.policy.name,
+            flags=result.policy.flags,
+            seconds_per_step=seconds / num_steps,
+            tokens_per_second_per_gpu=num_tokens / (seconds * gpus) if seconds else 0.0,
+            speedup=self.stock.predicted_cost / result.predicted_cost if result.predicted_cost else 1.0,
+            step_imbalance=result.mean(lambda figures: figures.step_imbalance),
+            microbatch_imbalance=result.mean(lambda figures: figures.microbatch_imbalance),
+            pipeline_imbalance=result.mean(lambda figures: figures.pipeline_imbalance),
+            over_bound=result.mean(lambda figures: figures.over_bound) - 1,
+            padding=result.mean(lambda figures: figures.padding_fraction),
+            cap_headroom=min(step.metrics.cap_headroom or 0.0 for step in result.steps),
+            num_microbatches=result.mean(lambda figures: figures.num_microbatches),
+            plan_seconds=sum(step.plan_seconds for step in result.steps) / num_steps,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What is asked, at any ranks and any cap.
+
+    Attributes:
+        costs: what a sample costs.
+        objective: `--objective`; None for auto.
+        algorithm: of the policies that balance by FLOPs or seconds.
+        lookaheads: windows to look at.
+    """
+
+    costs: CostSource
+    objective: str | None
+    algorithm: str
+    lookaheads: tuple[int, ...]
+
+    def setting(self, topology: Topology, *, limits: Limits) -> Setting:
+        """How plans are judged there."""
+        return Setting(
+            cost_model=self.costs.cost_model(topology),
+            cost_name=self.costs.cost_name,
+            topology=topology,
+            limits=limits,
+            objective=resolve_objective(self.objective or "auto", topology=topology),
+        )
+
+    def policies(self, setting: Setting) -> list[Policy]:
+        """Stock first, then with ever more flags; look-ahead last, on top of the best of the others."""
+        policies = token_policies(max_tokens_per_gpu=setting.limits.max_tokens_per_gpu)
+        flags = f"{policies[-1].flags} --balance-by-flops"
+        if self.algorithm != "auto":
+            flags += f" --balance-algorithm {self.algorithm}"
+        if setting.objective != resolve_objective("auto", topology=setting.topology):
+            flags += f" --balance-objective {setting.objective}"
+        flops = self.costs.flops_model(setting.topology)
+        if flops is not None:
+            policies.append(Policy("by-flops", flags=flags, cost_model=flops, algorithm=self.algorithm))
+        calibrated = self.costs.calibrated_model(setting.topology)
+        if calibrated is not None:
+            # A run that learnt its costs in training, or from a file.
+            how = f"--balance-calibration {self.costs.cost}" if self.costs.cost else "--balance-calibrate-online"
+            policies.append(
+                Policy("calibrated", flags=f"{flags} {how}", cost_model=calibrated, algorithm=self.algorithm)
+            )
+        best = policies[-1]
+        return policies + [
+            replace(
+                best,
+                name=f"{best.name}, look-ahead {window}",
+                flags=f"{best.flags} --balance-lookahead {window}",
+                lookahead=window,
+            )
+            for window in self.lookaheads
+        ]
+
+    def compare(
+        self,
+        batches: Sequence[GlobalBatch],
+        *,
+        topology: Topology,
+        limits: Limits,
+        policies: Sequence[Policy] | None = None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> Comparison:
+        """Plan the batches under every policy.
+
+        Args:
+            batches: `[num_steps]`.
+            topology: the ranks.
+            limits: what a micro-batch holds.
+            policies: these and no others; stock is the first.
+            after_step: called after every planned step of every policy.
+        """
+        setting = self.setting(topology, limits=limits)
+        chosen = self.policies(setting) if policies is None else policies
+        return Comparison(
+            setting,
+            self.costs.rate(topology),
+            batches,
+            tuple(plan_policy(policy, batches, setting=setting, after_step=after_step) for policy in chosen),
+        )
+
+
+def can_look_ahead(batches: Sequence[GlobalBatch]) -> bool:
+    """Whether steps could be chosen from several batches: they must be of one size."""
+    return len(batches) > 1 and len({batch.num_samples for batch in batches}) == 1
+
+
+def as_it_ran(record: RunRecord, *, batches: Sequence[GlobalBatch], setting: Setting) -> PolicyResult:
+    """The recorded run's own plans, judged as the others are. `batches`: the first of its steps."""
+    info = replace(record.info, objective=setting.objective, limits=setting.limits)
+    steps: list[PlannedStep] = []
+    for step, batch in zip(recorded_steps(record), batches, strict=False):
+        judged = rejudged(step, cost_model=setting.cost_model, info=info)
+        slots, num_slots = samples_of_slots(step), step.num_microbatches
+        ranks = tuple(tuple(map(tuple, slots[first : first + num_slots])) for first in range(0, len(slots), num_slots))
+        metrics = step_metrics(judged, info=info)
+        steps.append(PlannedStep(batch, metrics=metrics, plan_seconds=step.plan_seconds, plan=ranks))
+    return PolicyResult(Policy("as it ran", flags=info.policy, cost_model=setting.cost_model), tuple(steps))

@@ -1,0 +1,74 @@
+"""A comparison and a sweep as text: what the columns hold is said in `compare --help`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_balance.cli.comparison.results import Comparison, PolicyFigures
+from megatron_balance.cli.comparison.sweep import Axis, SweepPoint, best_point, relative_to
+from megatron_balance.cli.table import print_table
+
+
+def print_policies(shown: Sequence[PolicyFigures], *, comparison: Comparison, advised: str) -> None:
+    """A row a policy, stock first, and the flags of each. `advised`: name of the policy to set off."""
+    names = [figures.name for figures in shown]
+    rows = [_cells(figures, comparison) for figures in shown]
+    print_table(_columns(comparison), rows, emphasized=names.index(advised))
+    print("Flags:")
+    width = max(map(len, names))
+    for figures in shown[1:]:
+        print(f"  {figures.name:<{width}}  {figures.flags}")
+
+
+def _columns(comparison: Comparison) -> list[str]:
+    timed = ["step s", "tokens/s/GPU"] if comparison.rate.is_absolute else []
+    imbalances = [("step", "step"), ("microbatch", "micro-batch"), ("pipeline", "pipeline")]
+    marked = [name + "*" * (objective == comparison.waiting) for objective, name in imbalances]
+    return ["policy", *timed, "speed", *marked, "over bound", "padding", "headroom", "micro-batches", "plan ms"]
+
+
+def _cells(figures: PolicyFigures, comparison: Comparison) -> list[str]:
+    timed = [f"{figures.seconds_per_step:.4g}", f"{figures.tokens_per_second_per_gpu:.0f}"]
+    return [
+        figures.name,
+        *(timed if comparison.rate.is_absolute else []),
+        f"{figures.speedup:.2f}x",
+        f"{figures.step_imbalance:.3f}",
+        f"{figures.microbatch_imbalance:.3f}",
+        f"{figures.pipeline_imbalance:.3f}",
+        f"+{figures.over_bound:.1%}",
+        f"{figures.padding:.1%}",
+        f"{figures.cap_headroom:.1%}",
+        f"{figures.num_microbatches:.1f}",
+        f"{figures.plan_seconds * 1e3:.1f}",
+    ]
+
+
+def print_sweep(points: Sequence[SweepPoint], *, axes: Sequence[Axis], is_absolute: bool) -> None:
+    """A row a point: throughput per GPU of each policy, then figures of the best."""
+    scale = 1.0 if is_absolute else relative_to(points)
+    digits = 0 if is_absolute else 3
+    names = [figures.name for figures in points[0].policies]
+    rows = [
+        [
+            *map(str, point.values),
+            str(point.num_gpus),
+            *(f"{figures.tokens_per_second_per_gpu / scale:.{digits}f}" for figures in point.policies),
+            f"{point.best.speedup:.2f}x",
+            f"{point.best.imbalance(point.waiting):.3f}",
+            f"{point.best.cap_headroom:.1%}",
+            f"{point.best.num_microbatches:.1f}",
+            f"{point.floor_worst:.2f}x",
+        ]
+        for point in points
+    ]
+    unit = "tokens/s per GPU" if is_absolute else "throughput per GPU, stock at the first point = 1"
+    print(f"Of each policy: {unit}. Of the fastest: speed over stock, imbalance, headroom, micro-batches.")
+    columns = [*(axis.name for axis in axes), "GPUs", *names, "speed", "imbalance", "headroom", "micro-batches"]
+    best = best_point(points)
+    print_table([*columns, "worst floor"], rows, emphasized=points.index(best))
+    where = ", ".join(f"{axis.name} {value}" for axis, value in zip(axes, best.values, strict=True))
+    print(
+        f"Most tokens per GPU, predicted without communication: {where} with {best.best.name} "
+        f"({best.best.speedup:.2f}x stock there)."
+    )

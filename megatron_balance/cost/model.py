@@ -1,0 +1,168 @@
+"""What one sample costs: an integer, so that every rank plans alike.
+
+A cost model says how the time of a sample grows with its length L (tokens, padded):
+
+    cost(L) = linear*L + quadratic*L² + Σ_w window_w*pairs(L, w) + per_sequence
+
+where `pairs(L, w) = 2wL - w(w-1)` once `w < L`, and `L²` below: the causal attention of a layer with a
+sliding window of w tokens, in the units of `quadratic`. Expert-parallel work is shared by the
+expert-parallel group, so it is kept apart as `expert_linear`.
+
+Invariants: costs are non-negative int64; a sum over all samples stays below 2**62 (larger ones are
+divided by a power of two, the same on every rank); a longer sample never costs less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part
+from megatron_balance.model.shape import ModelShape
+
+MICROBATCH_TOKENS = 128
+"""Tokens that a micro-batch costs besides its own, where nothing was measured: launches, weights read and gradients
+added once more. With FLOPs alone a plan takes more micro-batches than it needs, since they are free. The number hardly
+matters: 32 to 512 lose alike on assumed devices where 0 loses up to 8 % (benchmarks/results/ablation.md)."""
+
+MAX_TOTAL_COST = 2**62
+"""Sums of costs stay below this, so that adding a handful of them never leaves int64."""
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """Costs of the samples of one global batch.
+
+    Attributes:
+        costs: `[num_samples]` int64, what the sample's own rank computes, in units of `2**shift`.
+        expert_costs: `[num_samples]` int64, what its expert-parallel group computes together, same units.
+        shift: power of two that all costs were divided by to keep their sum below 2**62.
+    """
+
+    costs: NDArray[np.int64]
+    expert_costs: NDArray[np.int64]
+    shift: int
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Integer cost of a sample as a function of its length.
+
+    Attributes:
+        linear: cost per token.
+        quadratic: cost per squared token.
+        per_sequence: cost per sample, whatever its length.
+        per_microbatch: cost per micro-batch, whatever it holds (kernel launches, pipeline bubbles).
+        expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
+        windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
+            attention.
+
+    Raises:
+        BalanceError: a coefficient is negative or not an integer, or all are zero.
+
+    Example:
+        >>> CostModel(linear=1024, quadratic=1)(512)
+        786432
+    """
+
+    _: KW_ONLY
+    linear: int = 0
+    quadratic: int = 0
+    per_sequence: int = 0
+    per_microbatch: int = 0
+    expert_linear: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        coefficients = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "windows"}
+        for window, coefficient in self.windows:
+            coefficients[f"windows[{window}]"] = coefficient
+            if window < 1:
+                raise BalanceError(f"CostModel.windows has a window of {window!r} tokens: it must be at least 1.")
+        for name, value in coefficients.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise BalanceError(
+                    f"CostModel.{name} is {value!r}: it must be a non-negative integer (scale and round fractions)."
+                )
+        if not any(coefficients.values()):
+            raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
+
+    @classmethod
+    def tokens(cls) -> CostModel:
+        """The cost is the number of tokens."""
+        return cls(linear=1)
+
+    @classmethod
+    def from_shape(
+        cls, shape: ModelShape, *, ep_size: int = 1, recompute: bool = False, microbatch_tokens: int = 0
+    ) -> CostModel:
+        """The cost is the FLOPs of training on the sample: forward and backward, whole model.
+
+        A GEMM runs three times (forward, gradient of its input, of its weights). The attention core runs 3.5
+        times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
+        2307.08691), and half a FLOP per squared token, where heads are odd, is rounded up. Recomputed layers
+        run forward once more; the output layer is never recomputed.
+
+        Args:
+            shape: the model.
+            ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
+            recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
+            microbatch_tokens: what a micro-batch costs whatever it holds, as tokens; runs take `MICROBATCH_TOKENS`.
+        """
+        extra = int(recompute)
+        linear = quadratic = expert_linear = 0
+        windows: dict[int, int] = {}
+        for part, flops in fwd_flops_by_part(shape).items():
+            gemm_passes = 3 if part == "lm_head" else 3 + extra
+            linear += gemm_passes * flops.linear
+            expert_linear += gemm_passes * flops.expert_linear
+            quadratic += flops.quadratic
+            for window, coefficient in flops.windows:
+                windows[window] = windows.get(window, 0) + coefficient
+
+        def core(coefficient: int) -> int:
+            return -(-coefficient * (7 + 2 * extra) // 2)
+
+        return cls(
+            linear=linear if ep_size > 1 else linear + expert_linear,
+            per_microbatch=microbatch_tokens * (linear + expert_linear),
+            quadratic=core(quadratic),
+            expert_linear=expert_linear if ep_size > 1 else 0,
+            windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
+        )
+
+    def __call__(self, length: int) -> int:
+        """Cost of one sample of `length` tokens on its own rank, unscaled, exact."""
+        cost = self.linear * length + self.quadratic * length**2 + self.per_sequence
+        for window, coefficient in self.windows:
+            cost += coefficient * causal_pairs(length, window=window)
+        return cost
+
+    def sample_costs(self, lengths: NDArray[np.int64]) -> SampleCosts:
+        """Costs of many samples.
+
+        Args:
+            lengths: `[num_samples]` int64, padded tokens.
+
+        Returns:
+            SampleCosts: int64 costs, divided by a power of two so that, rounding included,
+            their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
+        """
+        unique, inverse = np.unique(lengths, return_inverse=True)
+        # Python integers: a long sample of a large model passes int64 before it is scaled.
+        own = [self(length) for length in unique.tolist()]
+        expert = [self.expert_linear * length for length in unique.tolist()]
+        counts = np.bincount(inverse, minlength=unique.size).tolist()
+        total = sum(count * (a + b) for count, a, b in zip(counts, own, expert, strict=True))
+        total += self.per_microbatch * lengths.size
+        # One bit is left for the ones that rounding up below may add.
+        shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
+
+        def scaled(values: list[int]) -> NDArray[np.int64]:
+            kept = [max(value >> shift, 1) if value else 0 for value in values]
+            return np.array(kept, dtype=np.int64)[inverse]
+
+        return SampleCosts(costs=scaled(own), expert_costs=scaled(expert), shift=shift)

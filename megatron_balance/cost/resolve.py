@@ -1,0 +1,68 @@
+"""Which cost model a user means by a word, a model's name or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
+
+Model = ModelShape | Mapping[str, Any] | str | Path
+"""A shape, the content of a Hugging Face config.json, its path or its folder's, or the name of a preset."""
+
+
+def find_shape(model: Model) -> ModelShape:
+    """The shape of a model, however it is named.
+
+    Raises:
+        BalanceError: there is no such preset and no such file, or the file is not understood.
+    """
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, Mapping):
+        return ModelShape.from_hf_config(model)
+    path = Path(model)
+    if path.suffix == ".json" or path.is_dir():
+        return ModelShape.from_hf_config(path)
+    if str(model).lower() in {preset.lower() for preset in PRESETS}:
+        return ModelShape.preset(str(model))
+    raise BalanceError(
+        f"the model (--model) is {str(model)!r}: it must be the path of a Hugging Face config.json, or one of "
+        f"{', '.join(PRESETS)}."
+    )
+
+
+def choose_cost_model(
+    cost: str | None = None, *, model: Model | None = None, ep_size: int = 1, model_parallel_size: int = 1
+) -> CostModel:
+    """The cost model of a word.
+
+    Args:
+        cost: `tokens`, `flops`, or the path of a calibration.json; by default flops where there is a model, else
+            tokens.
+        model: the model that FLOPs are of.
+        ep_size: expert-parallel ranks, which share the work of routed experts.
+        model_parallel_size: tensor- times context-parallel ranks, for a calibration, which was made on one.
+
+    Raises:
+        BalanceError: FLOPs of no model, or a word that is none of these.
+    """
+    if cost is None:
+        cost = "tokens" if model is None else "flops"
+    if cost == "tokens":
+        return CostModel.tokens()
+    if cost == "flops":
+        if model is None:
+            raise BalanceError(
+                "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
+                f"or one of {', '.join(PRESETS)}."
+            )
+        return CostModel.from_shape(find_shape(model), ep_size=ep_size, microbatch_tokens=MICROBATCH_TOKENS)
+    if cost.endswith(".json"):
+        return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
+    raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a calibration.json.")

@@ -1,0 +1,139 @@
+"""Supervised fine-tuning on packed (thd) sequences with Megatron's own `pretrain()`.
+
+    torchrun --nproc-per-node 2 -m megatron_balance.launch -m megatron_balance.devkit.pretrain_sft ARGS
+
+The Megatron wheel has the training loop but no script: this is one, for text models, on every supported release.
+Data is a jsonl file (`--data-path FILE`) or, without one, the built-in corpus of byte-level tokens
+(`--tokenizer-type NullTokenizer --vocab-size 257`). It knows nothing of balancing: the balance flags reach it as they
+reach any script.
+"""
+
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.utils import Split
+from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import argument_utils, arguments, get_args, get_timers, pretrain, training
+from torch import Tensor
+
+from megatron_balance.devkit.sft_batch import get_batch
+from megatron_balance.devkit.sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
+
+
+def main() -> None:
+    """Parse Megatron's arguments and train, as the installed release wants it."""
+    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    run: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets_provider,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    defaults = {"tokenizer_type": "NullTokenizer"}
+    if "cfg_container" not in inspect.signature(pretrain).parameters:  # 0.17
+        from megatron_balance.devkit.sft_model import model_provider
+
+        pretrain(**run, model_provider=model_provider, args_defaults=defaults)
+        return
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        model = argument_utils.gpt_config_from_args(args)
+        pretrain(**run, cfg_container=argument_utils.pretrain_cfg_container_from_args(args, model))
+    else:  # 0.18
+        from megatron_balance.devkit.sft_model import model_provider
+
+        container = argument_utils.pretrain_cfg_container_from_args(args)
+        pretrain(**run, cfg_container=container, model_provider=model_provider)
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[SftDataset | None, ...]:
+    """Train, valid and test sets; only the first tensor-parallel rank reads data.
+
+    Args:
+        num_samples: rows wanted of each.
+        vp_stage: the model chunk under a virtual pipeline; every chunk reads the same rows.
+    """
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return None, None, None
+    args = get_args()
+    samples = list(_samples(args))
+    # Stock Megatron passes activations of one shape between ranks of a model replica.
+    split_model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size > 1
+    return tuple(
+        SftDataset(
+            samples,
+            num_samples=wanted,
+            seq_length=args.seq_length,
+            pad_to_seq_length=split_model or args.micro_batch_size > 1,
+            pad_token=0,
+            seed=args.seed + index,
+            split=split,
+        )
+        if wanted
+        else None
+        for index, (wanted, split) in enumerate(zip(num_samples, Split, strict=True))
+    )
+
+
+def _samples(args: Any) -> Iterator[SftSample]:
+    if args.data_path:
+        tokenizer = build_tokenizer(args)
+        for path in args.data_path:
+            yield from jsonl_samples(Path(path), tokenizer)
+    else:
+        yield from builtin_samples()
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
+    """One micro-batch forward, in the form Megatron's schedules call it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator)
+    timers("batch-generator").stop()
+    cu_seqlens = batch["cu_seqlens"].squeeze(0)
+    padded = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
+    if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):  # from 0.18
+        training.update_seqlen_stats_from_cu_seqlens(cu_seqlens)
+    starts = cu_seqlens if padded is None else padded
+    max_seqlen = int(batch["max_seqlen"].max())
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+        ),
+    )
+    return output, functools.partial(loss_func, batch["loss_mask"])
+
+
+def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss of the learned tokens, their number, and both for the log (`--calculate-per-token-loss`)."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
+
+
+if __name__ == "__main__":
+    main()

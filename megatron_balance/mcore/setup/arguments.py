@@ -1,0 +1,195 @@
+"""Reads a run's arguments once into a `BalanceConfig`, a cost model and a topology.
+
+Megatron's namespace goes no further than this file and those that set a run up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.options.table import problems
+from megatron_balance.mcore.setup.token_alignment import token_alignment
+from megatron_balance.memory.budget import AUTO
+from megatron_balance.memory.shape_buckets import bucketed_limits
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.topology import Limits, Topology
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """What the flags of a run ask for.
+
+    Attributes:
+        use_dynamic_batch_size: pack by tokens.
+        max_tokens_per_gpu: the cap, tokens; None without dynamic batching, or where it is yet to be derived.
+        auto_cap: the cap is derived from memory (memory_cap.py).
+        memory_gib: what it may fill, or None for what the device has.
+        shape_bucket: micro-batches are padded to a multiple of it on each GPU, tokens; 1 for none.
+        balance_data: move samples between ranks.
+        balance_by_flops: FLOPs are the cost.
+        calibration: path of a calibration.json whose seconds are the cost in place of FLOPs, or None.
+        calibrate_online: seconds measured in the run are the cost, once there are some.
+        objective: `auto`, `step`, `microbatch` or `pipeline`.
+        algorithm: `auto`, or a name in the planner's `partition.ALGORITHMS`.
+        overlap: prepare the next step while this one runs.
+        unit: `segment` or `sample`.
+        lookahead: global batches to choose from.
+        record: folder of the run's record, or None. Ranks may name it differently.
+    """
+
+    use_dynamic_batch_size: bool = False
+    max_tokens_per_gpu: int | None = None
+    auto_cap: bool = False
+    memory_gib: float | None = None
+    shape_bucket: int = 1
+    balance_data: bool = False
+    balance_by_flops: bool = False
+    calibration: str | None = None
+    calibrate_online: bool = False
+    objective: str = "auto"
+    algorithm: str = "auto"
+    overlap: bool = True
+    unit: str = "segment"
+    lookahead: int = 1
+    record: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_megatron_args(cls, args: Any) -> BalanceConfig:
+        """Read and check the flags.
+
+        Args:
+            args: Megatron's namespace, parsed; it need not be validated yet.
+
+        Raises:
+            BalanceError: options that cannot work together (options/); names the option, the value and the remedy.
+        """
+        for problem in problems(args):
+            raise BalanceError(problem)
+        return cls.unchecked(args)
+
+    @classmethod
+    def unchecked(cls, args: Any) -> BalanceConfig:
+        """Read the flags as they are; arguments as for `from_megatron_args`."""
+        auto_cap = args.max_tokens_per_gpu == AUTO
+        return cls(
+            use_dynamic_batch_size=args.use_dynamic_batch_size,
+            max_tokens_per_gpu=None if auto_cap else args.max_tokens_per_gpu,
+            auto_cap=auto_cap,
+            memory_gib=args.balance_memory_gib,
+            shape_bucket=args.balance_shape_bucket,
+            balance_data=args.balance_data,
+            balance_by_flops=args.balance_by_flops,
+            calibration=args.balance_calibration,
+            calibrate_online=args.balance_calibrate_online,
+            objective=args.balance_objective,
+            algorithm=args.balance_algorithm,
+            overlap=args.balance_overlap,
+            unit=args.balance_unit,
+            lookahead=args.balance_lookahead,
+            record=args.balance_record,
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether any flag asks for something."""
+        return self.use_dynamic_batch_size or self.balance_data
+
+    @property
+    def derives_cap(self) -> bool:
+        """Whether the cap follows from memory."""
+        return self.auto_cap and self.use_dynamic_batch_size
+
+    @property
+    def effective_unit(self) -> str:
+        """Look-ahead counts rows of a global batch, so rows stay whole."""
+        return "sample" if self.lookahead > 1 else self.unit
+
+    @property
+    def cost_name(self) -> str:
+        """What costs are as the run begins: `tokens`, `flops` or `seconds`."""
+        if not self.balance_by_flops:
+            return "tokens"
+        return "flops" if self.calibration is None else "seconds"
+
+    @property
+    def policy(self) -> str:
+        """The flags that chose the plans, for people."""
+        flags = {
+            "--use-dynamic-batch-size": self.use_dynamic_batch_size,
+            "--balance-data": self.balance_data,
+            "--balance-by-flops": self.balance_by_flops,
+            "--balance-calibration": self.calibration is not None,
+            "--balance-calibrate-online": self.calibrate_online,
+            f"--balance-lookahead {self.lookahead}": self.lookahead > 1,
+            f"--balance-shape-bucket {self.shape_bucket}": self.shape_bucket > 1,
+            f"--balance-objective {self.objective}": self.objective != "auto",
+            f"--balance-algorithm {self.algorithm}": self.algorithm != "auto",
+        }
+        return " ".join(flag for flag, is_set in flags.items() if is_set)
+
+    def limits(self, *, micro_batch_size: int, topology: Topology) -> Limits:
+        """What a micro-batch may hold; the cap rounded down, so that a bucket's padding stays below it.
+
+        Raises:
+            BalanceError: the bucket is larger than the cap.
+        """
+        if not self.use_dynamic_batch_size:
+            return Limits(micro_batch_size=micro_batch_size)
+        return bucketed_limits(
+            Limits(self.max_tokens_per_gpu),
+            topology=topology,
+            shape_bucket=self.shape_bucket,
+            flag="--balance-shape-bucket",
+        )
+
+    @property
+    def partition_algorithm(self) -> str:
+        """The planner's algorithm: number partitioning by FLOPs, first-fit by tokens, unless one is named."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        return "auto" if self.balance_by_flops or not self.use_dynamic_batch_size else "first_fit"
+
+
+def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostModel:
+    """Tokens, the FLOPs of the model that the run's own arguments describe, or the seconds of a calibration."""
+    if not config.balance_by_flops:
+        return CostModel.tokens()
+    if config.calibration is not None:
+        return Calibration.read(Path(config.calibration)).cost_model(
+            ep_size=args.expert_model_parallel_size,
+            model_parallel_size=args.tensor_model_parallel_size * args.context_parallel_size,
+        )
+    return CostModel.from_shape(
+        ModelShape.from_megatron_args(args),
+        ep_size=args.expert_model_parallel_size,
+        recompute=args.recompute_granularity == "full",
+        microbatch_tokens=MICROBATCH_TOKENS,
+    )
+
+
+def topology_from_megatron_args(args: Any) -> Topology:
+    """The ranks of a run, from validated arguments.
+
+    Raises:
+        BalanceError: a recipe of FP8 or FP4 that is not known.
+    """
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    group_size = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    return Topology(
+        args.data_parallel_size,
+        cp_size=args.context_parallel_size,
+        tp_size=args.tensor_model_parallel_size,
+        pp_size=args.pipeline_model_parallel_size,
+        ep_size=args.expert_model_parallel_size,
+        etp_size=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        vpp_size=args.virtual_pipeline_model_parallel_size or 1,
+        microbatch_multiple=group_size if interleaved else 1,
+        sequence_parallel=bool(args.sequence_parallel),
+        fully_sharded=bool(args.use_megatron_fsdp or args.use_torch_fsdp2),
+        token_alignment=token_alignment(args),
+    )

@@ -1,0 +1,57 @@
+"""The command line of a training script, read outside a run."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.flags import add_flags
+from megatron_balance.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The flags of a training script, as they were given.
+
+    Attributes:
+        args: Megatron's namespace with the balance flags; neither validated nor checked.
+        unknown: what neither Megatron nor this package knows: the script's own.
+    """
+
+    args: argparse.Namespace
+    unknown: tuple[str, ...]
+
+
+def parse_command_line(flags: Sequence[str]) -> CommandLine:
+    """Read flags with Megatron's own parser, outside a run.
+
+    Raises:
+        BalanceError: a flag's value is missing or wrong.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = _OneLineParser(allow_abbrev=False, add_help=False)
+    # Megatron's own function, where a hook stands in its place: the hook would refuse what is only looked at here.
+    add_flags(inspect.unwrap(add_megatron_arguments)(parser))
+    args, unknown = parser.parse_known_args(list(flags))
+    return CommandLine(args, tuple(unknown))
+
+
+def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
+    """The model that a training script's flags describe. Flags that are not Megatron's are left aside.
+
+    Raises:
+        BalanceError: a flag that the model's FLOPs depend on is missing, or a flag's value is wrong.
+    """
+    return ModelShape.from_megatron_args(parse_command_line(flags).args)
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Raises what argparse would print below a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BalanceError(f"{message}.")

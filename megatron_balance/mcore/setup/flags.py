@@ -1,0 +1,143 @@
+"""The flags of a training script, among Megatron's own.
+
+    --use-dynamic-batch-size   pack what a rank loaded into micro-batches of at most max_tokens_per_gpu*cp_size tokens
+    --balance-data             move samples between data-parallel ranks, so that each carries the same cost
+    --balance-by-flops         the cost is FLOPs, not tokens, and packing is number partitioning, not first-fit
+
+The three combine; by-flops requires dynamic batching, which is what gives it something to pack.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.memory.budget import token_cap
+from megatron_balance.planner.problem import OBJECTIVES
+
+UNITS = ("segment", "sample")
+ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
+
+
+def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags, and check them right after parsing. Use as Megatron's `extra_args_provider`.
+
+    Adding them twice adds them once, so that the hook and the provider can both be in use.
+    """
+    if "--balance-data" not in parser._option_string_actions:
+        add_flags(parser)
+        _check_after_parsing(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags, unchecked."""
+    group = parser.add_argument_group(title="balance")
+    group.add_argument(
+        "--use-dynamic-batch-size",
+        action="store_true",
+        help="Pack the samples of a step into as few micro-batches as fit --max-tokens-per-gpu, in place of "
+        "--micro-batch-size samples each.",
+    )
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=token_cap,
+        default=None,
+        metavar="TOKENS",
+        help="Most tokens of a micro-batch on one GPU; a micro-batch holds this times --context-parallel-size. "
+        "A longer sample runs alone. auto: as many as fit the GPU's memory, by an estimate that is logged.",
+    )
+    group.add_argument(
+        "--balance-memory-gib",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="GPU memory that --max-tokens-per-gpu auto may fill, in place of the device's own less a tenth (2 GiB at "
+        "least).",
+    )
+    group.add_argument(
+        "--balance-shape-bucket",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Pad every micro-batch with masked tokens up to a multiple of N on each GPU, so that fewer shapes occur. "
+        "The cap is rounded down to a multiple of it.",
+    )
+    group.add_argument(
+        "--balance-data",
+        action="store_true",
+        help="Move samples between data-parallel ranks within a step, so that every rank carries the same cost.",
+    )
+    group.add_argument(
+        "--balance-by-flops",
+        action="store_true",
+        help="Count FLOPs of this run's model in place of tokens, and pack micro-batches by number partitioning "
+        "in place of first-fit. Requires --use-dynamic-batch-size.",
+    )
+    group.add_argument(
+        "--balance-calibration",
+        metavar="FILE",
+        default=None,
+        help="Count the seconds of a calibration.json (megatron-balance calibrate) in place of FLOPs. Refines "
+        "--balance-by-flops.",
+    )
+    group.add_argument(
+        "--balance-calibrate-online",
+        action="store_true",
+        help="Measure the run's own micro-batches and count the seconds they show, fitted anew after 4, 8, 16, 32 and "
+        "every 64 steps, the same on every rank, kept with the checkpoint. Refines --balance-by-flops.",
+    )
+    group.add_argument(
+        "--balance-objective",
+        choices=OBJECTIVES,
+        default="auto",
+        help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP), or in "
+        "a pipeline. auto reads it from the parallel sizes.",
+    )
+    group.add_argument(
+        "--balance-algorithm",
+        choices=ALGORITHMS,
+        default="auto",
+        help="auto: level packing with --balance-by-flops, else first-fit.",
+    )
+    group.add_argument(
+        "--balance-unit",
+        choices=UNITS,
+        default="segment",
+        help="What moves where a row holds several packed sequences: each by itself, or the row as a whole.",
+    )
+    group.add_argument(
+        "--balance-lookahead",
+        type=int,
+        default=1,
+        metavar="W",
+        help="Choose each step's samples from W global batches, so that steps are alike; a sample waits at most W-1 "
+        "steps. 1 keeps the order of the data. Rows move as a whole.",
+    )
+    group.add_argument(
+        "--no-balance-overlap",
+        action="store_false",
+        dest="balance_overlap",
+        help="Fetch, plan and move a step's samples when it begins, not while the step before runs.",
+    )
+    group.add_argument(
+        "--balance-record",
+        metavar="DIR",
+        default=None,
+        help="Write every step's lengths, plan and measured seconds to this folder, for megatron-balance report and "
+        "compare. A run that begins anew replaces the record there; a resumed one goes on with it.",
+    )
+
+
+def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
+    """Have this parser refuse flags that cannot work together before anything is initialised."""
+    parse_known_args = parser.parse_known_args
+
+    def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
+        parsed, unknown = parse_known_args(args, namespace, **rest)
+        BalanceConfig.from_megatron_args(parsed)
+        return parsed, unknown
+
+    parser.parse_known_args = checked  # type: ignore[method-assign]

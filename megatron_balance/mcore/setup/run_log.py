@@ -1,0 +1,58 @@
+"""The log of a run: lines and warnings, each warning once."""
+
+from __future__ import annotations
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.schedule import DataSchedule
+
+
+class RunLog:
+    """Prints on one rank.
+
+    Args:
+        enabled: whether this rank prints.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._warned: set[str] = set()
+
+    def warn_once(self, message: str, *, topic: str | None = None) -> None:
+        """Print a warning the first time.
+
+        Args:
+            message: what is said.
+            topic: messages of one topic count as one; the message itself by default.
+        """
+        topic = topic or message
+        if self._enabled and topic not in self._warned:
+            print(f"megatron_balance: WARNING: {message}", flush=True)
+        self._warned.add(topic)
+
+    def say(self, message: str) -> None:
+        """Print a line."""
+        if self._enabled:
+            print(f"megatron_balance: {message}", flush=True)
+
+    def warn_of_oversized(self, schedule: DataSchedule) -> None:
+        """Say once that a sample is longer than the cap, if one is."""
+        if not schedule.oversized:
+            return
+        longest = int(schedule.padded_lengths.max())
+        cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)
+        self.warn_once(
+            f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
+            "--context-parallel-size). Such samples run alone; raise the cap or shorten them if memory runs out.",
+            topic="oversized",
+        )
+
+
+def tell_of_lost_peers(error: BalanceError, *, rank: int, iteration: int) -> None:
+    """Say at once, on whichever rank noticed: training may be in a collective whose watchdog ends the process.
+
+    Args:
+        error: what was noticed while a step was prepared.
+        rank: of this process.
+        iteration: that was prepared.
+    """
+    print(f"megatron_balance: WARNING: rank {rank} prepares iteration {iteration}: {error}", flush=True)

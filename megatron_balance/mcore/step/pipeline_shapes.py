@@ -1,0 +1,163 @@
+"""The shapes of a step's pipeline messages, taken from the plan.
+
+Where sequence lengths vary, Megatron's stages send the shape of every activation and gradient ahead of it, and the
+host waits for the device and for the neighbour to read it. Every rank of a model replica knows the tokens of each
+micro-batch before the step begins, and Megatron's schedule table gives the order of the messages: `PipelineShapes`
+answers from these two, without communication.
+
+Invariants: the ranks of a pipeline all answer from the plan, or none does; a tensor of another shape than planned is
+an error of the rank that would have sent it, before it is sent; the configuration is restored after the step.
+"""
+
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.topology import Topology
+
+Shape = list[int]
+
+_NO_MESSAGE = (0, 0, 0)
+"""The shape that Megatron's own exchange returns where nothing is received."""
+
+
+class PipelineShapes:
+    """The shapes of the messages of one step on one pipeline stage, in the order in which they are sent and received.
+
+    A stage passes every virtual micro-batch of the schedule on to the next stage. Between the last stage and the first
+    only those pass that have a chunk left to run, and both have them in the same order. Gradients come back in the
+    order of the activations.
+
+    Args:
+        microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
+        order: `(micro-batch, model chunk)` of each virtual micro-batch: Megatron's `get_schedule_table`.
+        topology: the ranks.
+        stage: of this rank, from 0.
+        hidden_size: of an activation.
+    """
+
+    def __init__(
+        self,
+        microbatch_tokens: Sequence[int],
+        *,
+        order: Sequence[tuple[int, int]],
+        topology: Topology,
+        stage: int,
+        hidden_size: int,
+    ) -> None:
+        num_shares = topology.cp_size * (topology.tp_size if topology.sequence_parallel else 1)
+        shapes = [[tokens // num_shares, 1, hidden_size] for tokens in microbatch_tokens]
+        every = [shapes[microbatch] for microbatch, _ in order]
+        around = [shapes[microbatch] for microbatch, chunk in order if chunk > 0]
+        of_previous = around if stage == 0 else every
+        of_next = around if stage == topology.pp_size - 1 else every
+        self._stage = stage
+        self._activations_in, self._gradients_out = iter(of_previous), iter(of_previous)
+        self._activations_out, self._gradients_in = iter(of_next), iter(of_next)
+
+    def exchange(
+        self, activation: Any, gradient: Any, *, receives_activation: bool, receives_gradient: bool
+    ) -> tuple[Shape, Shape]:
+        """Answer one `P2PCommunicator._communicate_shapes`.
+
+        Args:
+            activation: sent to the next stage, or None.
+            gradient: sent to the previous stage, or None.
+            receives_activation: whether one comes from the previous stage.
+            receives_gradient: whether one comes from the next stage.
+
+        Returns:
+            The shapes of the activation and of the gradient that are received; `[0, 0, 0]` where there is none.
+
+        Raises:
+            BalanceError: a tensor to send has another shape than planned, or the step has more messages than planned.
+        """
+        if activation is not None:
+            self._check(activation, planned=self._next(self._activations_out), kind="an activation")
+        if gradient is not None:
+            self._check(gradient, planned=self._next(self._gradients_out), kind="a gradient")
+        from_previous = self._next(self._activations_in) if receives_activation else _NO_MESSAGE
+        from_next = self._next(self._gradients_in) if receives_gradient else _NO_MESSAGE
+        return list(from_previous), list(from_next)
+
+    def _next(self, messages: Iterator[Shape]) -> Shape:
+        shape = next(messages, None)
+        if shape is None:
+            raise self._error("has more messages in this step than Megatron's schedule table")
+        return shape
+
+    def _check(self, tensor: Any, *, planned: Shape, kind: str) -> None:
+        if list(tensor.shape) != planned:
+            raise self._error(f"would send {kind} of shape {list(tensor.shape)} where the plan says {planned}")
+
+    def _error(self, what: str) -> BalanceError:
+        return BalanceError(
+            f"Pipeline stage {self._stage} {what}. Stages must pass on one tensor a micro-batch, [tokens of this rank, "
+            "1, hidden size]: train this model without --balance-data and --use-dynamic-batch-size, or with "
+            "--pipeline-model-parallel-size 1."
+        )
+
+
+def planned_shapes(
+    microbatch_tokens: Sequence[int], *, topology: Topology, arguments: Mapping[str, Any]
+) -> PipelineShapes | None:
+    """The shapes of a step's messages, or None where stages exchange them as in stock Megatron.
+
+    They do where messages are not one activation a micro-batch: with multi-token prediction on a stage of its own,
+    hyper-connections, or a caller that brings its own communicator or adjusts shapes (several modules, distillation).
+
+    Args:
+        microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
+        topology: the ranks.
+        arguments: of the schedule.
+    """
+    if topology.pp_size == 1:
+        return None
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    config = _configs(arguments["model"])[0]
+    if (
+        config.mtp_standalone
+        or getattr(config, "enable_hyper_connections", False)
+        or arguments.get("p2p_communicator") is not None
+        or arguments.get("adjust_tensor_shapes_fn") is not None
+    ):
+        return None
+    return PipelineShapes(
+        microbatch_tokens,
+        order=get_schedule_table(len(microbatch_tokens), topology.vpp_size, topology.microbatch_multiple),
+        topology=topology,
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        hidden_size=config.hidden_size,
+    )
+
+
+@contextlib.contextmanager
+def variable_seq_lengths(model: Any) -> Iterator[None]:
+    """Have Megatron ask for the shape of every message; validate_args forces this off.
+
+    Args:
+        model: Megatron's module, or a list of its chunks.
+    """
+    configs = _configs(model)
+    stock = [config.variable_seq_lengths for config in configs]
+    for config in configs:
+        config.variable_seq_lengths = True
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, stock, strict=True):
+            config.variable_seq_lengths = value
+
+
+def _configs(model: Any) -> list[Any]:
+    from megatron.core.utils import get_model_config
+
+    return [get_model_config(chunk) for chunk in (model if isinstance(model, list) else [model])]

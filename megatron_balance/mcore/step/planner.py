@@ -1,0 +1,294 @@
+"""Turns the samples that ranks loaded into the micro-batches that they run, for one step.
+
+    items → samples → gather lengths → (pool: which samples) → plan → compare plans → reroute → pack
+
+It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
+this one runs.
+
+Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
+gathered lengths and flags alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_balance
+from megatron_balance.calibration.online import CalibrationState, OnlineCalibration
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.step.pull_ahead import Fetched
+from megatron_balance.mcore.step.sample_origin import SampleOrigin
+from megatron_balance.mcore.step.sample_pool import SamplePool
+from megatron_balance.memory.shape_buckets import filled_tokens
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
+from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
+from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.padding import sequence_lengths
+from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.runtime.unpacking import RowError, split_packed
+from megatron_balance.topology import Limits, Topology
+
+Microbatch = dict[str, Tensor]
+
+NOT_PACKED = (
+    "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
+    "such as --sft makes, or drop --use-dynamic-batch-size and --balance-data."
+)
+
+
+@dataclass(frozen=True)
+class BalancedStep:
+    """The data of one step on this rank.
+
+    Attributes:
+        num_microbatches: the same on every rank.
+        microbatch_tokens: `[num_microbatches]`, tokens of this replica's micro-batches as they run, filler included.
+        step_tokens: those of all replicas; 0 on a rank that reads no data.
+        sequence_lengths: `[num_microbatches]`, tokens of each sequence of theirs, without padding and filler; None on a
+            rank that reads no data and was not told.
+        microbatches: packed, or None on a rank that reads no data.
+        schedule: the plan, or None on a rank that reads no data.
+        fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
+        pool: the samples that wait after this step, or None without look-ahead.
+        calibration: what online calibration knew when this step was planned, or None without it.
+        plan_seconds: spent planning.
+        exchange_seconds: spent splitting, gathering, comparing, rerouting and packing.
+        exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
+        new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
+        num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
+    """
+
+    num_microbatches: int
+    microbatch_tokens: list[int]
+    step_tokens: int = 0
+    sequence_lengths: list[list[int]] | None = None
+    microbatches: list[Microbatch] | None = None
+    schedule: DataSchedule | None = None
+    fingerprint: int = 0
+    pool: SamplePool | None = None
+    calibration: CalibrationState | None = None
+    plan_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    new_iterator: bool = False
+    num_left: int = 0
+
+
+class StepMaker:
+    """Makes steps on one rank that reads data.
+
+    Args:
+        config: the flags.
+        topology: the ranks.
+        limits: what a micro-batch may hold.
+        cost_model: tokens, FLOPs or seconds.
+        dp_group: ranks that load different samples and are otherwise alike (no context parallelism); gloo.
+        calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
+            compares samples that arrived in different steps.
+        origin: which sample of the data set a row is, or None where that is not known.
+        pin_memory: micro-batches go to a GPU. Only from pinned memory are they copied while the host goes on.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        *,
+        topology: Topology,
+        limits: Limits,
+        cost_model: CostModel,
+        dp_group: dist.ProcessGroup,
+        calibration: OnlineCalibration | None = None,
+        origin: SampleOrigin | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.config = config
+        self.topology = topology
+        self.limits = limits
+        self.cost_model = cost_model
+        self.dp_group = dp_group
+        self.calibration = calibration
+        self._origin = origin
+        self._pin_memory = pin_memory
+        self._calibrated_step = -1
+        # Ranks that were started with different flags or versions would plan differently: they find out here.
+        text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
+        self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+    def make(
+        self,
+        fetched: Fetched,
+        *,
+        num_items: int,
+        pool: SamplePool | None,
+        step: int = 0,
+        new_iterator: bool = False,
+        first_item: int = 0,
+    ) -> BalancedStep:
+        """One step.
+
+        Args:
+            fetched: what the data loader yielded, or raised.
+            num_items: items that were wanted.
+            pool: samples that wait, left as it is; None without look-ahead.
+            step: counted from 0. One that could not be prepared may be made again.
+            new_iterator: whether the items come from another iterator than this rank's last ones.
+            first_item: of these, counted from the loader's first.
+
+        Raises:
+            BalanceError: on every rank of the group alike.
+            AgreedError: the same, on a rank where code raised another error.
+        """
+        started = time.perf_counter()
+        items, failure, samples = fetched.items, fetched.failure, []
+        packed = all(isinstance(item, Mapping) and item.get("cu_seqlens") is not None for item in items)
+        if failure is None and len(items) < num_items and (pool is None or items):
+            failure = Failure(BalanceError(self._ended(len(items), num_items=num_items)))
+        if failure is None and packed:
+            split = self._split(items, first_item=first_item)
+            samples, failure = ([], split) if isinstance(split, Failure) else (split, None)
+        with agreeing_on(failure):
+            gathered = gather_sample_lengths(
+                samples,
+                group=self.dp_group,
+                fingerprint=self._fingerprint,
+                packed=packed,
+                step=step,
+                new_source=new_iterator,
+                problem=None if failure is None else failure.problem,
+            )
+        new_iterator = gathered.new_source
+        if not packed:
+            raise BalanceError(NOT_PACKED)
+        if pool is not None:
+            pool = pool.copy()
+            pool.add(gathered, samples)
+            gathered, samples = pool.take()
+        if gathered.schema is None:
+            raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
+        plan_started = time.perf_counter()
+        if self.calibration is not None:
+            if step > self._calibrated_step:
+                self.calibration.begin_step()
+                self._calibrated_step = step
+            self.cost_model = self.calibration.cost_model
+        schedule = self._plan(gathered)
+        planned = time.perf_counter()
+        check_same_schedule(schedule.digest(), group=self.dp_group)
+        mine = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=self.dp_group)
+        sizes = filled_tokens(
+            schedule.slot_tokens(),
+            topology=self.topology,
+            limits=self.limits,
+            shape_bucket=self.config.shape_bucket,
+        )
+        of_this_rank = sizes.reshape(self.topology.dp_size, -1)[self.dp_group.rank()].tolist()
+        slots = [[mine[sample] for sample in slot] for slot in schedule.ranks[self.dp_group.rank()]]
+        packs = attempt(self._pack, slots, sizes=of_this_rank, schema=gathered.schema)
+        failure = replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None
+        raise_together(failure, group=self.dp_group, what="that all ranks have packed their micro-batches")
+        assert not isinstance(packs, Failure), "raised"
+        return BalancedStep(
+            num_microbatches=schedule.num_microbatches,
+            microbatch_tokens=of_this_rank,
+            sequence_lengths=[sequence_lengths(slot) for slot in slots],
+            step_tokens=int(sizes.sum()),
+            microbatches=packs,
+            schedule=schedule,
+            fingerprint=(schedule.digest() ^ _checksum(packs)) & (2**63 - 1),
+            pool=pool,
+            calibration=None if self.calibration is None else self.calibration.state,
+            plan_seconds=planned - plan_started,
+            exchange_seconds=time.perf_counter() - planned + plan_started - started,
+            new_iterator=new_iterator,
+        )
+
+    def _ended(self, num_fetched: int, *, num_items: int) -> str:
+        ended = f"its data ended after {num_fetched} of {num_items} items of this step."
+        if self.config.lookahead == 1:
+            return ended
+        return (
+            f"{ended} --balance-lookahead {self.config.lookahead} takes later batches from the same iterator: where "
+            "every step brings a new one, set --balance-lookahead 1."
+        )
+
+    def _pack(
+        self, slots: Sequence[Sequence[Sample]], *, sizes: Sequence[int], schema: SampleSchema
+    ) -> list[Microbatch]:
+        """Micro-batches of these sizes."""
+        token_multiple, cp_size = self.topology.token_multiple, self.topology.cp_size
+        packs = [
+            pack_microbatch(slot, token_multiple=token_multiple, cp_size=cp_size, num_tokens=size)
+            if slot
+            else dummy_microbatch(schema, token_multiple=token_multiple, cp_size=cp_size, num_tokens=size)
+            for slot, size in zip(slots, sizes, strict=True)
+        ]
+        if not self._pin_memory:
+            return packs
+        return [{name: tensor.pin_memory() for name, tensor in pack.items()} for pack in packs]
+
+    def _plan(self, gathered: GatheredLengths) -> DataSchedule:
+        whole = len(gathered.segment_lengths) == len(gathered.lengths)
+        return build_data_schedule(
+            gathered.segment_lengths,
+            num_segments=None if whole else gathered.num_segments,
+            cost_model=self.cost_model,
+            topology=self.topology,
+            limits=self.limits,
+            objective=self.config.objective,
+            algorithm=self.config.partition_algorithm,
+            home_ranks=gathered.home_ranks,
+            move_samples=self.config.balance_data,
+        )
+
+    def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
+        """The samples of all items on the CPU, or what is wrong with one."""
+        samples: list[Sample] = []
+        schema: SampleSchema | None = None
+        for index, item in enumerate(items):
+            of_item = attempt(self._split_item, item, schema=schema)
+            if isinstance(of_item, Failure):
+                return replace(of_item, during=self._name(index, first_item=first_item, error=of_item.error))
+            schema = schema or SampleSchema.shared_by(of_item)
+            samples.extend(of_item)
+        return samples
+
+    def _split_item(self, item: Mapping[str, Any], *, schema: SampleSchema | None) -> list[Sample]:
+        """Of one item; a BalanceError where its samples do not fit those of the items before it."""
+        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+        of_item = split_packed(on_cpu, unit=self.config.effective_unit)
+        schema = schema or SampleSchema.shared_by(of_item)
+        if schema is not None and of_item and not schema.fits(of_item[0]):
+            difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
+            raise BalanceError(f"it differs from the items before it: {difference}.")
+        return of_item
+
+    def _name(self, index: int, *, first_item: int, error: Exception) -> str:
+        """What a person may look an item up by."""
+        name = f"item {index} of this step"
+        if self._origin is None:
+            return name
+        rows = [error.row] if isinstance(error, RowError) else [0, self._origin.micro_batch_size - 1]
+        samples = [str(self._origin.sample_of(first_item + index, row=row)) for row in rows]
+        return f"{name} (in the data set: sample {' to '.join(dict.fromkeys(samples))})"
+
+
+def _checksum(microbatches: Sequence[Microbatch]) -> int:
+    """Of the tokens and their places."""
+    total = 0
+    for microbatch in microbatches:
+        tokens = microbatch["tokens"].flatten().long()
+        total = 31 * total + int((tokens * torch.arange(1, tokens.numel() + 1)).sum())
+    return total

@@ -1,0 +1,114 @@
+"""The figures of a balanced step, and their means over the steps between two log lines.
+
+All but the measured ones are this rank's view of the plan, which is the same on every rank; plan, exchange and
+exposed times are those of the rank that logs.
+
+Invariant: a figure that is not known is NaN, is left out of means, and is never written as a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.planner.schedule import DataSchedule
+
+_UNKNOWN = float("nan")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one step, or means over several.
+
+    Attributes:
+        planned_imbalance: costliest rank over the mean rank, as planned.
+        measured_imbalance: busiest rank's seconds over the mean rank's, as measured (`step_timing.py` says what is
+            in them). A rank stands for its model replica: pipeline stages and context-parallel ranks together.
+        busiest_rank_seconds: of the busiest rank, as measured.
+        over_bound: planned cost over what no plan can beat.
+        num_microbatches: slots of every rank.
+        num_shapes: distinct lengths of this rank's micro-batches since it started, filled up as they run.
+        padding_fraction: padding, filler and dummies over all tokens that ran.
+        moved_fraction: tokens that ran off the rank that loaded them, over all tokens.
+        moved_fraction_unlabelled: the same, had interchangeable ranks not been exchanged.
+        plan_seconds, exchange_seconds, exposed_seconds: see BalancedStep.
+        drift: of the samples that wait under look-ahead.
+        calibration_error: median relative error of the online calibration.
+    """
+
+    planned_imbalance: float = _UNKNOWN
+    measured_imbalance: float = _UNKNOWN
+    busiest_rank_seconds: float = _UNKNOWN
+    over_bound: float = _UNKNOWN
+    num_microbatches: float = _UNKNOWN
+    num_shapes: float = _UNKNOWN
+    padding_fraction: float = _UNKNOWN
+    moved_fraction: float = _UNKNOWN
+    moved_fraction_unlabelled: float = _UNKNOWN
+    plan_seconds: float = _UNKNOWN
+    exchange_seconds: float = _UNKNOWN
+    exposed_seconds: float = _UNKNOWN
+    drift: float = _UNKNOWN
+    calibration_error: float = _UNKNOWN
+
+    @classmethod
+    def of_step(cls, step: BalancedStep, *, schedule: DataSchedule) -> Figures:
+        """What the plan says; nothing is measured yet. Sums only: it is done in every step.
+
+        Args:
+            step: the data of the step.
+            schedule: its plan.
+        """
+        ranks = schedule.cost_grid.sum(axis=1)
+        tokens = int(schedule.lengths.sum())
+        moved = _UNKNOWN
+        if schedule.home_ranks is not None:
+            moved = int(schedule.lengths[schedule.destinations() != schedule.home_ranks].sum()) / max(tokens, 1)
+        unlabelled = schedule.moved_tokens_unlabelled
+        error = None if step.calibration is None else step.calibration.error
+        return cls(
+            planned_imbalance=int(ranks.max()) / float(ranks.mean()) if ranks.any() else 1.0,
+            over_bound=schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
+            num_microbatches=schedule.num_microbatches,
+            padding_fraction=1 - tokens / max(step.step_tokens, 1),
+            moved_fraction=moved,
+            moved_fraction_unlabelled=_UNKNOWN if unlabelled is None else unlabelled / max(tokens, 1),
+            plan_seconds=step.plan_seconds,
+            exchange_seconds=step.exchange_seconds,
+            exposed_seconds=step.exposed_seconds,
+            drift=_UNKNOWN if step.pool is None else step.pool.drift,
+            calibration_error=_UNKNOWN if error is None else error,
+        )
+
+    @classmethod
+    def mean(cls, figures: Sequence[Figures]) -> Figures:
+        """Each figure's mean over the steps where it is known."""
+        rows = [asdict(of_step) for of_step in figures]
+        known = {name: [row[name] for row in rows if not math.isnan(row[name])] for name in cls.__dataclass_fields__}
+        return cls(**{name: sum(values) / len(values) for name, values in known.items() if values})
+
+    def known(self) -> dict[str, float]:
+        """Name and value of every figure that is known."""
+        return {name: value for name, value in asdict(self).items() if not math.isnan(value)}
+
+
+def log_line(figures: Figures) -> str:
+    """The line of these steps in the log."""
+    measured = "unknown"
+    if not math.isnan(figures.measured_imbalance):
+        measured = f"{figures.measured_imbalance:.4f} (busiest rank {figures.busiest_rank_seconds * 1e3:.1f} ms)"
+    parts = [
+        f"max/mean of rank time: planned {figures.planned_imbalance:.4f}, measured {measured}",
+        f"{figures.over_bound:.4f} of the bound",
+        f"micro-batches {figures.num_microbatches:.4g} ({figures.num_shapes:.0f} shapes so far)",
+        *([] if math.isnan(figures.drift) else [f"drift {figures.drift:.3f}"]),
+        *([] if math.isnan(figures.calibration_error) else [f"calibrated, off by {figures.calibration_error:.1%}"]),
+        f"padding {figures.padding_fraction:.1%}",
+        f"moved {figures.moved_fraction:.0%} of tokens, not {figures.moved_fraction_unlabelled:.0%}",
+        f"plan {figures.plan_seconds * 1e3:.1f} ms",
+        f"exchange {figures.exchange_seconds * 1e3:.1f} ms",
+        f"exposed {figures.exposed_seconds * 1e3:.1f} ms",
+    ]
+    return " | ".join(parts)

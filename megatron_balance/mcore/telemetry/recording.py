@@ -1,0 +1,83 @@
+"""`--balance-record DIR`: what every step planned and took, written while the run goes on (`record/run_record.py`).
+
+The first rank of the run writes the plans; the first rank of every model replica (tensor-, pipeline- and
+context-parallel rank 0) writes its seconds. Files are written every 64 steps, with every checkpoint, and when the
+process ends.
+
+Invariants: nothing is sent between ranks for it; a run that begins anew replaces the record in the folder, a resumed
+one goes on with it. Training does not end because a disk is full: the rank says so and records no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.telemetry.step_timing import TimedStep
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
+from megatron_balance.record.writers import PlanWriter, SecondsWriter
+
+
+class RunRecording:
+    """One rank's part of the record.
+
+    Args:
+        folder: of the record.
+        info: on the rank that writes plans; None on the others.
+        dp_rank: data-parallel rank of this one.
+        resume: whether the run goes on from a checkpoint.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, *, info: RunInfo | None, dp_rank: int, resume: bool) -> None:
+        self._folder = folder
+        self._seconds = SecondsWriter(folder, dp_rank=dp_rank, resume=resume)
+        self._plans = None if info is None else PlanWriter(folder, info=info, resume=resume)
+        # Every rank that writes has a disk of its own to fill.
+        self._log = RunLog(enabled=True)
+        self._newest = 0
+        self._failed = False
+
+    def begin(self, step: BalancedStep, *, iteration: int) -> None:
+        """Take in a step's plan; once, if Megatron runs the step again."""
+        if self._plans is None or step.schedule is None or iteration == self._newest:
+            return
+        self._newest = iteration
+        record = StepRecord.of_schedule(
+            step.schedule,
+            iteration=iteration,
+            plan_seconds=step.plan_seconds,
+            exchange_seconds=step.exchange_seconds,
+            exposed_seconds=step.exposed_seconds,
+        )
+        plans = self._plans
+        self._write(lambda: plans.add(record))
+
+    def measured(self, timed: TimedStep) -> None:
+        """Take in what a step took; unknown for each micro-batch under a virtual pipeline."""
+        seconds, num_microbatches = timed.seconds, timed.schedule.num_microbatches
+        if len(seconds) != num_microbatches:
+            seconds = np.full(num_microbatches, np.nan)
+        self._write(lambda: self._seconds.add(timed.iteration, seconds=seconds))
+
+    def flush(self) -> None:
+        """Write what has not been written."""
+        self._write(self._seconds.flush)
+        if self._plans is not None:
+            self._write(self._plans.flush)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._failed = True
+            self._log.warn_once(f"--balance-record {self._folder}: {error}. Training goes on, unrecorded.")

@@ -1,0 +1,52 @@
+"""The figures as TensorBoard and W&B scalars, through Megatron's own writers, under `balance/`.
+
+Megatron makes its writers on the last rank of the world (training/global_vars.py), and only where it was asked for
+them (`--tensorboard-dir`, `--wandb-project`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.mcore.telemetry.figures import Figures
+from megatron_balance.runtime.peers import waiting_for
+
+
+def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Figures:
+    """Bring the figures from the first rank of the group to its last, which is the world's, and to those between.
+
+    A broadcast, although one message would do: gloo's messages keep the timeout that their group was made with,
+    whatever `--distributed-timeout-seconds-after-init` says.
+
+    Args:
+        figures: on the first rank; None elsewhere.
+        group: gloo; all its ranks take part.
+
+    Returns:
+        The figures.
+    """
+    message = torch.tensor(astuple(figures or Figures()), dtype=torch.float64)
+    with waiting_for("the figures on the rank that writes them", group=group):
+        dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
+    return Figures(*message.tolist())
+
+
+def write_scalars(figures: Figures, *, iteration: int) -> None:
+    """Write what is known, where Megatron has writers.
+
+    Args:
+        figures: means over the steps since the last time.
+        iteration: as Megatron counts.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    scalars = {f"balance/{name}": value for name, value in figures.known().items()}
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(scalars, iteration)

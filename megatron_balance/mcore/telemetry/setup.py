@@ -1,0 +1,117 @@
+"""Builds this rank's watchers from the flags and its place in the parallel layout.
+
+Invariant: what goes wrong with the record's folder on one rank is raised on every rank that watches, before training.
+"""
+
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.groups import is_first_of_replica, reads_data, split_world
+from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.step.planner import StepMaker
+from megatron_balance.mcore.telemetry.observer import RunObserver
+from megatron_balance.mcore.telemetry.recording import RunRecording
+from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
+from megatron_balance.mcore.telemetry.step_timing import Listener, StepTiming, calibrating
+from megatron_balance.planner.problem import resolve_objective
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.runtime.device import device_kind
+from megatron_balance.runtime.environment import environment
+from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.rank_seconds import NOT_MEASURING
+
+
+def observer_of_run(
+    config: BalanceConfig, *, args: Any, maker: StepMaker, log: RunLog, timeout: timedelta
+) -> RunObserver | None:
+    """The watchers of this rank; None where it takes no part. Every rank calls it, in the same order.
+
+    Args:
+        config: the flags.
+        args: Megatron's validated arguments.
+        maker: makes this rank's steps.
+        log: prints.
+        timeout: of collectives.
+
+    Raises:
+        BalanceError: the record's folder cannot be written to; on every rank that watches.
+    """
+    measures = reads_data()
+    writes = dist.get_rank() == dist.get_world_size() - 1  # Megatron's writers are on the last rank
+    group = split_world(0 if measures or writes else None, timeout=timeout)
+    if group is None:
+        return None
+    dp_rank = maker.dp_group.rank()
+    metrics = RunMetrics(
+        log,
+        log_interval=args.log_interval,
+        group=group,
+        dp_rank=dp_rank if measures else NOT_MEASURING,
+        dp_size=maker.topology.dp_size,
+    )
+    listeners: list[Listener] = [metrics.measured]
+    recording = None
+    if config.record is not None:
+        resume = bool(args.load and args.iteration)
+        recording = _recording(config, folder=Path(config.record), maker=maker, resume=resume, group=group)
+    if recording is not None:
+        listeners.append(recording.measured)
+    if maker.calibration is not None:
+        listeners.append(calibrating(maker.calibration, dp_rank=dp_rank))
+    timing = None
+    # There forward and backward passes run together, and their marks would tell nothing.
+    if measures and not getattr(args, "overlap_moe_expert_parallel_comm", False):
+        timing = StepTiming(listeners, on_gpu=device_kind() == "cuda")
+    observer = RunObserver(timing=timing, metrics=metrics, recording=recording)
+    atexit.register(observer.flush)
+    return observer
+
+
+def _recording(
+    config: BalanceConfig, *, folder: Path, maker: StepMaker, resume: bool, group: dist.ProcessGroup
+) -> RunRecording | None:
+    """This rank's part of the record, None where it has none."""
+    recording, problem = None, None
+    if is_first_of_replica():
+        try:
+            recording = RunRecording(
+                folder,
+                info=_run_info(config, maker=maker) if group.rank() == 0 else None,
+                dp_rank=maker.dp_group.rank(),
+                resume=resume,
+            )
+        except OSError as error:
+            problem = str(error)
+    failed = torch.tensor([problem is not None], dtype=torch.int64)
+    with waiting_for("all ranks to open the record", group=group):
+        dist.all_reduce(failed, group=group)
+    if failed:
+        raise BalanceError(
+            f"--balance-record {folder}: {problem or 'another rank cannot write there'}. Name a folder that every "
+            "node can write to."
+        )
+    return recording
+
+
+def _run_info(config: BalanceConfig, *, maker: StepMaker) -> RunInfo:
+    return RunInfo(
+        topology=maker.topology,
+        limits=maker.limits,
+        cost_model=maker.cost_model,
+        cost_name=config.cost_name,
+        objective=resolve_objective(config.objective, topology=maker.topology),
+        policy=config.policy,
+        origin=environment(device_kind()),
+    )

@@ -1,0 +1,212 @@
+"""Packed (thd) attention for Megatron's local layers, where Transformer Engine is not installed.
+
+Megatron's own `DotProductAttention` refuses packed sequences. `ThdAttention` takes its place: torch's
+variable-length flash attention on a GPU, torch's scaled_dot_product_attention per sequence on a CPU.
+Use it with
+
+    --transformer-impl local --spec megatron_balance.mcore.thd.attention thd_block_spec
+
+Shapes: t tokens of the micro-batch on this context-parallel rank, n attention heads and g query groups
+of this tensor-parallel rank, d channels a head.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_balance.mcore.thd.context_parallel import gather_sequences, split_sequences
+
+_MIN_WINDOW_BLOCK = 64
+"""Queries attended at a time on a CPU, at least: smaller blocks spend their time in calls."""
+
+
+def thd_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's local decoder layers with `ThdAttention` and norms that know sequence parallelism.
+
+    Args:
+        config: the model's configuration (GPTModelConfig or TransformerConfig).
+        vp_stage: the model chunk under a virtual pipeline.
+    """
+    transformer = getattr(config, "transformer", config)
+    block = get_gpt_decoder_block_spec(
+        transformer, use_transformer_engine=False, normalization=transformer.normalization, vp_stage=vp_stage
+    )
+    block.layer_specs = [thd_layer_spec(layer) for layer in block.layer_specs or []]
+    block.layer_norm = build_norm
+    return block
+
+
+def thd_layer_spec(layer: ModuleSpec) -> ModuleSpec:
+    """One of Megatron's local layers with `ThdAttention` and norms that know sequence parallelism.
+
+    Args:
+        layer: spec of a TransformerLayer with self-attention. It is left as it is: layers share their specs.
+    """
+    layer = copy.deepcopy(layer)
+    submodules: Any = layer.submodules
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        if getattr(submodules, name) is not IdentityOp:
+            setattr(submodules, name, build_norm)
+    submodules.self_attention.submodules.core_attention = ThdAttention
+    return layer
+
+
+def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """torch's LayerNorm or RMSNorm, its weights marked for the gradient sum of sequence parallelism.
+
+    Megatron's `WrappedTorchNorm` asserts that sequence parallelism is off because the torch modules do
+    not carry the mark. The mark is all they lack (megatron.core.distributed.finalize_model_grads).
+    """
+    norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    module = norm(hidden_size, eps=eps)
+    for parameter in module.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return module
+
+
+class ThdAttention(MegatronModule):
+    """Causal attention within each sequence of a packed micro-batch, with a sliding window where the layer has one.
+
+    Raises:
+        NotImplementedError: the configuration asks for attention dropout.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise NotImplementedError(f"--attention-dropout is {dropout}: ThdAttention has none; set it to 0.")
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # Tokens a query sees, itself included; Megatron's left bound leaves it out and is -1 for none.
+        self.window = config.window_size[0] + 1 if windowed else 0
+        self.softmax_scale = softmax_scale
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention of a packed micro-batch, or of an ordinary batch where there is none.
+
+        Args:
+            query: `[t, n, d]` packed, `[s, b, n, d]` otherwise.
+            key: `[t, g, d]` or `[s, b, g, d]`.
+            value: as key.
+            packed_seq_params: starts of the sequences in the whole micro-batch.
+
+        Returns:
+            `[t, n*d]` packed, `[s, b, n*d]` otherwise.
+        """
+        if packed_seq_params is None:
+            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            return out.permute(2, 0, 1, 3).flatten(2)
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        if self.cp_group is not None:
+            return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), self.cp_group)
+        if query.is_cuda:
+            return self._attend_varlen(query, key, value, cu_seqlens, int(packed_seq_params.max_seqlen_q))
+        # The last sequence may end before the micro-batch does: what follows is padding, cut off below.
+        bounds = [*cu_seqlens.tolist(), query.shape[0]]
+        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True) if end > start]
+        pieces = [
+            self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in sequence)).squeeze(0).transpose(0, 1)
+            for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        ]
+        return torch.cat(pieces).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Whole sequences, `[b, n, s, d]` of queries and `[b, g, s, d]` of keys and values: `[b, n, s, d]`."""
+        length = query.shape[2]
+        if not self.window or length <= self.window:
+            return self._attend_block(query, key, value)
+        # One block of queries at a time, with the keys that one of them sees: a mask over the whole sequence
+        # would compute all of it.
+        block = max(_MIN_WINDOW_BLOCK, self.window // 4)
+        pieces: list[Tensor] = []
+        for start in range(0, length, block):
+            end = min(start + block, length)
+            seen = slice(max(0, start - self.window + 1), end)
+            mask = self._sees(torch.arange(start, end), torch.arange(seen.start, end)).to(query.device)
+            pieces.append(self._attend_block(query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask))
+        return torch.cat(pieces, dim=2)
+
+    def _sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which query position sees which key position: `[num_queries, num_keys]`."""
+        distance = queries[:, None] - keys[None, :]
+        return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
+
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`[b, n, s, d]` of queries against `[b, g, k, d]` of keys and values: `[b, n, s, d]`."""
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            scale=self.softmax_scale,
+            window_size=(self.window - 1, 0),  # -1: no bound
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(out, Tensor)
+        return out.flatten(1)
+
+    def _attend_context_parallel(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """Every rank gathers all keys and values, and attends with the two chunks of each sequence it holds."""
+        cp_size, cp_rank = group.size(), group.rank()
+        keys = gather_sequences(key, bounds=bounds, group=group)
+        values = gather_sequences(value, bounds=bounds, group=group)
+        pieces: list[Tensor] = []
+        for chunk_query, start, chunk_start in split_sequences(query, bounds=bounds, cp_size=cp_size, cp_rank=cp_rank):
+            end = chunk_start + chunk_query.shape[0]
+            mask = self._sees(torch.arange(chunk_start, end), torch.arange(start, end)).to(query.device)
+            chunk = (chunk_query, keys[start:end], values[start:end])
+            out = self._attend_block(*(x.transpose(0, 1).unsqueeze(0) for x in chunk), mask=mask)
+            pieces.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(pieces).flatten(1)

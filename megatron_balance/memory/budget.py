@@ -1,0 +1,146 @@
+"""The memory budget of a run on a GPU, and the token cap that follows from it.
+
+A budget that is given is meant for what the model counts. Of a device's whole memory a reserve is kept back for what
+it does not: the CUDA context, communication buffers, kernels' workspaces, and what the allocator cannot use because
+micro-batches differ in length (`--balance-shape-bucket` makes them alike).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.memory.model import GIB, MemoryModel
+from megatron_balance.memory.shape_buckets import bucket_tokens
+from megatron_balance.topology import Topology
+
+AUTO = "auto"
+"""`--max-tokens-per-gpu auto`."""
+
+TOKEN_STEP = 128
+"""A derived cap is a multiple of it: GEMMs run best on such shapes, and nobody needs a finer answer."""
+
+MIN_RESERVE_BYTES = 2 * GIB
+RESERVE_SHARE = 0.1
+
+
+def token_cap(text: str) -> int | str:
+    """The value of `--max-tokens-per-gpu`, for argparse: a number of tokens, or AUTO.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+
+    Example:
+        >>> token_cap("auto"), token_cap("8192")
+        ('auto', 8192)
+    """
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {AUTO!r}") from None
+
+
+def gib_to_bytes(gib: float, *, flag: str) -> int:
+    """A budget in bytes.
+
+    Args:
+        gib: GiB.
+        flag: that gave it, for the error.
+
+    Raises:
+        BalanceError: it is not a positive number.
+    """
+    if not (math.isfinite(gib) and gib > 0):
+        raise BalanceError(f"{flag} is {gib}: it must be a positive number of GiB.")
+    return int(gib * GIB)
+
+
+def budget_of_device(total_bytes: int) -> int:
+    """What a run may take of a device with so much memory: a tenth, and 2 GiB at least, are kept back.
+
+    Example:
+        >>> budget_of_device(80 * GIB) // GIB
+        72
+    """
+    return max(total_bytes - max(int(total_bytes * RESERVE_SHARE), MIN_RESERVE_BYTES), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedCap:
+    """A cap that fits a budget.
+
+    Attributes:
+        tokens: of a micro-batch on one GPU.
+        budget_bytes: what the run may take.
+        static_bytes: weights, gradients and optimizer of the stage that limits the cap.
+        bytes_per_token: of that stage.
+        stage: which, from 0.
+        held_at: why the cap is no higher although more would fit; empty where it is as high as fits.
+    """
+
+    tokens: int
+    budget_bytes: int
+    static_bytes: int
+    bytes_per_token: int
+    stage: int
+    held_at: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens: {self.budget_bytes / GIB:.1f} GiB of memory, {self.static_bytes / GIB:.1f} GiB of "
+            f"weights, gradients and optimizer, {self.bytes_per_token:,} bytes a token (pipeline stage {self.stage})"
+            f"{self.held_at}"
+        )
+
+
+def derive_cap(
+    model: MemoryModel,
+    *,
+    budget_bytes: int,
+    topology: Topology,
+    shape_bucket: int = 1,
+    seq_length: int | None = None,
+) -> DerivedCap:
+    """The most tokens of a micro-batch on one GPU that fit the budget.
+
+    In a pipeline the cap is held at the longest sample (`seq_length`): memory is often there for more, but larger
+    micro-batches are fewer and make the bubble longer, so plans gain nothing by it (benchmarks/planner/pipelines.py).
+
+    Args:
+        model: what a run takes.
+        budget_bytes: what it may take.
+        topology: the ranks.
+        shape_bucket: `--balance-shape-bucket`: the cap is a multiple of it too.
+        seq_length: `--seq-length`, the longest sample that there can be; None where it is not known.
+
+    Raises:
+        BalanceError: nothing fits; says which terms are in the way and what lowers them.
+    """
+    multiple = math.lcm(TOKEN_STEP, bucket_tokens(topology, shape_bucket=shape_bucket) // topology.cp_size)
+    fit = model.max_tokens_per_gpu(budget_bytes, multiple=multiple)
+    limiting = min(model.stages, key=lambda stage: (budget_bytes - stage.static_bytes) / stage.bytes_per_token)
+    if fit == 0:
+        raise BalanceError(
+            f"--max-tokens-per-gpu is {AUTO}, and not even {multiple} tokens fit: of a budget of "
+            f"{budget_bytes / GIB:.2f} GiB weights, gradients and optimizer take {limiting.static_bytes / GIB:.2f} GiB "
+            f"and {multiple} tokens {multiple * limiting.bytes_per_token / GIB:.2f} GiB (estimates, pipeline stage "
+            f"{limiting.stage}). Share them (--use-distributed-optimizer, more tensor or pipeline stages), keep less "
+            "(--recompute-granularity full), or give the cap in tokens."
+        )
+    tokens, held_at = fit, ""
+    if topology.pp_size > 1 and seq_length is not None:
+        longest = -(-seq_length // (topology.cp_size * multiple)) * multiple
+        if longest < fit:
+            tokens, held_at = longest, f"; {fit} would fit, but larger micro-batches lengthen the pipeline's bubble"
+    return DerivedCap(
+        tokens=tokens,
+        budget_bytes=budget_bytes,
+        static_bytes=limiting.static_bytes,
+        bytes_per_token=limiting.bytes_per_token,
+        stage=limiting.stage,
+        held_at=held_at,
+    )

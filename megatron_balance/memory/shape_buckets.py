@@ -1,0 +1,90 @@
+"""Micro-batches filled up to multiples of tokens: what low-precision layers need, and few shapes.
+
+- `Topology.token_alignment`: FP8 and FP4 layers take multiples of some tokens only. It holds for every micro-batch,
+  dummies and over-long samples included.
+- `--balance-shape-bucket`: an allocator reuses blocks of shapes that it has seen, and what is compiled or tuned for a
+  shape serves again. It holds for micro-batches up to the cap.
+
+The price is the filler: half of the multiple for each micro-batch on average.
+
+Invariant: a filled micro-batch is never above the cap, which is rounded down to the multiple; a sample over the rounded
+cap runs alone and is filled up to the alignment only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.topology import Limits, Topology
+
+
+def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
+    """The multiple that micro-batches up to the cap are filled up to, tokens over their context-parallel ranks.
+
+    Raised to a multiple of `Topology.pack_multiple`, so that every context- and sequence-parallel rank gets an aligned
+    share.
+
+    Args:
+        topology: the ranks.
+        shape_bucket: tokens on each GPU before sequence parallelism, as `--max-tokens-per-gpu` counts them; 1 for none.
+
+    Raises:
+        BalanceError: the bucket is below 1.
+
+    Example:
+        >>> bucket_tokens(Topology(8, cp_size=2), shape_bucket=128)
+        256
+        >>> bucket_tokens(Topology(8, tp_size=4, sequence_parallel=True, token_alignment=128), shape_bucket=128)
+        512
+    """
+    if shape_bucket < 1:
+        raise BalanceError(f"the shape bucket is {shape_bucket}: it must be 1 (off) or more tokens.")
+    multiple = topology.pack_multiple
+    return -(-shape_bucket * topology.cp_size // multiple) * multiple
+
+
+def bucketed_limits(limits: Limits, *, topology: Topology, shape_bucket: int, flag: str) -> Limits:
+    """The limits, their cap rounded down to what micro-batches are filled up to.
+
+    Args:
+        limits: what a micro-batch holds.
+        topology: the ranks.
+        shape_bucket: tokens on each GPU.
+        flag: that gave it, for the error.
+
+    Raises:
+        BalanceError: the multiple is larger than the cap.
+    """
+    cap, tokens = limits.max_tokens_per_gpu, bucket_tokens(topology, shape_bucket=shape_bucket)
+    if tokens == topology.token_multiple or cap is None:
+        return limits
+    bucket = tokens // topology.cp_size
+    if bucket > cap:
+        given = f"{flag} is {shape_bucket}" if shape_bucket > 1 else "no shape bucket is set"
+        raise BalanceError(
+            f"micro-batches are filled up to multiples of {bucket} tokens on these ranks ({given}, the precision's "
+            f"alignment is {topology.token_alignment} tokens a rank), and --max-tokens-per-gpu {cap} holds none: raise "
+            "the cap or lower the bucket."
+        )
+    return Limits(cap // bucket * bucket)
+
+
+def filled_tokens(
+    tokens: NDArray[np.int64], *, topology: Topology, limits: Limits, shape_bucket: int
+) -> NDArray[np.int64]:
+    """Tokens of micro-batches once they are filled up. `[num_microbatches]` → `[num_microbatches]`
+
+    Args:
+        tokens: padded tokens; 0 for a dummy.
+        topology: the ranks.
+        limits: as `bucketed_limits` gives them.
+        shape_bucket: tokens on each GPU.
+    """
+    cap = limits.max_tokens_per_microbatch(topology)
+    multiple = np.full(len(tokens), bucket_tokens(topology, shape_bucket=shape_bucket))
+    if cap is not None:
+        multiple[tokens > cap] = topology.pack_multiple
+    filled = -(-tokens // multiple) * multiple
+    return np.where(tokens == 0, topology.pack_multiple, filled)

@@ -1,0 +1,211 @@
+"""Megatron's parsed arguments → the fields of a ModelShape.
+
+Read as Megatron 0.19 reads them: `validate_args` (megatron/training/arguments.py) for the defaults,
+`core_transformer_config_from_args` for the gate, and where each pattern is used for its meaning:
+
+    --moe-layer-freq N           layer i is MoE where i % N == 0                       (gpt_layer_specs)
+    --linear-attention-freq N    every N-th layer is full attention, the others linear (experimental_attention_...)
+    --window-attn-skip-freq N    every N-th layer is full attention, the others windowed (is_layer_window_attention)
+
+Each also takes a list, or a string such as "[0]*3+[1]*58". Nothing of Megatron is imported here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.layers import NEEDED
+
+_COPIED = {
+    "experts": ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+    "mla": ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    "dsa": ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    "gated_delta_net": NEEDED["gated_delta_net"],
+    "mamba": ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"),
+}
+"""Arguments taken over as they are, where the model has such layers: Megatron gives many a default anyway."""
+
+
+def fields_from_megatron_args(args: object) -> dict[str, Any]:
+    """Fields of a ModelShape from a Megatron Namespace.
+
+    Args:
+        args: parsed arguments. Those a release does not know count as not given.
+
+    Returns:
+        dict: keyword arguments of ModelShape.
+
+    Raises:
+        BalanceError: a needed argument is missing, or the layers' FLOPs are not known here.
+    """
+    _refuse_unknown_layers(args)
+    hidden_size, heads = _needed(args, "hidden_size"), _needed(args, "num_attention_heads")
+    hybrid = _hybrid_layer_pattern(args)
+    main, *depths = hybrid.replace("|", "").split("/")
+    num_layers = len(main) if hybrid else _needed(args, "num_layers")
+    ffn_hidden_size = _int(args, "ffn_hidden_size") or _default_ffn_hidden_size(args, hidden_size)
+    variant = getattr(args, "experimental_attention_variant", None)
+    latent = bool(getattr(args, "multi_latent_attention", False)) or not {"+", "D"}.isdisjoint(hybrid)
+    grouped = bool(getattr(args, "group_query_attention", False)) and not latent
+    linear = variant == "gated_delta_net"
+    result: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_query_groups": _needed(args, "num_query_groups") if grouped else heads,
+        "kv_channels": _int(args, "kv_channels") or hidden_size // heads,
+        "ffn_hidden_size": ffn_hidden_size,
+        "padded_vocab_size": _padded_vocab_size(args),
+        "gated_linear_unit": bool(getattr(args, "swiglu", False) or getattr(args, "quick_geglu", False)),
+        "attention_output_gate": bool(getattr(args, "attention_output_gate", False)),
+        "multi_latent_attention": latent,
+        "hybrid_layer_pattern": hybrid,
+        "mtp_num_layers": len([depth for depth in depths if depth]) if hybrid else _int(args, "mtp_num_layers"),
+    }
+
+    def copy(kind: str) -> None:
+        result.update({name: _int(args, name) for name in _COPIED[kind]})
+
+    if latent:
+        copy("mla")
+    if variant == "dsa" or "D" in hybrid:
+        copy("dsa")
+    window_size: Iterable[int] | None = getattr(args, "window_size", None)
+    if window_size:
+        result["window_size"] = tuple(window_size)
+        result["window_attn_skip_freq"] = _pattern(
+            args, "window_attn_skip_freq", num_layers, lambda i, n: (i + 1) % n != 0
+        )
+    if _int(args, "num_experts"):
+        copy("experts")
+        result["moe_ffn_hidden_size"] = _int(args, "moe_ffn_hidden_size") or ffn_hidden_size
+        result["moe_layer_freq"] = _pattern(args, "moe_layer_freq", num_layers, lambda i, n: i % n == 0)
+    if linear or "G" in hybrid:
+        copy("gated_delta_net")
+    if linear:
+        pattern = _pattern(args, "linear_attention_freq", num_layers, lambda i, n: (i + 1) % n != 0)
+        if not pattern:
+            raise BalanceError(
+                "--linear-attention-freq is not given: --experimental-attention-variant gated_delta_net needs it."
+            )
+        result["linear_attention_freq"] = pattern
+    if "M" in hybrid:
+        copy("mamba")
+        # Without a number Megatron takes the heads that fill twice the hidden size (MambaMixer, expand=2).
+        head_dim = _needed(args, "mamba_head_dim")
+        result["mamba_num_heads"] = _int(args, "mamba_num_heads") or 2 * hidden_size // head_dim
+    return result
+
+
+def _refuse_unknown_layers(args: object) -> None:
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant not in (None, "gated_delta_net", "dsa"):
+        raise BalanceError(
+            f"--experimental-attention-variant is {variant!r}: the FLOPs of gated_delta_net and dsa are known; "
+            "balance by tokens or by calibrated costs."
+        )
+    shared_by = _int(args, "dsa_indexer_topk_freq")
+    if shared_by > 1:
+        raise BalanceError(
+            f"--dsa-indexer-topk-freq is {shared_by}: the FLOPs of layers that share an indexer are not known; "
+            "balance by tokens or by calibrated costs."
+        )
+    for name in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"):
+        if getattr(args, name, None) is not None:
+            raise BalanceError(
+                f"--{name.replace('_', '-')} is given: the FLOPs of layers of different sizes are not known; "
+                "balance by tokens or by calibrated costs."
+            )
+
+
+def _needed(args: object, name: str) -> int:
+    value = getattr(args, name, None)
+    if value is None:
+        raise BalanceError(f"--{name.replace('_', '-')} is not given: FLOPs cannot be counted without it.")
+    return value
+
+
+def _int(args: object, name: str) -> int:
+    return getattr(args, name, None) or 0
+
+
+def _hybrid_layer_pattern(args: object) -> str:
+    # --hybrid-override-pattern is the older name; validate_args moves it.
+    return getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
+
+
+def _default_ffn_hidden_size(args: object, hidden_size: int) -> int:
+    # validate_args: with SwiGLU two thirds of 4h, a multiple of 64, so that the parameters stay as many.
+    if getattr(args, "swiglu", False):
+        return int((4 * hidden_size * 2 / 3) / 64) * 64
+    return 4 * hidden_size
+
+
+def _padded_vocab_size(args: object) -> int:
+    padded = _int(args, "padded_vocab_size")
+    if padded:
+        return padded
+    # Megatron pads once its tokenizer is built; before that --vocab-size may be all there is.
+    vocab_size = _int(args, "vocab_size")
+    if not vocab_size:
+        raise BalanceError(
+            "--vocab-size is not given and the tokenizer is not built: the output layer's FLOPs need it."
+        )
+    multiple = (_int(args, "make_vocab_size_divisible_by") or 128) * (_int(args, "tensor_model_parallel_size") or 1)
+    return -(-vocab_size // multiple) * multiple
+
+
+def _pattern(args: object, name: str, num_layers: int, periodic: Callable[[int, int], bool]) -> tuple[int, ...]:
+    """A frequency argument as one 0 or 1 a layer; () when it is not given."""
+    value = getattr(args, name, None)
+    if isinstance(value, str):
+        value = parse_layer_pattern(value, name=name)
+    if value is None:
+        return ()
+    if isinstance(value, int):
+        return tuple(int(periodic(index, value)) for index in range(num_layers))
+    return tuple(int(entry) for entry in value)
+
+
+def parse_layer_pattern(text: str, *, name: str) -> int | list[int]:
+    """What a frequency argument's text means, without `eval`.
+
+    Args:
+        text: a number, or lists joined with + and repeated with *.
+        name: the argument, for the error.
+
+    Raises:
+        BalanceError: the text is anything else.
+
+    Example:
+        >>> parse_layer_pattern("([0]*2+[1])*2", name="moe_layer_freq")
+        [0, 0, 1, 0, 0, 1]
+    """
+
+    def value(node: ast.expr) -> int | list[int]:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            entries = [value(entry) for entry in node.elts]
+            if all(isinstance(entry, int) for entry in entries):
+                return cast("list[int]", entries)
+        if isinstance(node, ast.BinOp):
+            left, right = value(node.left), value(node.right)
+            if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+                return left + right
+            if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+                return left * right
+            if isinstance(node.op, ast.Mult) and isinstance(left, int) and isinstance(right, list):
+                return left * right
+        raise refusal
+
+    refusal = BalanceError(
+        f"--{name.replace('_', '-')} is {text!r}: it must be a number, or lists of 0 and 1 such as '[0]*3+[1]*58'."
+    )
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        raise refusal from None

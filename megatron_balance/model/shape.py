@@ -1,0 +1,297 @@
+"""The shape of a language model: what its FLOPs depend on, and nothing else.
+
+Fields carry Megatron's argument names. Layers of different kinds are told apart one by one, never
+averaged: a pattern has one entry per layer, as `--moe-layer-freq "[0]*3+[1]*58"` has.
+
+Where Megatron says None for "the model has none of this", a number here is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.hf_config import fields_from_hf_config
+from megatron_balance.model.layers import HYBRID_LAYERS, NEEDED, Layer, Mixer
+from megatron_balance.model.megatron_args import fields_from_megatron_args
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.transformer_config import fields_from_transformer_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder-only language model, under Megatron's argument names.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers, multi-token-prediction depths not counted.
+        num_attention_heads: query heads.
+        num_query_groups: key and value heads; as many as query heads without grouped-query attention.
+        kv_channels: width of one head.
+        ffn_hidden_size: width of a dense MLP; 0 if no layer has one.
+        padded_vocab_size: rows of the output projection.
+        gated_linear_unit: MLPs and experts have a gate (SwiGLU, GeGLU): three GEMMs, not two.
+        attention_output_gate: attention has an output gate as wide as its queries.
+        num_experts, moe_router_topk, moe_ffn_hidden_size: routed experts, those a token visits, their width.
+        moe_shared_expert_intermediate_size: width of the shared experts together.
+        moe_latent_size: width that routed experts work on, where it is not hidden_size.
+        moe_layer_freq: `[num_layers]`, 1 for a MoE layer; () when all are, or none (num_experts 0).
+        multi_latent_attention: attention is MLA.
+        q_lora_rank, kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim: its widths.
+        dsa_indexer_topk: keys a query attends to under DeepSeek sparse attention; 0 for none. Every layer with
+            multi-latent attention is sparse then, but for the `+` of a hybrid pattern.
+        dsa_indexer_n_heads, dsa_indexer_head_dim: sizes of the indexer that picks them.
+        window_size: sliding window `(left, right)` as Megatron has it: a query sees `left` tokens before itself.
+        window_attn_skip_freq: `[num_layers]`, 1 for a windowed layer; () when all are, or none (no window_size).
+        linear_attention_freq: `[num_layers]`, 1 for a gated delta net layer; () when none is.
+        linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads,
+            linear_conv_kernel_dim: sizes of a gated delta net.
+        hybrid_layer_pattern: one symbol a layer (`M` Mamba, `*` attention, `+` MLA, `D` sparse attention, `G` gated
+            delta net, `-` MLP, `E` MoE), `/` before each multi-token-prediction depth; `|` is ignored. Patterns
+            above do not apply then.
+        mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads: sizes of a Mamba 2 layer.
+        mtp_num_layers: multi-token-prediction depths.
+
+    Raises:
+        BalanceError: a size is not a non-negative integer, one that a layer needs is 0, a pattern has the
+            wrong length or entries, or heads do not divide.
+
+    Example:
+        >>> ModelShape.preset("qwen2.5-0.5b").hidden_size
+        896
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    padded_vocab_size: int
+    gated_linear_unit: bool
+    attention_output_gate: bool = False
+    num_experts: int = 0
+    moe_router_topk: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_latent_size: int = 0
+    moe_layer_freq: tuple[int, ...] = ()
+    multi_latent_attention: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+    dsa_indexer_n_heads: int = 0
+    dsa_indexer_head_dim: int = 0
+    dsa_indexer_topk: int = 0
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: tuple[int, ...] = ()
+    linear_attention_freq: tuple[int, ...] = ()
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_conv_kernel_dim: int = 0
+    hybrid_layer_pattern: str = ""
+    mamba_state_dim: int = 0
+    mamba_head_dim: int = 0
+    mamba_num_groups: int = 0
+    mamba_num_heads: int = 0
+    mtp_num_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise BalanceError(f"ModelShape.{field.name} is {value!r}: it must be a non-negative integer.")
+        always = ("hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "kv_channels")
+        self._require((*always, "padded_vocab_size"), "every model")
+        if self.num_attention_heads % self.num_query_groups:
+            raise BalanceError(
+                f"ModelShape.num_query_groups is {self.num_query_groups}: it must divide "
+                f"num_attention_heads, {self.num_attention_heads}."
+            )
+        for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq"):
+            self._check_pattern(name)
+        if self.window_size is not None and (len(self.window_size) != 2 or min(self.window_size) < -1):
+            raise BalanceError(
+                f"ModelShape.window_size is {self.window_size!r}: it must be (left, right) tokens, -1 for no bound."
+            )
+        if self.hybrid_layer_pattern:
+            self._check_hybrid_pattern()
+        elif self.dsa_indexer_topk and not self.multi_latent_attention:
+            raise BalanceError(
+                f"ModelShape.dsa_indexer_topk is {self.dsa_indexer_topk}: sparse attention is multi-latent, set "
+                "multi_latent_attention."
+            )
+        for layer in {*self.decoder_layers(), *self.mtp_layers()}:
+            for kind in (layer.mixer, layer.mlp):
+                self._require(NEEDED.get(kind or "", ()), f"a {kind} layer")
+        if self.moe_router_topk > self.num_experts:
+            raise BalanceError(
+                f"ModelShape.moe_router_topk is {self.moe_router_topk}: it must be at most "
+                f"num_experts, {self.num_experts}."
+            )
+
+    @classmethod
+    def from_megatron_args(cls, args: object) -> ModelShape:
+        """Shape of the model that Megatron's parsed arguments describe.
+
+        Args:
+            args: the Namespace of `megatron.training.arguments.parse_args`, best after `validate_args`;
+                None is filled in as `validate_args` would.
+
+        Raises:
+            BalanceError: an argument is missing, or asks for layers whose FLOPs are not known here.
+        """
+        return cls(**fields_from_megatron_args(args))
+
+    @classmethod
+    def from_transformer_config(
+        cls, config: object, *, padded_vocab_size: int, hybrid_layer_pattern: str = ""
+    ) -> ModelShape:
+        """Shape of the model that a configuration of megatron.core describes.
+
+        Args:
+            config: a TransformerConfig or MLATransformerConfig.
+            padded_vocab_size: rows of the output projection, which the configuration does not hold.
+            hybrid_layer_pattern: one symbol a layer; needed where `config.is_hybrid_model` is set.
+
+        Raises:
+            BalanceError: config is something else, or asks for layers whose FLOPs are not known here.
+        """
+        fields = fields_from_transformer_config(
+            config, padded_vocab_size=padded_vocab_size, hybrid_layer_pattern=hybrid_layer_pattern
+        )
+        return cls(**fields)
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
+        """Shape of the text model that a Hugging Face `config.json` describes.
+
+        Args:
+            config: the file, the folder that holds it, or its content. The vocabulary is taken as it stands;
+                Megatron pads it (`--make-vocab-size-divisible-by`). Multi-token prediction is left off, since
+                the run decides on it: `dataclasses.replace(shape, mtp_num_layers=1)`.
+
+        Raises:
+            BalanceError: the file is missing, or its model_type or one of its keys is not known here.
+        """
+        return cls(**fields_from_hf_config(config))
+
+    @classmethod
+    def preset(cls, name: str) -> ModelShape:
+        """Shape of a well-known model, by its name on Hugging Face without the owner, in any case.
+
+        Raises:
+            BalanceError: there is no such preset.
+        """
+        configs = {preset.lower(): config for preset, config in PRESETS.items()}
+        if name.lower() not in configs:
+            raise BalanceError(
+                f"ModelShape.preset is {name!r}: it must be one of {', '.join(PRESETS)}; "
+                "for any other model use ModelShape.from_hf_config."
+            )
+        return cls.from_hf_config(configs[name.lower()])
+
+    def decoder_layers(self) -> tuple[Layer, ...]:
+        """The decoder's layers, first to last. `[num_layers]`"""
+        if self.hybrid_layer_pattern:
+            return self._hybrid_layers(self._hybrid_parts()[0])
+        return tuple(self._layer(index) for index in range(self.num_layers))
+
+    def mtp_layers(self) -> tuple[Layer, ...]:
+        """Layers of all multi-token-prediction depths.
+
+        Each depth repeats the decoder's last layer (get_gpt_mtp_block_spec), with its own count of layers from 1,
+        which is what the choice of a window looks at; a hybrid model says what a depth holds.
+        """
+        if self.hybrid_layer_pattern:
+            return sum((self._hybrid_layers(part) for part in self._hybrid_parts()[1:]), ())
+        last = self._layer(self.num_layers - 1)
+        return tuple(Layer(last.mixer, last.mlp, self._window(last.mixer, d)) for d in range(self.mtp_num_layers))
+
+    def stack_of(self, layer: Layer, *, num_layers: int) -> ModelShape:
+        """A model of this one's sizes whose layers are all of one kind, without multi-token prediction.
+
+        Args:
+            layer: the kind, one of decoder_layers() or mtp_layers().
+            num_layers: how many.
+
+        Example:
+            >>> shape = ModelShape.preset("gpt-oss-20b")
+            >>> shape.stack_of(shape.decoder_layers()[0], num_layers=2).decoder_layers()[1].window
+            128
+        """
+        symbols = {kind: symbol for symbol, kind in HYBRID_LAYERS.items()}
+        pattern = symbols.get((layer.mixer, layer.mlp), "") * num_layers
+        linear = layer.mixer == "gated_delta_net" and not pattern
+        return replace(
+            self,
+            num_layers=num_layers,
+            num_experts=self.num_experts if layer.mlp == "moe" else 0,
+            moe_router_topk=self.moe_router_topk if layer.mlp == "moe" else 0,
+            moe_layer_freq=(),
+            multi_latent_attention=layer.mixer in ("mla", "dsa"),
+            dsa_indexer_topk=self.dsa_indexer_topk if layer.mixer == "dsa" else 0,
+            window_size=(layer.window - 1, 0) if layer.window else None,
+            window_attn_skip_freq=(),
+            linear_attention_freq=(1,) * num_layers if linear else (),
+            hybrid_layer_pattern=pattern,
+            mtp_num_layers=0,
+        )
+
+    def _layer(self, index: int) -> Layer:
+        mixer: Mixer = "attention"
+        if self.multi_latent_attention:
+            mixer = "dsa" if self.dsa_indexer_topk else "mla"
+        if self.linear_attention_freq and self.linear_attention_freq[index]:
+            mixer = "gated_delta_net"
+        moe = self.num_experts > 0 and (not self.moe_layer_freq or self.moe_layer_freq[index] == 1)
+        return Layer(mixer, "moe" if moe else "dense", self._window(mixer, index))
+
+    def _window(self, mixer: Mixer | None, index: int) -> int:
+        """Tokens that a query of this layer sees; 0 for all. FlashAttention's (left, 0) is left + 1 tokens."""
+        windowed = not self.window_attn_skip_freq or self.window_attn_skip_freq[index % self.num_layers]
+        if mixer not in ("attention", "mla") or self.window_size is None or not windowed:
+            return 0
+        return self.window_size[0] + 1
+
+    def _hybrid_parts(self) -> list[str]:
+        main, *depths = self.hybrid_layer_pattern.replace("|", "").split("/")
+        return [main, *(depth for depth in depths if depth)]
+
+    def _hybrid_layers(self, pattern: str) -> tuple[Layer, ...]:
+        kinds = [HYBRID_LAYERS[symbol] for symbol in pattern]
+        return tuple(Layer(mixer, mlp, self._window(mixer, index)) for index, (mixer, mlp) in enumerate(kinds))
+
+    def _require(self, names: tuple[str, ...], by: str) -> None:
+        for name in names:
+            if getattr(self, name) == 0:
+                raise BalanceError(f"ModelShape.{name} is 0: {by} needs it, give a positive integer.")
+
+    def _check_pattern(self, name: str) -> None:
+        pattern: tuple[int, ...] = getattr(self, name)
+        if pattern and (len(pattern) != self.num_layers or not set(pattern) <= {0, 1}):
+            raise BalanceError(
+                f"ModelShape.{name} is {pattern!r}: it must hold one 0 or 1 for each of the {self.num_layers} layers."
+            )
+
+    def _check_hybrid_pattern(self) -> None:
+        main, *depths = self._hybrid_parts()
+        unknown = set("".join([main, *depths])) - set(HYBRID_LAYERS)
+        if unknown:
+            raise BalanceError(
+                f"ModelShape.hybrid_layer_pattern has {sorted(unknown)}: the FLOPs of {sorted(HYBRID_LAYERS)} are "
+                "known; balance other layers by tokens or by calibrated costs."
+            )
+        if len(main) != self.num_layers or len(depths) != self.mtp_num_layers:
+            raise BalanceError(
+                f"ModelShape.hybrid_layer_pattern is {self.hybrid_layer_pattern!r}, {len(main)} layers and "
+                f"{len(depths)} depths: it must have num_layers, {self.num_layers}, and mtp_num_layers, "
+                f"{self.mtp_num_layers}."
+            )

@@ -1,0 +1,182 @@
+"""Lower bounds: a time that no plan of this global batch can beat, however it moves the samples.
+
+Every bound is sound (never above the best possible plan) and says nothing about being reached. All
+arithmetic is on integers; where a fraction has to be rounded, it is rounded to the safe side.
+
+    step        the mean over ranks; the largest sample; and by the pigeonhole principle, among the k*D+1
+                costliest samples some rank holds k+1 of them
+    microbatch  for every i: sorted by height, the first i slots are at least as high as the samples that
+                cannot share a micro-batch force them to be, and what the first i slots cannot hold is
+                spread evenly over the rest
+    pipeline    the work of a stage, plus the ends where it idles; one micro-batch through all stages
+                (with expert-parallel groups in a pipeline, the bound for `microbatch` is the work)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.bounds.bins import min_num_bins
+from megatron_balance.planner.bounds.experts import expert_bound
+from megatron_balance.planner.problem import Problem
+
+_MOST_SHARING = 4
+"""Forced heights look at samples of which at most so many share a micro-batch."""
+
+
+@dataclass(frozen=True)
+class SlotFloor:
+    """What bounds the slots of ranks that meet in every micro-batch.
+
+    Attributes:
+        forced_heights: `[num_forced]` falling: the i-th highest slot costs at least this, because of
+            large samples that cannot share a micro-batch.
+        held_costs: `[num_forced + 1]`: the most that the first i slots of all ranks that meet can hold.
+        num_high: slots at the front that the bound takes as forced; the rest is even.
+        spread_cost: cost that the first `num_high` slots of all ranks cannot hold.
+        total_cost: the bound times `dp_size`.
+    """
+
+    forced_heights: tuple[int, ...]
+    held_costs: tuple[int, ...]
+    num_high: int
+    spread_cost: int
+    total_cost: int
+
+
+def min_num_microbatches(problem: Problem) -> int:
+    """Micro-batches that every rank needs at least, a multiple of `microbatch_multiple`."""
+    multiple = problem.topology.microbatch_multiple
+    num_bins = min_num_bins(problem.weights, capacity=problem.capacity)
+    return -(-num_bins // (problem.topology.dp_size * multiple)) * multiple
+
+
+def slot_floor(problem: Problem, *, sync_span: int) -> SlotFloor:
+    """Bounds the mean over groups of the sum over slots of the costliest rank's own cost.
+
+    With e = `sync_span`, T the capacity, B[i] the height that the i-th highest slot is forced to, C the total
+    cost and U(i) the most that i slots of e ranks can hold, a fractional knapsack of i*e*T, the bound is max
+    over i of `sum(B[:i]) + (C - U(i)) / e` over all groups together.
+
+    Args:
+        problem: the global batch.
+        sync_span: ranks that meet in every micro-batch.
+
+    Returns:
+        SlotFloor: the best i, and what it says.
+    """
+    forced = _forced_heights(problem, sync_span=sync_span)
+    total = int(problem.costs.sum())
+    capacities = [num_high * sync_span * problem.capacity for num_high in range(len(forced) + 1)]
+    held = _most_cost_within(problem, capacities)
+    values = [
+        sync_span * forced_cost + total - kept
+        for forced_cost, kept in zip(accumulate(forced, initial=0), held, strict=True)
+    ]
+    num_high = max(range(len(values)), key=lambda i: (values[i], -i))
+    return SlotFloor(
+        forced_heights=tuple(forced),
+        held_costs=tuple(held),
+        num_high=num_high,
+        spread_cost=total - held[num_high],
+        total_cost=values[num_high],
+    )
+
+
+def lower_bound(problem: Problem) -> int:
+    """Lower bound on the objective's value over all plans that may move samples.
+
+    Returns:
+        Cost, in the units of the problem.
+    """
+    dp_size, span = problem.topology.dp_size, problem.topology.ep_span
+    own, shared = int(problem.costs.sum()), int(problem.shared_costs.sum())
+    overhead = min_num_microbatches(problem) * problem.per_microbatch if problem.per_microbatch else 0
+    # A sample runs whole on one rank, and its shared part is split over the expert-parallel group.
+    single = int((problem.costs + -(-problem.shared_costs // span)).max(initial=0))
+    work = max(-(-(own + shared) // dp_size), single)
+    if problem.sync_span > 1 or problem.objective == "microbatch":
+        spread = slot_floor(problem, sync_span=problem.sync_span).total_cost
+        work = expert_bound(problem, at_least=max(-(-(spread + shared) // dp_size), work))
+    if problem.objective != "microbatch":
+        work = max(work, _pigeonhole(problem.costs, num_parts=dp_size))
+    work += overhead
+    if not problem.in_pipeline:
+        return work
+    pp_size, vpp_size = problem.topology.pp_size, problem.topology.vpp_size
+    # A stage works step/p; at both ends it idles for at least an empty micro-batch on the other stages.
+    idle = (pp_size - 1) * problem.per_microbatch
+    in_stages = -(-(work * vpp_size + idle) // (pp_size * vpp_size))
+    return max(in_stages, single + problem.per_microbatch)
+
+
+def _forced_heights(problem: Problem, *, sync_span: int) -> list[int]:
+    """Falling heights below which the i-th highest slot of all ranks that meet cannot be, `[num_forced]`.
+
+    At most k of the samples heavier than T/(k+1) share a micro-batch, so i slots of e ranks hold at most
+    k*i*e of them: the costliest but k*i*e stands in a slot behind. The highest slot holds the costliest of all.
+    """
+    largest = int(problem.costs.max(initial=0))
+    forced = [largest] if problem.num_samples else []
+    for most in range(1, _MOST_SHARING + 1):
+        heavy = np.sort(problem.costs[(most + 1) * problem.weights > problem.capacity])[::-1]
+        for index, height in enumerate(heavy[:: most * sync_span].tolist()):
+            if index < len(forced):
+                forced[index] = max(forced[index], height)
+            else:
+                forced.append(height)
+    return forced
+
+
+def single_sample_floor(problem: Problem) -> float:
+    """The largest sample over a rank's even share of the total cost, at least 1.0.
+
+    No plan brings max over mean below it: the rank of that sample ends last, whatever else moves.
+    """
+    total = int(problem.costs.sum())
+    largest = int(problem.costs.max(initial=0))
+    return max(1.0, largest * problem.topology.dp_size / total) if total else 1.0
+
+
+def _pigeonhole(costs: NDArray[np.int64], *, num_parts: int) -> int:
+    """Max over k of the k+1 smallest of the k*num_parts + 1 costliest: some part holds k+1 of these."""
+    falling = np.sort(costs)[::-1]
+    sums = np.concatenate([[0], np.cumsum(falling)])
+    ends = np.arange(num_parts + 1, costs.size + 1, num_parts)
+    held = np.arange(2, ends.size + 2)
+    return int((sums[ends] - sums[ends - held]).max(initial=0))
+
+
+def _most_cost_within(problem: Problem, capacities: list[int]) -> list[int]:
+    """The most cost that so much room can hold, samples cut at will: a fractional knapsack.
+
+    An over-long sample takes one micro-batch, so it counts as `capacity` and never more.
+
+    Args:
+        problem: the global batch.
+        capacities: `[num_queries]` room, tokens or samples.
+
+    Returns:
+        `[num_queries]` costs, rounded up.
+    """
+    weights = np.minimum(problem.weights, problem.capacity)
+    # By falling cost a token. What weighs nothing comes first.
+    densities = np.where(weights > 0, problem.costs / np.maximum(weights, 1), np.inf)
+    order = np.argsort(-densities, kind="stable")
+    sorted_costs, sorted_weights = problem.costs[order], weights[order]
+    cost_sums, weight_sums = np.cumsum(sorted_costs), np.cumsum(sorted_weights)
+    held: list[int] = []
+    for room in capacities:
+        index = int(np.searchsorted(weight_sums, room, side="right"))
+        cost = int(cost_sums[index - 1]) if index else 0
+        if index < order.size:
+            free = room - (int(weight_sums[index - 1]) if index else 0)
+            cost += -(-free * int(sorted_costs[index]) // int(sorted_weights[index]))
+            # Densities are rounded, so that neighbours may stand in the wrong order by one part in 2**52.
+            cost += (cost >> 48) + 1
+        held.append(min(cost, int(cost_sums[-1])) if order.size else 0)
+    return held

@@ -1,0 +1,226 @@
+"""Samples stay where they were loaded, as far as the plan's cost allows it for nothing.
+
+Ranks are alike, so a plan says which samples run together and not where. What is interchangeable:
+
+    where ranks meet once a step          whole ranks
+    where they meet in every micro-batch  groups of ranks that meet, and in each slot the micro-batches of a group
+    everywhere                            samples of the same cost and the same weight, wherever they are
+
+Where an expert-parallel group shares work, only its own ranks, and whole groups, are interchangeable. Each
+choice keeps the most tokens on their home rank, then the most within the node of that rank. The cost grid's
+values only change places, so that the predicted cost stays what it was, to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.locality.assignment import MAX_BENEFIT, assign, assign_greedily
+from megatron_balance.planner.problem import Problem
+
+MAX_TABLE = 2**19
+"""Entries of a table of parts times ranks; larger problems are solved from the samples, without nodes."""
+
+MAX_PAIR_WORK = 2**19
+"""Subsets looked at, over all pairs of groups and their places, before such a pair is only estimated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """Where samples were loaded, and what moving them takes.
+
+    Attributes:
+        ranks: `[num_samples]` int64 rank that loaded each sample.
+        tokens: `[num_samples]` int64 original tokens.
+        ranks_per_node: data-parallel ranks of one node, None where nodes do not matter.
+    """
+
+    ranks: NDArray[np.int64]
+    _: KW_ONLY
+    tokens: NDArray[np.int64]
+    ranks_per_node: int | None
+
+    def moved_tokens(self, ranks: NDArray[np.int64]) -> int:
+        """Tokens off their home rank, for `[num_samples]` ranks that run them."""
+        return int(self.tokens[ranks != self.ranks].sum())
+
+    def moved_off_node_tokens(self, ranks: NDArray[np.int64]) -> int:
+        """Tokens off the node of their home rank; 0 where nodes do not matter."""
+        if self.ranks_per_node is None:
+            return 0
+        return int(self.tokens[ranks // self.ranks_per_node != self.ranks // self.ranks_per_node].sum())
+
+    def better(self, slot_of: NDArray[np.int64], other: NDArray[np.int64], *, num_microbatches: int) -> bool:
+        """Whether `slot_of` moves fewer tokens than `other`; where as many, fewer between nodes."""
+        one, two = slot_of // num_microbatches, other // num_microbatches
+        return (self.moved_tokens(one), self.moved_off_node_tokens(one)) < (
+            self.moved_tokens(two),
+            self.moved_off_node_tokens(two),
+        )
+
+
+def keep_local(
+    problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int, homes: Homes, whole_ranks: bool = False
+) -> NDArray[np.int64]:
+    """Exchanges what is interchangeable so that fewer tokens move.
+
+    Args:
+        problem: the global batch.
+        slot_of: `[num_samples]` `rank * num_microbatches + slot` of each sample.
+        num_microbatches: slots of every rank.
+        homes: where samples were loaded.
+        whole_ranks: samples that share a rank must go on sharing one.
+
+    Returns:
+        `[num_samples]` like `slot_of`, of the same cost.
+    """
+    if problem.topology.dp_size == 1 or not slot_of.size:
+        return slot_of
+    found = _permute(problem, slot_of, num_microbatches=num_microbatches, homes=homes, whole_ranks=whole_ranks)
+    best = found if homes.better(found, slot_of, num_microbatches=num_microbatches) else slot_of
+    if whole_ranks:
+        return best
+    found = _exchange_equal(problem, best, num_microbatches=num_microbatches, homes=homes)
+    return found if homes.better(found, best, num_microbatches=num_microbatches) else best
+
+
+def _permute(
+    problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int, homes: Homes, whole_ranks: bool
+) -> NDArray[np.int64]:
+    """Permutes groups of ranks, and inside them ranks or the micro-batches of a slot."""
+    dp_size = problem.topology.dp_size
+    # Ranks that meet in every micro-batch wait for the costliest of a slot, whichever of them runs it.
+    meet = problem.sync_span > 1
+    per_slot = meet and not whole_ranks
+    span = problem.sync_span if meet else dp_size
+    if problem.shared_costs.any():
+        span = problem.topology.ep_span
+    # Parts are micro-batches where slots are permuted by themselves, else ranks.
+    num_slots = num_microbatches if per_slot else 1
+    part_of = slot_of if per_slot else slot_of // num_microbatches
+    if dp_size * num_slots * dp_size <= MAX_TABLE:
+        table = _benefits(part_of, num_parts=dp_size * num_slots, dp_size=dp_size, homes=homes)
+        ranks = _permute_by_table(table.reshape(dp_size, num_slots, dp_size), span=span)
+    else:
+        ranks = _permute_by_samples(part_of, num_slots=num_slots, dp_size=dp_size, span=span, homes=homes)
+    return ranks[part_of] * num_microbatches + slot_of % num_microbatches
+
+
+def _benefits(part_of: NDArray[np.int64], *, num_parts: int, dp_size: int, homes: Homes) -> NDArray[np.int64]:
+    """`[num_parts, dp_size]`: a token at home counts more than all tokens on their node."""
+    total = int(homes.tokens.sum()) + 1
+    weight = 1 if homes.ranks_per_node is None else total
+    # Batches of more than 2**26 tokens lose their last bits here.
+    shift = 0
+    while (total >> shift) * ((weight >> shift) + 1) >= MAX_BENEFIT:
+        shift += 1
+    tokens, weight = homes.tokens >> shift, max(weight >> shift, 1)
+    table = np.zeros((num_parts, dp_size), dtype=np.int64)
+    np.add.at(table, (part_of, homes.ranks), tokens * weight)
+    if homes.ranks_per_node is not None:
+        nodes = np.arange(dp_size) // homes.ranks_per_node
+        on_node = np.zeros((num_parts, int(nodes[-1]) + 1), dtype=np.int64)
+        np.add.at(on_node, (part_of, homes.ranks // homes.ranks_per_node), tokens)
+        table += on_node[:, nodes]
+    return table
+
+
+def _permute_by_table(table: NDArray[np.int64], *, span: int) -> NDArray[np.int64]:
+    """New rank of every part, `[dp_size * num_slots]`, for benefits `[dp_size, num_slots, dp_size]`."""
+    dp_size, num_slots, _ = table.shape
+    num_groups = dp_size // span
+    # [group, group's place, slot, part, part's place]
+    pairs = table.reshape(num_groups, span, num_slots, num_groups, span).transpose(0, 3, 2, 1, 4)
+    numbers = np.arange(num_groups, dtype=np.int64)
+    work = num_groups**2 * num_slots * span * 2 ** min(span, 30)
+    if num_groups == 1 or work <= MAX_PAIR_WORK:
+        places = assign(pairs.reshape(-1, span, span)).reshape(num_groups, num_groups, num_slots, span)
+        kept = np.take_along_axis(pairs, places[..., None], axis=4).sum(axis=(2, 3, 4))
+        groups = assign(kept[None])[0]
+        places = places[numbers, groups]
+    else:
+        groups = assign(pairs.sum(axis=(2, 3, 4))[None])[0]
+        places = assign(pairs[numbers, groups].reshape(-1, span, span)).reshape(num_groups, num_slots, span)
+    return (groups[:, None, None] * span + places.transpose(0, 2, 1)).reshape(-1)
+
+
+def _permute_by_samples(
+    part_of: NDArray[np.int64], *, num_slots: int, dp_size: int, span: int, homes: Homes
+) -> NDArray[np.int64]:
+    """As `_permute_by_table`, greedily and without nodes, in time linear in samples and parts."""
+    num_groups = dp_size // span
+    group, slot, part = part_of // (num_slots * span), part_of % num_slots, part_of // num_slots % span
+    home_group, home = homes.ranks // span, homes.ranks % span
+    keys, inverse = np.unique(group * num_groups + home_group, return_inverse=True)
+    groups = assign_greedily(
+        keys // num_groups,
+        places=keys % num_groups,
+        benefits=_sums(homes.tokens, inverse, size=keys.size),
+        num_parts=num_groups,
+        num_problems=1,
+    )
+    near = np.flatnonzero(groups[group] == home_group)
+    first = (group[near] * num_slots + slot[near]) * span
+    keys, inverse = np.unique((first + part[near]) * span + home[near], return_inverse=True)
+    parts = keys // span
+    places = assign_greedily(
+        parts,
+        places=parts // span * span + keys % span,
+        benefits=_sums(homes.tokens[near], inverse, size=keys.size),
+        num_parts=span,
+        num_problems=num_groups * num_slots,
+    )
+    places = (places % span).reshape(num_groups, num_slots, span)
+    return (groups[:, None, None] * span + places.transpose(0, 2, 1)).reshape(-1)
+
+
+def _exchange_equal(
+    problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int, homes: Homes
+) -> NDArray[np.int64]:
+    """Samples of one cost and weight take one another's positions: at home first, then on the node."""
+    order = np.lexsort((problem.weights, problem.shared_costs, problem.costs))
+    differs = np.zeros(order.size, dtype=np.bool_)
+    for values in (problem.weights, problem.shared_costs, problem.costs):
+        differs[1:] |= np.diff(values[order]) != 0
+    numbers = np.cumsum(differs)
+    kind_of = np.empty_like(numbers)
+    kind_of[order] = numbers
+    # Long samples choose first.
+    alike = np.flatnonzero(np.bincount(numbers)[kind_of] > 1)
+    samples = alike[np.argsort(-homes.tokens[alike], kind="stable")]
+    positions = alike
+
+    slot_of = slot_of.copy()
+    old = slot_of.copy()
+    # A place as wide as the batch takes what is left.
+    for width in (1, homes.ranks_per_node or problem.topology.dp_size, problem.topology.dp_size):
+        num_places = -(-problem.topology.dp_size // width)
+        wanted = kind_of[samples] * num_places + homes.ranks[samples] // width
+        offered = kind_of[positions] * num_places + old[positions] // num_microbatches // width
+        matched_samples, matched_positions = _match(wanted, offered)
+        slot_of[samples[matched_samples]] = old[positions[matched_positions]]
+        samples, positions = np.delete(samples, matched_samples), np.delete(positions, matched_positions)
+    return slot_of
+
+
+def _match(wanted: NDArray[np.int64], offered: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs entries of equal value, first with first: their indices in both, `[num_pairs]` each."""
+    keys: list[NDArray[np.int64]] = []
+    orders: list[NDArray[np.int64]] = []
+    for values in (wanted, offered):
+        order = np.argsort(values, kind="stable")
+        ascending = values[order]
+        starts = np.searchsorted(ascending, ascending)
+        keys.append(ascending * (values.size + 1) + np.arange(values.size) - starts)
+        orders.append(order)
+    _, one, two = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
+    return orders[0][one], orders[1][two]
+
+
+def _sums(values: NDArray[np.int64], keys: NDArray[np.int64], *, size: int) -> NDArray[np.int64]:
+    sums = np.zeros(size, dtype=np.int64)
+    np.add.at(sums, keys, values)
+    return sums

@@ -1,0 +1,138 @@
+"""Steps as they might have run, all judged by one cost model: stock, planned, planned beforehand.
+
+Invariant: two steps that are compared hold the same samples, or say that they do not; they are judged by the
+same cost model, ranks and limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
+from megatron_balance.planner.problem import build_problem, meeting_ranks
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
+
+
+def assigned_step(
+    slot_of: NDArray[np.int64],
+    *,
+    iteration: int,
+    num_microbatches: int,
+    segment_lengths: NDArray[np.int64],
+    num_segments: NDArray[np.int64],
+    home_ranks: NDArray[np.int64],
+    cost_model: CostModel,
+    info: RunInfo,
+) -> StepRecord:
+    """A step whose costs are those of a cost model. Arguments are the fields of StepRecord."""
+    problem = build_problem(
+        info.topology.padded_seq_len(segment_lengths),
+        cost_model=cost_model,
+        topology=info.topology,
+        limits=info.limits,
+        objective=info.objective,
+        num_segments=num_segments,
+    )
+    grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
+    return StepRecord(
+        iteration=iteration,
+        num_microbatches=num_microbatches,
+        segment_lengths=segment_lengths,
+        num_segments=num_segments,
+        slot_of=slot_of,
+        home_ranks=home_ranks,
+        cost_grid=grid,
+        cost_shift=problem.cost_shift,
+        cost_model=cost_model,
+        plan_seconds=0.0,
+        exchange_seconds=0.0,
+        exposed_seconds=0.0,
+        seconds=np.full(grid.shape, np.nan),
+    )
+
+
+def rejudged(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepRecord:
+    """The same step by another cost model; what was measured stays."""
+    judged = assigned_step(
+        step.slot_of,
+        iteration=step.iteration,
+        num_microbatches=step.num_microbatches,
+        segment_lengths=step.segment_lengths,
+        num_segments=step.num_segments,
+        home_ranks=step.home_ranks,
+        cost_model=cost_model,
+        info=info,
+    )
+    return replace(step, cost_grid=judged.cost_grid, cost_shift=judged.cost_shift, cost_model=cost_model)
+
+
+def stock_step(step: StepRecord, *, info: RunInfo) -> StepRecord:
+    """The step as Megatron's own sampler would have run it: every rank what it loaded, in that order.
+
+    A micro-batch holds `micro_batch_size` samples where that is the limit, else one.
+    """
+    dp_size, num_samples = info.topology.dp_size, step.slot_of.size
+    homes = step.home_ranks
+    if not homes.any():
+        # Nobody noted who loaded what: the sampler deals samples out one by one.
+        homes = np.arange(num_samples, dtype=np.int64) % dp_size
+    per_slot = info.limits.micro_batch_size or 1
+    order = np.argsort(homes, kind="stable")
+    counts = np.bincount(homes, minlength=dp_size)
+    position = np.empty(num_samples, dtype=np.int64)
+    position[order] = np.arange(num_samples) - np.repeat(np.cumsum(counts) - counts, counts)
+    num_microbatches = max(int(-(-counts.max() // per_slot)), 1)
+    return assigned_step(
+        homes * num_microbatches + position // per_slot,
+        iteration=step.iteration,
+        num_microbatches=num_microbatches,
+        segment_lengths=step.segment_lengths,
+        num_segments=step.num_segments,
+        home_ranks=homes,
+        cost_model=step.cost_model,
+        info=info,
+    )
+
+
+def samples_of_slots(step: StepRecord) -> list[list[int]]:
+    """`[dp_size * num_microbatches]` lists of sample ids, ascending; rank by rank, slot by slot."""
+    order = np.argsort(step.slot_of, kind="stable").tolist()
+    ends = np.cumsum(np.bincount(step.slot_of, minlength=step.cost_grid.size)).tolist()
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def step_metrics(step: StepRecord, *, info: RunInfo) -> ScheduleMetrics:
+    """Figures of a step, judged by its own cost model."""
+    slots, num_microbatches = samples_of_slots(step), step.num_microbatches
+    return assignment_metrics(
+        [slots[first : first + num_microbatches] for first in range(0, len(slots), num_microbatches)],
+        lengths=step.segment_lengths,
+        num_segments=step.num_segments,
+        cost_model=step.cost_model,
+        topology=info.topology,
+        limits=info.limits,
+        objective=info.objective,
+        home_ranks=step.home_ranks,
+    )
+
+
+def waiting_span(info: RunInfo) -> int:
+    """Neighbouring ranks that wait for one another in every micro-batch; 1 where none do."""
+    return meeting_ranks(info.topology) if info.objective == "microbatch" else 1
+
+
+def imbalance(grid: NDArray[np.float64] | NDArray[np.int64], *, info: RunInfo) -> float:
+    """The slowest over the mean, as `ScheduleMetrics` counts it, of what was planned or measured.
+
+    Args:
+        grid: `[dp_size, num_microbatches]` costs or seconds.
+        info: the objective: sums of ranks, or slot by slot where ranks meet in every micro-batch.
+    """
+    mean = grid.sum() / len(grid)
+    of_groups = grid.reshape(-1, waiting_span(info), grid.shape[1])
+    return float(of_groups.max(axis=1).sum(axis=1).max() / mean) if mean else 1.0

@@ -1,0 +1,181 @@
+"""The record of a run: every step's lengths, plan and measured seconds, in a folder of small files.
+
+    run.json                     ranks, limits, cost model, what it ran on
+    plans_00000.npz              of many steps: lengths, where each sample ran, predicted costs, time spent planning
+    seconds_rank00003_00000.npz  what the micro-batches of one data-parallel rank took
+
+One rank writes the plans, every rank its own seconds: nothing is sent for it. From a record a run can be
+planned again under another policy, and drawn.
+
+Invariants: `read_record(folder)` gives back what the writers were given; files are numpy's own, without
+pickled objects; a run that was killed leaves all but its last, unwritten chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.files.untrusted import opened_archive, parse_json
+from megatron_balance.planner.problem import resolve_objective
+from megatron_balance.record.step import StepRecord
+from megatron_balance.record.step_checks import check_seconds, check_step, cut
+from megatron_balance.topology import Limits, Topology
+
+FORMAT = "megatron_balance record 1"
+"""What run.json says it is; the number rises when its meaning changes."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is the same in all steps of a run.
+
+    Attributes:
+        topology: the ranks.
+        limits: what a micro-batch holds.
+        cost_model: what a sample costs, as the run began.
+        cost_name: `tokens`, `flops` or `seconds`.
+        objective: when ranks wait for one another.
+        policy: the flags that chose it, for people.
+        origin: hardware and versions (`runtime.environment`), for people.
+    """
+
+    _: KW_ONLY
+    topology: Topology
+    limits: Limits
+    cost_model: CostModel
+    cost_name: str
+    objective: str
+    policy: str
+    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def write(self, folder: Path) -> None:
+        """Write run.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> RunInfo:
+        """Read run.json.
+
+        Raises:
+            BalanceError: there is none, or it is of another format.
+        """
+        path = folder / "run.json"
+        try:
+            content: Any = parse_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BalanceError(f"{str(folder)!r} is no record of a run: {error}.") from error
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise BalanceError(f"{str(path)!r} does not say {FORMAT!r}: it was written by another version.")
+        try:
+            topology = Topology(**content["topology"])
+            read = {
+                "topology": topology,
+                "limits": Limits(**content["limits"]),
+                "cost_model": _cost_model(content["cost_model"]),
+                "objective": resolve_objective(content["objective"], topology=topology),
+                "cost_name": str(content["cost_name"]),
+                "policy": str(content["policy"]),
+                "origin": _origin(content.get("origin", {})),
+            }
+            return cls(**content | read)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BalanceError(f"{str(path)!r} is damaged ({type(error).__name__}: {error}).") from error
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run that was recorded.
+
+    Attributes:
+        info: what is the same in all steps.
+        steps: in the order of iterations.
+    """
+
+    info: RunInfo
+    steps: tuple[StepRecord, ...]
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Read a run back, also one that was killed or still goes on.
+
+    Raises:
+        BalanceError: the folder holds no record, or a file of it is damaged.
+    """
+    info = RunInfo.read(folder)
+    steps: dict[int, StepRecord] = {}
+    for path in sorted(folder.glob("plans_*.npz")):
+        with _opened(path) as chunk:
+            for step in _steps_of(chunk):
+                check_step(step, topology=info.topology)
+                steps[step.iteration] = step
+    for path in sorted(folder.glob("seconds_rank*.npz")):
+        with _opened(path) as chunk:
+            dp_rank = int(path.name.split("_")[1].removeprefix("rank"))
+            of_steps = cut(chunk["seconds"], sizes=chunk["num_microbatches"])
+            for iteration, seconds in zip(chunk["iteration"].tolist(), of_steps, strict=True):
+                check_seconds(seconds)
+                step = steps.get(iteration)
+                if step is not None and seconds.size == step.num_microbatches and 0 <= dp_rank < len(step.seconds):
+                    step.seconds[dp_rank] = seconds
+    return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
+    try:
+        with opened_archive(path) as chunk:
+            yield chunk
+    except (OSError, ValueError) as error:
+        raise BalanceError(f"{str(path)!r} is damaged ({error}): the others can be read without it.") from error
+
+
+def _origin(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    versions = {"versions": dict(content["versions"])} if "versions" in content else {}
+    return {**content, **versions}
+
+
+def _cost_model(coefficients: Mapping[str, Any]) -> CostModel:
+    windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
+    return CostModel(**{**coefficients, "windows": windows})
+
+
+PER_STEP = (
+    "iteration",
+    "num_microbatches",
+    "cost_shift",
+    "plan_seconds",
+    "exchange_seconds",
+    "exposed_seconds",
+)
+"""Numbers of a step: one array over the steps of a file."""
+
+RAGGED = ("segment_lengths", "num_segments", "slot_of", "home_ranks", "cost_grid")
+"""Arrays of a step, joined end to end over the steps of a file."""
+
+
+def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
+    num_samples = chunk["num_samples"]
+    of_samples = {name: cut(chunk[name], sizes=num_samples) for name in ("num_segments", "slot_of", "home_ranks")}
+    num_segments = np.array([counts.sum() for counts in of_samples["num_segments"]])
+    segments = cut(chunk["segment_lengths"], sizes=num_segments)
+    shapes = list(zip(chunk["dp_size"].tolist(), chunk["num_microbatches"].tolist(), strict=True))
+    grids = cut(chunk["cost_grid"], sizes=np.array([dp_size * slots for dp_size, slots in shapes]))
+    steps: list[StepRecord] = []
+    for index, shape in enumerate(shapes):
+        values: dict[str, Any] = {name: chunk[name][index].item() for name in PER_STEP}
+        values |= {name: of_sample[index] for name, of_sample in of_samples.items()}
+        values |= {"segment_lengths": segments[index], "cost_grid": grids[index].reshape(shape)}
+        values |= {"cost_model": _cost_model(parse_json(chunk["cost_model"][index].item()))}
+        steps.append(StepRecord(**values, seconds=np.full(shape, np.nan)))
+    return steps
