@@ -56,7 +56,7 @@ def assigned_step(
     )
 
 
-def rejudged(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepRecord:
+def recosted(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepRecord:
     """The same step by another cost model; what was measured stays."""
     judged = assigned_step(
         step.slot_of,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.metrics import ScheduleMetrics
-from megatron_balance.record.judging import imbalance, rejudged, step_metrics, stock_step
+from megatron_balance.record.judging import imbalance, recosted, step_metrics, stock_step
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 from megatron_balance.report.time_scale import TimeScale, in_one_unit, is_measured, time_scale
@@ -111,7 +111,7 @@ def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> Ru
     earlier = None
     if beforehand is not None:
         earlier = tuple(
-            rejudged(plan, cost_model=step.cost_model, info=info)
+            recosted(plan, cost_model=step.cost_model, info=info)
             for plan, step in zip(beforehand.steps, record.steps, strict=False)
         )
     measured = [is_measured(step) for step in record.steps]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
-from megatron_balance.record.judging import rejudged, waiting_span
+from megatron_balance.record.judging import recosted, waiting_span
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 
@@ -66,7 +66,7 @@ def in_one_unit(record: RunRecord) -> RunRecord:
     if any(is_measured(step) for step in record.steps):
         return record
     info = record.info
-    return RunRecord(info, tuple(rejudged(step, cost_model=info.cost_model, info=info) for step in record.steps))
+    return RunRecord(info, tuple(recosted(step, cost_model=info.cost_model, info=info) for step in record.steps))
 
 
 def time_scale(record: RunRecord) -> TimeScale:
@@ -86,7 +86,7 @@ def time_scale(record: RunRecord) -> TimeScale:
     elif first is None and learned is not None:
         # Calibration had learned before the first step was measured: its seconds stand for the steps before.
         step = next(step for step in record.steps if is_learned(step, info=info))
-        before = rejudged(step, cost_model=info.cost_model, info=info)
+        before = recosted(step, cost_model=info.cost_model, info=info)
         ratio = (float(step.cost_grid.sum()) * 2.0**step.cost_shift) / (
             float(before.cost_grid.sum()) * 2.0**before.cost_shift
         )

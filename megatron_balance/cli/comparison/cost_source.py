@@ -26,7 +26,7 @@ from megatron_balance.planner.throughput import (
     rate_of_run,
     rate_of_tokens,
 )
-from megatron_balance.record.judging import imbalance, rejudged
+from megatron_balance.record.judging import imbalance, recosted
 from megatron_balance.record.run_record import RunRecord
 from megatron_balance.report.time_scale import is_measured, time_scale
 from megatron_balance.topology import Topology
@@ -153,7 +153,7 @@ class CostSource:
         assert self.record is not None, "what was measured is in the record"
         cost_model = self.cost_model(self.record.info.topology)
         info = replace(self.record.info, cost_model=cost_model, cost_name=self.cost_name)
-        steps = tuple(rejudged(step, cost_model=cost_model, info=info) for step in self.record.steps)
+        steps = tuple(recosted(step, cost_model=cost_model, info=info) for step in self.record.steps)
         scale = time_scale(RunRecord(info, steps))
         return scale.per_cost if scale.unit == "s" else None
 

@@ -20,7 +20,7 @@ from megatron_balance.cli.comparison.policies import (
 )
 from megatron_balance.planner.problem import is_makespan, resolve_objective
 from megatron_balance.planner.throughput import CostRate, num_gpus, step_seconds
-from megatron_balance.record.judging import rejudged, samples_of_slots, step_metrics
+from megatron_balance.record.judging import recosted, samples_of_slots, step_metrics
 from megatron_balance.record.run_record import RunRecord
 from megatron_balance.topology import Limits, Topology
 
@@ -215,7 +215,7 @@ def as_it_ran(record: RunRecord, *, batches: Sequence[GlobalBatch], setting: Set
     info = replace(record.info, objective=setting.objective, limits=setting.limits)
     steps: list[PlannedStep] = []
     for step, batch in zip(recorded_steps(record), batches, strict=False):
-        judged = rejudged(step, cost_model=setting.cost_model, info=info)
+        judged = recosted(step, cost_model=setting.cost_model, info=info)
         slots, num_slots = samples_of_slots(step), step.num_microbatches
         ranks = tuple(tuple(map(tuple, slots[first : first + num_slots])) for first in range(0, len(slots), num_slots))
         metrics = step_metrics(judged, info=info)
