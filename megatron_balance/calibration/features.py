@@ -87,7 +87,7 @@ def coefficients_of(cost_model: CostModel) -> NDArray[np.float64]:
     )
 
 
-def sets_the_pace(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
+def is_slowest(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
     """`[num_microbatches]` whether the rank is the costliest of those it meets in each micro-batch.
 
     Where ranks meet in every micro-batch, the others' time is waiting. Where they meet once a step, all are.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.report.figures import RunFigures
-from megatron_balance.report.time_scale import TimeScale, is_measured, telling
+from megatron_balance.report.time_scale import TimeScale, is_measured, is_slowest
 
 MAX_POINTS = 1500
 """Micro-batches that are drawn; the figures are of all."""
@@ -39,7 +39,7 @@ def cost_fit(figures: RunFigures) -> CostFit | None:
     pairs: list[NDArray[np.float64]] = []
     for step in figures.record.steps:
         if is_measured(step):
-            chosen = telling(step, info=info) & (step.cost_grid > 0)
+            chosen = is_slowest(step, info=info) & (step.cost_grid > 0)
             pairs.append(np.stack([scale.times(step)[chosen], step.seconds[chosen]]))
     if not sum(pair.shape[1] for pair in pairs):
         return None

@@ -101,7 +101,7 @@ def time_scale(record: RunRecord) -> TimeScale:
     )
 
 
-def telling(step: StepRecord, *, info: RunInfo) -> NDArray[np.bool_]:
+def is_slowest(step: StepRecord, *, info: RunInfo) -> NDArray[np.bool_]:
     """`[dp_size, num_microbatches]` micro-batches whose measured seconds are their own, not waiting for others."""
     groups = step.cost_grid.reshape(-1, waiting_span(info), step.num_microbatches)
     own = (groups == groups.max(axis=1, keepdims=True)).reshape(step.cost_grid.shape)
@@ -112,7 +112,7 @@ def _fitted(steps: list[StepRecord], *, info: RunInfo) -> float | None:
     """The median step's measured seconds per unit of cost; None without measurements."""
     ratios: list[float] = []
     for step in steps:
-        chosen = telling(step, info=info)
+        chosen = is_slowest(step, info=info)
         costs = float(step.cost_grid[chosen].sum()) * 2.0**step.cost_shift
         if costs:
             ratios.append(float(step.seconds[chosen].sum()) / costs)

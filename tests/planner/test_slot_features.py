@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.calibration.features import coefficients_of, cost_model_of, sets_the_pace, slot_features
+from megatron_balance.calibration.features import coefficients_of, cost_model_of, is_slowest, slot_features
 
 MODEL = CostModel(linear=500, quadratic=3, per_sequence=900, per_microbatch=5000, windows=((64, 2),))
 
@@ -41,11 +41,11 @@ def test_expert_work_is_shared_by_the_group() -> None:
 
 def test_only_the_slowest_of_those_that_meet_sets_the_pace() -> None:
     schedule = plan(CostModel(linear=500, expert_linear=700, quadratic=3), Topology(4, ep_size=2))
-    pace = np.array([sets_the_pace(schedule, rank=rank) for rank in range(4)])
+    pace = np.array([is_slowest(schedule, rank=rank) for rank in range(4)])
     grid = schedule.cost_grid
     for group in (slice(0, 2), slice(2, 4)):
         assert (pace[group] == (grid[group] == grid[group].max(axis=0))).all()
-    assert all(sets_the_pace(plan(MODEL, Topology(4)), rank=rank).all() for rank in range(4))
+    assert all(is_slowest(plan(MODEL, Topology(4)), rank=rank).all() for rank in range(4))
 
 
 def test_a_cost_model_comes_back_from_its_coefficients() -> None:

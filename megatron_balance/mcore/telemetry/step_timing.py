@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.calibration.features import sets_the_pace, slot_features
+from megatron_balance.calibration.features import is_slowest, slot_features
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.timing import StepTimer
@@ -104,7 +104,7 @@ def calibrating(calibration: OnlineCalibration, *, dp_rank: int) -> Listener:
 
     def learn(timed: TimedStep) -> None:
         features = slot_features(timed.schedule, rank=dp_rank, cost_model=calibration.prior)
-        own = sets_the_pace(timed.schedule, rank=dp_rank)
+        own = is_slowest(timed.schedule, rank=dp_rank)
         if len(timed.seconds) != timed.schedule.num_microbatches:
             # Several model chunks: only the step as a whole is known.
             features, own = features.sum(axis=0, keepdims=True), own.all(keepdims=True)
