@@ -18,7 +18,7 @@ from megatron_balance.cli import main
 from megatron_balance.cli.comparison.batches import GlobalBatch, look_ahead
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.flags import add_balance_args
 from megatron_balance.planner.build import build_data_schedule
@@ -85,7 +85,7 @@ def test_seconds_follow_from_the_stated_speed(tmp_path: Path) -> None:
     arguments = [file, "--global-batch-size", 2, "--dp-size", 2, "--tp-size", 2, "--max-tokens-per-gpu", 2048]
     arguments += ["--model", "Qwen3-8B", "--peak-tflops", 1000, "--efficiency", 0.5]
     stock = figures_of(tmp_path, *arguments)["policies"]["stock"]
-    cost_model = choose_cost_model("flops", model="Qwen3-8B")
+    cost_model = resolve_cost("flops", model="Qwen3-8B")
     flops = cost_model(1024) + cost_model.per_microbatch
     # Each rank runs one sample, on two GPUs at half of 1e15 FLOPs a second.
     assert stock["seconds_per_step"] == pytest.approx(flops / 1e15)
@@ -267,7 +267,7 @@ def write_record(
     info = RunInfo(
         topology=Topology(4),
         limits=Limits(4096),
-        cost_model=choose_cost_model("flops", model="Qwen2.5-0.5B"),
+        cost_model=resolve_cost("flops", model="Qwen2.5-0.5B"),
         cost_name="flops",
         objective="step",
         policy="--balance-data",
@@ -312,7 +312,7 @@ def test_as_it_ran_has_the_figures_of_its_plan(tmp_path: Path) -> None:
     folder = write_record(tmp_path / "record", batch_sizes=(64,))
     schedule = build_data_schedule(
         np.random.default_rng(3).lognormal(6, 1, 64).astype(np.int64).clip(8, 4000),
-        cost_model=choose_cost_model("flops", model="Qwen2.5-0.5B"),
+        cost_model=resolve_cost("flops", model="Qwen2.5-0.5B"),
         topology=Topology(4),
         limits=Limits(4096),
         algorithm="first_fit",

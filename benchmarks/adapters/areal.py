@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.adapters.areal import balance_batch
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 
 SETTINGS = [(32, 2048), (32, 4096), (64, 4096)]
 """Rows of the global batch, and tokens that an answer stays below."""
@@ -103,7 +103,7 @@ def main() -> None:
     columns = [(*setting, dp_size) for setting in SETTINGS for dp_size in DP_SIZES]
     for unit, cost_model in (
         ("tokens", CostModel.tokens()),
-        ("FLOPs of Qwen3-8B", choose_cost_model("flops", model="Qwen3-8B")),
+        ("FLOPs of Qwen3-8B", resolve_cost("flops", model="Qwen3-8B")),
     ):
         print(f"\nMean coefficient of variation of the ranks' {unit} over {num_seeds} batches\n")
         names = [f"{num_rows} rows to {longest}, dp {dp_size}" for num_rows, longest, dp_size in columns]

@@ -37,7 +37,7 @@ from megatron_balance.cli.memory import (
     shapes_of,
 )
 from megatron_balance.cli.table import print_table
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.planner.floor_advice import floor_advice
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     )
     cost = args.cost or ("flops" if args.model else "tokens")
     setting = Setting(
-        cost_model=choose_cost_model(
+        cost_model=resolve_cost(
             cost,
             model=args.model,
             ep_size=topology.ep_size,

@@ -37,7 +37,7 @@ def find_shape(model: Model) -> ModelShape:
     )
 
 
-def choose_cost_model(
+def resolve_cost(
     cost: str | None = None, *, model: Model | None = None, ep_size: int = 1, model_parallel_size: int = 1
 ) -> CostModel:
     """The cost model of a word.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.fitting import fit_seconds, relative_errors
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 
 TRUTH = np.array([3e-4, 2e-5, 1e-6, 4e-10])
 CALIBRATION = Calibration(
@@ -105,8 +105,8 @@ def test_parallel_ranks_share_tokens_but_not_launches() -> None:
 def test_a_path_names_a_calibration_where_a_cost_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     CALIBRATION.write(path)
-    assert choose_cost_model(str(path), ep_size=2) == CALIBRATION.cost_model(ep_size=2)
-    assert choose_cost_model() == CostModel.tokens()
+    assert resolve_cost(str(path), ep_size=2) == CALIBRATION.cost_model(ep_size=2)
+    assert resolve_cost() == CostModel.tokens()
 
 
 def test_launches_make_a_plan_of_fewer_micro_batches() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import Batch, join_rows, row_lengths, split_rows
-from megatron_balance.cost.resolve import Model, choose_cost_model
+from megatron_balance.cost.resolve import Model, resolve_cost
 
 
 def balance_batch(
@@ -51,7 +51,7 @@ def balance_batch(
         lengths,
         num_rows=[1] * len(rows),
         dp_size=dp_num,
-        cost_model=choose_cost_model(cost, model=model, ep_size=ep_size),
+        cost_model=resolve_cost(cost, model=model, ep_size=ep_size),
         ep_size=ep_size,
     )
     return [join_rows([rows[index] for index in ids]) for ids in ids_per_rank(schedule)]

@@ -22,7 +22,7 @@ from megatron_balance.adapters.areal.single_rank import MAX_WAIT
 from megatron_balance.adapters.areal.trainer import single_rank_hooks
 from megatron_balance.adapters.areal.unpadding import with_token_axis_cut
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import Model, choose_cost_model
+from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patches as patching
 from megatron_balance.hooking.installation import Installation, check_version
@@ -79,7 +79,7 @@ def install(
             already; nothing is changed then.
     """
     options = ArealOptions(
-        cost_model=choose_cost_model(cost, model=model, ep_size=ep_size),
+        cost_model=resolve_cost(cost, model=model, ep_size=ep_size),
         ep_size=ep_size,
         single_rank_load=single_rank_load,
         gather_all=gather_all,

@@ -24,7 +24,7 @@ from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_pa
 from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import MASK, Batch, has_entry_a_token, join_rows, row_lengths, trimmed
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import Model, choose_cost_model
+from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
@@ -136,7 +136,7 @@ def distributed_batch(
     Raises:
         BalanceError: as `redistribute`.
     """
-    cost_model = choose_cost_model(cost, model=model, ep_size=ep_size)
+    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
     shared = redistribute(batches or [], group=group, cost_model=cost_model, ep_size=ep_size, device=device)
     return join_rows(shared.trajectories)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import Model, choose_cost_model
+from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner.build import build_data_schedule
@@ -60,7 +60,7 @@ class SlimeOptions:
             spec = getattr(args, "spec", None) or [""]
             of_checkpoint = spec[0] in SPECS_TOLD_BY_CHECKPOINT
             model = args.hf_checkpoint if of_checkpoint else ModelShape.from_megatron_args(args)
-        return choose_cost_model(self.cost, model=model, ep_size=_size(args, "expert_model_parallel_size"))
+        return resolve_cost(self.cost, model=model, ep_size=_size(args, "expert_model_parallel_size"))
 
 
 def topology_from_slime(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topology:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 
@@ -61,7 +61,7 @@ def choose_workload(model: Model | None = None, *, cost: str | None = None) -> C
         raise BalanceError(
             f"the model is a {type(model).__name__}: it must be a name, a path, or the content of a config.json."
         )
-    return choose_cost_model(cost, model=model)
+    return resolve_cost(cost, model=model)
 
 
 def workloads(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[np.int64]:

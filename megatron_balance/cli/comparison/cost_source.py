@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.throughput import (
     CostRate,
@@ -158,7 +158,7 @@ class CostSource:
         return scale.per_cost if scale.unit == "s" else None
 
     def _chosen(self, cost: str | None, topology: Topology) -> CostModel:
-        return choose_cost_model(
+        return resolve_cost(
             cost,
             model=self.model,
             ep_size=topology.ep_size,

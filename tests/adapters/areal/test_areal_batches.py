@@ -21,7 +21,7 @@ from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_pa
 from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import join_rows, row_lengths, split_rows, trimmed
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 
 NUM_SEEDS = 50
@@ -70,7 +70,7 @@ def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
     assert mean(4) <= 0.0009
     assert mean(16) <= 0.051
     assert mean(4, as_loaded) > 0.1
-    flops = choose_cost_model("flops", model="Qwen3-8B")
+    flops = resolve_cost("flops", model="Qwen3-8B")
     assert mean(4, ours_by_flops, flops) <= 0.0009 < mean(4, ours, flops)
 
 

@@ -139,7 +139,7 @@ def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order() -> N
 
 def test_dispatch_by_flops_evens_out_squares() -> None:
     lengths = [16384, *[1024] * 31]
-    flops = hooks.choose_cost_model("flops", model="Qwen3-8B")
+    flops = hooks.resolve_cost("flops", model="Qwen3-8B")
 
     def costliest() -> int:
         _, indices = train_controller._dispatch_tensors(rows_of(lengths), 4)

@@ -17,7 +17,7 @@ from slime_double import build_dp_schedule, parallel_config, qwen3_4b
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.adapters.slime import MaskedCopy, SlimeOptions
 from megatron_balance.adapters.slime.schedule import BalancedDpSchedule, SlimeSchedule, in_slime_order
-from megatron_balance.cost.resolve import choose_cost_model
+from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.lengths.synthetic import synthetic_lengths
 from megatron_balance.model.presets import PRESETS
 
@@ -268,7 +268,7 @@ def test_layers_that_only_the_checkpoint_tells(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["Qwen3-Next-80B-A3B"]))
     spec = ["slime_plugins.models.qwen3_next", "get_qwen3_next_spec"]
     args = qwen3_4b(spec=spec, hf_checkpoint=str(tmp_path), expert_model_parallel_size=8)
-    expected = choose_cost_model(model="Qwen3-Next-80B-A3B", ep_size=8)
+    expected = resolve_cost(model="Qwen3-Next-80B-A3B", ep_size=8)
     assert SlimeOptions().cost_model(args) == expected
     args.spec = ["slime_plugins.models.glm4", "get_glm_spec"]
     assert SlimeOptions().cost_model(args) == SlimeOptions().cost_model(qwen3_4b())
