@@ -87,6 +87,7 @@ def test_json_is_a_valid_plan_of_the_lengths_in_file_order(lengths_file: Path, t
         )
         assert metrics.num_over_cap == 0
         assert metrics.predicted_cost == step["metrics"]["predicted_cost"]
+        assert step["metrics"]["moved_tokens_unlabelled"] >= step["metrics"]["moved_tokens"]
 
 
 def test_tokens_are_the_cost_without_a_model(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

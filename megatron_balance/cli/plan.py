@@ -41,6 +41,7 @@ from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.planner.floor_advice import floor_advice
+from megatron_balance.planner.metrics import ScheduleMetrics
 from megatron_balance.planner.problem import resolve_objective
 
 MAX_STEPS = 100
@@ -207,13 +208,20 @@ def _print_conclusion(results: list[PolicyResult], batches: Sequence[GlobalBatch
         )
 
 
+def _file_metrics(metrics: ScheduleMetrics) -> dict[str, Any]:
+    """Metrics under the names of the file's format, which are older than one of the attributes."""
+    content = asdict(metrics)
+    content["moved_tokens_unlabelled"] = content.pop("moved_tokens_before_relabel")
+    return content
+
+
 def _write_json(file: Path, batches: Sequence[GlobalBatch], *, balanced: PolicyResult, setting: Setting) -> None:
     steps: list[dict[str, Any]] = [
         {
             "lengths": batch.segment_lengths.tolist(),
             "num_microbatches": step.metrics.num_microbatches,
             "ranks": step.ranks,
-            "metrics": asdict(step.metrics),
+            "metrics": _file_metrics(step.metrics),
         }
         for batch, step in zip(batches, balanced.steps, strict=True)
     ]

@@ -148,7 +148,7 @@ def build_data_schedule(
         oversized=tuple(np.flatnonzero(problem.weights > problem.capacity).tolist()),
         home_ranks=homes,
         move_samples=move_samples,
-        moved_tokens_unlabelled=moved,
+        moved_tokens_before_relabel=moved,
         ranks_per_node=ranks_per_node,
         groups=kept,
         topology=topology,

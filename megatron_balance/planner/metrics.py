@@ -47,7 +47,7 @@ class ScheduleMetrics:
         num_dummies: empty micro-batches, run as masked dummies.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
-        moved_tokens_unlabelled: moved_tokens before what is interchangeable was exchanged; None where it was
+        moved_tokens_before_relabel: moved_tokens before what is interchangeable was exchanged; None where it was
             not, or homes are not known.
     """
 
@@ -67,7 +67,7 @@ class ScheduleMetrics:
     num_dummies: int
     moved_tokens: int | None
     moved_off_node_tokens: int | None
-    moved_tokens_unlabelled: int | None
+    moved_tokens_before_relabel: int | None
 
 
 def schedule_metrics(
@@ -93,7 +93,7 @@ def schedule_metrics(
         home_ranks=schedule.home_ranks,
         ranks_per_node=schedule.ranks_per_node,
     )
-    return replace(figures, moved_tokens_unlabelled=schedule.moved_tokens_unlabelled)
+    return replace(figures, moved_tokens_before_relabel=schedule.moved_tokens_before_relabel)
 
 
 def assignment_metrics(
@@ -210,7 +210,7 @@ def _figures(
         num_dummies=int((counts == 0).sum()),
         moved_tokens=moved,
         moved_off_node_tokens=off_node,
-        moved_tokens_unlabelled=None,
+        moved_tokens_before_relabel=None,
     )
 
 

@@ -53,7 +53,7 @@ class DataSchedule:
         oversized: ids of the samples longer than the cap; each runs alone.
         home_ranks: `[num_samples]` rank that loaded each sample, or None where it is not known.
         move_samples: whether samples may leave their home rank.
-        moved_tokens_unlabelled: original tokens off their home rank before ranks were exchanged, or None.
+        moved_tokens_before_relabel: original tokens off their home rank before ranks were exchanged, or None.
         ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
         groups: `[num_samples]` group of each sample, from 0, where groups are kept on a rank; else None.
         topology: the ranks.
@@ -76,7 +76,7 @@ class DataSchedule:
     oversized: tuple[int, ...]
     home_ranks: NDArray[np.int64] | None
     move_samples: bool
-    moved_tokens_unlabelled: int | None
+    moved_tokens_before_relabel: int | None
     ranks_per_node: int | None
     groups: NDArray[np.int64] | None
     topology: Topology

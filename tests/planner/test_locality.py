@@ -145,8 +145,8 @@ def test_labels_change_no_cost_and_move_no_more(batch, model, objective, ep_size
     # Not the sum alone: every micro-batch cost is still there.
     assert sorted(ours.cost_grid.reshape(-1).tolist()) == sorted(plain.cost_grid.reshape(-1).tolist())
     metrics = schedule_metrics(ours)
-    assert metrics.moved_tokens_unlabelled == schedule_metrics(plain).moved_tokens
-    assert metrics.moved_tokens <= metrics.moved_tokens_unlabelled
+    assert metrics.moved_tokens_before_relabel == schedule_metrics(plain).moved_tokens
+    assert metrics.moved_tokens <= metrics.moved_tokens_before_relabel
     if per_node is None:
         assert metrics.moved_off_node_tokens is None
     else:
@@ -208,7 +208,7 @@ def test_two_ranks_in_every_micro_batch_move_less():
             objective="microbatch",
             home_ranks=np.arange(64) % 2,
         ).check()
-        before += schedule.moved_tokens_unlabelled
+        before += schedule.moved_tokens_before_relabel
         after += schedule_metrics(schedule).moved_tokens
     assert after < 0.8 * before
 

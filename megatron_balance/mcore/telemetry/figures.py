@@ -66,7 +66,7 @@ class Figures:
         moved = _UNKNOWN
         if schedule.home_ranks is not None:
             moved = int(schedule.lengths[schedule.destinations() != schedule.home_ranks].sum()) / max(tokens, 1)
-        unlabelled = schedule.moved_tokens_unlabelled
+        unlabelled = schedule.moved_tokens_before_relabel
         error = None if step.calibration is None else step.calibration.error
         return cls(
             planned_imbalance=int(ranks.max()) / float(ranks.mean()) if ranks.any() else 1.0,
