@@ -1,6 +1,6 @@
-"""The ranks and the limits of a run, as the planner sees them. No policy here.
+"""Ranks and limits of a run.
 
-Words are Megatron's: a *micro-batch* is one forward-backward pass of one model replica, a *slot* is
+Terms are Megatron's: a *micro-batch* is one forward-backward pass of one model replica, a *slot* is
 the index of a micro-batch within a data-parallel rank. `original_seq_len` counts the tokens of a
 sample, `padded_seq_len` what it occupies once padded for context and sequence parallelism.
 """
@@ -28,12 +28,12 @@ class Topology:
         ep_size: expert-parallel ranks.
         etp_size: tensor-parallel ranks of an expert (`--expert-tensor-parallel-size`).
         vpp_size: model chunks a pipeline stage holds (virtual pipeline).
-        microbatch_multiple: num_microbatches must be a multiple of it
+        microbatch_multiple: num_microbatches must be a multiple of this
             (`microbatch_group_size_per_vp_stage` under interleaving).
         sequence_parallel: activations are split over tensor-parallel ranks along the sequence.
         fully_sharded: weights are gathered in every micro-batch (FSDP, ZeRO-3).
         token_alignment: the tokens of a micro-batch on each GPU, once context and sequence parallelism have split
-            them, are a multiple of it: FP8 and FP4 layers take no others. 1 for none.
+            them, are a multiple of this: FP8 and FP4 layers take no others. 1 for none.
 
     Raises:
         BalanceError: a size is not a positive integer.
@@ -106,7 +106,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one micro-batch may hold: a number of tokens, or a number of samples.
+    """The limit of one micro-batch: a number of tokens, or a number of samples.
 
     Attributes:
         max_tokens_per_gpu: tokens a GPU may hold in a micro-batch (`--max-tokens-per-gpu`). A micro-batch

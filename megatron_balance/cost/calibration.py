@@ -1,9 +1,9 @@
-"""Seconds of a micro-batch, measured on a device: what a calibration.json holds.
+"""Seconds of a micro-batch measured on a device: the content of a calibration.json.
 
     seconds = per_microbatch + per_sequence*num_sequences + linear*ΣL + quadratic*ΣL² + Σ_w window_w*Σpairs(L, w)
 
 with `pairs` as in `cost.py`. FLOPs leave out how efficiently a device runs them: attention and GEMMs reach
-different fractions of its peak, and launches cost time whatever is computed.
+different fractions of its peak, and every launch costs time of its own.
 
 Invariant: the integers of the cost model keep six digits of every coefficient that matters; they count
 attoseconds, which `CostModel.sample_costs` scales down where a batch is too dear for int64.
@@ -130,7 +130,7 @@ class Calibration:
 
 
 def _measurement(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One row of a file; a chart is drawn of its seconds."""
+    """One measurement of a file."""
     seconds = {name: float(content[name]) for name in ("seconds", "predicted")}
     return {**content, **seconds, "held_out": bool(content["held_out"])}
 

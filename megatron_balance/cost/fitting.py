@@ -1,4 +1,4 @@
-"""Seconds as a non-negative combination of what a micro-batch holds: robust least squares.
+"""Fits seconds as a non-negative combination of a micro-batch's features, by robust least squares.
 
     minimise  Σ_i w_i (Σ_k coefficients_k*features_ik / seconds_i - 1)²,   coefficients >= 0
 
@@ -30,7 +30,7 @@ _LEAST_SCALE = 1e-9
 
 
 def fit_seconds(features: NDArray[np.float64], *, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients that tell the seconds of micro-batches from what they hold.
+    """Fits the coefficients that predict the seconds of micro-batches from their features.
 
     Args:
         features: `[num_measurements, num_features]`, not negative, e.g. 1, sequences, tokens, squared tokens.
@@ -75,7 +75,7 @@ def fit_seconds(features: NDArray[np.float64], *, seconds: NDArray[np.float64]) 
 def relative_errors(
     features: NDArray[np.float64], *, seconds: NDArray[np.float64], coefficients: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """`[num_measurements]` how far off each prediction is, as a part of what was measured."""
+    """`[num_measurements]` relative errors of predictions, over the measured seconds."""
     return np.abs(features @ coefficients / seconds - 1)
 
 

@@ -1,4 +1,4 @@
-"""What one sample costs: an integer, so that every rank plans alike.
+"""The cost of a sample: an integer, so that every rank makes the same plan.
 
 A cost model says how the time of a sample grows with its length L (tokens, padded):
 
@@ -26,7 +26,7 @@ from megatron_balance.model.shape import ModelShape
 MICROBATCH_TOKENS = 128
 """Tokens that a micro-batch costs besides its own, where nothing was measured: launches, weights read and gradients
 added once more. With FLOPs alone a plan takes more micro-batches than it needs, since they are free. The number hardly
-matters: 32 to 512 lose alike on assumed devices where 0 loses up to 8 % (benchmarks/results/ablation.md)."""
+matters: 32 to 512 lose equally little on assumed devices where 0 loses up to 8 % (benchmarks/results/ablation.md)."""
 
 MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a handful of them never leaves int64."""
@@ -54,8 +54,8 @@ class CostModel:
     Attributes:
         linear: cost per token.
         quadratic: cost per squared token.
-        per_sequence: cost per sample, whatever its length.
-        per_microbatch: cost per micro-batch, whatever it holds (kernel launches, pipeline bubbles).
+        per_sequence: cost per sample, independent of its length.
+        per_microbatch: cost per micro-batch, independent of its samples (kernel launches, pipeline bubbles).
         expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
             attention.
@@ -110,7 +110,7 @@ class CostModel:
             shape: the model.
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
             recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
-            microbatch_tokens: what a micro-batch costs whatever it holds, as tokens; runs take `MICROBATCH_TOKENS`.
+            microbatch_tokens: the fixed cost of a micro-batch, in tokens; runs use `MICROBATCH_TOKENS`.
         """
         extra = int(recompute)
         linear = quadratic = expert_linear = 0

@@ -1,4 +1,4 @@
-"""Which cost model a user means by a word, a model's name or a file."""
+"""Resolves `--cost` and `--model` to a CostModel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Model = ModelShape | Mapping[str, Any] | str | Path
 
 
 def find_shape(model: Model) -> ModelShape:
-    """The shape of a model, however it is named.
+    """The shape of a model, from a preset's name or a `config.json`.
 
     Raises:
         BalanceError: there is no such preset and no such file, or the file is not understood.
@@ -40,7 +40,7 @@ def find_shape(model: Model) -> ModelShape:
 def resolve_cost(
     cost: str | None = None, *, model: Model | None = None, ep_size: int = 1, model_parallel_size: int = 1
 ) -> CostModel:
-    """The cost model of a word.
+    """Resolves the value of `--cost`.
 
     Args:
         cost: `tokens`, `flops`, or the path of a calibration.json; by default flops where there is a model, else
@@ -50,7 +50,7 @@ def resolve_cost(
         model_parallel_size: tensor- times context-parallel ranks, for a calibration, which was made on one.
 
     Raises:
-        BalanceError: FLOPs of no model, or a word that is none of these.
+        BalanceError: FLOPs without a model, or another value.
     """
     if cost is None:
         cost = "tokens" if model is None else "flops"

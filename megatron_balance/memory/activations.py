@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, tensor by tensor, in bytes for each token of a GPU.
+"""Tensors that a layer keeps for its backward pass, in bytes per token of a GPU.
 
 The list follows Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 2205.05198), section 4, equations 1 to 4, with what has changed since: flash attention keeps q, k, v, its output and
@@ -75,7 +75,7 @@ def kept_by_layer(shape: ModelShape, *, layer: Layer, precision: Precision) -> t
 def bytes_per_token(
     kept: Iterable[Kept], *, topology: Topology, recompute_modules: frozenset[str], expert_imbalance: float
 ) -> float:
-    """Bytes that tensors take on one GPU, for each token of that GPU.
+    """Bytes of tensors on one GPU, per token of that GPU.
 
     Args:
         kept: the tensors.

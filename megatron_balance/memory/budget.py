@@ -2,7 +2,7 @@
 
 A budget that is given is meant for what the model counts. Of a device's whole memory a reserve is kept back for what
 it does not: the CUDA context, communication buffers, kernels' workspaces, and what the allocator cannot use because
-micro-batches differ in length (`--balance-shape-bucket` makes them alike).
+micro-batches differ in length (`--balance-shape-bucket` makes their shapes few).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AUTO = "auto"
 """`--max-tokens-per-gpu auto`."""
 
 TOKEN_STEP = 128
-"""A derived cap is a multiple of it: GEMMs run best on such shapes, and nobody needs a finer answer."""
+"""A derived cap is a multiple of this: GEMMs run best on such shapes."""
 
 MIN_RESERVE_BYTES = 2 * GIB
 RESERVE_SHARE = 0.1
@@ -60,7 +60,7 @@ def gib_to_bytes(gib: float, *, flag: str) -> int:
 
 
 def budget_of_device(total_bytes: int) -> int:
-    """What a run may take of a device with so much memory: a tenth, and 2 GiB at least, are kept back.
+    """Memory that a run may use on a device: all but a tenth, and all but 2 GiB at least.
 
     Example:
         >>> budget_of_device(80 * GIB) // GIB
@@ -105,7 +105,7 @@ def derive_cap(
     shape_bucket: int = 1,
     seq_length: int | None = None,
 ) -> DerivedCap:
-    """The most tokens of a micro-batch on one GPU that fit the budget.
+    """The largest number of tokens of a micro-batch on one GPU that fits the budget.
 
     In a pipeline the cap is held at the longest sample (`seq_length`): memory is often there for more, but larger
     micro-batches are fewer and make the bubble longer, so plans gain nothing by it (benchmarks/planner/pipelines.py).
@@ -114,7 +114,7 @@ def derive_cap(
         model: what a run takes.
         budget_bytes: what it may take.
         topology: the ranks.
-        shape_bucket: `--balance-shape-bucket`: the cap is a multiple of it too.
+        shape_bucket: `--balance-shape-bucket`: the cap is a multiple of this too.
         seq_length: `--seq-length`, the longest sample that there can be; None where it is not known.
 
     Raises:

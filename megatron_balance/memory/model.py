@@ -1,4 +1,4 @@
-"""What a micro-batch takes on a GPU, and the largest one that fits.
+"""Memory of a micro-batch on a GPU, and the largest micro-batch that fits.
 
     bytes of a stage = static (weights, gradients, optimizer) + bytes per token * tokens of the micro-batch on this GPU
 
@@ -49,7 +49,7 @@ LOSS_BYTES = 9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """How a run keeps what it must, beside the sizes of the model and the ranks.
+    """Settings of a run that its memory depends on, beside the sizes of the model and the ranks.
 
     Attributes:
         precision: bytes of a number.
@@ -115,13 +115,13 @@ class StageMemory:
 
     @property
     def bytes_per_token(self) -> int:
-        """At the peak. Logits are gone when layers run backward, so one of the two counts."""
+        """Bytes per token at the peak. Logits are freed before layers run backward, so the larger of the two counts."""
         return self.layer_bytes_per_token + max(self.logits_bytes_per_token, self.workspace_bytes_per_token)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """What a run takes, stage by stage.
+    """Memory of a run, stage by stage.
 
     Attributes:
         stages: `[pp_size]`.
@@ -136,16 +136,16 @@ class MemoryModel:
 
     @property
     def static_bytes(self) -> int:
-        """Of the stage that has most."""
+        """Static bytes of the stage that has most."""
         return max(stage.static_bytes for stage in self.stages)
 
     @property
     def logits_bytes_per_token(self) -> int:
-        """Of the last stage."""
+        """Bytes per token of the last stage's logits."""
         return self.stages[-1].logits_bytes_per_token
 
     def fullest(self, tokens_per_gpu: int) -> StageMemory:
-        """The stage that takes most with micro-batches of so many tokens on a GPU."""
+        """The stage that takes most with micro-batches of `tokens_per_gpu` tokens on a GPU."""
         return max(self.stages, key=lambda stage: stage.static_bytes + stage.bytes_per_token * tokens_per_gpu)
 
     def peak_bytes(self, tokens_per_gpu: int) -> int:
@@ -154,11 +154,11 @@ class MemoryModel:
         return stage.static_bytes + stage.bytes_per_token * tokens_per_gpu
 
     def max_tokens_per_gpu(self, budget_bytes: int, *, multiple: int = 1) -> int:
-        """The most tokens of a micro-batch on one GPU that fit; 0 where none does.
+        """The largest number of tokens of a micro-batch on one GPU that fits; 0 where none does.
 
         Args:
             budget_bytes: what the run may take of a GPU.
-            multiple: the answer is a multiple of it.
+            multiple: the answer is a multiple of this.
         """
         fit = min((budget_bytes - stage.static_bytes) // stage.bytes_per_token for stage in self.stages)
         return max(fit, 0) // multiple * multiple
@@ -167,8 +167,8 @@ class MemoryModel:
 def memory_model(shape: ModelShape, *, topology: Topology, training: TrainingMemory | None = None) -> MemoryModel:
     """Build the model of a run.
 
-    Layers are dealt to stages evenly; with an uneven layout (`--pipeline-model-parallel-layout`) the answer is off by
-    the difference.
+    Layers are divided evenly among stages; with an uneven layout (`--pipeline-model-parallel-layout`) the answer is
+    off by the difference.
 
     Args:
         shape: the model.
@@ -268,7 +268,7 @@ def _residual(shape: ModelShape, topology: Topology, training: TrainingMemory) -
 
 
 def _chunk(chunk: tuple[Layer, ...], per_layer: dict[Layer, float], of_input: float, training: TrainingMemory) -> float:
-    """What the layers of a chunk keep of one micro-batch."""
+    """Tensors that the layers of a chunk keep of one micro-batch."""
     if training.recompute_granularity != "full":
         return sum(per_layer[layer] for layer in chunk)
     if training.recompute_method == "uniform":

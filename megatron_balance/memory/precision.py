@@ -1,4 +1,4 @@
-"""How many bytes training keeps a number in.
+"""Bytes per number in training.
 
 Invariant: every number of bytes is a positive integer.
 """
@@ -12,7 +12,7 @@ from megatron_balance.errors import BalanceError
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes a number takes, and which fused kernels and extra tensors there are.
+    """Bytes per number, and the fused kernels and extra tensors of a run.
 
     Attributes:
         activation: of an activation (bf16: 2).

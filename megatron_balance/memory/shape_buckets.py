@@ -1,4 +1,4 @@
-"""Micro-batches filled up to multiples of tokens: what low-precision layers need, and few shapes.
+"""Fills micro-batches up to multiples of tokens, as low-precision layers require and for few shapes.
 
 - `Topology.token_alignment`: FP8 and FP4 layers take multiples of some tokens only. It holds for every micro-batch,
   dummies and over-long samples included.

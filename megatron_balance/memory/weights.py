@@ -1,4 +1,4 @@
-"""What weights, gradients and the optimizer take on one GPU, whatever the micro-batch holds.
+"""Bytes of weights, gradients and optimizer state on one GPU.
 
 Weights are counted from FLOPs: a matrix costs two a token and weight (tests/megatron/test_flops_oracle.py holds every
 preset against the real model's weights), less the state of recurrent layers, which is no weight. Norms are added,
@@ -47,7 +47,7 @@ class Weights:
 
     @property
     def total(self) -> int:
-        """All of them, once."""
+        """The sum of all."""
         return self.split + self.whole + self.experts
 
 
@@ -81,7 +81,7 @@ def layer_weights(shape: ModelShape, *, layer: Layer) -> Weights:
 
 
 def embedding_weights(shape: ModelShape) -> Weights:
-    """The embedding, or the output layer: both are as large."""
+    """Weights of the embedding or of the output layer; both have one size."""
     return Weights(split=shape.hidden_size * shape.padded_vocab_size)
 
 
@@ -131,7 +131,7 @@ def weight_bytes(
 
 
 def _state(shape: ModelShape, layer: Layer) -> int:
-    """Linear FLOPs of a recurrent layer that no weight makes."""
+    """Linear FLOPs of a recurrent layer that no weight accounts for."""
     if layer.mixer == "gated_delta_net":
         values = shape.linear_num_value_heads * shape.linear_value_head_dim
         return 8 * shape.linear_key_head_dim * values

@@ -144,7 +144,7 @@ def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
 
 
 def mixer_flops(shape: ModelShape, *, layer: Layer) -> FlopsPolynomial:
-    """What mixes the tokens of one layer; nothing in a hybrid model's MLP layer."""
+    """FLOPs of a layer's token mixer; zero in a hybrid model's MLP layer."""
     if layer.mixer == "attention":
         return attention_flops(shape, window=layer.window)
     if layer.mixer == "mla":

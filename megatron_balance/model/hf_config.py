@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` → the fields of a ModelShape.
+"""Reads the fields of a ModelShape from a Hugging Face `config.json`.
 
 One reader per family; `_READERS` names them. What a key means is what the family's modeling file in
 `transformers` does with it. Where a family's published files leave a key out because the configuration
@@ -89,7 +89,7 @@ def _need(config: Config, key: str) -> Any:
 
 
 def _base(config: Config) -> Fields:
-    """What all families share: grouped-query attention and a gated MLP."""
+    """The fields that all families share: grouped-query attention and a gated MLP."""
     heads: int = _need(config, "num_attention_heads")
     return {
         "hidden_size": _need(config, "hidden_size"),

@@ -1,4 +1,4 @@
-"""The kinds of layers there are: what mixes tokens, what follows it, and the sizes each cannot do without."""
+"""Kinds of layers: a token mixer, an MLP, and the sizes that each requires."""
 
 from __future__ import annotations
 

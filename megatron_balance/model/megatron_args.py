@@ -1,4 +1,4 @@
-"""Megatron's parsed arguments → the fields of a ModelShape.
+"""Reads the fields of a ModelShape from Megatron's parsed arguments.
 
 Read as Megatron 0.19 reads them: `validate_args` (megatron/training/arguments.py) for the defaults,
 `core_transformer_config_from_args` for the gate, and where each pattern is used for its meaning:
@@ -171,7 +171,7 @@ def _pattern(args: object, name: str, num_layers: int, periodic: Callable[[int, 
 
 
 def parse_layer_pattern(text: str, *, name: str) -> int | list[int]:
-    """What a frequency argument's text means, without `eval`.
+    """Parses the text of a frequency argument, without `eval`.
 
     Args:
         text: a number, or lists joined with + and repeated with *.

@@ -1,6 +1,6 @@
-"""The shape of a language model: what its FLOPs depend on, and nothing else.
+"""The shape of a language model: the sizes that its FLOPs depend on.
 
-Fields carry Megatron's argument names. Layers of different kinds are told apart one by one, never
+Fields carry Megatron's argument names. Layers of different kinds are distinguished one by one, never
 averaged: a pattern has one entry per layer, as `--moe-layer-freq "[0]*3+[1]*58"` has.
 
 Where Megatron says None for "the model has none of this", a number here is 0.
@@ -216,7 +216,7 @@ class ModelShape:
         return tuple(Layer(last.mixer, last.mlp, self._window(last.mixer, d)) for d in range(self.mtp_num_layers))
 
     def stack_of(self, layer: Layer, *, num_layers: int) -> ModelShape:
-        """A model of this one's sizes whose layers are all of one kind, without multi-token prediction.
+        """A model of these sizes whose layers are all of one kind, without multi-token prediction.
 
         Args:
             layer: the kind, one of decoder_layers() or mtp_layers().

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig or MLATransformerConfig → the fields of a ModelShape.
+"""Reads the fields of a ModelShape from Megatron's TransformerConfig or MLATransformerConfig.
 
 The configuration holds what `megatron_args.py` reads under other names (experts, gate), and lacks what the
 model around the layers decides: vocabulary and hybrid pattern. Nothing of Megatron is imported here.
