@@ -1,18 +1,29 @@
-"""What of another system is hooked in this process: nothing, or one table of hooks for one choice of settings.
+"""Keeps the hooks that one adapter has installed in this process, and the settings they serve.
 
-Invariants: installing twice with the same settings installs once; with others it raises and changes nothing; after
+Invariants: installing twice with the same settings installs once; other settings raise and change nothing; after
 `undo()` the process is as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.patches import Patches
 
 Settings = TypeVar("Settings")
+
+
+class Undoable(Protocol):
+    """Something in place that can be taken out: `Patches`, or an entry in a system's registry."""
+
+    def undo(self) -> None:
+        """Take it out.
+
+        Raises:
+            BalanceError: someone else has wrapped it since; nothing is changed then.
+        """
+        ...
 
 
 class Installation(Generic[Settings]):
@@ -22,49 +33,54 @@ class Installation(Generic[Settings]):
         system: its name, for messages.
 
     Attributes:
-        settings: what the hooks serve, or None where there are none.
+        settings: the settings that the hooks serve, or None where nothing is installed.
     """
 
     def __init__(self, system: str) -> None:
         self.settings: Settings | None = None
         self._system = system
-        self._patches: Patches | None = None
+        self._in_place: list[Undoable] = []
 
-    def install(self, settings: Settings, *, hook: Callable[[], Patches]) -> Installation[Settings]:
-        """Put hooks in place.
+    def install(self, settings: Settings, *, hook: Callable[[], Undoable]) -> Installation[Settings]:
+        """Install hooks.
 
         Args:
-            settings: what they serve.
-            hook: puts them in place or raises.
+            settings: what the hooks serve.
+            hook: puts all of them in place, or raises and leaves the process unchanged.
 
         Raises:
             BalanceError: hooks for other settings are in place; nothing is changed then.
         """
         if self.settings is None:
-            self._patches, self.settings = hook(), settings
+            self._in_place, self.settings = [hook()], settings
         elif settings != self.settings:
             raise BalanceError(f"{self._system} is hooked already with {self.settings}: undo() that before {settings}.")
         return self
 
+    def add(self, hooks: Undoable) -> None:
+        """Keep hooks that were put in place later, in modules loaded after `install`; `undo` takes them out too."""
+        self._in_place.append(hooks)
+
     def undo(self) -> None:
-        """Take the hooks out. What runs already keeps what it was started with.
+        """Take the hooks out, the latest first. Objects made with them keep them.
 
         Raises:
-            BalanceError: someone else has wrapped one of the functions since; nothing is changed then.
+            BalanceError: someone else has wrapped a hooked function since; that hook and earlier ones stay.
         """
-        if self._patches is not None:
-            self._patches.undo()
-        self._patches = self.settings = None
+        while self._in_place:
+            self._in_place[-1].undo()
+            self._in_place.pop()
+        self.settings = None
 
 
 def check_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:
-    """The version itself, where it is one that the tests run on.
+    """Returns the version if the tests run on it.
 
     Args:
-        version: that is installed.
-        system: whose.
-        supported: versions, or beginnings of versions: `0.9` stands for all of 0.9.*.
-        remedy: what to do about another.
+        version: the installed version.
+        system: its package.
+        supported: versions or prefixes of versions: `0.9` stands for all of 0.9.*.
+        remedy: what to do about an unsupported version.
 
     Raises:
         BalanceError: it is not supported.

@@ -1,7 +1,7 @@
-"""verl: its batches, mini-batches and micro-batches balanced by this package's plan.
+"""verl adapter: batches, mini-batches and micro-batches balanced by this package's planner.
 
-Three ways in: `MEGATRON_BALANCE_VERL=1` in the environment of the driver and of every worker, which the plug-in
-that verl looks for reads (`plugin.py`); `VERL_USE_EXTERNAL_MODULES=megatron_balance.adapters.verl.plugin` beside it,
+Three ways to install: `MEGATRON_BALANCE_VERL=1` in the environment of the driver and of every worker, read by the
+plug-in that verl loads (`plugin.py`); `VERL_USE_EXTERNAL_MODULES=megatron_balance.adapters.verl.plugin` beside it,
 where the package was not installed by pip; or `install()` in each process, before verl's trainers are imported or
 after.
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.adapters.verl.settings import active
+from megatron_balance.adapters.verl.settings import installation
 
 if TYPE_CHECKING:
     from megatron_balance.adapters.verl.data_proto import BalancedData
-    from megatron_balance.adapters.verl.hooks import InstalledAdapter
+    from megatron_balance.adapters.verl.settings import Settings
     from megatron_balance.adapters.verl.workload import Model
+    from megatron_balance.hooking.installation import Installation
 
 __all__ = ["balance_data_proto", "install", "is_installed"]
 
@@ -28,7 +29,7 @@ def install(
     cost: str | None = None,
     keep_minibatch: bool = True,
     dispatch: bool | tuple[str, ...] = False,
-) -> InstalledAdapter:
+) -> Installation[Settings]:
     """Hook verl in this process; see `megatron_balance.adapters.verl.hooks`."""
     from megatron_balance.adapters.verl import hooks  # loads verl
 
@@ -37,7 +38,7 @@ def install(
 
 def is_installed() -> bool:
     """Whether verl is balanced in this process."""
-    return active() is not None
+    return installation.settings is not None
 
 
 def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = None) -> BalancedData:

@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
 from megatron_balance.adapters.verl.row_order import RowOrder, order_rows
-from megatron_balance.adapters.verl.settings import active
+from megatron_balance.adapters.verl.settings import installation
 from megatron_balance.adapters.verl.workload import Model, choose_workload, nested_lengths
 from megatron_balance.errors import BalanceError
 
@@ -89,7 +89,7 @@ def balance_data_proto(obj: DataProto, chunks: int, *, model_config: Model | Non
     lengths = row_lengths(obj)
     if lengths is None or not lengths.size:
         raise BalanceError("a DataProto is balanced by its attention_mask or nested input_ids: it has no such rows.")
-    settings = active()
+    settings = installation.settings
     cost_model = choose_workload(model_config)
     if model_config is None and settings is not None:
         cost_model = settings.cost_model

@@ -27,7 +27,7 @@ from verl.utils import tensordict_utils
 
 from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
 from megatron_balance.adapters.verl.row_order import RowOrder, minibatches_of_parts, order_rows
-from megatron_balance.adapters.verl.settings import Settings, active, while_active
+from megatron_balance.adapters.verl.settings import Settings, installation, while_active
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
 
@@ -168,7 +168,7 @@ def split_balanced(split: Function, *, pads: bool) -> Function:
 
     @functools.wraps(split)
     def hook(chunks: int, *args: Any, **kwargs: Any) -> Any:
-        settings, call = active(), _calls.dispatching
+        settings, call = installation.settings, _calls.dispatching
         if settings is None or call is None or not settings.dispatches(call[1]):
             return split(chunks, *args, **kwargs)
         arguments = [*args, *kwargs.values()]

@@ -20,10 +20,10 @@ from megatron_balance.adapters.verl.seqlen_balancing import (
     partition,
     partition_groups,
 )
-from megatron_balance.adapters.verl.settings import Settings, activate, active, is_hook
+from megatron_balance.adapters.verl.settings import Settings, installation, is_hook
 from megatron_balance.adapters.verl.workload import Model, choose_workload
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import check_version
+from megatron_balance.hooking.installation import Installation, check_version
 from megatron_balance.hooking.patches import Function, Hook, Patches
 from megatron_balance.hooking.patches import install as install_hooks
 
@@ -144,7 +144,7 @@ def hooks() -> tuple[Hook, ...]:
 
 
 def trainer_hooks() -> tuple[Hook, ...]:
-    """The rows of trainers whose module is loaded."""
+    """The rows of trainers that are loaded and not hooked yet."""
     parameters = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
     rows = (
         Hook(
@@ -164,27 +164,15 @@ def trainer_hooks() -> tuple[Hook, ...]:
             until="verl keeps the mini-batches it is asked to keep",
         ),
     )
-    return tuple(row for row in rows if row.target.split(":")[0] in sys.modules)
+    return tuple(row for row in rows if _is_loaded_and_free(row.target))
 
 
-_patches: list[Patches] = []
-_hooked_trainers: set[str] = set()
-
-
-class InstalledAdapter:
-    """The hooks of this process."""
-
-    def undo(self) -> None:
-        """Take the hooks out, last first.
-
-        Raises:
-            BalanceError: someone else has wrapped one of them since; it and those before it stay.
-        """
-        while _patches:
-            _patches[-1].undo()
-            _patches.pop()
-        _hooked_trainers.clear()
-        activate(None)
+def _is_loaded_and_free(target: str) -> bool:
+    module_name, _, qualified_name = target.partition(":")
+    class_name, _, method = qualified_name.partition(".")
+    owner = getattr(sys.modules.get(module_name), class_name, None)
+    # A trainer without the class is hooked all the same: installing the row says what is missing.
+    return module_name in sys.modules and not is_hook(getattr(owner, method, None))
 
 
 def install(
@@ -193,14 +181,14 @@ def install(
     cost: str | None = None,
     keep_minibatch: bool = True,
     dispatch: bool | tuple[str, ...] = False,
-) -> InstalledAdapter:
+) -> Installation[Settings]:
     """Hook verl in this process. Installing twice with the same arguments installs once.
 
     Args:
-        model: whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
+        model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
             `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
         cost: `flops`, `tokens` or the path of a calibration.json; by default flops where there is a model.
-        keep_minibatch: the trainers balance inside mini-batches always; False to leave it to verl's caller, which
+        keep_minibatch: the trainers always balance inside mini-batches; False to leave it to verl's caller, which
             does not ask for it in verl 0.9.
         dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.
 
@@ -209,28 +197,23 @@ def install(
             adapter is installed with other arguments.
     """
     settings = Settings(choose_workload(model, cost=cost), keep_minibatch=keep_minibatch, dispatch=dispatch)
-    if active() is not None:
-        if active() != settings:
-            raise BalanceError("the verl adapter is installed with other arguments: undo() that first.")
-        return InstalledAdapter()
+    return installation.install(settings, hook=_hook_loaded_modules)
+
+
+def _hook_loaded_modules() -> Patches:
     remedy = f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without MEGATRON_BALANCE_VERL"
     version = check_version(verl_version(), system="verl", supported=SUPPORTED_VERSIONS, remedy=remedy)
-    _patches.append(install_hooks(hooks(), version=f"verl {version}"))
-    activate(settings)
-    hook_trainers()
-    return InstalledAdapter()
+    return install_hooks((*hooks(), *trainer_hooks()), version=f"verl {version}")
 
 
 def hook_trainers() -> None:
-    """Hook the trainers that are loaded and not hooked yet.
+    """Hook the trainers that were loaded after `install`.
 
     Raises:
         BalanceError: a trainer is not as expected.
     """
-    rows = [row for row in trainer_hooks() if row.target not in _hooked_trainers]
-    if rows:
-        _patches.append(install_hooks(rows, version=f"verl {verl_version()}"))
-        _hooked_trainers.update(row.target for row in rows)
+    if rows := trainer_hooks():
+        installation.add(install_hooks(rows, version=f"verl {verl_version()}"))
 
 
 def verl_version() -> str:

@@ -1,8 +1,7 @@
-"""What the installed adapter was asked for, for all hooks of this process.
+"""The settings of the installed adapter, read from `install()`'s arguments or from the environment.
 
-verl binds functions by value: a trainer that is imported between `install()` and `undo()` keeps a hook that no one
-can take out of it. So every hook asks here on each call, and hands on to verl's own function where there are no
-settings.
+verl binds functions by value: a trainer imported between `install()` and `undo()` keeps its hook. So every hook reads
+the settings on each call, and calls verl's own function where there are none.
 """
 
 from __future__ import annotations
@@ -13,8 +12,14 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.hooking.installation import Installation
+from megatron_balance.hooking.patches import Function
 
-Function = Callable[..., Any]
+VARIABLE = "MEGATRON_BALANCE_VERL"
+"""The environment variable that the plug-in reads."""
+
+_SWITCH = {"yes": True, "no": False}
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,9 @@ class Settings:
     """The arguments of `install()`.
 
     Attributes:
-        cost_model: what a row of some tokens costs.
-        keep_minibatch: rows stay in the mini-batch that they are in, whatever verl's caller says.
-        dispatch: whether worker-group calls are balanced: all, none, or those of these methods.
+        cost_model: cost of a row from its tokens.
+        keep_minibatch: rows stay in their mini-batch, whatever verl's caller asks for.
+        dispatch: balance all worker-group calls, none, or those of these methods.
     """
 
     cost_model: CostModel
@@ -37,22 +42,41 @@ class Settings:
         return self.dispatch if isinstance(self.dispatch, bool) else method_name in self.dispatch
 
 
-_active: Settings | None = None
+installation: Installation[Settings] = Installation("verl")
 
 
-def active() -> Settings | None:
-    """The settings of this process; None where the adapter is not installed."""
-    return _active
+def read_options(text: str) -> dict[str, Any]:
+    """Parses the value of `MEGATRON_BALANCE_VERL` into arguments of `install()`.
 
+    Args:
+        text: `key=value` pairs with spaces between them, or `1` for the defaults.
 
-def activate(settings: Settings | None) -> None:
-    """Make these the settings of this process; None hands every hook on to verl."""
-    global _active
-    _active = settings
+    Raises:
+        BalanceError: a key is unknown, or a value is not allowed for its key.
+
+    Example:
+        >>> read_options("model=Qwen3-8B dispatch=yes")
+        {'model': 'Qwen3-8B', 'dispatch': True}
+    """
+    options: dict[str, Any] = {}
+    for word in text.split() if text.strip() != "1" else ():
+        key, _, value = word.partition("=")
+        if key in ("model", "cost") and value:
+            options[key] = value
+        elif key == "keep_minibatch" and value in _SWITCH:
+            options[key] = _SWITCH[value]
+        elif key == "dispatch" and value:
+            options[key] = _SWITCH[value] if value in _SWITCH else tuple(value.split(","))
+        else:
+            raise BalanceError(
+                f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE, "
+                "keep_minibatch=yes|no, dispatch=yes|no|METHOD,METHOD."
+            )
+    return options
 
 
 def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
-    """A function that hands on to verl's own while there are no settings.
+    """Wraps verl's function: while the adapter is installed `balanced` runs in its place.
 
     Args:
         stock: verl's function.
@@ -61,7 +85,7 @@ def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
 
     @functools.wraps(stock)
     def hook(*positional: Any, **keywords: Any) -> Any:
-        settings = active()
+        settings = installation.settings
         if settings is None:
             return stock(*positional, **keywords)
         return balanced(settings, *positional, **keywords)
@@ -71,5 +95,5 @@ def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
 
 
 def is_hook(function: Any) -> bool:
-    """Whether a function is one that `while_active` made."""
+    """Whether a function is one of this adapter's hooks."""
     return getattr(function, "is_hook", False) is True
