@@ -4,7 +4,7 @@
 more, "megatron_balance". In a step:
 
     1. the shuffler says what each row costs, int64                           `workloads.py`
-    2. all ranks learn the workloads and lengths of all real rows             `agreement.py`
+    2. all ranks learn the workloads and lengths of all real rows             `global_rows.py`
     3. the planner gives each row a rank                                      `plan.py`
     4. the rows move, by all-to-all or by all-gather                          `transport.py`
     5. the batch is put together again, real rows ascending, padding last     `layout.py`

@@ -1,62 +1,35 @@
-"""What is hooked in recsys-examples, and the name that is registered.
+"""The hooks in recsys-examples, in a checked table, and the shuffler registered beside upstream's.
 
-Invariants: all of it is in place or none; `undo()` restores the very functions and takes the name out again.
+Invariants: all of it is in place or none; `undo()` restores the original functions and unregisters the name.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megatron_balance.adapters.recsys.settings import Settings
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import patches as patching
-
-NAME = "megatron_balance"
-"""Under which the shuffler is registered in upstream's BatchShufflerFactory."""
+from megatron_balance.hooking.installation import Installation
+from megatron_balance.hooking.patches import Hook, Patches
+from megatron_balance.hooking.patches import install as install_hooks
 
 _SHUFFLER = "commons.distributed.batch_shuffler:BaseTaskBalancedBatchShuffler"
 _FACTORY = "commons.distributed.batch_shuffler_factory"
 _TASKS = "commons.perf_model.task_estimator"
 
-_installed: Installed | None = None
+Installed = Installation[Settings]
+"""The type of what `install()` returns."""
 
-
-class Installed:
-    """The adapter in place.
-
-    Attributes:
-        shuffler_class: what is registered.
-    """
-
-    def __init__(self, patches: patching.Patches, *, factory: Any, shuffler_class: type) -> None:
-        self.shuffler_class = shuffler_class
-        self._patches = patches
-        self._factory = factory
-
-    def undo(self) -> None:
-        """Put upstream's own back. Shufflers that were made as "megatron_balance" go on as they are.
-
-        Raises:
-            BalanceError: someone else has wrapped one of the functions since; nothing is changed then.
-        """
-        global _installed
-        self._patches.undo()
-        if self._factory.is_registered(NAME):
-            self._factory.unregister(NAME)
-        if _installed is self:
-            _installed = None
-
-
-def is_installed() -> bool:
-    """Whether the adapter is in place."""
-    return _installed is not None
+installation: Installed = Installation("recsys-examples")
 
 
 def install() -> Installed:
-    """Put the adapter in place, once; a second call returns the first one's.
+    """Hook recsys-examples in this process. Installing twice installs once.
 
     Call it on every rank before a shuffler is made; a checkout's `examples` folder must be in the path, as it is when
     its trainings run.
@@ -64,25 +37,42 @@ def install() -> Installed:
     Raises:
         BalanceError: recsys-examples is not there, or not as expected; nothing is changed then.
     """
-    global _installed
-    if _installed is not None:
-        return _installed
+    settings = Settings()
+    return installation.install(settings, hook=lambda: _hook_and_register(settings.name))
+
+
+def is_installed() -> bool:
+    """Whether the adapter is in place."""
+    return installation.settings is not None
+
+
+@dataclass(frozen=True)
+class _HookedAndRegistered:
+    patches: Patches
+    factory: Any
+    name: str
+
+    def undo(self) -> None:
+        # Shufflers that were made under the name go on as they are.
+        self.patches.undo()
+        if self.factory.is_registered(self.name):
+            self.factory.unregister(self.name)
+
+
+def _hook_and_register(name: str) -> _HookedAndRegistered:
     factory = _find_factory()
-    if factory.is_registered(NAME):
-        raise BalanceError(f"a batch shuffler {NAME!r} is registered already, as {factory.list_available()[NAME]}.")
-    # Here, since they need torchrec.
+    if factory.is_registered(name):
+        raise BalanceError(f"a batch shuffler {name!r} is registered already, as {factory.list_available()[name]}.")
+    # Here, since it needs torchrec.
     from megatron_balance.adapters.recsys import shuffler
 
-    patches = patching.install(_hooks(shuffler), version=_version())
-    shuffler_class = shuffler.make_shuffler_class(
-        importlib.import_module(_SHUFFLER.split(":")[0]).BaseTaskBalancedBatchShuffler
-    )
-    factory.register(NAME, shuffler_class)
-    _installed = Installed(patches, factory=factory, shuffler_class=shuffler_class)
-    return _installed
+    patches = install_hooks(_hooks(shuffler), version=_version())
+    base = importlib.import_module(_SHUFFLER.split(":")[0]).BaseTaskBalancedBatchShuffler
+    factory.register(name, shuffler.make_shuffler_class(base))
+    return _HookedAndRegistered(patches, factory, name)
 
 
-def _hooks(shuffler: Any) -> list[patching.Hook]:
+def _hooks(shuffler: Any) -> list[Hook]:
     from megatron_balance.adapters.recsys.workloads import layer_cost, workloads
 
     def flops_of(model: str) -> Callable[..., Any]:
@@ -103,7 +93,7 @@ def _hooks(shuffler: Any) -> list[patching.Hook]:
         ("finish_shuffle", ("self", "batch", "handle", "pg_group", "use_all2all")),
     ]
     hooks = [
-        patching.Hook(
+        Hook(
             target=f"{_SHUFFLER}.{name}",
             bound_in=(_SHUFFLER,),
             parameters=parameters,
@@ -114,7 +104,7 @@ def _hooks(shuffler: Any) -> list[patching.Hook]:
         for name, parameters in rows
     ]
     return hooks + [
-        patching.Hook(
+        Hook(
             target=f"{_TASKS}:{task}.get_workloads",
             bound_in=(f"{_TASKS}:{task}",),
             parameters=("self", "seqlen", "num_heads", "head_dim"),

@@ -10,7 +10,6 @@ row; returned workloads are those of the new batch. All-gather and all-to-all gi
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.recsys.agreement import GlobalRows, gather_rows
+from megatron_balance.adapters.recsys.global_rows import GlobalRows, gather_rows
 from megatron_balance.adapters.recsys.layout import join_columns, split_columns
 from megatron_balance.adapters.recsys.plan import plan_rows, rows_of_batches
+from megatron_balance.adapters.recsys.settings import prefers_all_to_all
 from megatron_balance.adapters.recsys.transport import move_rows
 from megatron_balance.adapters.recsys.workloads import layer_cost, workloads
 
@@ -161,7 +161,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _gather(self: Any, batch: Any, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> GlobalRows:
     # A rank that was told otherwise would wait in another collective than its peers.
-    fingerprint = int(_prefers_all2all())
+    fingerprint = int(prefers_all_to_all())
     row_workloads = self.get_workloads(batch, *args, **kwargs)
     return gather_rows(batch, workloads=row_workloads, group=group, fingerprint=fingerprint)
 
@@ -182,12 +182,7 @@ def _move(
         home_ranks=rows.home_ranks,
         ranks=ranks,
         group=group,
-        use_all2all=use_all2all or _prefers_all2all(),
+        use_all2all=use_all2all or prefers_all_to_all(),
     )
     lengths = rows.lengths[:, ranks == group.rank()]
     return join_columns(batch, columns, layout=rows.layout, lengths=lengths)
-
-
-def _prefers_all2all() -> bool:
-    """Upstream's own switch."""
-    return os.environ.get("SHUFFLE_WITH_ALL2ALL", "0") == "1"
