@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_balance import CostModel
 from megatron_balance.adapters.slime import SlimeOptions
-from megatron_balance.adapters.slime.schedule import BalancedDpSchedule
+from megatron_balance.adapters.slime.plan import BalancedDpSchedule
 
 NUM_SEEDS = 50
 NUM_SAMPLES = 128

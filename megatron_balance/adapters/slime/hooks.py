@@ -1,8 +1,7 @@
 """The hooks in slime, in a checked table.
 
-`RolloutManager` is a Ray actor. Its class is pickled by value when it is first started, with the functions
-that its module has bound by then, so that what is put in place in the driver reaches the actor. Later is
-too late, and an error says so.
+`RolloutManager` is a Ray actor. Its class is pickled by value when the first one starts, with the functions that its
+module has bound by then: hooks installed in the driver before that reach the actor. Installing later is an error.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import sys
 from typing import Any
 
 from megatron_balance.adapters.slime.masked_copies import MaskCopies
-from megatron_balance.adapters.slime.options import SlimeOptions
-from megatron_balance.adapters.slime.schedule import BalancedDpSchedule
+from megatron_balance.adapters.slime.plan import BalancedDpSchedule
+from megatron_balance.adapters.slime.settings import SlimeOptions
 from megatron_balance.cost.resolve import Model
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.installation import Installation, check_version
@@ -25,7 +24,7 @@ SUPPORTED_VERSIONS = ("0.3",)
 
 
 def hooks_for(options: SlimeOptions) -> tuple[Hook, ...]:
-    """The table for a user's choice."""
+    """The table for these options."""
     return (
         Hook(
             target="slime.utils.dp_schedule:build_dp_schedule",
@@ -46,7 +45,7 @@ def hooks_for(options: SlimeOptions) -> tuple[Hook, ...]:
             bound_in=("slime.observability.rollout_data_utils", "slime.ray.rollout"),
             parameters=("rollout_data",),
             wrap=MaskCopies,
-            why="it is the last to see what a rank is sent: copies that fill an empty micro-batch are masked there",
+            why="the last function before data is sent: copies that fill an empty micro-batch are masked there",
             until="slime's trainer runs an empty micro-batch",
         ),
     )
@@ -63,18 +62,18 @@ def install(
     algorithm: str = "auto",
     strict_cap: bool = True,
 ) -> Installation[SlimeOptions]:
-    """Hook slime in this process, the driver. Installing twice with the same choice installs once.
+    """Hook slime in this process, the driver. Installing twice with the same options installs once.
 
     Args:
         cost: see `SlimeOptions`, as are the others.
-        model: the model that FLOPs are of.
+        model: model whose FLOPs are counted.
         objective: when ranks wait for one another.
         algorithm: how samples are placed.
-        strict_cap: never over the token cap.
+        strict_cap: hold the token cap whatever is balanced.
 
     Raises:
         BalanceError: slime is missing, of another version, a target has moved, RolloutManager has been started
-            already, or hooks of another choice are in place; nothing is changed then.
+            already, or hooks for other options are in place; nothing is changed then.
     """
     options = SlimeOptions(cost=cost, model=model, objective=objective, algorithm=algorithm, strict_cap=strict_cap)
     return installation.install(options, hook=lambda: _hook_driver(options))

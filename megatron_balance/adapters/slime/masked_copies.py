@@ -1,4 +1,4 @@
-"""Samples run once more with their loss masked, where a step has fewer samples than micro-batches.
+"""Fills micro-batches that would stay empty with copies of a sample whose loss is masked.
 
 Every data-parallel rank runs as many micro-batches as the others, and slime's trainer cannot run an empty
 one. Where whole micro-batches would stay empty (five samples that fill one each, on four ranks), a rank
@@ -18,24 +18,23 @@ from megatron_balance.hooking.patches import Function
 
 
 class MaskedCopy(int):
-    """Position in the rollout batch of a sample that runs elsewhere as well, and here with its loss masked."""
+    """Position in the rollout batch of a sample that also runs elsewhere; this run of it has its loss masked."""
 
 
 class MaskCopies:
-    """Stands in for slime's `tensorize_rollout_data_for_training`, the last to see what a rank is sent.
+    """Replaces slime's `tensorize_rollout_data_for_training`, the last function before a rank's data is sent.
 
-    An object and not a wrapped function: Ray pickles a function that bears an importable name by that name, and
-    the actor would import slime's own.
+    An object and not a wrapped function, for the reason given at `BalancedDpSchedule`.
     """
 
     def __init__(self, stock: Function) -> None:
         self._stock = stock
 
     def __call__(self, rollout_data: dict[str, Any]) -> None:
-        """Masks the copies of one rank in place, then hands on.
+        """Masks the copies of one rank in place, then calls slime's function.
 
         Args:
-            rollout_data: what slime packs for the rank; `partition` are the positions of its samples.
+            rollout_data: data that slime packs for the rank; `partition` are the positions of its samples.
 
         Raises:
             BalanceError: there are copies, and no loss masks to mask them with.

@@ -16,7 +16,7 @@ from slime_double import build_dp_schedule, parallel_config, qwen3_4b
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.adapters.slime import MaskedCopy, SlimeOptions
-from megatron_balance.adapters.slime.schedule import BalancedDpSchedule, SlimeSchedule, in_slime_order
+from megatron_balance.adapters.slime.plan import BalancedDpSchedule, SlimeSchedule, in_slime_order
 from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.lengths.synthetic import synthetic_lengths
 from megatron_balance.model.presets import PRESETS

@@ -1,4 +1,4 @@
-"""slime's `build_dp_schedule`, planned by `build_data_schedule`: same arguments, same return.
+"""Plans slime's rollout batches: `build_dp_schedule` with the same arguments and return, by `build_data_schedule`.
 
     1. rollouts are cut into optimiser steps of `global_batch_size`, siblings together, trailing ones dropped
     2. every step is planned: balanced micro-batches, balanced ranks
@@ -7,7 +7,8 @@
 Invariants, slime's own (module docstring of slime/utils/dp_schedule.py) and more:
 
     - every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group
-    - no micro-batch of two samples or more is over the cap (`strict_cap`), whatever is balanced
+    - with `strict_cap` no micro-batch of two samples or more is over the cap; without it there are never more
+      micro-batches than the tokens of the step fill, and never fewer than with it at a higher cap
     - every kept sample is placed once; further mentions are `MaskedCopy`
     - `micro_batch_indices` of a rank, flattened, are `range(len(partition))`; no micro-batch is empty
     - ranks come costliest first in a step, as largest differencing leaves them, the micro-batches of a rank
@@ -23,21 +24,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.adapters.slime.masked_copies import MaskedCopy
-from megatron_balance.adapters.slime.options import SlimeOptions, limits_from_slime, plan_step, topology_from_slime
+from megatron_balance.adapters.slime.settings import SlimeOptions, limits_from_slime, topology_from_slime
+from megatron_balance.cost.model import CostModel
 from megatron_balance.hooking.patches import Function
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.inputs import as_integers
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.planner.selection.rollout import split_rollout
+from megatron_balance.topology import Limits, Topology
+
+CAP_STEPS = 128
+"""Without `strict_cap`, the cap is raised in steps of one such part of it."""
 
 SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 """`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""
 
 
 class BalancedDpSchedule:
-    """Stands in for `slime.utils.dp_schedule.build_dp_schedule`.
+    """Replaces `slime.utils.dp_schedule.build_dp_schedule`.
 
-    An object and not a wrapped function: Ray pickles a function that bears an importable name by that name, and
-    the actor would import slime's own.
+    An object and not a wrapped function: Ray pickles a function with an importable name by that name, and the
+    actor would import slime's own.
     """
 
     def __init__(self, stock: Function, *, options: SlimeOptions) -> None:
@@ -68,12 +75,12 @@ class BalancedDpSchedule:
 
         Raises:
             AssertionError: slime's own, where there are fewer rollouts than a step has.
-            BalanceError: the model's FLOPs cannot be told from the arguments, or sizes do not fit.
+            BalanceError: the arguments do not describe the model, or sizes do not fit.
         """
         balanced = args.balance_data or getattr(args, "balance_by_flops", False)
         split = split_rollout(rollout_indices, global_batch_size=global_batch_size, drop_last=True)
         if not balanced or not split.steps:
-            # What slime refuses, it refuses in its own words.
+            # slime's function raises its own error where there are too few rollouts.
             return self._stock(
                 args,
                 train_parallel_config,
@@ -96,14 +103,9 @@ def plan_rollout(
     train_parallel_config: Mapping[str, int],
     options: SlimeOptions,
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int]]:
-    """Plans every step and joins the plans: all of slime's return but `global_batch_sizes`.
+    """Plans every step and joins the plans: slime's return without `global_batch_sizes`.
 
-    Args:
-        lengths: `[num_samples]` tokens.
-        steps: for every step the positions of its samples.
-        args: slime's arguments.
-        train_parallel_config: see `BalancedDpSchedule`.
-        options: the user's choice.
+    `lengths` are `[num_samples]` tokens; `steps` has the positions of each step's samples.
     """
     topology = topology_from_slime(args, train_parallel_config=train_parallel_config)
     limits, cost_model = limits_from_slime(args), options.cost_model(args)
@@ -120,6 +122,46 @@ def plan_rollout(
                 # A copy stays one in the positions of the rollout batch.
                 partition += [type(local)(samples[local]) for local in held]
     return partitions, micro_batch_indices, num_microbatches
+
+
+def plan_step(
+    lengths: NDArray[np.int64], *, options: SlimeOptions, cost_model: CostModel, topology: Topology, limits: Limits
+) -> DataSchedule:
+    """The plan of one optimiser step.
+
+    `lengths` are `[num_samples]` tokens.
+    """
+
+    def plan(within: Limits) -> DataSchedule:
+        return build_data_schedule(
+            lengths,
+            cost_model=cost_model,
+            topology=topology,
+            limits=within,
+            objective=options.objective,
+            algorithm=options.algorithm,
+        )
+
+    schedule = plan(limits)
+    cap = limits.max_tokens_per_gpu
+    if options.strict_cap or cap is None:
+        return schedule
+    total = int(topology.padded_seq_len(lengths).sum())
+    slots, per_slot = topology.dp_size * topology.microbatch_multiple, cap * topology.cp_size
+    fewest = max(-(-total // (per_slot * slots)), 1) * topology.microbatch_multiple
+    # The least number of steps above the cap that gives as few micro-batches, found by halving.
+    step = max(cap // CAP_STEPS, 1)
+    too_low, enough = 0, -(-total // (step * topology.cp_size))
+    if schedule.num_microbatches <= fewest:
+        return schedule
+    while enough - too_low > 1:
+        middle = (too_low + enough) // 2
+        found = plan(Limits(cap + middle * step))
+        if found.num_microbatches <= fewest:
+            schedule, enough = found, middle
+        else:
+            too_low = middle
+    return schedule if schedule.num_microbatches <= fewest else plan(Limits(cap + enough * step))
 
 
 def in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
