@@ -40,29 +40,42 @@ def assign_groups(problem: Problem, *, groups: NDArray[np.int64]) -> NDArray[np.
         return groups
     costs = np.zeros(int(groups.max()) + 1, dtype=np.int64)
     np.add.at(costs, groups, problem.costs + problem.shared_costs)
-    counted = problem.counts_samples
-    even_count = -(-costs.size // dp_size)
+    return partition_items(costs, num_parts=dp_size, equal_count=problem.counts_samples)[groups]
 
-    ways = [greedy(costs, num_parts=dp_size, max_count=even_count if counted else None)]
+
+def partition_items(costs: NDArray[np.int64], *, num_parts: int, equal_count: bool) -> NDArray[np.int64]:
+    """Cuts items into parts of nearly the same cost: greedy or largest differencing, then refined.
+
+    Args:
+        costs: `[num_items]` int64, non-negative, whose sum stays in int64.
+        num_parts: parts to make.
+        equal_count: every part holds the same number of items; where that does not divide, at most one more.
+
+    Returns:
+        `[num_items]` int64 part of each item.
+    """
+    even_count = -(-costs.size // num_parts)
+
+    ways = [greedy(costs, num_parts=num_parts, max_count=even_count if equal_count else None)]
     if costs.size <= MAX_DIFFERENCED_GROUPS:
-        ways.append(karmarkar_karp(costs, num_parts=dp_size, equal_size=counted))
+        ways.append(karmarkar_karp(costs, num_parts=num_parts, equal_size=equal_count))
     # The first of equals: the same choice everywhere.
     parts = min(ways, key=lambda parts: max(int(costs[items].sum()) for items in parts))
 
-    rank_of = np.empty(costs.size, dtype=np.int64)
-    for rank, items in enumerate(parts):
-        rank_of[items] = rank
+    part_of = np.empty(costs.size, dtype=np.int64)
+    for part, items in enumerate(parts):
+        part_of[items] = part
     if costs.size <= MAX_REFINED_GROUPS:
-        rank_of = refine_parts(
+        part_of = refine_parts(
             costs,
             weights=np.ones_like(costs),
-            capacity=even_count if counted else costs.size,
-            bin_of=rank_of,
+            capacity=even_count if equal_count else costs.size,
+            bin_of=part_of,
             bins_per_part=1,
-            num_parts=dp_size,
-            target=-(-int(costs.sum()) // dp_size),
+            num_parts=num_parts,
+            target=-(-int(costs.sum()) // num_parts),
         )
-    return rank_of[groups]
+    return part_of
 
 
 def groups_that_split(groups: NDArray[np.int64], *, ranks: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """Rows to ranks where verl asks for a bare partition: workloads in, lists of indices out.
 
-The partitioning is the planner's: `assign_groups` takes the better of largest differencing and largest first, and
+The partitioning is the planner's: `partition_items` takes the better of largest differencing and largest first, and
 refines it. Here every row, or every group of rows that share a uid, is one of its groups.
 
 Invariants: every index occurs once; with `equal_size` parts hold the same number, or one of two neighbouring sizes
@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from megatron_balance.adapters.verl.workload import workloads
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.grouping import assign_groups
+from megatron_balance.planner.grouping import partition_items
 from megatron_balance.planner.inputs import number_groups
-from megatron_balance.planner.problem import Problem
-from megatron_balance.topology import Topology
 
 
 def balanced_partitions(
@@ -46,18 +44,7 @@ def balanced_partitions(
     # A power of two off, the same everywhere, where the sum would leave int64.
     shift = max(0, sum(values).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
     costs = np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)
-    problem = Problem(
-        costs,
-        shared_costs=np.zeros_like(costs),
-        weights=np.ones_like(costs),
-        capacity=costs.size,
-        counts_samples=equal_size,
-        per_microbatch=0,
-        cost_shift=shift,
-        topology=Topology(num_parts),
-        objective="step",
-    )
-    part_of = assign_groups(problem, groups=np.arange(costs.size))
+    part_of = partition_items(costs, num_parts=num_parts, equal_count=equal_size)
     parts = [np.flatnonzero(part_of == part).tolist() for part in range(num_parts)]
     return sorted(parts, key=lambda items: -len(items)) if equal_size else parts
 
