@@ -1,11 +1,14 @@
 """Fits seconds as a non-negative combination of a micro-batch's features, by robust least squares.
 
-    minimise  Σ_i w_i (Σ_k coefficients_k*features_ik / seconds_i - 1)²,   coefficients >= 0
+    minimise  Σ_i w_i (Σ_k coefficients_k*features_ik - seconds_i)² / seconds_i,   coefficients >= 0
 
-Residuals are relative, so that short micro-batches count as much as long ones. The weights are Huber's
-(P. J. Huber, Robust Estimation of a Location Parameter, 1964), by iteration: a measurement that something
-else disturbed counts less the further off it is. With as few coefficients as here, the non-negative least
-squares problem is solved exactly, by looking at every set of coefficients that may be above zero.
+The variance of a measurement is taken to grow with its seconds, as it does where disturbances come at a steady
+rate. A step is a sum of micro-batches, and this division also makes the least error in sums: relative residuals
+fit short micro-batches at the expense of the full ones that most of a step's time goes to.
+
+The weights are Huber's (P. J. Huber, Robust Estimation of a Location Parameter, 1964), by iteration: a measurement
+that something else disturbed counts less the further off it is. With as few coefficients as here, the non-negative
+least squares problem is solved exactly, by trying every set of coefficients that may be above zero.
 """
 
 from __future__ import annotations
@@ -55,21 +58,23 @@ def fit_seconds(features: NDArray[np.float64], *, seconds: NDArray[np.float64]) 
         )
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise BalanceError("fit_seconds needs seconds that are finite and above zero: measure those again.")
-    # Relative residuals, and features of like size: the normal equations are then well conditioned.
+    # Features and seconds of like size: the normal equations are then well conditioned.
     scales = features.max(axis=0)
     scales[scales == 0] = 1.0
-    rows = features / scales / seconds[:, None]
+    mean = float(seconds.mean())
+    target = np.sqrt(seconds / mean)
+    rows = features / scales / target[:, None]
     weights = np.ones(num_measurements)
     coefficients = np.zeros(num_features)
     for _ in range(MAX_ROUNDS):
         before = coefficients
-        coefficients = _non_negative_least_squares(rows, weights=weights)
-        residuals = np.abs(rows @ coefficients - 1)
+        coefficients = _non_negative_least_squares(rows, target=target, weights=weights)
+        residuals = np.abs(rows @ coefficients - target)
         spread = max(1.4826 * float(np.median(residuals)), _LEAST_SCALE)
         weights = np.minimum(1.0, HUBER_THRESHOLD * spread / np.maximum(residuals, _LEAST_SCALE))
         if np.allclose(coefficients, before, rtol=1e-9, atol=0):
             break
-    return coefficients / scales
+    return coefficients * mean / scales
 
 
 def relative_errors(
@@ -79,14 +84,16 @@ def relative_errors(
     return np.abs(features @ coefficients / seconds - 1)
 
 
-def _non_negative_least_squares(rows: NDArray[np.float64], *, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The non-negative `x` with the least `Σ weights*(rows @ x - 1)²`.
+def _non_negative_least_squares(
+    rows: NDArray[np.float64], *, target: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The non-negative `x` with the least `Σ weights*(rows @ x - target)²`.
 
     At the optimum the positive coefficients solve their own unconstrained problem, so the best of all sets
     whose solution is positive is it. Ties keep the smaller set, then the first.
     """
     gram = (rows * weights[:, None]).T @ rows
-    moments = rows.T @ weights
+    moments = rows.T @ (weights * target)
     num_features = rows.shape[1]
     best = np.zeros(num_features)
     best_gain = 0.0
@@ -96,7 +103,7 @@ def _non_negative_least_squares(rows: NDArray[np.float64], *, weights: NDArray[n
             solution: NDArray[np.float64] = np.linalg.lstsq(gram[np.ix_(index, index)], moments[index], rcond=1e-12)[0]
             if (solution < 0).any():
                 continue
-            # The residual is Σ weights - gain; lstsq solves the normal equations, so the gain is this product.
+            # The residual is Σ weights*target² - gain; lstsq solves the normal equations, so the gain is this product.
             gain = float(moments[index] @ solution)
             if gain > best_gain * (1 + 1e-12):
                 best = np.zeros(num_features)

@@ -57,6 +57,25 @@ def test_disturbed_measurements_hardly_move_the_fit() -> None:
     assert np.median(relative_errors(fresh, seconds=fresh @ TRUTH, coefficients=plain)) > 4 * robust
 
 
+def test_where_the_form_does_not_fit_the_sum_of_a_step_still_does() -> None:
+    """Tokens past a cache's size cost half as much again: no coefficient expresses that."""
+    grid = np.array([[1.0, n, n * length, n * length**2] for length in 2 ** np.arange(6, 13) for n in (1, 4, 16, 64)])
+    grid = grid[grid[:, 2] <= 4096]
+
+    def seconds_of(features: np.ndarray) -> np.ndarray:
+        return features @ TRUTH + TRUTH[2] / 2 * np.maximum(features[:, 2] - 1024, 0)
+
+    fresh = microbatches(num=100, seed=4)
+    fresh = fresh[fresh[:, 2] <= 4096]
+    relative = np.linalg.lstsq(grid / seconds_of(grid)[:, None], np.ones(len(grid)), rcond=None)[0]
+
+    def error_of_sum(coefficients: np.ndarray) -> float:
+        return abs((fresh @ coefficients).sum() / seconds_of(fresh).sum() - 1)
+
+    fitted = fit_seconds(grid, seconds=seconds_of(grid))
+    assert error_of_sum(fitted) < min(0.01, 0.5 * error_of_sum(relative))
+
+
 @given(st.lists(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), min_size=4, max_size=12), st.integers(0, 99))
 def test_the_fit_is_never_negative_and_no_single_feature_beats_it(rows: list[list[float]], seed: int) -> None:
     features = np.array(rows)
