@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.torchspec.rank_assignment import assign_ranks
+from megatron_balance.adapters.torchspec.plan import assign_ranks
 from megatron_balance.adapters.torchspec.window import DispatchWindow
 from megatron_balance.planner.selection.bucketing import bucketed_order
 

@@ -1,4 +1,4 @@
-"""TorchSpec: ranks of a speculative-decoding trainer get batches of like lengths.
+"""TorchSpec adapter: ranks of a speculative-decoding trainer get batches of similar lengths.
 
     from megatron_balance.adapters import torchspec
     patches = torchspec.install(approach="B", window=4)      # before the controller starts
@@ -10,9 +10,9 @@ or, without a line of code, `python -m megatron_balance.adapters.torchspec --bal
 TorchSpec's controller collects samples in a pool, and every dispatch gives each rank `per_dp_rank_batch_size` of
 them in turn. The trainer pads them to the longest, and all ranks wait for the slowest.
 
-    A  the samples of a dispatch are given to ranks by length (`rank_assignment.py`)
+    A  the samples of a dispatch are given to ranks by length (`plan.py`)
     B  and chosen among `window` dispatches' worth of the pool (`window.py`, `dispatch.py`)
-    C  and the data set is put in an order of like lengths beforehand (`presort.py`)
+    C  and the data set is sorted into dispatches of similar lengths beforehand (`plan.py`)
 
 Each includes the one before it. Importing the package patches nothing.
 """

@@ -1,4 +1,4 @@
-"""The class that the controller's methods are looked up in, beneath Ray's actor class, and its version.
+"""Finds the controller's class beneath Ray's actor class, and TorchSpec's version.
 
 `@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which it
 wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts. What
@@ -23,7 +23,7 @@ SUPPORTED_VERSIONS = ("0.1.0",)
 
 
 def __getattr__(name: str) -> Any:
-    """`AsyncTrainingController`, looked up when it is asked for: importing this module imports no TorchSpec."""
+    """`AsyncTrainingController`, looked up on access: importing this module does not import TorchSpec."""
     if name != "AsyncTrainingController":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     controller = getattr(importlib.import_module(CONTROLLER), name, None)
@@ -59,7 +59,7 @@ def torchspec_version() -> str:
 
 
 def check_not_started() -> None:
-    """Make sure that no controller runs yet: a running one keeps the methods that it started with.
+    """Refuse to hook where a controller has started: a running one keeps the methods that it started with.
 
     Raises:
         BalanceError: an actor was started in this process.

@@ -1,11 +1,13 @@
-"""Approach B: when samples leave. The controller's `try_dispatch_batch` with a window before it.
+"""Wraps the methods of TorchSpec's controller that assign, dispatch and order samples.
 
-    1. fewer samples than a dispatch takes: TorchSpec's own function says so
+`try_dispatch_batch`, with a window before it (approach B):
+
+    1. with fewer samples than a dispatch takes, TorchSpec's own function returns False
     2. the pool is held back until it holds `window` dispatches' worth, unless no more would come:
        the prompts are all handed out (end of data), inference is paused by `max_sample_pool_size`,
-       or nothing has come for `MAX_IDLE_CALLS` calls (whatever else holds inference up)
-    3. what leaves is brought to the front of the pool (`window.py`), and TorchSpec's own function takes it from
-       there: bytes, queues and logs are its own
+       or nothing has come for `MAX_IDLE_CALLS` calls, whatever else blocks inference
+    3. the samples that leave are brought to the front of the pool (`window.py`), and TorchSpec's own function takes
+       them from there: bytes, queues and logs are its own
 
 Invariants: a dispatch that the stock controller could make is held back for a bounded number of calls, so nothing
 deadlocks where the pool may not grow to the window; at the end of data all whole dispatches leave.
@@ -16,18 +18,57 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_balance.adapters.torchspec.sample_lengths import result_length
+from megatron_balance.adapters.torchspec.plan import assign_ranks, data_lengths, result_length
 from megatron_balance.adapters.torchspec.settings import Settings
 from megatron_balance.adapters.torchspec.window import DispatchWindow
 from megatron_balance.hooking.patches import Function
+from megatron_balance.planner.selection.bucketing import bucketed_order
 
 MAX_IDLE_CALLS = 500
 """Calls of `try_dispatch_batch` without a new sample after which the pool is taken as it is. TorchSpec's loop calls
 every 10 ms, and takes the data for exhausted after as many."""
 
 
+def with_ranks_by_length(partition_results: Function, *, settings: Settings) -> Function:
+    """`_partition_results` by length, where every rank gets the same number of samples, two or more.
+
+    With one sample a rank (micro_batch_size 1, or evaluation) there is nothing to choose, and TorchSpec's own
+    function is called.
+    """
+
+    @functools.wraps(partition_results)
+    def wrapper(controller: Any, results: list[Any]) -> list[list[Any]]:
+        count, left = divmod(len(results), controller.dp_size)
+        if count <= 1 or left or controller.dp_size == 1:
+            return partition_results(controller, results)
+        lengths = [result_length(result) for result in results]
+        ranks = assign_ranks(lengths, dp_size=controller.dp_size, cost=settings.cost, turn=controller.batch_id)
+        return [[results[position] for position in positions] for positions in ranks]
+
+    return wrapper
+
+
+def with_presorted_data(prepare_dataset: Function, *, settings: Settings) -> Function:
+    """`_prepare_dataset` with its samples sorted into buckets of similar lengths."""
+
+    @functools.wraps(prepare_dataset)
+    def wrapper(controller: Any, skip: int = 0) -> list[Any]:
+        # The whole epoch: skipping applies to the order made here.
+        samples = prepare_dataset(controller, skip=0)
+        order = bucketed_order(
+            data_lengths(samples),
+            batch_size=controller.dispatch_batch_size,
+            bucket_batches=settings.bucket_batches,
+            seed=controller._dataset_seed,
+            epoch=controller._dataset_epoch,
+        )
+        return [samples[index] for index in order[max(skip, 0) :].tolist()]
+
+    return wrapper
+
+
 class _HeldDispatch:
-    """The window of one controller, and how long it has been held back."""
+    """One controller's window, and the number of calls that were held back."""
 
     def __init__(self, controller: Any, *, settings: Settings) -> None:
         self.window = DispatchWindow(
@@ -49,7 +90,7 @@ class _HeldDispatch:
         held = (
             controller.dispatch_batch_size <= pool_size < self.window.capacity
             and controller.get_prompt_buffer_size() > 0
-            # What the inference manager compares: samples for evaluation count as well.
+            # The inference manager compares this size: samples for evaluation count as well.
             and not 0 < most <= controller.get_pool_size()
             and self._idle_calls < MAX_IDLE_CALLS
         )
@@ -63,7 +104,7 @@ class _HeldDispatch:
 
 
 def _held_dispatch(controller: Any, settings: Settings) -> _HeldDispatch:
-    """The window of this controller, made when it is first asked for: the class was hooked before it existed."""
+    """The controller's window, made on first use: the class is hooked before a controller exists."""
     if not hasattr(controller, "_balance_dispatch"):
         controller._balance_dispatch = _HeldDispatch(controller, settings=settings)
     return controller._balance_dispatch
@@ -75,7 +116,7 @@ def with_window(try_dispatch_batch: Function, *, settings: Settings) -> Function
     @functools.wraps(try_dispatch_batch)
     def wrapper(controller: Any) -> bool:
         held = _held_dispatch(controller, settings)
-        # A failed inference is told at once, by the controller's own words.
+        # The controller raises a failed inference at once.
         if controller._inference_error is None:
             if held.holds_back(controller):
                 return False
@@ -83,7 +124,7 @@ def with_window(try_dispatch_batch: Function, *, settings: Settings) -> Function
                 pool = controller.sample_pool
                 if len(pool) >= controller.dispatch_batch_size:
                     held.window.arrange(pool, lengths=[result_length(result) for result in pool])
-        # What is pushed from here on goes to the end of the pool, behind those that leave.
+        # Samples pushed from here on go to the end of the pool, behind those that leave.
         dispatched = try_dispatch_batch(controller)
         if dispatched:
             held.note_left()
@@ -93,7 +134,7 @@ def with_window(try_dispatch_batch: Function, *, settings: Settings) -> Function
 
 
 def with_delays_reported(get_status: Function, *, settings: Settings) -> Function:
-    """`get_status`, and `get_full_status` through it, that also say what choosing costs."""
+    """`get_status`, and `get_full_status` through it, with the delays that choosing causes."""
 
     @functools.wraps(get_status)
     def wrapper(controller: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The hooks in TorchSpec's controller, in a checked table for each approach."""
+"""The hooks in TorchSpec's controller: a checked table for each approach."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import functools
 from collections.abc import Callable
 
 from megatron_balance.adapters.torchspec.actor_class import check_not_started, torchspec_version
-from megatron_balance.adapters.torchspec.dispatch import with_delays_reported, with_window
-from megatron_balance.adapters.torchspec.presort import with_presorted_data
-from megatron_balance.adapters.torchspec.rank_assignment import with_ranks_by_length
+from megatron_balance.adapters.torchspec.dispatch import (
+    with_delays_reported,
+    with_presorted_data,
+    with_ranks_by_length,
+    with_window,
+)
 from megatron_balance.adapters.torchspec.settings import Settings
 from megatron_balance.hooking.installation import Installation
 from megatron_balance.hooking.patches import Function, Hook, Patches

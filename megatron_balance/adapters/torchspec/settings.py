@@ -1,7 +1,9 @@
-"""What `install` was asked for, checked once."""
+"""The adapter's settings, checked, and the flags that set them."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from megatron_balance.errors import BalanceError
@@ -9,20 +11,20 @@ from megatron_balance.errors import BalanceError
 APPROACHES = ("A", "B", "C")
 COSTS = ("padded", "tokens")
 WINDOWS = (2, 3, 4)
-"""Dispatches' worth of samples in the pool: more gains little and keeps more hidden states in Mooncake."""
+"""Sizes of the pool, in dispatches: more gains little and keeps more hidden states in Mooncake."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How samples are balanced.
+    """Settings of the balancing.
 
     Attributes:
         approach: `A`, `B` or `C`.
         window: dispatches' worth of samples to choose among, for `B` and `C`; `C` takes 1 as well, which leaves
             dispatches in order of arrival.
-        cost: what a rank's time grows with. `padded`: its longest sample, which TorchSpec pads to. `tokens`: its
-            tokens, for a trainer that packs.
-        bucket_batches: for `C`, dispatches that a bucket of like lengths holds. More shuffles more and pads more.
+        cost: measure of a rank's time. `padded`: its longest sample, which TorchSpec pads to. `tokens`: its tokens,
+            for a trainer that packs.
+        bucket_batches: for `C`, dispatches that a bucket of similar lengths holds. More shuffles more and pads more.
 
     Raises:
         BalanceError: a value is none of these.
@@ -49,3 +51,28 @@ class Settings:
     def chooses(self) -> bool:
         """Whether a dispatch is chosen among more samples than it takes."""
         return self.approach != "A" and self.window > 1
+
+
+def read_flags(arguments: Sequence[str] | None = None) -> tuple[Settings, list[str]]:
+    """The settings of a command line, and the arguments that are not the adapter's.
+
+    Args:
+        arguments: the command line; None takes the process's own.
+
+    Raises:
+        BalanceError: see `Settings`.
+    """
+    # No -h: it belongs to TorchSpec.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--balance-approach", choices=APPROACHES, default="B")
+    parser.add_argument("--balance-window", type=int, default=2)
+    parser.add_argument("--balance-cost", choices=COSTS, default="padded")
+    parser.add_argument("--balance-bucket-batches", type=int, default=1)
+    flags, others = parser.parse_known_args(arguments)
+    settings = Settings(
+        flags.balance_approach,
+        window=flags.balance_window,
+        cost=flags.balance_cost,
+        bucket_batches=flags.balance_bucket_batches,
+    )
+    return settings, others

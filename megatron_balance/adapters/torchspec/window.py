@@ -1,14 +1,17 @@
-"""Approach B: which samples of the pool leave in the next dispatch.
+"""Chooses the samples of the pool that leave in the next dispatch (approach B).
 
     1. the oldest `window * dispatch_batch_size` samples are looked at
     2. those that are `MAX_DELAY_WINDOWS * window` dispatches late leave; there are few
     3. the oldest sample leaves
-    4. padded: with it its neighbours in the order of length, so many longer and so many shorter as pads least
+    4. padded: with it the run of neighbours in the order of length that pads the least
        tokens: with it samples that make this dispatch like the next ones (`gather` of `pool_choice.py`)
 
 Invariants: every sample leaves exactly once, at most `max_delay` dispatches after its turn in order of arrival; what
-leaves depends on lengths and order of arrival alone. Arrival numbers lie in a queue beside the controller's pool,
-and both are rearranged alike.
+leaves depends on lengths and order of arrival alone. Arrival numbers are kept in a queue beside the controller's pool,
+and both are rearranged in the same way.
+
+`planner.selection.LookAhead` differs: it owns its pool, waits until that is full, bounds the delay by the window, and
+never has samples taken from it by others, as TorchSpec's evaluation does.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ before it. The bound costs 5 % of the step at a window of 2 and micro_batch_size
 
 @dataclass(frozen=True)
 class DelayMetrics:
-    """What choosing has cost so far, in dispatches.
+    """Delays caused by choosing so far, in dispatches.
 
     Attributes:
         num_dispatches: dispatches that left.
@@ -43,10 +46,10 @@ class DelayMetrics:
 
 
 class DispatchWindow:
-    """The order in which samples arrived, beside a pool that they leave in another order.
+    """Tracks the order of arrival of the controller's pool, and chooses what leaves it.
 
     Args:
-        window: dispatches' worth of samples to choose among.
+        window: number of dispatches' worth of samples to choose among.
         dispatch_batch_size: samples of a dispatch, over all ranks.
         dp_size: ranks.
         cost: `padded` or `tokens`.
@@ -114,13 +117,7 @@ class DispatchWindow:
 
 
 def _tightest_run(lengths: dict[int, int], *, around: int, count: int) -> list[int]:
-    """Neighbours in the order of length: of all runs with this one in it, that which pads the least for its tokens.
-
-    Args:
-        lengths: tokens of each sample by its arrival number.
-        around: the sample that the run must hold.
-        count: samples of the run.
-    """
+    """The run of `count` neighbours in the order of length that holds one sample and pads least for its tokens."""
     order = sorted(lengths, key=lambda arrival: (-lengths[arrival], arrival))
     place = order.index(around)
     sums = [0, *accumulate(lengths[arrival] for arrival in order)]

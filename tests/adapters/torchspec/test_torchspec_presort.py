@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.adapters import torchspec
-from megatron_balance.adapters.torchspec.sample_lengths import data_lengths
+from megatron_balance.adapters.torchspec.plan import data_lengths
 from megatron_balance.errors import BalanceError
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.adapters import torchspec
-from megatron_balance.adapters.torchspec.rank_assignment import assign_ranks
+from megatron_balance.adapters.torchspec.plan import assign_ranks
 
 
 def padded_tokens(lengths, ranks):

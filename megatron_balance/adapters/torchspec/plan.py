@@ -1,0 +1,81 @@
+"""Plans TorchSpec's batches: which rank gets which samples of a dispatch, and the order of an epoch's prompts.
+
+Approach A gives the samples of a dispatch to ranks by length:
+
+    padded  the samples are sorted by length and cut into runs: the sum of the ranks' padded tokens is the least
+            possible, and the slowest rank, that with the longest sample, is as slow as it must be
+    tokens  ranks get nearly the same number of tokens, by the planner's partition
+
+Every rank gets exactly `num_samples / dp_size` samples, in order of arrival, because its data fetcher waits for that
+many; the same samples in the same turn go to the same ranks. The rank with the longest run changes from turn to turn,
+so that no rank is the slowest of every micro-batch of a step.
+
+Approach C sorts the prompts of an epoch into dispatches of similar lengths, and shuffles the dispatches
+(`planner/selection/bucketing.py`). Samples do not come back quite in that order: inference runs several batches at
+once, may fail on some, and the rest of an epoch stays in the pool until the next. Each of these shifts all dispatches
+that follow. With a window, as approach B has, the dispatches form again around the oldest sample; with `window=1`
+they do not. Every sample comes once an epoch; the order depends on lengths, seed, epoch and sizes alone, so that a run
+resumes at `skip`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.grouping import partition_items
+from megatron_balance.planner.selection.bucketing import bucketed_order
+
+
+def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int = 0) -> list[list[int]]:
+    """Positions of the samples that each rank gets.
+
+    Args:
+        lengths: `[num_samples]` tokens, a multiple of `dp_size` samples.
+        dp_size: ranks.
+        cost: `padded` or `tokens`.
+        turn: number of the dispatch.
+
+    Returns:
+        `[dp_size]` lists of `num_samples / dp_size` positions, ascending.
+    """
+    if cost == "padded":
+        count = len(lengths) // dp_size
+        runs = bucketed_order(lengths, batch_size=count, bucket_batches=1, epoch=turn)
+        return [sorted(run) for run in runs.reshape(dp_size, count).tolist()]
+    rank_of = partition_items(np.array(lengths, dtype=np.int64), num_parts=dp_size, equal_count=True)
+    return [np.flatnonzero(rank_of == rank).tolist() for rank in range(dp_size)]
+
+
+def result_length(result: Any) -> int:
+    """Tokens of one `InferenceOutput`, from `tensor_shapes["input_ids"]`; 0 where inference gave no shape."""
+    shape = (result.tensor_shapes or {}).get("input_ids")
+    return int(shape[-1]) if shape else 0
+
+
+def data_lengths(samples: Sequence[Any]) -> list[int]:
+    """Lengths of the samples of a data set, all in one unit.
+
+    Tokens where every sample has `input_ids`, or `seq_len` as an offline record has; characters of
+    `formatted_prompt` where tokenization is deferred.
+
+    Raises:
+        BalanceError: the samples have none of these.
+    """
+    for name in ("input_ids", "seq_len", "formatted_prompt"):
+        if all(isinstance(sample, Mapping) and sample.get(name) is not None for sample in samples):
+            return [_length(sample[name]) for sample in samples]
+    raise BalanceError(
+        "approach C needs the lengths of the data set, and its samples have neither input_ids, nor seq_len, nor "
+        "formatted_prompt: load it with load_conversation_dataset, or use approach B."
+    )
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    shape = getattr(value, "shape", None)
+    return len(value) if shape is None else int(shape[-1])
