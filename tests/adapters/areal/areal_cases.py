@@ -48,7 +48,7 @@ def refuse(lengths, fault, at_fault):
             last["logprobs"] = last["logprobs"].double()
         elif fault == "mask":
             del last["attention_mask"]
-        elif fault == "pickle":
+        elif fault == "object":
             last["name"] = lambda: None
         elif fault == "sparse":
             last["rewards"] = last["rewards"].to_sparse()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
 import pytest
 import torch
@@ -167,3 +169,22 @@ def test_a_parcel_holds_whatever_is_in_a_trajectory() -> None:
     assert digest(back) == digest(content)
     storages = {value.untyped_storage().data_ptr() for value in back.values() if isinstance(value, torch.Tensor)}
     assert parcel.per_token[BYTES].untyped_storage().data_ptr() not in storages
+
+
+def test_values_that_are_no_tensors_keep_their_types_and_bits() -> None:
+    content = {
+        "array": np.arange(6, dtype=">i4").reshape(2, 3),
+        "scalar": np.float32(0.1),
+        "tuple": (1, 2.5, float("inf"), None, True, "naïve\ud800", b"\x00\xff", 2**70),
+        7: {"nested": [[], {}, ()]},
+    }
+    back = unpack_parcel(pack_parcel(content))
+    assert back["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert type(back["scalar"]) is np.float32
+    assert back["scalar"] == content["scalar"]
+    assert {key: back[key] for key in ("tuple", 7)} == {key: content[key] for key in ("tuple", 7)}
+
+
+def test_an_object_that_only_pickle_could_send_is_named() -> None:
+    with pytest.raises(BalanceError, match=r"holds a datetime\.date, which cannot travel"):
+        pack_parcel({"names": [datetime.date(2026, 1, 1)]})

@@ -63,7 +63,7 @@ def test_everything_on_every_rank_where_asked(world4):
         ("own key", "reward_model"),
         ("dtype", "float64"),
         ("mask", "attention_mask is a NoneType"),
-        ("pickle", "cannot travel"),
+        ("object", "cannot travel"),
         ("sparse", "sparse"),
     ],
 )
