@@ -27,7 +27,7 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.cost.fitting import fit_seconds, relative_errors
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.atomic_write import whole_file
+from megatron_balance.files.atomic_write import atomic_write
 from megatron_balance.files.untrusted import parse_json
 from megatron_balance.runtime.peers import waiting_for
 
@@ -71,7 +71,7 @@ class CalibrationState:
 
     def write(self, folder: Path) -> None:
         """Write it as JSON, whose numbers read back exactly."""
-        with whole_file(folder / _FILE) as file:
+        with atomic_write(folder / _FILE) as file:
             file.write(f"{json.dumps(asdict(self))}\n".encode())
 
     @staticmethod

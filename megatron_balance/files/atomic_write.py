@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write a file that takes its place, and that of an older one, once it is on the disk.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.atomic_write import whole_file
+from megatron_balance.files.atomic_write import atomic_write
 from megatron_balance.record.run_record import PER_STEP, RAGGED, RunInfo
 from megatron_balance.record.step import StepRecord
 
@@ -56,7 +56,7 @@ class _ChunkWriter(Generic[Step]):
         steps, self._steps = self._steps, []
         path = self._folder / f"{self._prefix}_{self._num_chunks:05d}.npz"
         self._num_chunks += 1
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             np.savez_compressed(file, **self._arrays(steps))
 
     def _arrays(self, steps: list[Step]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_balance import BalanceError, CostModel, Topology
-from megatron_balance.files.atomic_write import whole_file
+from megatron_balance.files.atomic_write import atomic_write
 from megatron_balance.mcore.step import pool_files
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.runtime.gather import GatheredLengths
@@ -171,14 +171,14 @@ def test_what_is_half_written_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "pool_rank00000.npz"
 
     def fail() -> None:
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write(b"half")
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
         fail()
     assert not pool_files.has_pool(tmp_path)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(b"whole")
     assert path.read_bytes() == b"whole"
     assert [one.name for one in tmp_path.iterdir()] == [path.name]

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.atomic_write import whole_file
+from megatron_balance.files.atomic_write import atomic_write
 from megatron_balance.files.untrusted import opened_archive, parse_json
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.wire import block_nbytes, read_block, write_block
@@ -85,7 +85,7 @@ def write_share(
     if schema is not None and here:
         block = torch.empty(block_nbytes(schema, lengths=[sample.length for sample in here]), dtype=torch.uint8)
         write_block(block, samples=here, schema=schema)
-    with whole_file(_path(folder, rank)) as file:
+    with atomic_write(_path(folder, rank)) as file:
         np.savez(
             file,
             format=np.array(FORMAT),
