@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import megatron_balance
 from megatron_balance.devkit import sft_dataset
-from megatron_balance.mcore.step import planner as step_maker
-from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step import planner as step_planner
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime import exchange
 
 
@@ -142,7 +142,7 @@ def _other_version(strike: Strike) -> None:
 
 def _before_exchange(number: signal.Signals) -> Callable[[Strike], None]:
     def set_up(strike: Strike) -> None:
-        _at_call(step_maker, "gather_sample_lengths", call=strike.step, before=lambda: strike.send(number))
+        _at_call(step_planner, "gather_sample_lengths", call=strike.step, before=lambda: strike.send(number))
 
     return set_up
 
@@ -159,14 +159,14 @@ def _during_exchange(number: signal.Signals) -> Callable[[Strike], None]:
         def arm() -> None:
             exchange.dist.all_to_all_single = begin_and_stop
 
-        _at_call(step_maker, "reroute_samples", call=strike.step, before=arm)
+        _at_call(step_planner, "reroute_samples", call=strike.step, before=arm)
 
     return set_up
 
 
 def _after_exchange(number: signal.Signals) -> Callable[[Strike], None]:
     def set_up(strike: Strike) -> None:
-        _at_call(step_maker, "reroute_samples", call=strike.step, after=lambda: strike.send(number))
+        _at_call(step_planner, "reroute_samples", call=strike.step, after=lambda: strike.send(number))
 
     return set_up
 
@@ -174,7 +174,7 @@ def _after_exchange(number: signal.Signals) -> Callable[[Strike], None]:
 def _while_computing(number: signal.Signals) -> Callable[[Strike], None]:
     def set_up(strike: Strike) -> None:
         # The step's own data is there, and the thread has been told to make the next.
-        _at_call(StepBalancer, "prepare", call=strike.step, after=lambda: strike.send(number))
+        _at_call(StepPrefetcher, "prepare", call=strike.step, after=lambda: strike.send(number))
 
     return set_up
 
@@ -202,7 +202,7 @@ def _bug(name: str) -> Callable[[Strike], None]:
     """What makes a step fails, and again where it is tried again."""
 
     def set_up(strike: Strike) -> None:
-        original, calls = step_maker.gather_sample_lengths, 0
+        original, calls = step_planner.gather_sample_lengths, 0
 
         def fail(*positional: Any, **keywords: Any) -> Any:
             strike.note()
@@ -212,10 +212,10 @@ def _bug(name: str) -> Callable[[Strike], None]:
             nonlocal calls
             calls += 1
             if calls == strike.step - (name == "split_packed"):  # samples are split before their lengths are gathered
-                setattr(step_maker, name, fail)
+                setattr(step_planner, name, fail)
             return original(*positional, **keywords)
 
-        step_maker.gather_sample_lengths = count
+        step_planner.gather_sample_lengths = count
 
     return set_up
 
@@ -246,7 +246,7 @@ def _time_is_up(strike: Strike) -> None:
 
         get_args().exit_duration_in_mins = 1e-6  # the flag takes whole minutes
 
-    _at_call(StepBalancer, "prepare", call=strike.step, after=end)
+    _at_call(StepPrefetcher, "prepare", call=strike.step, after=end)
 
 
 STRIKES: dict[str, Callable[[Strike], None]] = {

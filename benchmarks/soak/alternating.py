@@ -28,14 +28,14 @@ from benchmarks.metrics.watched import Metered
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
 from megatron_balance.mcore.step.planner import BalancedStep
-from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 
 
 def main() -> None:
     """Record while the script trains."""
     train_wrapped(
         _alternating,
-        why="feeds every step the same data and puts the balancer that takes turns in place",
+        why="feeds every step the same data and puts the prefetcher that takes turns in place",
         parameters=("data_iterator",),
     )
 
@@ -49,20 +49,20 @@ def _alternating(train_step: Function, *, out: TextIO) -> Function:
             rows = [next(data_iterator) for _ in range(get_num_microbatches())]
             data.append(RerunDataIterator(itertools.cycle(rows)))
         balanced = hooks.current()
-        if balanced is not None and isinstance(balanced.balancer, StepBalancer):
-            turns = TakesTurns(balanced.balancer, observer=balanced.observer, out=out)
+        if balanced is not None and isinstance(balanced.prefetcher, StepPrefetcher):
+            turns = TakesTurns(balanced.prefetcher, observer=balanced.observer, out=out)
             turns.hand_observer = functools.partial(setattr, balanced, "observer")
-            balanced.balancer = turns  # type: ignore[assignment]
+            balanced.prefetcher = turns  # type: ignore[assignment]
         return train_step(forward_step_func, data[0], *rest, **keywords)
 
     return wrapper
 
 
 class TakesTurns:
-    """A run's balancer that works in some steps only, with a meter on what it does.
+    """A run's prefetcher that works in some steps only, with a meter on what it does.
 
     Args:
-        balancer: does the work.
+        prefetcher: does the work.
         observer: watches the steps in which it works.
         out: where lines go.
 
@@ -70,9 +70,9 @@ class TakesTurns:
         hand_observer: makes its argument the run's observer.
     """
 
-    def __init__(self, balancer: StepBalancer, *, observer: Any, out: TextIO) -> None:
+    def __init__(self, prefetcher: StepPrefetcher, *, observer: Any, out: TextIO) -> None:
         self.hand_observer: Callable[[Any], None] = lambda observer: None
-        self._inner = balancer
+        self._inner = prefetcher
         self._observer = Metered(observer)
         self._out = out
         self._steps = itertools.count()
@@ -80,11 +80,11 @@ class TakesTurns:
         self._last: BalancedStep | None = None
         self._began = (0.0, 0.0)
         self._cpu_seconds = 0.0
-        make = balancer.maker.make
-        balancer.maker.make = self._metered(make)  # type: ignore[method-assign]
+        make = prefetcher.planner.make
+        prefetcher.planner.make = self._metered(make)  # type: ignore[method-assign]
 
     def balance(self, data_iterator: Any, *, num_microbatches: int) -> Any:
-        """As the balancer's, or the last step again."""
+        """As the prefetcher's, or the last step again."""
         exposed = 0.0
         if self._on or self._last is None:
             with self._metering():
@@ -106,7 +106,7 @@ class TakesTurns:
         return step
 
     def prepare(self, data_iterator: Any, **arguments: Any) -> None:
-        """As the balancer's, or nothing."""
+        """As the prefetcher's, or nothing."""
         if self._on:
             with self._metering():
                 self._inner.prepare(data_iterator, **arguments)

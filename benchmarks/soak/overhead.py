@@ -2,7 +2,7 @@
 
 Every step runs the same micro-batches (`alternating.py`). Two figures say what the work adds: the seconds and CPU
 seconds of *on* against *off* steps, pair by pair; and the meter, which other jobs of the machine do not move: CPU
-seconds of the preparing thread, of the balancer and of watching, and the seconds a step waited for its data.
+seconds of the preparing thread, of the prefetcher and of watching, and the seconds a step waited for its data.
 """
 
 from __future__ import annotations

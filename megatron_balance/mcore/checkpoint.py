@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.groups import is_first_of_replica, meeting_of_world
 from megatron_balance.mcore.step import pool_files
-from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime.agreement import Meeting, agree, gather_texts
 from megatron_balance.runtime.peers import named_ranks
 
@@ -30,16 +30,16 @@ def state_folder(checkpoints: str, iteration: int) -> Path:
     return Path(checkpoints) / "megatron_balance" / f"iter_{iteration:07d}"
 
 
-def save_state(balancer: StepBalancer, *, args: Any, iteration: int) -> None:
+def save_state(prefetcher: StepPrefetcher, *, args: Any, iteration: int) -> None:
     """Write this rank's share, on one rank of every model replica.
 
     Args:
-        balancer: of this rank.
+        prefetcher: of this rank.
         args: Megatron's arguments.
         iteration: of the checkpoint.
     """
     if args.save and is_first_of_replica():
-        balancer.save(state_folder(args.save, iteration))
+        prefetcher.save(state_folder(args.save, iteration))
 
 
 def forget_state(*, args: Any, iteration: int) -> None:
@@ -48,11 +48,11 @@ def forget_state(*, args: Any, iteration: int) -> None:
         shutil.rmtree(state_folder(args.save, iteration), ignore_errors=True)
 
 
-def restore_state(balancer: StepBalancer, *, args: Any, lookahead: int, timeout: timedelta) -> None:
+def restore_state(prefetcher: StepPrefetcher, *, args: Any, lookahead: int, timeout: timedelta) -> None:
     """Read the state of the checkpoint that this run resumes from, if it has one. Every rank calls it.
 
     Args:
-        balancer: of this rank, before its first step.
+        prefetcher: of this rank, before its first step.
         args: Megatron's arguments, after it loaded the checkpoint: `--finetune` starts again from iteration 0.
         lookahead: `--balance-lookahead` of this run.
         timeout: after which a rank that has not come is named.
@@ -66,7 +66,7 @@ def restore_state(balancer: StepBalancer, *, args: Any, lookahead: int, timeout:
     folder = state_folder(args.load, args.iteration)
     problem = None
     try:
-        _restore(balancer, folder=folder, lookahead=lookahead)
+        _restore(prefetcher, folder=folder, lookahead=lookahead)
     except BalanceError as error:
         problem = str(error)
     meeting = meeting_of_world(timeout=timeout)
@@ -88,7 +88,7 @@ def _check_all_find(folder: Path, *, meeting: Meeting) -> None:
         )
 
 
-def _restore(balancer: StepBalancer, *, folder: Path, lookahead: int) -> None:
+def _restore(prefetcher: StepPrefetcher, *, folder: Path, lookahead: int) -> None:
     has_pool = pool_files.has_pool(folder)
     if lookahead == 1 and has_pool and pool_files.read_index(folder).share_of:
         raise BalanceError(
@@ -103,4 +103,4 @@ def _restore(balancer: StepBalancer, *, folder: Path, lookahead: int) -> None:
                 "along with its checkpoint. If those that are there belong to another run, delete them."
             )
     if folder.is_dir():
-        balancer.restore(folder)
+        prefetcher.restore(folder)

@@ -33,8 +33,8 @@ from megatron_balance.mcore.setup.memory_cap import tell_of_cap
 from megatron_balance.mcore.setup.run_log import RunLog, tell_of_lost_peers
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
-from megatron_balance.mcore.step.planner import BalancedStep, StepMaker
-from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.step.router_padding import RouterPadding, check_takes_mask
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.step.sample_pool import SamplePool
@@ -57,7 +57,7 @@ class BalancedForwardBackward:
 
     def __init__(
         self,
-        balancer: StepBalancer,
+        prefetcher: StepPrefetcher,
         *,
         args: Any,
         overlap: bool,
@@ -65,7 +65,7 @@ class BalancedForwardBackward:
         observer: RunObserver | None,
         router_padding: RouterPadding | None = None,
     ) -> None:
-        self.balancer = balancer
+        self.prefetcher = prefetcher
         self._router_padding = router_padding
         self.observer = observer
         self._overlap = overlap
@@ -93,7 +93,7 @@ class BalancedForwardBackward:
         if not reads_data():
             source = None
         with during(f"iteration {self._iteration}"):
-            step = self.balancer.balance(source, num_microbatches=arguments["num_microbatches"])
+            step = self.prefetcher.balance(source, num_microbatches=arguments["num_microbatches"])
         if step.num_left:
             self._log.warn_once(
                 f"another iterator came while {step.num_left} items pulled ahead from the last one waited: they are "
@@ -108,7 +108,7 @@ class BalancedForwardBackward:
             self.observer.begin(step, iteration=self._iteration)
         if self._overlap and self._goes_on():
             on_lost = functools.partial(tell_of_lost_peers, rank=dist.get_rank(), iteration=self._iteration + 1)
-            self.balancer.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
+            self.prefetcher.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
         forward_step = self._for_each_microbatch(arguments["forward_step_func"], step, model=arguments["model"])
         arguments |= {
             "data_iterator": _hand_out(iterators, lambda: map(dict, step.microbatches or ())),
@@ -117,7 +117,7 @@ class BalancedForwardBackward:
             "forward_step_func": forward_step,
         }
         self.pipeline_shapes = planned_shapes(
-            step.microbatch_tokens, topology=self.balancer.maker.topology, arguments=arguments
+            step.microbatch_tokens, topology=self.prefetcher.planner.topology, arguments=arguments
         )
         self.in_step = True
         try:
@@ -212,15 +212,15 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     config, timeout = run.setup.config, run.setup.timeout
     tell_of_cap(log, config=config, args=args)
     padding = RouterPadding.from_megatron_args(args, topology=run.setup.topology)
-    balancer = _balancer(run.setup, args=args, shares_lengths=padding is not None)
-    restore_state(balancer, args=args, lookahead=config.lookahead, timeout=timeout)
-    observer = observer_of_run(config, args=args, maker=balancer.maker, log=log, timeout=timeout)
+    prefetcher = _prefetcher(run.setup, args=args, shares_lengths=padding is not None)
+    restore_state(prefetcher, args=args, lookahead=config.lookahead, timeout=timeout)
+    observer = observer_of_run(config, args=args, planner=prefetcher.planner, log=log, timeout=timeout)
     return BalancedForwardBackward(
-        balancer, args=args, overlap=config.overlap, log=log, observer=observer, router_padding=padding
+        prefetcher, args=args, overlap=config.overlap, log=log, observer=observer, router_padding=padding
     )
 
 
-def _balancer(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepBalancer:
+def _prefetcher(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepPrefetcher:
     """This rank's, with groups of its own."""
     from megatron.core import parallel_state
 
@@ -239,7 +239,7 @@ def _balancer(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepBalanc
             rank=dp_group.rank(),
             micro_batch_size=args.micro_batch_size,
         )
-    maker = StepMaker(
+    planner = StepPlanner(
         config,
         topology=topology,
         limits=setup.limits,
@@ -249,7 +249,9 @@ def _balancer(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepBalanc
         origin=SampleOrigin.from_megatron_args(args, dp_rank=dp_group.rank(), dp_size=topology.dp_size),
         pin_memory=torch.cuda.is_available(),
     )
-    return StepBalancer(maker, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=shares_lengths)
+    return StepPrefetcher(
+        planner, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=shares_lengths
+    )
 
 
 def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:

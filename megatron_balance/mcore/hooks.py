@@ -63,7 +63,7 @@ def _with_state_saved(save_checkpoint: Function) -> Function:
             if balanced is None:
                 forget_state(args=get_args(), iteration=iteration)
             else:
-                save_state(balanced.balancer, args=get_args(), iteration=iteration)
+                save_state(balanced.prefetcher, args=get_args(), iteration=iteration)
             if balanced is not None and balanced.observer is not None:
                 balanced.observer.flush()  # a run that resumes from here finds its record whole
         return save_checkpoint(iteration, *positional, **keywords)

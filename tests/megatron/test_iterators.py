@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from balancer_setup import Replayed, balancer, group_of_one, item
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefetcher_setup import Replayed, group_of_one, item, prefetcher
 
 from megatron_balance import BalanceError
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.mcore.step.planner import BalancedStep
-from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def _starts(microbatch: dict[str, torch.Tensor]) -> list[int]:
 
 
 def train(
-    ours: StepBalancer, iterator: Any, *, num_microbatches: int = 2, expected_next: int | None = None
+    ours: StepPrefetcher, iterator: Any, *, num_microbatches: int = 2, expected_next: int | None = None
 ) -> list[int]:
     """One step; the next one is prepared as training does it."""
     step = ours.balance(iterator, num_microbatches=num_microbatches)
@@ -50,7 +50,7 @@ def train(
     return numbers(step)
 
 
-def is_preparing(ours: StepBalancer) -> bool:
+def is_preparing(ours: StepPrefetcher) -> bool:
     return ours._prepared is not None
 
 
@@ -90,7 +90,7 @@ def test_every_item_comes_once_and_in_order(
     group: dist.ProcessGroup, loop: tuple[list[int | None], list[tuple[int, str, int, int]]]
 ) -> None:
     sizes, steps = loop
-    ours = balancer(group, cap=64)
+    ours = prefetcher(group, cap=64)
     loaders = [Loader(index + 1, size=size) for index, size in enumerate(sizes)]
     for place, kind, num_items, expected_next in steps:
         loader = loaders[place]
@@ -109,7 +109,7 @@ def test_every_item_comes_once_and_in_order(
 @given(runs=st.lists(st.integers(1, 4), min_size=1, max_size=6), extra=st.integers(0, 3))
 def test_iterators_that_end_may_leave_items_over(group: dist.ProcessGroup, runs: list[int], extra: int) -> None:
     """Epochs of some steps each; `extra` items are too few for a step, or enough for one that is not asked for."""
-    ours, first = balancer(group, cap=64), 0
+    ours, first = prefetcher(group, cap=64), 0
     for num_steps in runs:
         epoch = iter([numbered(first + index) for index in range(2 * num_steps + extra)])
         for step in range(num_steps):
@@ -118,7 +118,7 @@ def test_iterators_that_end_may_leave_items_over(group: dist.ProcessGroup, runs:
 
 
 def test_a_new_iterator_each_step_is_not_read_ahead_of(group: dist.ProcessGroup) -> None:
-    ours = balancer(group)
+    ours = prefetcher(group)
     for step in range(4):
         one_more_than_it_asks_for = iter([numbered(10 * step + index) for index in range(3)])
         assert train(ours, one_more_than_it_asks_for) == [10 * step, 10 * step + 1]
@@ -128,7 +128,7 @@ def test_a_new_iterator_each_step_is_not_read_ahead_of(group: dist.ProcessGroup)
 
 @pytest.mark.parametrize("wrap", [iter, Replayed])
 def test_one_iterator_is_read_ahead_of_from_its_second_step_on(group: dist.ProcessGroup, wrap: Any) -> None:
-    ours, pulled = balancer(group), []
+    ours, pulled = prefetcher(group), []
     items = wrap(pulled.append(n) or numbered(n) for n in range(100))
     for step in range(5):
         assert train(ours, items) == [2 * step, 2 * step + 1]
@@ -139,14 +139,14 @@ def test_one_iterator_is_read_ahead_of_from_its_second_step_on(group: dist.Proce
 
 
 def test_a_wrapper_made_anew_each_step_shares_what_was_pulled_ahead(group: dist.ProcessGroup) -> None:
-    ours, items = balancer(group), (numbered(n) for n in range(100))
+    ours, items = prefetcher(group), (numbered(n) for n in range(100))
     for step in range(4):
         assert train(ours, Replayed(items)) == [2 * step, 2 * step + 1]
         assert is_preparing(ours) == (step > 0)
 
 
 def test_items_pulled_ahead_wait_for_their_iterator(group: dist.ProcessGroup) -> None:
-    ours = balancer(group)
+    ours = prefetcher(group)
     first, second = (numbered(n) for n in range(100)), (numbered(n) for n in range(100, 200))
     assert [train(ours, first) for _ in range(2)] == [[0, 1], [2, 3]]
     step = ours.balance(second, num_microbatches=2)
@@ -156,7 +156,7 @@ def test_items_pulled_ahead_wait_for_their_iterator(group: dist.ProcessGroup) ->
 
 
 def test_an_iterator_that_ended_is_forgotten(group: dist.ProcessGroup) -> None:
-    ours = balancer(group)
+    ours = prefetcher(group)
     for epoch in range(3):
         items = iter([numbered(n) for n in range(10 * epoch, 10 * epoch + 5)])  # a fifth one too many
         assert [train(ours, items) for _ in range(2)] == [
@@ -169,8 +169,8 @@ def test_an_iterator_that_ended_is_forgotten(group: dist.ProcessGroup) -> None:
 
 
 def test_a_step_made_anew_counts_once_for_calibration(group: dist.ProcessGroup) -> None:
-    ours = balancer(group)
-    ours.maker.calibration = calibration = OnlineCalibration(ours.maker.cost_model, group=group)
+    ours = prefetcher(group)
+    ours.planner.calibration = calibration = OnlineCalibration(ours.planner.cost_model, group=group)
     first, second = (numbered(n) for n in itertools.count()), (numbered(n) for n in itertools.count(100))
     for num_steps, iterator in enumerate([first, first, second, first, first, first], start=1):
         step = ours.balance(iterator, num_microbatches=2)
@@ -183,7 +183,7 @@ def test_a_step_made_anew_counts_once_for_calibration(group: dist.ProcessGroup) 
 
 
 def test_look_ahead_over_epochs_loses_nothing(group: dist.ProcessGroup) -> None:
-    ours, seen = balancer(group, lookahead=2, cap=64), []
+    ours, seen = prefetcher(group, lookahead=2, cap=64), []
     for epoch in range(3):
         items = iter([numbered(n) for n in range(10 * epoch, 10 * epoch + (8 if epoch == 0 else 6))])
         for _ in range(3):
@@ -195,7 +195,7 @@ def test_look_ahead_over_epochs_loses_nothing(group: dist.ProcessGroup) -> None:
 def test_look_ahead_says_what_a_new_iterator_each_step_lacks(group: dist.ProcessGroup) -> None:
     one_step = iter([numbered(0), numbered(1)])
     with pytest.raises(BalanceError, match=r"ended after 2 of 4 items.*set --balance-lookahead 1"):
-        balancer(group, lookahead=2).balance(one_step, num_microbatches=2)
+        prefetcher(group, lookahead=2).balance(one_step, num_microbatches=2)
 
 
 def failing(*, after: int, error: BaseException) -> Iterator[Any]:
@@ -210,7 +210,7 @@ def test_what_a_loader_raises_is_raised_by_the_step_it_belongs_to(
     group: dist.ProcessGroup, overlap: bool, wrap: Any
 ) -> None:
     error = OSError(5, "the disk is gone", "data/\udcffshard.bin")  # a name that is no UTF-8
-    ours, items = balancer(group), wrap(failing(after=5, error=error))
+    ours, items = prefetcher(group), wrap(failing(after=5, error=error))
     for step in range(2):
         assert numbers(ours.balance(items, num_microbatches=2)) == [2 * step, 2 * step + 1]
         if overlap:
@@ -227,7 +227,7 @@ def test_what_a_loader_raises_is_raised_by_the_step_it_belongs_to(
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_ends_a_process_passes(group: dist.ProcessGroup, overlap: bool, error: BaseException) -> None:
-    ours, items = balancer(group), failing(after=4, error=error)
+    ours, items = prefetcher(group), failing(after=4, error=error)
     for _ in range(2):
         ours.balance(items, num_microbatches=2)
         if overlap:
@@ -237,7 +237,7 @@ def test_what_ends_a_process_passes(group: dist.ProcessGroup, overlap: bool, err
 
 
 def test_an_error_pulled_ahead_is_not_raised_where_nobody_asks_for_it(group: dist.ProcessGroup) -> None:
-    ours, items = balancer(group), failing(after=4, error=OSError("the disk is gone"))
+    ours, items = prefetcher(group), failing(after=4, error=OSError("the disk is gone"))
     for _ in range(2):
         train(ours, items)
     assert train(ours, iter([numbered(7), numbered(8)])) == [7, 8]
@@ -252,5 +252,5 @@ def test_an_error_of_other_code_in_making_a_step_is_raised_as_it_was(
 
     monkeypatch.setattr(f"megatron_balance.mcore.step.planner.{name}", fail)
     with pytest.raises(MemoryError, match="no host memory") as caught:
-        balancer(group).balance(iter([numbered(0)]), num_microbatches=1)
+        prefetcher(group).balance(iter([numbered(0)]), num_microbatches=1)
     assert any("packing" in note or "item 0" in note for note in caught.value.__notes__)

@@ -20,7 +20,7 @@ from rounding import assert_equal
 from megatron_balance import BalanceError, CostModel, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.token_alignment import RECIPE_TOKENS, token_alignment
-from megatron_balance.mcore.step.planner import BalancedStep, StepMaker
+from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.memory.shape_buckets import bucket_tokens
 from megatron_balance.runtime.packing import FILLER_TOKENS
@@ -116,7 +116,7 @@ def step_of(
     config = BalanceConfig(
         use_dynamic_batch_size=cap is not None, max_tokens_per_gpu=cap, balance_data=True, shape_bucket=shape_bucket
     )
-    maker = StepMaker(
+    planner = StepPlanner(
         config,
         topology=topology,
         limits=config.limits(micro_batch_size=2, topology=topology),
@@ -125,7 +125,7 @@ def step_of(
         pin_memory=pin_memory,
     )
     items = [row([length], first_token=1 + 10_000 * index) for index, length in enumerate(lengths)]
-    return maker.make(Fetched(items), num_items=len(items), pool=None)
+    return planner.make(Fetched(items), num_items=len(items), pool=None)
 
 
 class TestSteps:

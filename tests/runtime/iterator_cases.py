@@ -1,4 +1,4 @@
-"""Iterators on each rank of a test world: steps of a StepBalancer, without Megatron."""
+"""Iterators on each rank of a test world: steps of a StepPrefetcher, without Megatron."""
 
 import itertools
 from datetime import timedelta
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.mcore.step.planner import StepMaker
-from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 
 NUM_ITEMS = 2
 """Of a step."""
@@ -32,10 +32,10 @@ def steps_of_loop(*, loops: list[str], layout: str = "dp", bug_on: int = -1) -> 
     dp_group, replica_group = _layout(layout)
     config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=False)
     limits, cost_model = Limits(16), CostModel.tokens()
-    maker = StepMaker(
+    planner = StepPlanner(
         config, topology=Topology(dp_group.size()), limits=limits, cost_model=cost_model, dp_group=dp_group
     )
-    balancer = StepBalancer(maker, replica_group=replica_group)
+    prefetcher = StepPrefetcher(planner, replica_group=replica_group)
     first = 1000 * dp_group.rank()
     iterators = {"a": _items(first), "b": _items(first + 500), "e": _items(first, end=4)}
     iterators |= {"f": _items(first, fail=4), "x": _items(first, fail=1)}
@@ -43,19 +43,19 @@ def steps_of_loop(*, loops: list[str], layout: str = "dp", bug_on: int = -1) -> 
     told: list[str] = []
     for step, name in enumerate(loops[rank]):
         if rank == bug_on and step == 1:  # whose data is pulled; the next one's is not
-            maker._split_item = _fail  # type: ignore[method-assign]
+            planner._split_item = _fail  # type: ignore[method-assign]
         new = _items(first + NUM_ITEMS * step, end=NUM_ITEMS)
         iterator = new if name == "n" else iterators[name]
         try:
-            made = balancer.balance(iterator, num_microbatches=NUM_ITEMS)
+            made = prefetcher.balance(iterator, num_microbatches=NUM_ITEMS)
         except (BalanceError, OSError, MemoryError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
             break
         tokens = [microbatch["tokens"].flatten().tolist() for microbatch in made.microbatches or ()]
         outcomes.append(sorted({token - 1 for row in tokens for token in row}))
-        balancer.prepare(iterator, num_microbatches=NUM_ITEMS, on_lost=lambda error: told.append(str(error)))
-    if balancer._prepared is not None:
-        balancer._prepared.exception(timeout=30)  # every rank's thread must end, also where no step asks
+        prefetcher.prepare(iterator, num_microbatches=NUM_ITEMS, on_lost=lambda error: told.append(str(error)))
+    if prefetcher._prepared is not None:
+        prefetcher._prepared.exception(timeout=30)  # every rank's thread must end, also where no step asks
     return outcomes, told
 
 

@@ -90,7 +90,7 @@ TRAINING_LOOP = (
         case="external",
         support=Support.SUPPORTED,
         when=among("dataloader_type", "external"),
-        test="tests/megatron/test_balancer.py::test_a_step_is_packed_and_nothing_is_lost",
+        test="tests/megatron/test_prefetcher.py::test_a_step_is_packed_and_nothing_is_lost",
         caution="items are pulled one step ahead; a loader that saves a state of its own must count trained items, not "
         "pulled ones",
     ),
@@ -143,7 +143,7 @@ TRAINING_LOOP = (
     Option(
         names=("sft",),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_balancer.py::test_a_row_of_several_sequences_moves_in_pieces_or_whole",
+        test="tests/megatron/test_prefetcher.py::test_a_row_of_several_sequences_moves_in_pieces_or_whole",
     ),
     Option(
         names=("rerun_mode",),

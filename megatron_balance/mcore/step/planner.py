@@ -87,7 +87,7 @@ class BalancedStep:
     num_left: int = 0
 
 
-class StepMaker:
+class StepPlanner:
     """Makes steps on one rank that reads data.
 
     Args:

@@ -1,7 +1,7 @@
 """Pulls a step's data from the loader, balances it, and hands it to every rank of the model replica.
 
 The ranks that read data are the first of every tensor-parallel group, in every pipeline stage and
-context-parallel rank alike: each makes steps with its own data-parallel group (`step_maker.py`). The other
+context-parallel rank alike: each makes steps with its own data-parallel group (`planner.py`). The other
 ranks of a model replica learn the number of micro-batches and their lengths from its first (`replica.py`). The
 next step is made by a thread while this one runs: what a step then waits for is what is not ready yet.
 
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step import pool_files
-from megatron_balance.mcore.step.planner import BalancedStep, StepMaker
+from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched, PullAhead, Sources, next_items
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.runtime.failure import AgreedError, Failure, attempt
@@ -42,29 +42,29 @@ from megatron_balance.runtime.peers import PeerError
 from megatron_balance.runtime.replica import share_counts
 
 
-class StepBalancer:
+class StepPrefetcher:
     """Turns what the data loader yields into balanced micro-batches.
 
     Args:
-        maker: makes steps.
+        planner: makes steps.
         replica_group: tensor-, pipeline- and context-parallel ranks of this model replica, or None where it is one
             rank; a group of its own, gloo.
         pool: samples that wait under look-ahead, or None without.
         shares_lengths: ranks that read no data learn `sequence_lengths` as well.
 
     Attributes:
-        maker: as given.
+        planner: as given.
     """
 
     def __init__(
         self,
-        maker: StepMaker,
+        planner: StepPlanner,
         *,
         replica_group: dist.ProcessGroup | None = None,
         pool: SamplePool | None = None,
         shares_lengths: bool = False,
     ) -> None:
-        self.maker = maker
+        self.planner = planner
         self._shares_lengths = shares_lengths
         self._replica_group = replica_group
         self._pool = pool
@@ -128,7 +128,7 @@ class StepBalancer:
         def work() -> _Prepared | None:
             fetched = ahead.fetch(num_items)
             try:
-                made = self.maker.make(fetched, num_items=num_items, pool=pool, step=step, first_item=first_item)
+                made = self.planner.make(fetched, num_items=num_items, pool=pool, step=step, first_item=first_item)
             except (PeerError, OutOfStepError) as error:
                 on_lost(error)
                 raise
@@ -143,12 +143,12 @@ class StepBalancer:
 
         What an earlier run left in the folder goes away.
         """
-        rank = self.maker.dp_group.rank()
+        rank = self.planner.dp_group.rank()
         if self._pool is not None:
             self._pool.save(folder)
         if rank == 0:
-            pool_files.forget_shares(folder, from_rank=0 if self._pool is None else self.maker.dp_group.size())
-            learned = None if self.maker.calibration is None else self.maker.calibration.state
+            pool_files.forget_shares(folder, from_rank=0 if self._pool is None else self.planner.dp_group.size())
+            learned = None if self.planner.calibration is None else self.planner.calibration.state
             if self._last is not None:
                 learned = self._last.calibration  # the thread may have planned a step that is not run yet
             if learned is not None:
@@ -161,8 +161,8 @@ class StepBalancer:
         if self._pool is not None and pool_files.has_pool(folder):
             self._pool.restore(folder)
             self._num_batches_to_skip = self._pool.num_batches_ahead
-        if self.maker.calibration is not None:
-            self.maker.calibration.state = CalibrationState.read(folder)
+        if self.planner.calibration is not None:
+            self.planner.calibration.state = CalibrationState.read(folder)
 
     def _num_items(self, num_microbatches: int) -> int:
         return num_microbatches * (1 if self._pool is None else self._pool.num_missing_batches)
@@ -177,7 +177,7 @@ class StepBalancer:
             step = prepared.step
         else:
             num_items = self._num_items(num_microbatches)
-            step = self.maker.make(
+            step = self.planner.make(
                 fetched,
                 num_items=num_items,
                 pool=self._pool,

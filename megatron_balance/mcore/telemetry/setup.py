@@ -20,7 +20,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.groups import is_first_of_replica, reads_data, split_world
 from megatron_balance.mcore.setup.run_log import RunLog
-from megatron_balance.mcore.step.planner import StepMaker
+from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.telemetry.observer import RunObserver
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
@@ -34,14 +34,14 @@ from megatron_balance.runtime.rank_seconds import NOT_MEASURING
 
 
 def observer_of_run(
-    config: BalanceConfig, *, args: Any, maker: StepMaker, log: RunLog, timeout: timedelta
+    config: BalanceConfig, *, args: Any, planner: StepPlanner, log: RunLog, timeout: timedelta
 ) -> RunObserver | None:
     """The watchers of this rank; None where it takes no part. Every rank calls it, in the same order.
 
     Args:
         config: the flags.
         args: Megatron's validated arguments.
-        maker: makes this rank's steps.
+        planner: makes this rank's steps.
         log: prints.
         timeout: of collectives.
 
@@ -53,23 +53,23 @@ def observer_of_run(
     group = split_world(0 if measures or writes else None, timeout=timeout)
     if group is None:
         return None
-    dp_rank = maker.dp_group.rank()
+    dp_rank = planner.dp_group.rank()
     metrics = RunMetrics(
         log,
         log_interval=args.log_interval,
         group=group,
         dp_rank=dp_rank if measures else NOT_MEASURING,
-        dp_size=maker.topology.dp_size,
+        dp_size=planner.topology.dp_size,
     )
     listeners: list[Listener] = [metrics.measured]
     recording = None
     if config.record is not None:
         resume = bool(args.load and args.iteration)
-        recording = _recording(config, folder=Path(config.record), maker=maker, resume=resume, group=group)
+        recording = _recording(config, folder=Path(config.record), planner=planner, resume=resume, group=group)
     if recording is not None:
         listeners.append(recording.measured)
-    if maker.calibration is not None:
-        listeners.append(calibrating(maker.calibration, dp_rank=dp_rank))
+    if planner.calibration is not None:
+        listeners.append(calibrating(planner.calibration, dp_rank=dp_rank))
     timing = None
     # There forward and backward passes run together, and their marks would tell nothing.
     if measures and not getattr(args, "overlap_moe_expert_parallel_comm", False):
@@ -80,7 +80,7 @@ def observer_of_run(
 
 
 def _recording(
-    config: BalanceConfig, *, folder: Path, maker: StepMaker, resume: bool, group: dist.ProcessGroup
+    config: BalanceConfig, *, folder: Path, planner: StepPlanner, resume: bool, group: dist.ProcessGroup
 ) -> RunRecording | None:
     """This rank's part of the record, None where it has none."""
     recording, problem = None, None
@@ -88,8 +88,8 @@ def _recording(
         try:
             recording = RunRecording(
                 folder,
-                info=_run_info(config, maker=maker) if group.rank() == 0 else None,
-                dp_rank=maker.dp_group.rank(),
+                info=_run_info(config, planner=planner) if group.rank() == 0 else None,
+                dp_rank=planner.dp_group.rank(),
                 resume=resume,
             )
         except OSError as error:
@@ -105,13 +105,13 @@ def _recording(
     return recording
 
 
-def _run_info(config: BalanceConfig, *, maker: StepMaker) -> RunInfo:
+def _run_info(config: BalanceConfig, *, planner: StepPlanner) -> RunInfo:
     return RunInfo(
-        topology=maker.topology,
-        limits=maker.limits,
-        cost_model=maker.cost_model,
+        topology=planner.topology,
+        limits=planner.limits,
+        cost_model=planner.cost_model,
         cost_name=config.cost_name,
-        objective=resolve_objective(config.objective, topology=maker.topology),
+        objective=resolve_objective(config.objective, topology=planner.topology),
         policy=config.policy,
         origin=environment(device_kind()),
     )

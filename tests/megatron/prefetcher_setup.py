@@ -1,4 +1,4 @@
-"""One rank that balances, without Megatron: a balancer over a group of one, and items for it."""
+"""One rank that balances, without Megatron: a prefetcher over a group of one, and items for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.mcore.step.planner import BalancedStep, StepMaker
-from megatron_balance.mcore.step.prefetcher import StepBalancer
+from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.step.sample_pool import SamplePool
 
 
@@ -24,9 +24,9 @@ def group_of_one() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def balancer(
+def prefetcher(
     group: dist.ProcessGroup, *, cap: int = 16, lookahead: int = 1, batch_size: int = 2, unit: str = "segment"
-) -> StepBalancer:
+) -> StepPrefetcher:
     config = BalanceConfig(
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=cap,
@@ -36,13 +36,13 @@ def balancer(
         unit=unit,
     )
     topology, cost_model = Topology(1), CostModel(linear=10, quadratic=1)
-    maker = StepMaker(config, topology=topology, limits=Limits(cap), cost_model=cost_model, dp_group=group)
+    planner = StepPlanner(config, topology=topology, limits=Limits(cap), cost_model=cost_model, dp_group=group)
     pool = None
     if lookahead > 1:
         pool = SamplePool(
             lookahead, global_batch_size=batch_size, topology=topology, cost_model=cost_model, rank=group.rank()
         )
-    return StepBalancer(maker, pool=pool)
+    return StepPrefetcher(planner, pool=pool)
 
 
 def item(*lengths: int) -> dict[str, torch.Tensor]:
