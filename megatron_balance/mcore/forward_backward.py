@@ -29,8 +29,8 @@ from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.mcore.checkpoint import restore_state
 from megatron_balance.mcore.setup.groups import own_group, reads_data, replica_group, split_world
-from megatron_balance.mcore.setup.memory_cap import tell_of_cap
-from megatron_balance.mcore.setup.run_log import RunLog, tell_of_lost_peers
+from megatron_balance.mcore.setup.memory_cap import log_cap
+from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
@@ -39,8 +39,8 @@ from megatron_balance.mcore.step.router_padding import RouterPadding, check_take
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.mcore.telemetry.observer import RunObserver
-from megatron_balance.mcore.telemetry.setup import observer_of_run
-from megatron_balance.runtime.peers import during, told_of_lost_peers
+from megatron_balance.mcore.telemetry.setup import build_watchers
+from megatron_balance.runtime.peers import annotate_peer_loss, with_step_context
 
 Schedule = Callable[..., Any]
 
@@ -82,7 +82,7 @@ class BalancedForwardBackward:
             schedule: Megatron's, for this run's pipeline.
             arguments: what `train_step` or `evaluate` passes it, all by keyword.
         """
-        with told_of_lost_peers(f"iteration {self._iteration}"):
+        with annotate_peer_loss(f"iteration {self._iteration}"):
             if arguments.get("forward_only"):
                 return schedule(**arguments)
             return self._step(schedule, **arguments)
@@ -92,7 +92,7 @@ class BalancedForwardBackward:
         source = _first_iterator(iterators)
         if not reads_data():
             source = None
-        with during(f"iteration {self._iteration}"):
+        with with_step_context(f"iteration {self._iteration}"):
             step = self.prefetcher.balance(source, num_microbatches=arguments["num_microbatches"])
         if step.num_left:
             self._log.warn_once(
@@ -107,7 +107,7 @@ class BalancedForwardBackward:
         if self.observer is not None:
             self.observer.begin(step, iteration=self._iteration)
         if self._overlap and self._goes_on():
-            on_lost = functools.partial(tell_of_lost_peers, rank=dist.get_rank(), iteration=self._iteration + 1)
+            on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._iteration + 1)
             self.prefetcher.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
         forward_step = self._for_each_microbatch(arguments["forward_step_func"], step, model=arguments["model"])
         arguments |= {
@@ -132,7 +132,7 @@ class BalancedForwardBackward:
     def logged(self) -> None:
         """Megatron has logged a step."""
         if self.observer is not None:
-            with during(f"iteration {self._iteration}"):
+            with with_step_context(f"iteration {self._iteration}"):
                 self.observer.logged(self._iteration)
 
     @property
@@ -210,11 +210,11 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     for caution in run.cautions:
         log.warn_once(caution)
     config, timeout = run.setup.config, run.setup.timeout
-    tell_of_cap(log, config=config, args=args)
+    log_cap(log, config=config, args=args)
     padding = RouterPadding.from_megatron_args(args, topology=run.setup.topology)
     prefetcher = _prefetcher(run.setup, args=args, shares_lengths=padding is not None)
     restore_state(prefetcher, args=args, lookahead=config.lookahead, timeout=timeout)
-    observer = observer_of_run(config, args=args, planner=prefetcher.planner, log=log, timeout=timeout)
+    observer = build_watchers(config, args=args, planner=prefetcher.planner, log=log, timeout=timeout)
     return BalancedForwardBackward(
         prefetcher, args=args, overlap=config.overlap, log=log, observer=observer, router_padding=padding
     )

@@ -1,8 +1,8 @@
-"""What a rank says when those it waits for do not answer.
+"""Errors for lost peers: they name the ranks, what was waited for, and the remedy.
 
-torch tells of a lost connection or an elapsed timeout in its own words, which say neither what was waited for nor what
-to do. Every collective of this package runs in `waiting_for`, which says both; `during` adds when it was. Around the
-collectives of others `told_of_lost_peers` leaves the error as it is and has it say the same.
+torch reports a lost connection or an elapsed timeout without saying what was waited for. Every collective of this
+package runs in `waiting_for`, which raises a PeerError that says it; `with_step_context` adds the iteration. Around
+collectives of others `annotate_peer_loss` adds a note to the error and leaves it as it is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAX_RANKS_NAMED = 8  # an error on a thousand ranks must stay readable
 
 
 _ADVICE = (
-    "A rank has died, hangs or was cut off: the first error in the logs of the other ranks tells why. If one was only "
+    "A rank has died, hangs or was cut off: the first error in the logs of the other ranks says why. If one was only "
     "slow, raise --distributed-timeout-minutes."
 )
 
 _GLOO_LOST = re.compile(r"gloo.*(Timed out|Connection closed|Connection reset|Broken pipe|No route|pair closure)", re.S)
-"""gloo raises a bare RuntimeError, whose text names its source and one of these."""
+"""A lost peer in the text of gloo's errors, which are bare RuntimeErrors."""
 
 
 class PeerError(BalanceError):
@@ -33,10 +33,10 @@ class PeerError(BalanceError):
 
 @contextlib.contextmanager
 def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Around one collective and nothing else.
+    """Turn the failure of one collective into a PeerError; wrap the collective and nothing else.
 
     Args:
-        what: that this rank gets from its peers, a noun.
+        what: this rank gets from its peers, a noun: `sample lengths`.
         group: the ranks that take part; None where they are not known yet.
 
     Raises:
@@ -53,8 +53,8 @@ def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterato
 
 
 @contextlib.contextmanager
-def told_of_lost_peers(when: str) -> Iterator[None]:
-    """Around collectives that are not this package's: an error that tells of lost peers gets a note.
+def annotate_peer_loss(when: str) -> Iterator[None]:
+    """Add a note to an error about lost peers in collectives that are not this package's.
 
     Args:
         when: `iteration 7`.
@@ -71,8 +71,8 @@ def told_of_lost_peers(when: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def during(when: str) -> Iterator[None]:
-    """Say when it was that peers did not answer.
+def with_step_context(when: str) -> Iterator[None]:
+    """Add the step to a PeerError.
 
     Args:
         when: `iteration 7`.

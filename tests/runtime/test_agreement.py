@@ -13,10 +13,10 @@ from megatron_balance.runtime.agreement import Meeting, agree, differences
 from megatron_balance.runtime.peers import (
     MAX_RANKS_NAMED,
     PeerError,
-    during,
+    annotate_peer_loss,
     named_ranks,
-    told_of_lost_peers,
     waiting_for,
+    with_step_context,
 )
 
 
@@ -108,7 +108,7 @@ def test_many_ranks_are_counted():
 
 def test_a_lost_peer_is_told_with_what_and_when_and_keeps_its_cause():
     cause = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer. This is typically caused by x")
-    with pytest.raises(PeerError) as told, during("iteration 7"), waiting_for("lengths (gather)"):
+    with pytest.raises(PeerError) as told, with_step_context("iteration 7"), waiting_for("lengths (gather)"):
         raise cause
     assert str(told.value).startswith("iteration 7: waited for lengths (gather) among the other ranks, and not all ")
     assert "(Connection closed by peer)" in str(told.value)
@@ -127,20 +127,20 @@ def test_a_lost_peer_is_told_with_what_and_when_and_keeps_its_cause():
     ],
 )
 def test_lost_peers_in_collectives_of_others_leave_the_error_and_add_a_note(lost):
-    with pytest.raises(RuntimeError) as told, told_of_lost_peers("iteration 7"):
+    with pytest.raises(RuntimeError) as told, annotate_peer_loss("iteration 7"):
         raise lost
     assert told.value is lost
     assert lost.__notes__[0].startswith("megatron_balance: iteration 7: Megatron waited for other ranks")
 
 
 def test_errors_that_are_not_of_peers_get_no_note():
-    with pytest.raises(RuntimeError) as told, told_of_lost_peers("iteration 7"):
+    with pytest.raises(RuntimeError) as told, annotate_peer_loss("iteration 7"):
         raise RuntimeError("CUDA out of memory")
     assert not hasattr(told.value, "__notes__")
 
 
 def test_other_errors_pass():
-    with pytest.raises(KeyError), during("iteration 7"), waiting_for("lengths"):
+    with pytest.raises(KeyError), with_step_context("iteration 7"), waiting_for("lengths"):
         raise KeyError("x")
-    with pytest.raises(BalanceError, match=r"^mine$"), during("iteration 7"), waiting_for("lengths"):
+    with pytest.raises(BalanceError, match=r"^mine$"), with_step_context("iteration 7"), waiting_for("lengths"):
         raise BalanceError("mine")

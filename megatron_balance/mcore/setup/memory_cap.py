@@ -108,7 +108,7 @@ def with_smallest_cap(config: BalanceConfig, *, timeout: timedelta) -> BalanceCo
     return replace(config, max_tokens_per_gpu=min(map(int, caps)))
 
 
-def tell_of_cap(log: RunLog, *, config: BalanceConfig, args: Any) -> None:
+def log_cap(log: RunLog, *, config: BalanceConfig, args: Any) -> None:
     """Say what was derived, if it was, and whether the longest sample fits. Arguments as above."""
     if not config.derives_cap:
         return

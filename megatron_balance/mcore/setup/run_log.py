@@ -47,7 +47,7 @@ class RunLog:
         )
 
 
-def tell_of_lost_peers(error: BalanceError, *, rank: int, iteration: int) -> None:
+def warn_of_lost_peers(error: BalanceError, *, rank: int, iteration: int) -> None:
     """Say at once, on whichever rank noticed: training may be in a collective whose watchdog ends the process.
 
     Args:

@@ -83,7 +83,7 @@ class RunSetup:
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _LocalDecision:
     """What this rank would do: balance, stay stock for a reason (empty where no flag asks), or end."""
 
     setup: RunSetup | None = None
@@ -120,14 +120,14 @@ def agreed_run(args: Any) -> AgreedRun:
     Raises:
         BalanceError: on every rank alike; names the settings that differ, or the ranks that did not come.
     """
-    wish = _wish(args)
+    local = _decide_locally(args)
     meeting = meeting_of_world(timeout=timeout_of(args))
     if meeting is not None:
-        agree(_settings(wish, args=args), meeting=meeting, topic="balance flags and versions", problem=wish.problem)
-    if wish.problem is not None:
-        raise BalanceError(wish.problem)
-    setup = _with_smallest_cap(wish.setup, args=args)
-    return AgreedRun(setup, wish.stock_because, cautions=() if setup is None else tuple(cautions(args)))
+        agree(_settings(local, args=args), meeting=meeting, topic="balance flags and versions", problem=local.problem)
+    if local.problem is not None:
+        raise BalanceError(local.problem)
+    setup = _with_smallest_cap(local.setup, args=args)
+    return AgreedRun(setup, local.stock_because, cautions=() if setup is None else tuple(cautions(args)))
 
 
 def _with_smallest_cap(setup: RunSetup | None, *, args: Any) -> RunSetup | None:
@@ -138,24 +138,24 @@ def _with_smallest_cap(setup: RunSetup | None, *, args: Any) -> RunSetup | None:
     return replace(setup, config=config, limits=limits)
 
 
-def _wish(args: Any) -> _Wish:
+def _decide_locally(args: Any) -> _LocalDecision:
     try:
         config = BalanceConfig.from_megatron_args(args)
         if not config.active:
-            return _Wish()
+            return _LocalDecision()
         reason = why_stock(args)
         if reason is not None:
-            return _Wish(stock_because=reason)
-        return _Wish(RunSetup.from_megatron_args(args, config=config))
+            return _LocalDecision(stock_because=reason)
+        return _LocalDecision(RunSetup.from_megatron_args(args, config=config))
     except BalanceError as error:
-        return _Wish(problem=str(error))
+        return _LocalDecision(problem=str(error))
 
 
-def _settings(wish: _Wish, *, args: Any) -> Mapping[str, str]:
+def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
     """Everything that must be equal on all ranks, by name. A stock run says no more than that it is one."""
-    setup = wish.setup
+    setup = local.setup
     if setup is None:
-        return {"balancing": f"off ({wish.stock_because or 'no balance flag'})"}
+        return {"balancing": f"off ({local.stock_because or 'no balance flag'})"}
     settings = {"balancing": "on", "version of megatron_balance": megatron_balance.__version__}
     # What Megatron's version says behind the + is the commit of whatever repository it was started in.
     settings |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}

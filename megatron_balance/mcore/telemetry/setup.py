@@ -33,7 +33,7 @@ from megatron_balance.runtime.peers import waiting_for
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
 
 
-def observer_of_run(
+def build_watchers(
     config: BalanceConfig, *, args: Any, planner: StepPlanner, log: RunLog, timeout: timedelta
 ) -> RunObserver | None:
     """The watchers of this rank; None where it takes no part. Every rank calls it, in the same order.
