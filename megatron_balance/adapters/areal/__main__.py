@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
 
 from megatron_balance.adapters.areal.hooks import install
-from megatron_balance.adapters.areal.single_rank import MAX_WAIT
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags, and what they stand before."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_balance.adapters.areal", description=__doc__)
-    parser.add_argument("--cost", help="tokens or flops; by default flops where there is a model, else tokens")
-    parser.add_argument("--model", help="preset name, or path of a Hugging Face config.json")
-    parser.add_argument("--ep-size", type=int, default=1, help="expert-parallel ranks")
-    parser.add_argument("--single-rank-load", action="store_true", help="one rank rolls out for all")
-    parser.add_argument(
-        "--max-wait-hours", type=float, default=MAX_WAIT / timedelta(hours=1), help="for the rank that rolls out"
-    )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, not a file")
-    parser.add_argument("target", help="what to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser.parse_args(arguments)
+from megatron_balance.adapters.areal.settings import parse_flags
 
 
 def main() -> None:
     """Hook, then run the target as `__main__`."""
-    args = parse(sys.argv[1:])
+    args = parse_flags(sys.argv[1:], description=__doc__)
     install(
         cost=args.cost,
         model=args.model,

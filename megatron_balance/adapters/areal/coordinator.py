@@ -1,7 +1,7 @@
-"""AReaL's redistribution after a rollout, by our exchange: the function, and the coordinator that calls it.
+"""Replaces AReaL's redistribution after a rollout: the function, and the coordinator method that calls it.
 
-Only data-parallel heads redistribute; the other ranks of a replica wait for them in a barrier. So what heads find wrong
-is told to all ranks before that barrier.
+Only data-parallel heads redistribute; the other ranks of a replica wait for them in a barrier. So errors of the heads
+are gathered on all ranks before that barrier.
 
 Invariants: AReaL's signatures and results; no rank raises alone, head or not.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.areal.redistribution import redistribute
+from megatron_balance.adapters.areal.transport import redistribute
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Hook
@@ -25,24 +25,18 @@ _MODULE = "areal.infra.dist_rollout"
 
 
 class _Moved(list[Any]):
-    """Trajectories that are where they belong, and the result to give for them."""
+    """Marks trajectories that were redistributed already, and holds the result to return for them."""
 
     result: Any
 
 
 def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: bool) -> tuple[Hook, ...]:
-    """The hooks of the redistribution.
-
-    Args:
-        cost_model: what a row costs.
-        ep_size: expert-parallel ranks.
-        gather_all: fill `RedistributedData.all_data` with what other ranks have.
-    """
+    """The hooks of the redistribution; arguments as in `ArealOptions`."""
 
     def redistribute_trajectories(
         trajectories: list[dict[str, Any]], group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
     ) -> Any:
-        # Whichever of AReaL's algorithms is named, ours takes its place.
+        # packing_algorithm names one of AReaL's; the planner takes its place.
         from areal.infra.dist_rollout import RedistributedData
 
         if isinstance(trajectories, _Moved):
@@ -65,7 +59,7 @@ def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: boo
             all_data=all_data, data=moved.trajectories, rank=group.rank(), group_indices=moved.ids_per_rank
         )
 
-    def with_failures_told(method: Callable[..., Any]) -> Callable[..., Any]:
+    def with_failures_shared(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapper(self: Any, trajectories: list[dict[str, Any]] | None) -> Any:
             problem = None
@@ -94,22 +88,22 @@ def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: boo
             target=f"{_MODULE}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
             bound_in=(f"{_MODULE}:DistRolloutCoordinator",),
             parameters=("self", "trajectories"),
-            wrap=with_failures_told,
-            why="what data-parallel heads find wrong raises on the ranks that wait for them too",
+            wrap=with_failures_shared,
+            why="an error of a data-parallel head raises on the ranks that wait for it too",
             until="AReaL's ranks agree on failure before one raises",
         ),
     )
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """AReaL means all ranks where it names no group."""
+    """The group, or all ranks, which AReaL means by None."""
     found = dist.group.WORLD if group is None else group
     assert found is not None
     return found
 
 
 def buffer_device(group: dist.ProcessGroup) -> torch.device | str:
-    """Where the group's collectives want their buffers."""
+    """The device of the buffers of the group's collectives."""
     from areal.infra.platforms import current_platform
 
     return "cpu" if "gloo" in dist.get_backend(group) else current_platform.current_device()

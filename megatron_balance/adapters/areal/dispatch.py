@@ -1,25 +1,69 @@
-"""The single controller's dispatch: trajectories dealt out to data-parallel workers before any of them runs.
+"""Divides batches among data-parallel ranks in one process: `balance_batch`, and the single controller's dispatch.
 
-The controller holds tensors, or handles of tensors that lie elsewhere (`RTensor`), of which it knows the shape alone:
-their rows count as long as they are padded.
+The controller holds tensors, or handles of remote tensors (`RTensor`) of which it knows only the shape: their rows
+count with their padded length.
 
-Invariants: consecutive items of one unit stay together and in order; every worker gets a unit; where their number
-divides, all get the same.
+Invariants: every row comes out once, with equal bits; rows keep their order, and consecutive items of one unit stay
+together; every rank gets a unit, and where their number divides, all get the same number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
-from megatron_balance.adapters.areal.trajectories import MASK, row_lengths
+from megatron_balance.adapters.areal.plan import ids_per_rank, plan_ranks
+from megatron_balance.adapters.areal.trajectories import MASK, Batch, join_rows, row_lengths, split_rows
 from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import Model, resolve_cost
 
 Dispatched = tuple[list[list[dict[str, Any]]], list[list[int]]]
-"""What AReaL expects: for every worker its items, and their positions."""
+"""AReaL's result: for every worker its items, and their positions."""
+
+
+def balance_batch(
+    batches: Sequence[Mapping[str, Any]],
+    dp_num: int,
+    *,
+    cost: str | None = None,
+    model: Model | None = None,
+    ep_size: int = 1,
+) -> list[Batch]:
+    """Divides the rows of padded batches among ranks and pads each rank's to its own longest.
+
+    Args:
+        batches: one or more dicts of tensors `[num_rows, padded_seq_len, ...]` with `attention_mask`; each may have
+            its own number of rows and its own padding.
+        dp_num: data-parallel ranks. The one argument that AReaL's callers pass by position.
+        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
+        model: preset name, path of a Hugging Face config.json, or ModelShape.
+        ep_size: expert-parallel ranks.
+
+    Returns:
+        `[dp_num]` batches.
+
+    Raises:
+        BalanceError: a batch has no mask, keys differ, or there are fewer rows than ranks.
+
+    Example:
+        >>> import torch
+        >>> lengths = [8, 1, 2, 7]
+        >>> batch = {"attention_mask": torch.arange(8) < torch.tensor(lengths)[:, None]}
+        >>> [part["attention_mask"].sum(1).tolist() for part in balance_batch([batch], 2)]
+        [[8, 1], [2, 7]]
+    """
+    lengths = [length for batch in batches for length in row_lengths(batch)]
+    rows = [row for batch in batches for row in split_rows(batch)]
+    schedule = plan_ranks(
+        lengths,
+        num_rows=[1] * len(rows),
+        dp_size=dp_num,
+        cost_model=resolve_cost(cost, model=model, ep_size=ep_size),
+        ep_size=ep_size,
+    )
+    return [join_rows([rows[index] for index in ids]) for ids in ids_per_rank(schedule)]
 
 
 def make_dispatch(*, cost_model: CostModel, ep_size: int = 1) -> Callable[..., Dispatched]:
@@ -47,9 +91,10 @@ def make_dispatch(*, cost_model: CostModel, ep_size: int = 1) -> Callable[..., D
 
 
 def item_row_lengths(item: Mapping[str, Any]) -> list[int]:
-    """Tokens of each row of an item, `[num_rows]`; one row of one token where nothing tells.
+    """Tokens of each row of an item, `[num_rows]`.
 
-    The mask tells, else its handle's shape, else that of the first tensor or handle of two axes or more.
+    From the mask, else from its handle's shape, else from the first tensor or handle with two axes or more, else one
+    row of one token.
     """
     mask = item.get(MASK)
     if isinstance(mask, Tensor):

@@ -1,13 +1,12 @@
-"""AReaL's functions that are replaced, as a table, and `install()`.
+"""The hooks in AReaL, in a checked table, and `install()`.
 
-Invariants: nothing is patched before `install()` and all or none by it; what is installed can be undone; another
-AReaL than those it is tested on is refused, on every rank before training.
+Invariants: nothing is patched before `install()`; it patches everything or nothing and can be undone; an untested
+version of AReaL is refused, on every rank before training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -17,37 +16,18 @@ import torch.distributed as dist
 
 from megatron_balance.adapters.areal.coordinator import buffer_device, group_or_world, redistribution_hooks
 from megatron_balance.adapters.areal.dispatch import make_dispatch
-from megatron_balance.adapters.areal.microbatches import plan_microbatches, plan_microbatches_alike
+from megatron_balance.adapters.areal.plan import plan_microbatches, plan_microbatches_alike
+from megatron_balance.adapters.areal.settings import ArealOptions
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT
 from megatron_balance.adapters.areal.trainer import single_rank_hooks
-from megatron_balance.adapters.areal.unpadding import with_token_axis_cut
-from megatron_balance.cost.model import CostModel
+from megatron_balance.adapters.areal.trajectories import with_token_axis_cut
 from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import patches as patching
 from megatron_balance.hooking.installation import Installation, check_version
 from megatron_balance.hooking.patches import Hook
+from megatron_balance.hooking.patches import install as install_hooks
 
 SUPPORTED_VERSIONS = ("1.0.4",)
-
-
-@dataclass(frozen=True)
-class ArealOptions:
-    """What `install` was told.
-
-    Attributes:
-        cost_model: what a row costs.
-        ep_size: expert-parallel ranks.
-        single_rank_load: one rank rolls out for all.
-        gather_all: fill `RedistributedData.all_data` with what other ranks have.
-        max_wait: how long ranks wait for the one that rolls out.
-    """
-
-    cost_model: CostModel = field(default_factory=CostModel.tokens)
-    ep_size: int = 1
-    single_rank_load: bool = False
-    gather_all: bool = False
-    max_wait: timedelta = MAX_WAIT
 
 
 installation: Installation[ArealOptions] = Installation("AReaL")
@@ -62,7 +42,7 @@ def install(
     gather_all: bool = False,
     max_wait: timedelta = MAX_WAIT,
 ) -> Installation[ArealOptions]:
-    """Hook AReaL in this process, every rank and the controller alike. Installing twice installs once.
+    """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
 
     Args:
         cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
@@ -86,7 +66,7 @@ def install(
         max_wait=max_wait,
     )
     return installation.install(
-        options, hook=lambda: patching.install(_hooks(options), version=f"areal {_supported_version()}")
+        options, hook=lambda: install_hooks(_hooks(options), version=f"areal {_supported_version()}")
     )
 
 

@@ -1,8 +1,11 @@
-"""AReaL's batches as rows: how long each row is, and rows cut, taken apart and padded together again.
+"""Treats AReaL's batches as rows: measures, splits, trims and pads them.
 
 A batch is a dict with `attention_mask` `[num_rows, padded_seq_len]`. A tensor whose first two axes are those of the
 mask has an entry a token; one whose first axis alone is has an entry a row, and so has a list of `num_rows` items.
 Anything else belongs to the batch as a whole. A trajectory is a batch of one prompt's rows.
+
+AReaL's own `split_and_unpad_tensor` cuts the last axis of every tensor, which is the token axis only where there are
+two: of hidden states `[1, 6, 8]` with 3 tokens it keeps `[1, 6, 3]`. Splitting stays its own; the cut is made here.
 
 Invariants: only whole columns that no row uses are cut, and only along the token axis, so that a hidden tensor
 `[num_rows, padded_seq_len, hidden]` keeps its last axis; padding that is put back is 0, which is what AReaL pads with.
@@ -10,7 +13,8 @@ Invariants: only whole columns that no row uses are cut, and only along the toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,3 +120,35 @@ def _padded_together(tensors: Sequence[Tensor], *, name: str) -> Tensor:
         widths = [width for size in reversed(missing) for width in (0, size)]
         padded.append(functional.pad(tensor, widths) if any(missing) else tensor)
     return torch.cat(padded)
+
+
+def with_token_axis_cut(split: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps AReaL's `split_and_unpad_tensor`, which splits a tensor or a dict of tensors."""
+
+    def split_and_unpad_tensor(
+        result: Any, n_trajs: int, traj_group_sizes: list[int] | int = 1, traj_seqlens: list[int] | None = None
+    ) -> Any:
+        # Lengths that no axis reaches: the original then cuts nothing, and derives none from the mask.
+        parts = split(result, n_trajs, traj_group_sizes, [sys.maxsize] * n_trajs)
+        if not isinstance(result, (Tensor, dict)):
+            return parts
+        if isinstance(result, Tensor):
+            return parts if traj_seqlens is None else [_cut(*pair) for pair in zip(parts, traj_seqlens, strict=True)]
+        has_mask = isinstance(result.get(MASK), Tensor) and result[MASK].dim() == 2
+        if traj_seqlens is None:
+            if not has_mask:
+                return parts
+            traj_seqlens = [max(row_lengths(part)) for part in parts]
+        return [
+            {
+                name: _cut(value, length) if not has_mask or has_entry_a_token(value, mask=part[MASK]) else value
+                for name, value in part.items()
+            }
+            for part, length in zip(parts, traj_seqlens, strict=True)
+        ]
+
+    return split_and_unpad_tensor
+
+
+def _cut(value: Any, length: int) -> Any:
+    return value[:, :length] if isinstance(value, Tensor) and value.dim() >= 2 else value

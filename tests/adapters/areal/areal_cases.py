@@ -8,7 +8,7 @@ import torch.distributed as dist
 from areal_trajectories import digest, make_trajectory, row_digests
 
 from megatron_balance.adapters.areal import SingleRankLoad, distributed_batch, redistribute
-from megatron_balance.adapters.areal.microbatches import plan_microbatches_alike
+from megatron_balance.adapters.areal.plan import plan_microbatches_alike
 from megatron_balance.adapters.areal.trajectories import row_lengths
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError

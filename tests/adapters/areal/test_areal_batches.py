@@ -20,7 +20,7 @@ from benchmarks.adapters.areal import (
 )
 from megatron_balance.adapters.areal import balance_batch
 from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_parcel
-from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
+from megatron_balance.adapters.areal.plan import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import join_rows, row_lengths, split_rows, trimmed
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import resolve_cost

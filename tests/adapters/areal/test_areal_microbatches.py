@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.adapters.areal import endless
-from megatron_balance.adapters.areal.microbatches import plan_microbatches
+from megatron_balance.adapters.areal.plan import plan_microbatches
 from megatron_balance.adapters.areal.single_rank import IdleDataLoader
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError

@@ -1,7 +1,7 @@
-"""Trajectories move to the data-parallel ranks that train on them, from wherever they are.
+"""Moves trajectories from the ranks that hold them to the data-parallel ranks that train on them.
 
     1. every rank packs its trajectories into parcels
-    2. lengths, keys and problems of all ranks are gathered; what is wrong anywhere raises everywhere
+    2. lengths, keys and problems of all ranks are gathered; a problem on one rank raises on every rank
     3. the planner gives every rank the same number of trajectories, of nearly the same cost
     4. one all-to-all moves the parcels
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_parcel
-from megatron_balance.adapters.areal.planning import ids_per_rank, plan_ranks
+from megatron_balance.adapters.areal.plan import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import MASK, Batch, has_entry_a_token, join_rows, row_lengths, trimmed
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, resolve_cost
@@ -33,12 +33,12 @@ from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
 
 @dataclass(frozen=True)
 class Redistribution:
-    """What one rank has after trajectories moved. A trajectory's id counts those of rank 0, then of rank 1, and so on.
+    """One rank's trajectories after the move. Ids count the trajectories of rank 0, then of rank 1, and so on.
 
     Attributes:
-        trajectories: this rank's, by rising id.
-        ids_per_rank: `[dp_size]` ids that each rank has, rising.
-        everything: `[num_trajectories]` all of them, where they were asked for; else None.
+        trajectories: this rank's, by ascending id.
+        ids_per_rank: `[dp_size]` ids that each rank has, ascending.
+        everything: `[num_trajectories]` with `gather_all` all of them; else None.
     """
 
     trajectories: list[Batch]
@@ -67,7 +67,7 @@ def redistribute(
         device: where buffers and arriving tensors live; NCCL needs `cuda`.
 
     Raises:
-        BalanceError: on every rank alike: a trajectory of some rank has no mask, other keys or dtypes than the others,
+        BalanceError: on every rank: a trajectory of some rank has no mask, other keys or dtypes than the others,
             or cannot be packed; there are fewer trajectories than ranks.
     """
     problem, schema, parcels, lengths = None, None, [], []
@@ -85,7 +85,7 @@ def redistribute(
         problem=problem,
         device=device,
     )
-    # From here on all ranks know the same, so what raises does so on every one.
+    # From here on all ranks know the same, so an error raises on every one.
     schedule = plan_ranks(
         rows.segment_lengths,
         num_rows=rows.num_segments,
@@ -118,7 +118,7 @@ def distributed_batch(
     ep_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """What one rank loaded, dealt out to all ranks of a group and padded together on each.
+    """Divides the batches that one rank loaded among all ranks of a group, and pads each rank's share together.
 
     A batch of several rows, such as the answers to one prompt, stays on one rank.
 
@@ -142,7 +142,7 @@ def distributed_batch(
 
 
 def _shared_schema(trajectories: Sequence[Mapping[str, Any]]) -> SampleSchema | None:
-    """Keys and dtypes that all trajectories share: what differs in these cannot be padded together after."""
+    """Keys and dtypes that all trajectories share: others could not be padded together later."""
     schemas = [_schema(trajectory) for trajectory in trajectories]
     for index, schema in enumerate(schemas):
         if schema != schemas[0]:
