@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_balance.adapters.areal.coordinator import buffer_device, group_or_world, redistribution_hooks
 from megatron_balance.adapters.areal.dispatch import make_dispatch
-from megatron_balance.adapters.areal.plan import plan_microbatches, plan_microbatches_alike
+from megatron_balance.adapters.areal.plan import plan_agreed_microbatches
 from megatron_balance.adapters.areal.settings import ArealOptions
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT
 from megatron_balance.adapters.areal.trainer import single_rank_hooks
@@ -122,23 +122,15 @@ def _allocate_balanced_mbs_synced(options: ArealOptions) -> Callable[..., list[l
     def allocate_balanced_mbs_synced(
         mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
     ) -> list[list[int]]:
-        if not dist.is_initialized():
-            return plan_microbatches(
-                lens,
-                max_tokens=mb_spec.max_tokens_per_mb,
-                min_microbatches=mb_spec.n_mbs or 1,
-                divisor=mb_spec.n_mbs_divisor,
-                cost_model=options.cost_model,
-            )
-        group = group_or_world(group)
-        return plan_microbatches_alike(
+        group = group_or_world(group) if dist.is_initialized() else None
+        return plan_agreed_microbatches(
             lens,
             max_tokens=mb_spec.max_tokens_per_mb,
             min_microbatches=mb_spec.n_mbs or 1,
             divisor=mb_spec.n_mbs_divisor,
             cost_model=options.cost_model,
             group=group,
-            device=buffer_device(group),
+            device="cpu" if group is None else buffer_device(group),
         )
 
     return allocate_balanced_mbs_synced

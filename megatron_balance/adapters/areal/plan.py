@@ -137,22 +137,22 @@ def plan_microbatches(
     return [list(schedule.ranks[0][slot]) for slot in costliest_first]
 
 
-def plan_microbatches_alike(
+def plan_agreed_microbatches(
     lengths: Sequence[int] | NDArray[Any],
     *,
     max_tokens: int,
     min_microbatches: int = 1,
     divisor: int = 1,
     cost_model: CostModel,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device | str = "cpu",
 ) -> MicroBatches:
-    """`plan_microbatches` with the same number on every rank of a group.
+    """`plan_microbatches` with the same number of micro-batches on every rank of a group.
 
     Args:
         lengths: `[num_rows]` tokens of each of this rank's rows.
         max_tokens: as in `plan_microbatches`, likewise `min_microbatches`, `divisor` and `cost_model`.
-        group: the ranks that take as many micro-batches.
+        group: the ranks that need the same number of micro-batches; None for this rank alone.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
@@ -170,7 +170,11 @@ def plan_microbatches_alike(
                 cost_model=cost_model,
             )
         except BalanceError as error:
+            if group is None:
+                raise
             problem = str(error)
+        if group is None:
+            return planned
         counts = gather_lengths([len(planned)], group=group, schema=_COUNTS, problem=problem, device=device)
         min_microbatches = int(counts.lengths.max())
         if (counts.lengths == min_microbatches).all():

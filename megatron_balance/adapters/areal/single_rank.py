@@ -1,8 +1,8 @@
-"""One rank loads for all: the others wait for as long as it takes, load nothing and learn of its failure.
+"""Lets one rank load for all: the others wait for it, load nothing and raise if it fails.
 
-A rollout may take longer than a process group waits, so ranks do not meet in the group that moves data: they wait in
-one of their own, over gloo, whose patience is a parameter. Only when the rank that loads is through, well or not, do
-they go on, all together.
+A rollout may take longer than the time-out of a process group, so ranks do not wait in the group that moves data but in
+one of their own, over gloo, whose time-out is a parameter. They go on together when the rank that loads has finished or
+failed.
 
 Invariants: `load` runs on one rank; where it fails every rank raises, that one its own error and the others one that
 quotes it; batches never run out because an epoch ended.
@@ -24,7 +24,7 @@ from megatron_balance.errors import BalanceError
 Item = TypeVar("Item")
 
 _MAX_TEXT_NBYTES = 4096
-"""Of a failure, as it is told to the ranks that wait; what is longer is cut."""
+"""Longest error text sent to the ranks that wait; longer ones are cut."""
 
 MAX_WAIT = timedelta(days=7)
 """Longer than any rollout; a rank that dies ends the wait at once, since its connection breaks."""
@@ -34,11 +34,11 @@ class SingleRankLoad:
     """Ranks of which one loads. Every rank of the world makes it, in the same order as its process groups.
 
     Args:
-        loads: whether this rank is the one.
-        max_wait: how long the others wait for one load.
+        loads: whether this rank loads.
+        max_wait: time-out of the others for one load.
 
     Raises:
-        BalanceError: on every rank alike: not exactly one rank loads.
+        BalanceError: on every rank: not exactly one rank loads.
     """
 
     def __init__(self, *, loads: bool, max_wait: timedelta = MAX_WAIT) -> None:
@@ -54,7 +54,7 @@ class SingleRankLoad:
         self._source = loading[0]
 
     def run(self, load: Callable[[], list[Item]]) -> list[Item]:
-        """What `load` returns on the rank that loads; an empty list on the others, once that one is through.
+        """The result of `load` on the rank that loads; an empty list on the others, once that has finished.
 
         Raises:
             BalanceError: on the ranks that wait, where `load` failed; the rank that loads raises what `load` did.
@@ -85,7 +85,7 @@ def _as_text(message: Tensor) -> str:
 
 
 class _Announcement:
-    """Tells the others how it ended, whatever the exception, and lets that pass."""
+    """Announces success or failure to the other ranks on exit; an exception passes through."""
 
     def __init__(self, single: SingleRankLoad) -> None:
         self._single = single
@@ -99,10 +99,10 @@ class _Announcement:
 
 
 class IdleDataLoader:
-    """In place of a data loader on ranks that load nothing: as long as the real one, and without data.
+    """Replaces the data loader on ranks that load nothing: it has a length and no data.
 
     Args:
-        num_batches: batches of an epoch, which trainers count steps by.
+        num_batches: batches of an epoch, from which trainers count steps.
         batch_size: samples of a batch.
     """
 
@@ -117,11 +117,11 @@ class IdleDataLoader:
         raise BalanceError("this rank loads nothing under single_rank_load: only the rank that loads has batches.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: what a checkpoint stores for this rank."""
+        """An empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
+        """Accepts an empty state."""
 
 
 def endless(loader: Iterable[Item]) -> Iterator[Item]:

@@ -1,8 +1,8 @@
-"""`single_rank_load` in AReaL's trainer: the first data-parallel rank rolls out the whole batch for all.
+"""Adds `single_rank_load` to AReaL's trainer: the first data-parallel rank rolls out the whole batch for all.
 
 Trainers that run as one process a rank roll out on every data-parallel rank, so that all wait for the rank whose
-prompts take longest, and those of uneven luck time out. Here one rank has the whole data loader, the whole of
-`consumer_batch_size` and `max_concurrent_rollouts`, and the redistribution deals its trajectories out.
+prompts take longest, or time out. Here one rank has the whole data loader, all of `consumer_batch_size` and
+`max_concurrent_rollouts`, and the redistribution divides its trajectories among the ranks.
 
 Invariants: one rank calls the rollout engine; the others iterate no data loader; evaluation stays on every rank, and
 nothing changes where there is one data-parallel rank (or a single controller, which is one).
@@ -42,11 +42,7 @@ def scaled_for_one_rank(config: Any, *, dp_size: int) -> Any:
 
 
 def single_rank_hooks(*, max_wait: timedelta) -> tuple[Hook, ...]:
-    """The hooks of `single_rank_load`.
-
-    Args:
-        max_wait: how long ranks wait for the one that rolls out.
-    """
+    """The hooks of `single_rank_load`; `max_wait` is the time-out of the ranks that wait."""
     loads: WeakKeyDictionary[Any, SingleRankLoad] = WeakKeyDictionary()
 
     def rolled_out_by_one(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +70,7 @@ def single_rank_hooks(*, max_wait: timedelta) -> tuple[Hook, ...]:
                 bound_in=(f"{_COORDINATOR}:DistRolloutCoordinator",),
                 parameters=("self", "workflow", "group_size"),
                 wrap=rolled_out_by_one,
-                why="single_rank_load: one rank rolls out, the others wait for it without a time limit of NCCL's",
+                why="single_rank_load: one rank rolls out, the others wait for it without NCCL's time-out",
                 until="AReaL has single_rank_load",
             )
             for name in ("rollout_batch", "prepare_batch")
@@ -99,7 +95,7 @@ def single_rank_hooks(*, max_wait: timedelta) -> tuple[Hook, ...]:
 
 
 class _RolledOutByOne:
-    """A rollout engine on one rank; on the others it waits and has no trajectories."""
+    """Rolls out on one rank; on the others it waits and returns no trajectories."""
 
     def __init__(self, engine: Any, *, load: SingleRankLoad) -> None:
         self._engine = engine
@@ -129,7 +125,7 @@ def _loaded_by_one(create: Callable[..., Any]) -> Callable[..., Any]:
         whole = create(self, dataset, dataset_config, rank=0, world_size=1)
         if _is_first(self.actor):
             return whole
-        # Made for its length alone; it reads nothing until it is iterated.
+        # Only its length is needed; it reads nothing until it is iterated.
         return IdleDataLoader(num_batches=len(whole), batch_size=dataset_config.batch_size)
 
     return wrapper

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from areal_trajectories import digest, make_trajectory, row_digests
 
 from megatron_balance.adapters.areal import SingleRankLoad, distributed_batch, redistribute
-from megatron_balance.adapters.areal.plan import plan_microbatches_alike
+from megatron_balance.adapters.areal.plan import plan_agreed_microbatches
 from megatron_balance.adapters.areal.trajectories import row_lengths
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
@@ -76,7 +76,7 @@ def scatter(lengths, source):
 def pack_alike(lengths, max_tokens, min_microbatches=1, divisor=1):
     """Micro-batches of this rank, or what it raises."""
     try:
-        return plan_microbatches_alike(
+        return plan_agreed_microbatches(
             lengths[dist.get_rank()],
             max_tokens=max_tokens,
             min_microbatches=min_microbatches,
