@@ -1,7 +1,7 @@
-"""DataProto and TensorDict: the lengths of their rows, and rows in another order.
+"""Measures and reorders the rows of DataProto and TensorDict, and splits a DataProto into balanced parts.
 
-`balance_data_proto` is the function that verl's pull request on data-parallel balance proposed, with its faults
-mended: padding rows are part of the order, so that undoing the order and then trimming them gives every row back.
+`balance_data_proto` is the function that verl's pull request on data-parallel balance proposed, with a correction:
+padding rows are part of the order, so that undoing the order and then trimming them gives every row back.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
-from megatron_balance.adapters.verl.row_order import RowOrder, order_rows
+from megatron_balance.adapters.verl.plan import RowOrder, order_rows
 from megatron_balance.adapters.verl.settings import installation
 from megatron_balance.adapters.verl.workload import Model, choose_workload, nested_lengths
 from megatron_balance.errors import BalanceError
 
 
 def row_lengths(data: DataProto | TensorDict) -> NDArray[np.int64] | None:
-    """Tokens of each row: int64 `[num_rows]`, or None where neither `input_ids` nor `attention_mask` tells."""
+    """Tokens of each row: int64 `[num_rows]`, or None without usable `input_ids` or `attention_mask`."""
     tensors = data.batch if isinstance(data, DataProto) else data
     if tensors is None or not len(tensors.batch_size):
         return None
@@ -61,7 +61,7 @@ class BalancedData:
     num_rows: int
 
     def restore(self, outputs: list[DataProto]) -> DataProto:
-        """What the ranks made of their parts, in the order of the rows, without the padding.
+        """Joins the ranks' outputs in the original order of the rows, without the padding.
 
         Raises:
             BalanceError: the outputs do not have a row for each row of the parts.
@@ -74,13 +74,13 @@ class BalancedData:
 
 
 def balance_data_proto(obj: DataProto, chunks: int, *, model_config: Model | None = None) -> BalancedData:
-    """Splits a DataProto into parts of equal size and as equal work as can be.
+    """Splits a DataProto into parts of equal size and nearly equal work.
 
     Args:
         obj: the rows; it is not changed. Where `chunks` does not divide them it is padded, as verl pads: by copies of
             the last row.
         chunks: parts to make.
-        model_config: what `install()` takes as the model, or `{"mlp_workload_factor": ...}`; by default the installed
+        model_config: a model as in `install()`, or `{"mlp_workload_factor": ...}`; by default the installed
             one, else verl's own formula.
 
     Raises:

@@ -40,13 +40,13 @@ ENGINES = ("verl.workers.engine.utils",)
 
 
 def _bound_methods(stock: Function) -> Function:
-    from megatron_balance.adapters.verl.dispatch import bind_balanced
+    from megatron_balance.adapters.verl.transport import bind_balanced
 
     return bind_balanced(stock, before=hook_trainers)
 
 
 def _split(stock: Function, *, pads: bool) -> Function:
-    from megatron_balance.adapters.verl.dispatch import split_balanced
+    from megatron_balance.adapters.verl.transport import split_balanced
 
     return split_balanced(stock, pads=pads)
 
@@ -73,7 +73,7 @@ def _bound(function: str, *modules: str) -> tuple[str, ...]:
 
 
 def hooks() -> tuple[Hook, ...]:
-    """The table, for the modules that are loaded."""
+    """The table of hooks for the modules that are loaded."""
     return (
         Hook(
             target=f"{BALANCING}:calculate_workload",

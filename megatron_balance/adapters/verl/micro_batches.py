@@ -1,8 +1,8 @@
-"""A rank's rows cut into micro-batches under a token cap, as many on every data-parallel rank.
+"""Packs a rank's rows into micro-batches under a token cap, the same number on every data-parallel rank.
 
 verl's function agrees on the count by one all_reduce a try. Here each rank learns the lengths of all, and plans the
-whole mini-batch with rows that stay where they are: one gather, the same plan everywhere, and what cannot be done is
-found on every rank alike.
+whole mini-batch with rows that stay where they are: one gather, the same plan everywhere, and the same errors on every
+rank.
 
 Invariants: no micro-batch is over the cap or empty; all ranks of the group have the same number of micro-batches, a
 multiple of `num_batches_divided_by` and no fewer than `min_num_micro_batch`; rows of a forced group stay together;
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.verl.partitions import balanced_partitions
+from megatron_balance.adapters.verl.plan import balanced_partitions
 from megatron_balance.adapters.verl.workload import workloads
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """What verl asks of the micro-batches of one mini-batch.
+    """verl's limits on the micro-batches of one mini-batch.
 
     Attributes:
         max_token_len: tokens a micro-batch holds at most.
@@ -50,7 +50,7 @@ class MicroBatchLimits:
     force_group_size: int = 1
 
     def fingerprint(self, cost_model: CostModel) -> int:
-        """A number of 63 bits that ranks with the same limits and costs share."""
+        """A 63-bit hash of the limits and costs, to compare among ranks."""
         return _hash((self, cost_model))
 
 
@@ -80,7 +80,7 @@ def plan_micro_batches(
 
     Args:
         lengths: `[num_rows]` tokens of this rank's rows.
-        limits: what a micro-batch may hold, and how many there may be.
+        limits: tokens of a micro-batch, and the number of micro-batches.
         cost_model: what a row costs.
         mountain: put cheap micro-batches at both ends, where a pipeline waits for them; else by falling cost.
         group: ranks that need the same number of micro-batches; None where each rank may have its own.
@@ -90,7 +90,7 @@ def plan_micro_batches(
         Lists of row indices, ascending in each.
 
     Raises:
-        BalanceError: on every rank of the group alike: a row or forced group over the cap, fewer rows on some rank
+        BalanceError: on every rank of the group: a row or forced group over the cap, fewer rows on some rank
             than another needs micro-batches, or ranks with different limits.
     """
     rows = _gather(lengths, limits=limits, cost_model=cost_model, group=group, device=device)
@@ -153,8 +153,8 @@ def _plan(rows: _Rows, *, limits: MicroBatchLimits, cost_model: CostModel) -> Ra
 def _pack_tightly(schedule: DataSchedule, *, fewest: int, loads: NDArray[np.int64]) -> Ranks | None:
     """Fewer micro-batches than the schedule's, where partitions into as many keep the cap; else None.
 
-    The schedule packs by targets, which a handful of long rows a micro-batch can miss: of 100 sets of 25 rows that
-    fill 6 micro-batches to nine tenths it found 65, and partitions by work or by tokens 99.
+    The schedule packs by target heights, which fail for micro-batches of a few long rows: of 100 sets of 25 rows that
+    fill 6 micro-batches to 90 % it packed 65 into 6, and partitions by work or by tokens 99.
     """
     assert schedule.home_ranks is not None
     dp_size, multiple = schedule.topology.dp_size, schedule.topology.microbatch_multiple
@@ -203,7 +203,7 @@ def _gather(
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> _Rows:
-    """Rows of all ranks of the group. What is wrong with one rank's own is raised on all."""
+    """Rows of all ranks of the group; a problem of one rank raises on all."""
     problem = None
     if lengths.size == 0 or lengths.size % limits.force_group_size:
         problem = (

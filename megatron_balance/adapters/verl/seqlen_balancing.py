@@ -1,4 +1,4 @@
-"""What stands in place of the functions of `verl.utils.seqlen_balancing`, while the adapter is installed."""
+"""Replaces the functions of `verl.utils.seqlen_balancing` while the adapter is installed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_balance.adapters.verl.partitions import balanced_partitions, group_balanced_partitions
+from megatron_balance.adapters.verl.plan import balanced_partitions, group_balanced_partitions
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.adapters.verl.workload import tensor_workloads
 from megatron_balance.hooking.patches import Function
 
 
 def count_workload(stock: Function) -> Function:
-    """`calculate_workload`: by the model that was given."""
+    """`calculate_workload` by the settings' cost model."""
 
     def balanced(settings: Settings, seqlen_list: Any) -> Any:
         return tensor_workloads(seqlen_list, cost_model=settings.cost_model)
@@ -23,7 +23,7 @@ def count_workload(stock: Function) -> Function:
 
 
 def partition(stock: Function) -> Function:
-    """`get_seqlen_balanced_partitions`: any number of rows over any number of ranks."""
+    """`get_seqlen_balanced_partitions`, also where ranks do not divide the rows."""
 
     def balanced(_: Settings, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
         return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
@@ -42,7 +42,7 @@ def partition_groups(stock: Function) -> Function:
 
 
 def pack_micro_batches(stock: Function) -> Function:
-    """`rearrange_micro_batches`: as few as fit the cap, as even as can be."""
+    """`rearrange_micro_batches`: the fewest micro-batches under the cap, of nearly equal work."""
     from verl.utils.device import get_device_name
 
     from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows

@@ -1,7 +1,7 @@
-"""The trainers' `_balance_batch`: one order for the whole rollout batch, mini-batch by mini-batch.
+"""Replaces the trainers' `_balance_batch`: orders the whole rollout batch, mini-batch by mini-batch.
 
 verl's own balances mini-batches and then sorts each rank's rows over all of them, so that they mix again; it counts a
-mini-batch in prompts where the actor counts it in rows; and it takes a uid that comes again for another group.
+mini-batch in prompts where the actor counts it in rows; and it treats a uid that comes again as another group.
 
 Invariants: no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows keeps its rows
 (always, or where the caller asks for it: `keep_minibatch`); with the prefix grouper rows of one uid stay neighbours
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from megatron_balance.adapters.verl.data_proto import row_lengths
-from megatron_balance.adapters.verl.partitions import group_balanced_partitions
-from megatron_balance.adapters.verl.row_order import RowOrder, minibatches_in_order, order_rows
+from megatron_balance.adapters.verl.plan import RowOrder, group_balanced_partitions, minibatches_in_order, order_rows
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
@@ -100,7 +99,7 @@ def order_groups(
         lengths: `[num_rows]` tokens.
         uids: `[num_rows]` id of the group of each row.
         num_ranks: data-parallel ranks.
-        settings: of the adapter.
+        settings: the adapter's.
         minibatch_rows: rows of a mini-batch; None where the batch is one.
 
     Raises:
@@ -133,7 +132,7 @@ def order_groups(
 
 
 def dp_size_of(worker_group: Any, *, role: str = "actor") -> int:
-    """Data-parallel ranks of a role: the workers say it once, and the group keeps it."""
+    """Data-parallel ranks of a role; the worker group asks its workers once and keeps the answer."""
     if role not in worker_group._dispatch_info:
         worker_group._dispatch_info[role] = worker_group._query_dispatch_info(role)
     return max(worker_group._dispatch_info[role]) + 1

@@ -1,4 +1,4 @@
-"""What a row costs, in the units in which verl writes it: squared tokens plus a factor times tokens.
+"""Computes the work of a row in verl's units: squared tokens plus a factor times tokens.
 
 verl's own factor, 24576, is that of a 7B model of hidden size 4096, whatever the model is. Here it comes from the
 model: forward and backward FLOPs per token over those per squared token, as `CostModel.from_shape` counts them.
@@ -41,7 +41,7 @@ def choose_workload(model: Model | None = None, *, cost: str | None = None) -> C
     """The cost model of a verl run.
 
     Args:
-        model: whose FLOPs count; None for verl's own formula, or for tokens.
+        model: model whose FLOPs count; None for verl's own formula, or for tokens.
         cost: `flops`, `tokens` or the path of a calibration.json; by default flops where there is a model.
 
     Raises:
@@ -65,11 +65,7 @@ def choose_workload(model: Model | None = None, *, cost: str | None = None) -> C
 
 
 def workloads(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[np.int64]:
-    """Work of rows of these lengths.
-
-    Args:
-        lengths: `[num_rows]` tokens.
-        cost_model: what a row costs.
+    """Work of rows of `[num_rows]` tokens.
 
     Returns:
         `[num_rows]` int64, in units of the cost of one squared token; of one token where there is no attention.
@@ -83,7 +79,7 @@ def workloads(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[n
 
 
 def tensor_workloads(seqlens: torch.Tensor | Sequence[int], *, cost_model: CostModel) -> torch.Tensor:
-    """What stands in place of verl's `calculate_workload`.
+    """Replaces verl's `calculate_workload`.
 
     Args:
         seqlens: lengths as a list or a tensor of any dtype (verl's SFT trainer gives float32), or a nested tensor of

@@ -9,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel
-from megatron_balance.adapters.verl.partitions import balanced_partitions, group_balanced_partitions
-from megatron_balance.adapters.verl.row_order import minibatches_in_order, minibatches_of_parts, order_rows
+from megatron_balance.adapters.verl.plan import (
+    balanced_partitions,
+    group_balanced_partitions,
+    minibatches_in_order,
+    minibatches_of_parts,
+    order_rows,
+)
 from megatron_balance.adapters.verl.workload import choose_workload, workloads
 
 TOKENS = CostModel.tokens()

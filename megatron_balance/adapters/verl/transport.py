@@ -1,4 +1,4 @@
-"""Worker-group calls: rows are sent in balanced order and come back in the caller's.
+"""Sends the rows of worker-group calls in balanced order, and puts results back in the caller's order.
 
 A call of a worker group dispatches its arguments, executes, and collects, in one thread. Between the first and the
 last the row order is kept in that thread:
@@ -26,7 +26,7 @@ from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils import tensordict_utils
 
 from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
-from megatron_balance.adapters.verl.row_order import RowOrder, minibatches_of_parts, order_rows
+from megatron_balance.adapters.verl.plan import RowOrder, minibatches_of_parts, order_rows
 from megatron_balance.adapters.verl.settings import Settings, installation, while_active
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
@@ -53,13 +53,13 @@ _calls = _Calls()
 
 @dataclass(frozen=True)
 class BalancedDispatch:
-    """A method's dispatch function, under which arguments are ordered as they are cut. Can be pickled."""
+    """Wraps a method's dispatch function: arguments are ordered while verl cuts them. Can be pickled."""
 
     dispatch_fn: Callable[..., Any]
     method_name: str
 
     def __call__(self, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-        """verl's dispatched arguments; the order that they are in is kept for `BalancedCollect`."""
+        """verl's dispatched arguments; their order is kept for `BalancedCollect`."""
         outer, _calls.dispatching = _calls.dispatching, (id(worker_group), self.method_name)
         # Left from a call that failed.
         _calls.orders.pop(_calls.dispatching, None)
@@ -71,7 +71,7 @@ class BalancedDispatch:
 
 @dataclass(frozen=True)
 class BalancedCollect:
-    """The same method's collect function, after which rows are in order again. Can be pickled."""
+    """Wraps the method's collect function: rows are put back in order after it. Can be pickled."""
 
     collect_fn: Callable[..., Any]
     method_name: str
@@ -112,12 +112,13 @@ def in_order(output: Any, *, order: RowOrder, method_name: str) -> Any:
     """A method's joined result with its rows in the caller's order.
 
     Args:
-        output: with one row a row dispatched; or with none (metrics), one a rank, or a list a rank, as it is.
-        order: in which rows were dispatched.
+        output: one row for each row dispatched, which are reordered; or none (metrics), one a rank, or a list a rank,
+            which are returned unchanged.
+        order: the order in which rows were dispatched.
         method_name: for the message.
 
     Raises:
-        BalanceError: the result has another number of rows, so that they cannot be told apart.
+        BalanceError: the result has another number of rows, so that their order is unknown.
     """
     if isinstance(output, DataProtoFuture):
         return OrderedFuture(
@@ -140,11 +141,9 @@ def in_order(output: Any, *, order: RowOrder, method_name: str) -> Any:
 
 
 def bind_balanced(bind: Function, *, before: Callable[[], None]) -> Function:
-    """verl's `func_generator`, which makes the methods of a worker group.
+    """Wraps verl's `func_generator`, which makes the methods of a worker group.
 
-    Args:
-        bind: verl's own.
-        before: called first; the process that makes worker groups is the one that has the trainer.
+    `before` is called first: the process that makes worker groups is the one that has the trainer.
     """
 
     def balanced(
@@ -164,7 +163,7 @@ def bind_balanced(bind: Function, *, before: Callable[[], None]) -> Function:
 
 
 def split_balanced(split: Function, *, pads: bool) -> Function:
-    """verl's `_split_args_kwargs_data_proto`, or the one of the two that pads."""
+    """Wraps verl's `_split_args_kwargs_data_proto`, or its variant that pads."""
 
     @functools.wraps(split)
     def hook(chunks: int, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +235,7 @@ def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOr
 
 
 def _flag(argument: Any, name: str) -> Any:
-    """What verl put beside the rows: in `meta_info`, or in the TensorDict itself."""
+    """A value that verl stores beside the rows: in `meta_info`, or in the TensorDict itself."""
     if isinstance(argument, DataProto):
         return argument.meta_info.get(name)
     return tensordict_utils.get_non_tensor_data(argument, key=name, default=None)
