@@ -1,0 +1,61 @@
+"""The template: two ranks with very different data run nearly the same number of tokens, every sequence once."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import toy_balance
+import toy_host
+
+from megatron_balance import BalanceError
+
+LENGTHS = ([16, 15, 14, 13], [1, 2, 3, 4])
+CAP = 20
+
+
+def _run_rank(rank: int, folder: str, results: multiprocessing.Queue) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(LENGTHS))
+    toy_balance.install(max_tokens=CAP)
+    loader = toy_host.Loader([torch.full((length,), length) for length in LENGTHS[rank]])
+    slots = toy_host.train_step(loader, dist.group.WORLD)
+    results.put((rank, [[sequence.tolist() for sequence in slot] for slot in slots]))
+    dist.destroy_process_group()
+
+
+def test_samples_move_by_plan_and_each_runs_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_run_rank, args=(rank, str(tmp_path), results)) for rank in range(len(LENGTHS))]
+    for process in ranks:
+        process.start()
+    slots_of = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    runs = [sequence for slots in slots_of.values() for slot in slots for sequence in slot]
+    assert sorted(runs) == sorted([length] * length for lengths in LENGTHS for length in lengths)
+    assert len({len(slots) for slots in slots_of.values()}) == 1
+    assert all(sum(map(len, slot)) <= CAP for slots in slots_of.values() for slot in slots)
+    tokens_of = [sum(len(sequence) for slot in slots for sequence in slot) for slots in slots_of.values()]
+    assert tokens_of == [34, 34]
+
+
+def test_installs_once_and_is_undone() -> None:
+    stock = toy_host.Loader.load_step
+    installed = toy_balance.install(max_tokens=CAP)
+    try:
+        assert toy_balance.install(max_tokens=CAP) is installed
+        with pytest.raises(BalanceError, match="toy_host is hooked already"):
+            toy_balance.install(max_tokens=2 * CAP)
+        assert toy_host.Loader.load_step is not stock
+    finally:
+        installed.undo()
+    assert toy_host.Loader.load_step is stock
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_host, "__version__", "2.0.0")
+    with pytest.raises(BalanceError, match=r"toy_host is 2\.0\.0.*tested on 1\.2"):
+        toy_balance.install(max_tokens=CAP)
+    assert toy_balance.installation.settings is None

@@ -1,0 +1,22 @@
+"""Gathers lengths, and moves sequences to the ranks that the plan gives them."""
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance import DataSchedule
+from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
+from megatron_balance.runtime.sample import Sample
+
+
+def move_sequences(
+    sequences: Sequence[Tensor], *, group: dist.ProcessGroup, plan: Callable[[GatheredLengths], DataSchedule]
+) -> tuple[DataSchedule, dict[int, Tensor]]:
+    samples = [Sample({"tokens": sequence}) for sequence in sequences]
+    gathered = gather_sample_lengths(samples, group=group)
+    schedule = plan(gathered)
+    check_same_schedule(schedule.digest(), group=group)
+    arrived = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=group)
+    return schedule, {index: sample.per_token["tokens"] for index, sample in arrived.items()}
