@@ -1,6 +1,6 @@
-"""All ranks learn of all real rows: what they cost and how long they are, in one gather.
+"""Gathers workloads and lengths of all real rows on all ranks, in one gather.
 
-What is wrong with one rank's batch raises on every rank. Padding is told by `actual_batch_size`, never by a workload
+A problem with one rank's batch raises on every rank. Padding is known from `actual_batch_size`, never from a workload
 of 0: a real row may have no tokens.
 """
 
@@ -41,7 +41,7 @@ class GlobalRows:
 
 
 def gather_rows(batch: Any, *, workloads: torch.Tensor, group: dist.ProcessGroup, fingerprint: int) -> GlobalRows:
-    """Gathers what the plan and the exchange need.
+    """Gathers the rows that the plan and the exchange need.
 
     Args:
         batch: this rank's.
@@ -50,7 +50,7 @@ def gather_rows(batch: Any, *, workloads: torch.Tensor, group: dist.ProcessGroup
         fingerprint: of settings that must be equal on all ranks.
 
     Raises:
-        BalanceError: on every rank alike: batches differ, or one cannot be cut into rows.
+        BalanceError: on every rank: batches differ, or one cannot be cut into rows.
     """
     layout, problem = None, None
     table = np.zeros((1, 0), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""A batch as columns: for each key of each KeyedJaggedTensor its values, its weights if it has any, and dense fields.
+"""Treats a batch as columns: values and weights of each key of each KeyedJaggedTensor, and dense fields.
 
 A row is one sample. In a jagged column it has as many entries as the key has values there, in a dense column one: its
-share of the tensor, of whatever shape. So rows of every kind are cut, moved and joined alike.
+share of the tensor, of whatever shape. So rows of every kind are cut, moved and joined in the same way.
 
 Upstream's convention for an incomplete batch: rows from `actual_batch_size` on are padding, at the end, with no values
 in any key; after a shuffle, dense tensors hold the real rows alone and keys hold all.
@@ -28,7 +28,7 @@ DENSE = -1
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What the columns of a batch are; equal on all ranks.
+    """The columns of a batch; equal on all ranks.
 
     Attributes:
         columns: in order; `per_token` where the column is jagged.
@@ -77,7 +77,7 @@ class BatchLayout:
         return cls(tuple(columns), tuple(keys), num_keys, size)
 
     def schema(self) -> SampleSchema:
-        """The layout in the words of the runtime: ranks whose batches differ are told so by name."""
+        """The layout as the runtime compares it: an error names the columns in which ranks differ."""
         rows = KeySpec("rows of a batch", dtype=torch.int64, shape=(self.batch_size,), per_token=False)
         return SampleSchema((*self.columns, rows))
 
@@ -100,7 +100,7 @@ class BatchLayout:
 
 
 def lengths_on_host(batch: Any, *, workloads: torch.Tensor) -> NDArray[np.int64]:
-    """Copies what the plan needs to the host, at once.
+    """Copies the workloads and lengths to the host, in one transfer.
 
     Args:
         batch: on any device.
@@ -150,7 +150,7 @@ def join_columns(
     """A batch like another one, with other rows.
 
     Args:
-        batch: what is neither keys nor tensors is taken from it.
+        batch: fields that are neither keys nor tensors are taken from it.
         columns: `[num_columns]` tensors `[num_entries, *trailing]`.
         layout: of the batch.
         lengths: `[num_keys, num_rows]` of the rows in the columns; padding fills the batch up.
@@ -188,6 +188,6 @@ def _fields(batch: Any) -> list[tuple[str, Any]]:
 
 
 def _jagged_parts(value: KeyedJaggedTensor) -> list[tuple[str, torch.Tensor]]:
-    """The values, and the weights where there are any, with what marks their columns."""
+    """The values, and the weights where there are any, with the suffixes of their columns."""
     weights = value.weights_or_none()
     return [("", value.values())] + ([] if weights is None else [("/weights", weights)])

@@ -1,7 +1,7 @@
-"""Which rank runs which row: at most `batch_size` rows a rank, nearly equal workloads, few bytes moved.
+"""Gives rows to ranks: at most `batch_size` rows a rank, nearly equal workloads, few bytes moved.
 
-Rows of padding are not planned: they cost nothing and stay where there is room. A rank runs one micro-batch, so this
-is a bare partition with a count, where `build_data_schedule` may ask for a second micro-batch.
+Rows of padding are not planned: they cost nothing and go where there is room. A rank runs one micro-batch, so this is
+a partition with a maximum count, where `build_data_schedule` could add a second micro-batch.
 
 Invariants: every row has one rank; no rank has more than `batch_size`; a rank is left without rows only where there
 are fewer rows than ranks; the same answer on every rank.

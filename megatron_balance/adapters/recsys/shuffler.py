@@ -1,4 +1,4 @@
-"""The shuffler's methods, as upstream calls them: `shuffle` at once, or in two halves around the model's forward pass.
+"""The shuffler's methods with upstream's signatures: `shuffle`, or its two halves around the model's forward pass.
 
 The first half gathers and hands the plan to the shuffler's thread; the second waits for it and moves the rows.
 Collectives run on the calling thread alone. The handle between them holds everything, so that several batches may be
@@ -65,10 +65,10 @@ def shuffle(
         **kwargs: of `get_workloads`.
 
     Returns:
-        The new batch, or a tuple of it and what was asked for.
+        The new batch, or a tuple of it and the indices and workloads asked for.
 
     Raises:
-        BalanceError: on every rank alike: batches differ, or one cannot be cut into rows.
+        BalanceError: on every rank: batches differ, or one cannot be cut into rows.
     """
     group = _group(pg_group)
     rows = _gather(self, batch, *args, group=group, **kwargs)
@@ -160,7 +160,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _gather(self: Any, batch: Any, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> GlobalRows:
-    # A rank that was told otherwise would wait in another collective than its peers.
+    # Ranks that disagree would wait in different collectives.
     fingerprint = int(prefers_all_to_all())
     row_workloads = self.get_workloads(batch, *args, **kwargs)
     return gather_rows(batch, workloads=row_workloads, group=group, fingerprint=fingerprint)

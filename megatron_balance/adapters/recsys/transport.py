@@ -1,4 +1,4 @@
-"""Columns of rows move between ranks as bytes, by all-to-all or by all-gather.
+"""Moves columns of rows between ranks as bytes, by all-to-all or by all-gather.
 
 A rank lays its rows out by destination, and for each destination column after column; all ranks know all lengths, so
 that no sizes travel. By all-to-all a rank receives its own blocks, by all-gather everybody's, of which it takes its
@@ -74,13 +74,7 @@ def move_rows(
 
 
 def _take(column: torch.Tensor, *, num_entries: NDArray[np.int64], rows: NDArray[np.int64]) -> torch.Tensor:
-    """The entries of some rows, in their order.
-
-    Args:
-        column: `[num_entries, *trailing]`.
-        num_entries: `[num_rows]` of every row of the column.
-        rows: which to take.
-    """
+    """The entries of some rows of a column `[num_entries, *trailing]`, in the order of `rows`."""
     taken = num_entries[rows]
     # How far each row's entries are moved down to their new place.
     shifts = (np.cumsum(num_entries) - num_entries)[rows] - (np.cumsum(taken) - taken)

@@ -1,4 +1,4 @@
-"""What a row costs: the FLOPs of one layer on its sequence, forward and backward, in int64.
+"""Computes the cost of a row: the FLOPs of one layer on its sequence, forward and backward, in int64.
 
 HSTU has four projections (query, key, value and the gate U) and no MLP; SID-GR has three and an MLP of four times the
 width. Both are layers that the planner's FLOPs know: U is an output gate as wide as the queries. Attention is causal,
@@ -18,7 +18,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 
 MODELS = ("hstu", "sid_gr")
-"""Layers whose FLOPs are known, by the names of their shufflers."""
+"""Names of the layers with known FLOPs, as upstream's shufflers have them."""
 
 
 @lru_cache
@@ -67,7 +67,7 @@ def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1)
         tokens_per_entry: tokens that one of these lengths stands for.
 
     Returns:
-        What `lengths` is, int64.
+        The same kind of object as `lengths`, int64.
     """
     if isinstance(lengths, torch.Tensor):
         lengths = lengths.to(torch.int64)

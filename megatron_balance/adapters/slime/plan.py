@@ -167,8 +167,8 @@ def plan_step(
 def in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
     """For every rank, for every slot, sample ids: ranks costliest first, slots cheapest first.
 
-    Ranks change places inside their expert-parallel group and groups as a whole, slots alike on all ranks: costs
-    only change places.
+    Ranks change places inside their expert-parallel group and groups as a whole; slots are reversed on all ranks or on
+    none: costs only change places.
     """
     costs: list[int] = schedule.cost_grid.sum(axis=1).tolist()
     span = schedule.topology.ep_span
