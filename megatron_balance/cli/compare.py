@@ -7,7 +7,6 @@ communication, optimiser and data loading are not in them.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -26,9 +25,8 @@ from megatron_balance.cli.comparison.batches import (
 )
 from megatron_balance.cli.comparison.cost_source import DEFAULT_EFFICIENCY, CostSource
 from megatron_balance.cli.comparison.help import EPILOG, MAX_SAMPLES
-from megatron_balance.cli.comparison.policies import Setting
 from megatron_balance.cli.comparison.recommendation import Recommendation, recommend
-from megatron_balance.cli.comparison.results import Comparison, PolicyFigures, Question, as_it_ran, can_look_ahead
+from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question, as_it_ran, can_look_ahead
 from megatron_balance.cli.comparison.sweep import (
     SWEPT,
     Axis,
@@ -46,10 +44,11 @@ from megatron_balance.cli.flags import (
     add_rank_flags,
     topology_from_flags,
 )
+from megatron_balance.cli.json_file import write_json
 from megatron_balance.cli.progress import Progress, progress_bar
 from megatron_balance.errors import BalanceError
 from megatron_balance.memory.budget import AUTO
-from megatron_balance.record.run_record import RunRecord, read_record
+from megatron_balance.record.run_record import RunInfo, RunRecord, read_record
 from megatron_balance.topology import Limits, Topology
 
 
@@ -151,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     content |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
     if args.json is not None:
-        _write_json(args.json, content)
+        write_json(args.json, content, indent=1)
         print(f"All figures are in {args.json}.")
     where = f" at {num_points(axes)} points" if axes else ""
     print(
@@ -219,7 +218,7 @@ def _batches(
     return batches
 
 
-def _most_samples(setting: Setting) -> int:
+def _most_samples(setting: RunInfo) -> int:
     """Samples to plan when nobody says how many steps."""
     if setting.objective == "step":
         return MAX_SAMPLES["step"]
@@ -251,7 +250,7 @@ def _inputs(batches: Sequence[GlobalBatch], *, cost: str) -> str:
 
 def _conclude(
     comparison: Comparison, *, question: Question, record: RunRecord | None, topology: Topology
-) -> tuple[list[PolicyFigures], Recommendation]:
+) -> tuple[list[PolicyMeans], Recommendation]:
     """Print the table, the flags and the recommendation."""
     shown = [comparison.figures(result) for result in comparison.results]
     if record is not None and topology == record.info.topology:
@@ -265,10 +264,3 @@ def _conclude(
     for sentence in advice.sentences:
         print(f"  {sentence}")
     return shown, advice
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    try:
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BalanceError(f"--json is {str(file)!r}: it cannot be written ({error.strerror}).") from error

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cli.comparison.policies import PlannedStep, PolicyResult, Setting
+from megatron_balance.cli.comparison.policies import PolicyResult
 from megatron_balance.cost.resolve import find_shape
 from megatron_balance.errors import BalanceError
 from megatron_balance.memory.budget import AUTO, derive_cap, gib_to_bytes
 from megatron_balance.memory.model import GIB, MemoryModel, TrainingMemory, memory_model
 from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.inputs import sum_segments
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
 from megatron_balance.topology import Limits, Topology
 
 
@@ -103,7 +105,7 @@ class Shapes:
     filler: float
 
 
-def shapes_of(result: PolicyResult, *, setting: Setting, shape_bucket: int) -> Shapes:
+def shapes_of(result: PolicyResult, *, setting: RunInfo, shape_bucket: int) -> Shapes:
     """Shapes of a policy's micro-batches; stock's are never filled up.
 
     Args:
@@ -149,7 +151,9 @@ def print_memory(
         print(f"  {name:<{width}}  {num_bytes / GIB:6.1f} of {budget_gib:g} GiB  {verdict}")
 
 
-def _tokens(step: PlannedStep, topology: Topology) -> NDArray[np.int64]:
-    """Padded tokens of every micro-batch of every rank, empty ones left out. `[num_microbatches]`"""
-    padded = sum_segments(topology.padded_seq_len(step.batch.segment_lengths), num_segments=step.batch.num_segments)
-    return np.array([padded[list(slot)].sum() for slots in step.ranks for slot in slots if slot], dtype=np.int64)
+def _tokens(step: StepRecord, topology: Topology) -> NDArray[np.int64]:
+    """`[num_filled]` padded tokens of the micro-batches of all ranks that hold samples."""
+    padded = sum_segments(topology.padded_seq_len(step.segment_lengths), num_segments=step.num_segments)
+    tokens = np.zeros(step.cost_grid.size, dtype=np.int64)
+    np.add.at(tokens, step.slot_of, padded)
+    return tokens[np.unique(step.slot_of)]

@@ -7,7 +7,6 @@ own sampler to what `--balance-data` would do, and all four are judged by the sa
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cli.comparison.batches import GlobalBatch, check_counts, cut, read_flagged_lengths
-from megatron_balance.cli.comparison.policies import Policy, PolicyResult, Setting, plan_policy, token_policies
+from megatron_balance.cli.comparison.cost_source import CostSource
+from megatron_balance.cli.comparison.policies import Policy, PolicyResult, token_policies
+from megatron_balance.cli.comparison.recommendation import NOTABLE_FLOOR
+from megatron_balance.cli.comparison.results import Question
 from megatron_balance.cli.flags import (
     LENGTHS_HELP,
     MODELS_HELP,
@@ -28,6 +30,7 @@ from megatron_balance.cli.flags import (
     add_rank_flags,
     topology_from_flags,
 )
+from megatron_balance.cli.json_file import write_json
 from megatron_balance.cli.memory import (
     Shapes,
     add_memory_flags,
@@ -37,18 +40,14 @@ from megatron_balance.cli.memory import (
     shapes_of,
 )
 from megatron_balance.cli.table import print_table
-from megatron_balance.cost.resolve import resolve_cost
-from megatron_balance.errors import BalanceError
 from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.metrics import ScheduleMetrics
-from megatron_balance.planner.problem import resolve_objective
+from megatron_balance.record.judging import samples_of_ranks
+from megatron_balance.record.run_record import RunInfo
 
 MAX_STEPS = 100
 """Global batches planned when --steps is not given: enough for stable means, quick to plan."""
-
-NOTABLE_FLOOR = 1.01
-"""A sample that outweighs a rank's share by less is not worth a note."""
 
 _EPILOG = f"""\
 {LENGTHS_HELP}
@@ -100,24 +99,15 @@ def run(args: argparse.Namespace) -> int:
         shape_bucket=args.shape_bucket,
         flag="--shape-bucket",
     )
-    cost = args.cost or ("flops" if args.model else "tokens")
-    setting = Setting(
-        cost_model=resolve_cost(
-            cost,
-            model=args.model,
-            ep_size=topology.ep_size,
-            model_parallel_size=topology.tp_size * topology.cp_size,
-        ),
-        cost_name=cost if cost in ("tokens", "flops") else "seconds",
-        topology=topology,
-        limits=limits,
-        objective=resolve_objective(args.objective or "auto", topology=topology),
+    question = Question(
+        costs=CostSource(args.cost, args.model), objective=args.objective, algorithm=args.algorithm, lookaheads=()
     )
+    setting = question.setting(topology, limits=limits)  # flags that cannot be used are named before long work
     check_counts(args.global_batch_size, steps=args.steps)
     lengths = read_flagged_lengths(args, global_batch_size=args.global_batch_size)
     batches = cut(lengths, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=MAX_STEPS)
     policies = [*token_policies(max_tokens_per_gpu=limits.max_tokens_per_gpu), _balanced(setting, args.algorithm)]
-    results = [plan_policy(policy, batches, setting=setting) for policy in policies]
+    results = question.compare(batches, topology=topology, limits=limits, policies=policies).results
 
     _print_inputs(lengths, batches, setting=setting)
     shapes = [shapes_of(result, setting=setting, shape_bucket=args.shape_bucket) for result in results]
@@ -126,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if memory is not None:
         print_memory(memory, names=[_label(result) for result in results], shapes=shapes, budget_gib=args.memory_gib)
     if args.json is not None:
-        _write_json(args.json, batches, balanced=results[-1], setting=setting)
+        write_json(args.json, _plan_file(results[-1], setting=setting))
         print(f"The balanced plan of every step is in {args.json}.")
     return 0
 
@@ -138,7 +128,7 @@ _LABELS = {
 }
 
 
-def _balanced(setting: Setting, algorithm: str) -> Policy:
+def _balanced(setting: RunInfo, algorithm: str) -> Policy:
     """The plan that the command is about."""
     named = "" if algorithm == "auto" else f", {algorithm}"
     if setting.cost_name == "flops":
@@ -160,8 +150,7 @@ def _label(result: PolicyResult) -> str:
 
 def _cells(result: PolicyResult, shapes: Shapes) -> list[str]:
     """One row of the table: means over the steps."""
-    by_slots = result.steps[0].metrics.objective == "microbatch"
-    plan_seconds = sum(step.plan_seconds for step in result.steps) / len(result.steps)
+    by_slots = result.metrics[0].objective == "microbatch"
     return [
         _label(result),
         f"{result.mean(lambda figures: figures.microbatch_imbalance if by_slots else figures.step_imbalance):.3f}",
@@ -170,11 +159,11 @@ def _cells(result: PolicyResult, shapes: Shapes) -> list[str]:
         f"{result.mean(lambda figures: figures.cap_headroom or 0.0):.1%}",
         f"{result.mean(lambda figures: figures.num_microbatches):.1f}",
         str(shapes.num_shapes),
-        f"{plan_seconds * 1e3:.1f}",
+        f"{result.mean_plan_seconds * 1e3:.1f}",
     ]
 
 
-def _print_inputs(lengths: NDArray[np.int64], batches: Sequence[GlobalBatch], *, setting: Setting) -> None:
+def _print_inputs(lengths: NDArray[np.int64], batches: Sequence[GlobalBatch], *, setting: RunInfo) -> None:
     planned = np.concatenate([batch.segment_lengths for batch in batches])
     steps = "step" if len(batches) == 1 else "steps"
     left = f"; {lengths.size - planned.size} left over" if planned.size < lengths.size else ""
@@ -185,7 +174,7 @@ def _print_inputs(lengths: NDArray[np.int64], batches: Sequence[GlobalBatch], *,
     )
 
 
-def _print_conclusion(results: list[PolicyResult], batches: Sequence[GlobalBatch], *, setting: Setting) -> None:
+def _print_conclusion(results: Sequence[PolicyResult], batches: Sequence[GlobalBatch], *, setting: RunInfo) -> None:
     cap = setting.limits.max_tokens_per_microbatch(setting.topology)
     padded = [setting.topology.padded_seq_len(batch.segment_lengths) for batch in batches]
     num_over_long = sum(int((tokens > cap).sum()) for tokens in padded) if cap is not None else 0
@@ -215,24 +204,20 @@ def _file_metrics(metrics: ScheduleMetrics) -> dict[str, Any]:
     return content
 
 
-def _write_json(file: Path, batches: Sequence[GlobalBatch], *, balanced: PolicyResult, setting: Setting) -> None:
-    steps: list[dict[str, Any]] = [
-        {
-            "lengths": batch.segment_lengths.tolist(),
-            "num_microbatches": step.metrics.num_microbatches,
-            "ranks": step.ranks,
-            "metrics": _file_metrics(step.metrics),
-        }
-        for batch, step in zip(batches, balanced.steps, strict=True)
-    ]
-    content = {
+def _plan_file(balanced: PolicyResult, *, setting: RunInfo) -> dict[str, Any]:
+    """The content of `--json`: the balanced plan of every step."""
+    return {
         "cost_model": asdict(setting.cost_model),
         "cost_name": setting.cost_name,
         "topology": asdict(setting.topology),
         "limits": asdict(setting.limits),
-        "steps": steps,
+        "steps": [
+            {
+                "lengths": step.segment_lengths.tolist(),
+                "num_microbatches": step.num_microbatches,
+                "ranks": samples_of_ranks(step),
+                "metrics": _file_metrics(metrics),
+            }
+            for step, metrics in zip(balanced.steps, balanced.metrics, strict=True)
+        ],
     }
-    try:
-        file.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BalanceError(f"--json is {str(file)!r}: it cannot be written ({error.strerror}).") from error

@@ -1,4 +1,4 @@
-"""Steps as they might have run, all judged by one cost model: stock, planned, planned beforehand.
+"""Computes costs and metrics of steps under one cost model: as recorded, planned, or under Megatron's own sampler.
 
 Invariant: two steps that are compared hold the same samples, or say that they do not; they are judged by the
 same cost model, ranks and limits.
@@ -57,7 +57,7 @@ def assigned_step(
 
 
 def recosted(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepRecord:
-    """The same step by another cost model; what was measured stays."""
+    """The same step with costs by another cost model; measurements stay."""
     judged = assigned_step(
         step.slot_of,
         iteration=step.iteration,
@@ -71,24 +71,32 @@ def recosted(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepR
     return replace(step, cost_grid=judged.cost_grid, cost_shift=judged.cost_shift, cost_model=cost_model)
 
 
-def stock_step(step: StepRecord, *, info: RunInfo) -> StepRecord:
-    """The step as Megatron's own sampler would have run it: every rank what it loaded, in that order.
+def stock_slots(home_ranks: NDArray[np.int64], *, info: RunInfo) -> tuple[NDArray[np.int64], int]:
+    """Slots under Megatron's own sampler: every rank runs the samples that it loaded, in that order.
 
     A micro-batch holds `micro_batch_size` samples where that is the limit, else one.
+
+    Returns:
+        `slot_of` and `num_microbatches` of a StepRecord.
     """
-    dp_size, num_samples = info.topology.dp_size, step.slot_of.size
+    per_slot = info.limits.micro_batch_size or 1
+    order = np.argsort(home_ranks, kind="stable")
+    counts = np.bincount(home_ranks, minlength=info.topology.dp_size)
+    position = np.empty_like(home_ranks)
+    position[order] = np.arange(home_ranks.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    num_microbatches = max(int(-(-counts.max() // per_slot)), 1)
+    return home_ranks * num_microbatches + position // per_slot, num_microbatches
+
+
+def stock_step(step: StepRecord, *, info: RunInfo) -> StepRecord:
+    """The samples of a step under Megatron's own sampler."""
     homes = step.home_ranks
     if not homes.any():
-        # Nobody noted who loaded what: the sampler deals samples out one by one.
-        homes = np.arange(num_samples, dtype=np.int64) % dp_size
-    per_slot = info.limits.micro_batch_size or 1
-    order = np.argsort(homes, kind="stable")
-    counts = np.bincount(homes, minlength=dp_size)
-    position = np.empty(num_samples, dtype=np.int64)
-    position[order] = np.arange(num_samples) - np.repeat(np.cumsum(counts) - counts, counts)
-    num_microbatches = max(int(-(-counts.max() // per_slot)), 1)
+        # Home ranks were not recorded: the sampler gives samples to ranks in turn.
+        homes = np.arange(step.slot_of.size, dtype=np.int64) % info.topology.dp_size
+    slot_of, num_microbatches = stock_slots(homes, info=info)
     return assigned_step(
-        homes * num_microbatches + position // per_slot,
+        slot_of,
         iteration=step.iteration,
         num_microbatches=num_microbatches,
         segment_lengths=step.segment_lengths,
@@ -106,11 +114,16 @@ def samples_of_slots(step: StepRecord) -> list[list[int]]:
     return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def samples_of_ranks(step: StepRecord) -> list[list[list[int]]]:
+    """`samples_of_ranks(step)[rank][slot]` are sample ids, ascending."""
+    slots, num_slots = samples_of_slots(step), step.num_microbatches
+    return [slots[first : first + num_slots] for first in range(0, len(slots), num_slots)]
+
+
 def step_metrics(step: StepRecord, *, info: RunInfo) -> ScheduleMetrics:
-    """Figures of a step, judged by its own cost model."""
-    slots, num_microbatches = samples_of_slots(step), step.num_microbatches
+    """Metrics of a step by its own cost model."""
     return assignment_metrics(
-        [slots[first : first + num_microbatches] for first in range(0, len(slots), num_microbatches)],
+        samples_of_ranks(step),
         lengths=step.segment_lengths,
         num_segments=step.num_segments,
         cost_model=step.cost_model,

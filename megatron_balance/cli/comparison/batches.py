@@ -49,6 +49,11 @@ class GlobalBatch:
         return self.segment_lengths.size if self.num_segments is None else self.num_segments.size
 
     @property
+    def segments_of_samples(self) -> NDArray[np.int64]:
+        """`[num_samples]` sequences of each sample."""
+        return np.ones(self.num_samples, dtype=np.int64) if self.num_segments is None else self.num_segments
+
+    @property
     def num_tokens(self) -> int:
         """Original tokens of the batch."""
         return int(self.segment_lengths.sum())
@@ -153,7 +158,7 @@ def look_ahead(
     """
     pool = LookAhead(window, batch_size=batches[0].num_samples, dp_size=topology.dp_size)
     segments = np.concatenate([batch.segment_lengths for batch in batches])
-    counts = np.concatenate([_counts(batch) for batch in batches])
+    counts = np.concatenate([batch.segments_of_samples for batch in batches])
     homes = np.concatenate([batch.home_ranks(topology.dp_size) for batch in batches])
     ends = np.cumsum(counts)
     costs = _costs(segments, ends=ends, cost_model=cost_model, topology=topology)
@@ -169,10 +174,6 @@ def look_ahead(
         arrivals = arrivals[np.argsort(homes[arrivals], kind="stable")]
         chosen.append(_of_samples(arrivals, segments=segments, counts=counts, ends=ends, homes=homes))
     return chosen
-
-
-def _counts(batch: GlobalBatch) -> NDArray[np.int64]:
-    return np.ones(batch.num_samples, dtype=np.int64) if batch.num_segments is None else batch.num_segments
 
 
 def _costs(

@@ -49,9 +49,9 @@ class CostSource:
 
     cost: str | None
     model: str | None
-    record: RunRecord | None
-    peak_tflops: float | None
-    efficiency: float | None
+    record: RunRecord | None = None
+    peak_tflops: float | None = None
+    efficiency: float | None = None
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, *, record: RunRecord | None) -> CostSource:

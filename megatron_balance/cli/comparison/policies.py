@@ -1,4 +1,4 @@
-"""Ways to deal out global batches, planned and judged alike.
+"""Plans global batches under each policy, judged by one cost model.
 
 stock          sample i goes to rank i % dp_size, one sample a micro-batch: Megatron's own sampler
 packed         every rank packs what it loaded, first fit, up to the token cap
@@ -16,46 +16,25 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
-
-import numpy as np
 
 from megatron_balance.cli.comparison.batches import GlobalBatch, look_ahead
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, schedule_metrics
-from megatron_balance.planner.schedule import DataSchedule, Ranks
-from megatron_balance.topology import Limits, Topology
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all policies are given alike.
-
-    Attributes:
-        cost_model: what a sample costs; it judges every policy.
-        cost_name: `tokens`, `flops` or `seconds`.
-        topology: the ranks.
-        limits: what a micro-batch holds.
-        objective: when ranks wait for one another, resolved.
-    """
-
-    cost_model: CostModel
-    cost_name: str
-    topology: Topology
-    limits: Limits
-    objective: str
+from megatron_balance.planner.metrics import ScheduleMetrics, schedule_metrics
+from megatron_balance.record.judging import assigned_step, step_metrics, stock_slots
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One way to deal out a global batch.
+    """One way to divide a global batch among ranks and micro-batches.
 
     Attributes:
         name: for tables.
-        flags: what asks for it in training; empty for stock.
-        cost_model: what it makes ranks even in; None for stock, which does not pack.
-        algorithm: how it packs.
+        flags: training flags that select it; empty for stock.
+        cost_model: cost that it evens out; None for stock, which does not pack.
+        algorithm: packing algorithm.
         move_samples: whether samples leave the rank that loaded them.
         lookahead: global batches that a step's samples are chosen from.
     """
@@ -70,48 +49,32 @@ class Policy:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """One global batch under one policy.
-
-    Attributes:
-        batch: its samples.
-        metrics: its figures, judged by the setting's cost model.
-        plan_seconds: time to plan it.
-        plan: the schedule, or where there is none, as under stock, the ranks themselves.
-    """
-
-    batch: GlobalBatch
-    _: KW_ONLY
-    metrics: ScheduleMetrics
-    plan_seconds: float
-    plan: DataSchedule | Ranks
-
-    @cached_property
-    def ranks(self) -> Ranks:
-        """`ranks[dp_rank][slot]` are sample ids of the batch."""
-        return self.plan.ranks if isinstance(self.plan, DataSchedule) else self.plan
-
-
-@dataclass(frozen=True, eq=False)
 class PolicyResult:
     """All global batches under one policy.
 
     Attributes:
-        policy: which.
-        steps: `[num_steps]`.
+        policy: the policy.
+        steps: `[num_steps]` its plans.
+        metrics: `[num_steps]` their figures, by the cost model that judges every policy.
     """
 
     policy: Policy
-    steps: tuple[PlannedStep, ...]
+    steps: tuple[StepRecord, ...]
+    metrics: tuple[ScheduleMetrics, ...]
 
     @property
     def predicted_cost(self) -> int:
         """Predicted time of all steps, in units of the cost model."""
-        return sum(step.metrics.predicted_cost for step in self.steps)
+        return sum(step.predicted_cost for step in self.metrics)
 
     def mean(self, figure: Callable[[ScheduleMetrics], float]) -> float:
         """Mean of a figure over the steps."""
-        return math.fsum(figure(step.metrics) for step in self.steps) / len(self.steps)
+        return math.fsum(map(figure, self.metrics)) / len(self.metrics)
+
+    @property
+    def mean_plan_seconds(self) -> float:
+        """Mean time to plan a step."""
+        return sum(step.plan_seconds for step in self.steps) / len(self.steps)
 
 
 STOCK = Policy("stock", flags="", cost_model=None)
@@ -119,7 +82,7 @@ STOCK = Policy("stock", flags="", cost_model=None)
 
 
 def token_policies(*, max_tokens_per_gpu: int | None) -> list[Policy]:
-    """The policies that count tokens alone. `max_tokens_per_gpu` is for their flags."""
+    """The policies that count tokens only; their flags name `max_tokens_per_gpu`."""
     pack = f"--use-dynamic-batch-size --max-tokens-per-gpu {max_tokens_per_gpu}"
     tokens = CostModel.tokens()
     return [
@@ -133,28 +96,32 @@ def plan_policy(
     policy: Policy,
     batches: Sequence[GlobalBatch],
     *,
-    setting: Setting,
+    setting: RunInfo,
     after_step: Callable[[], None] = lambda: None,
 ) -> PolicyResult:
     """Plan every global batch under a policy.
 
     Args:
-        policy: how.
+        policy: the policy.
         batches: `[num_steps]`, in the order of training.
-        setting: ranks, limits and the cost that judges.
+        setting: ranks, limits, objective and the cost that judges.
         after_step: called after each.
     """
     if policy.lookahead > 1:
         assert policy.cost_model is not None, "stock does not look ahead"
         batches = look_ahead(batches, window=policy.lookahead, cost_model=policy.cost_model, topology=setting.topology)
-    steps: list[PlannedStep] = []
-    for batch in batches:
-        steps.append(_stock(batch, setting) if policy.cost_model is None else _planned(batch, policy, setting))
+    planned: list[tuple[StepRecord, ScheduleMetrics]] = []
+    for index, batch in enumerate(batches, start=1):
+        plan = _stock if policy.cost_model is None else _planned
+        planned.append(plan(batch, policy, setting=setting, iteration=index))
         after_step()
-    return PolicyResult(policy, tuple(steps))
+    steps, metrics = zip(*planned, strict=True)
+    return PolicyResult(policy, steps, metrics)
 
 
-def _planned(batch: GlobalBatch, policy: Policy, setting: Setting) -> PlannedStep:
+def _planned(
+    batch: GlobalBatch, policy: Policy, *, setting: RunInfo, iteration: int
+) -> tuple[StepRecord, ScheduleMetrics]:
     assert policy.cost_model is not None, "stock has no cost"
     started = time.perf_counter()
     schedule = build_data_schedule(
@@ -168,25 +135,21 @@ def _planned(batch: GlobalBatch, policy: Policy, setting: Setting) -> PlannedSte
         home_ranks=batch.home_ranks(setting.topology.dp_size),
         move_samples=policy.move_samples,
     )
-    plan_seconds = time.perf_counter() - started
-    metrics = schedule_metrics(schedule, cost_model=setting.cost_model)
-    return PlannedStep(batch, metrics=metrics, plan_seconds=plan_seconds, plan=schedule)
+    step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
+    return step, schedule_metrics(schedule, cost_model=setting.cost_model)
 
 
-def _stock(batch: GlobalBatch, setting: Setting) -> PlannedStep:
-    started = time.perf_counter()
-    dp_size = setting.topology.dp_size
-    homes = batch.home_ranks(dp_size)
-    ranks = tuple(tuple((sample,) for sample in np.flatnonzero(homes == rank).tolist()) for rank in range(dp_size))
-    plan_seconds = time.perf_counter() - started
-    metrics = assignment_metrics(
-        ranks,
-        lengths=batch.segment_lengths,
-        num_segments=batch.num_segments,
-        cost_model=setting.cost_model,
-        topology=setting.topology,
-        limits=setting.limits,
-        objective=setting.objective,
+def _stock(batch: GlobalBatch, _: Policy, *, setting: RunInfo, iteration: int) -> tuple[StepRecord, ScheduleMetrics]:
+    homes = batch.home_ranks(setting.topology.dp_size)
+    slot_of, num_microbatches = stock_slots(homes, info=setting)
+    step = assigned_step(
+        slot_of,
+        iteration=iteration,
+        num_microbatches=num_microbatches,
+        segment_lengths=batch.segment_lengths,
+        num_segments=batch.segments_of_samples,
         home_ranks=homes,
+        cost_model=setting.cost_model,
+        info=setting,
     )
-    return PlannedStep(batch, metrics=metrics, plan_seconds=plan_seconds, plan=ranks)
+    return step, step_metrics(step, info=setting)

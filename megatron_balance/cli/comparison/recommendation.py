@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megatron_balance.cli.comparison.batches import GlobalBatch
 from megatron_balance.cli.comparison.policies import PolicyResult
-from megatron_balance.cli.comparison.results import Comparison, PolicyFigures, Question
+from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question
 from megatron_balance.planner.floor_advice import FloorAdvice, floor_advice
 from megatron_balance.topology import Limits, Topology
 
@@ -81,7 +81,7 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
     figures = comparison.figures(chosen)
     over_packed = results[1].predicted_cost / chosen.predicted_cost if chosen.predicted_cost else 1.0
     cap, on_cap = _cap(comparison)
-    floors = [step.metrics.single_sample_floor for step in chosen.steps]
+    floors = [step.single_sample_floor for step in chosen.metrics]
     sentences = [_use(figures, objective=setting.objective, cap=cap, over_packed=over_packed), *on_cap]
     if chosen.policy.lookahead > 1:
         latest = chosen.policy.lookahead - 1
@@ -106,7 +106,7 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
     )
 
 
-def _use(figures: PolicyFigures, *, objective: str, cap: int, over_packed: float) -> str:
+def _use(figures: PolicyMeans, *, objective: str, cap: int, over_packed: float) -> str:
     if not figures.flags:
         return f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
     flags = " ".join(
@@ -145,9 +145,7 @@ def _floor_advice(
     worst = max(range(len(floors)), key=lambda step: floors[step])
     if floors[worst] <= NOTABLE_FLOOR:
         return None, None, None
-    advice = floor_advice(
-        chosen.steps[worst].batch.segment_lengths, cost_model=setting.cost_model, topology=setting.topology
-    )
+    advice = floor_advice(chosen.steps[worst].segment_lengths, cost_model=setting.cost_model, topology=setting.topology)
     if advice.cp_size is None or advice.cp_size == setting.topology.cp_size:
         return advice, None, None
     gain = _gain_of_cp(comparison, cp_size=advice.cp_size, chosen=chosen, question=question)

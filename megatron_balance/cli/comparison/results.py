@@ -1,4 +1,4 @@
-"""All policies over the same steps, with the figures that tables, charts and the recommendation show.
+"""Compares policies over the same steps, with the figures that tables, charts and the recommendation show.
 
 Invariant: every figure comes from plans of these very batches, judged by one cost model.
 """
@@ -11,32 +11,30 @@ from dataclasses import dataclass, replace
 from megatron_balance.cli.comparison.batches import GlobalBatch, recorded_steps
 from megatron_balance.cli.comparison.cost_source import CostSource
 from megatron_balance.cli.comparison.policies import (
-    PlannedStep,
     Policy,
     PolicyResult,
-    Setting,
     plan_policy,
     token_policies,
 )
 from megatron_balance.planner.problem import is_makespan, resolve_objective
 from megatron_balance.planner.throughput import CostRate, num_gpus, step_seconds
-from megatron_balance.record.judging import recosted, samples_of_slots, step_metrics
-from megatron_balance.record.run_record import RunRecord
+from megatron_balance.record.judging import recosted, step_metrics
+from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.topology import Limits, Topology
 
 
 @dataclass(frozen=True)
-class PolicyFigures:
-    """One policy, over all steps. Means, but for the headroom.
+class PolicyMeans:
+    """Figures of one policy over all steps: means, and the least headroom.
 
     Attributes:
         name: of the policy.
-        flags: what asks for it in training.
+        flags: training flags that select it.
         seconds_per_step: predicted, in seconds where the rate is absolute, else in an arbitrary unit.
         tokens_per_second_per_gpu: original tokens (no padding) of a step, by its predicted time and all GPUs.
         speedup: predicted time under stock over this one's.
         step_imbalance, microbatch_imbalance, pipeline_imbalance: as in ScheduleMetrics.
-        over_bound: predicted time above what no plan beats, a part of it.
+        over_bound: predicted time over the lower bound, less 1.
         padding: part of the tokens run that is padding.
         cap_headroom: room below the token cap in the fullest micro-batch of all steps; below 0 where one sample
             is longer.
@@ -73,19 +71,19 @@ class Comparison:
 
     Attributes:
         setting: ranks, limits and the cost that judges.
-        rate: what a unit of cost takes.
+        rate: seconds of a unit of cost.
         batches: `[num_steps]` in the order of training.
         results: one a policy; stock is the first.
     """
 
-    setting: Setting
+    setting: RunInfo
     rate: CostRate
     batches: Sequence[GlobalBatch]
     results: tuple[PolicyResult, ...]
 
     @property
     def stock(self) -> PolicyResult:
-        """What all others are compared to."""
+        """The policy that all others are compared to."""
         return self.results[0]
 
     @property
@@ -100,12 +98,12 @@ class Comparison:
             predicted_cost, objective=self.setting.objective, topology=self.setting.topology, rate=self.rate
         )
 
-    def figures(self, result: PolicyResult) -> PolicyFigures:
-        """What tables show of a policy."""
+    def figures(self, result: PolicyResult) -> PolicyMeans:
+        """The figures of a policy that tables show."""
         seconds, num_steps = self.seconds(result.predicted_cost), len(result.steps)
         num_tokens = sum(batch.num_tokens for batch in self.batches)
         gpus = num_gpus(self.setting.topology)
-        return PolicyFigures(
+        return PolicyMeans(
             name=result.policy.name,
             flags=result.policy.flags,
             seconds_per_step=seconds / num_steps,
@@ -116,21 +114,21 @@ class Comparison:
             pipeline_imbalance=result.mean(lambda figures: figures.pipeline_imbalance),
             over_bound=result.mean(lambda figures: figures.over_bound) - 1,
             padding=result.mean(lambda figures: figures.padding_fraction),
-            cap_headroom=min(step.metrics.cap_headroom or 0.0 for step in result.steps),
+            cap_headroom=min(step.cap_headroom or 0.0 for step in result.metrics),
             num_microbatches=result.mean(lambda figures: figures.num_microbatches),
-            plan_seconds=sum(step.plan_seconds for step in result.steps) / num_steps,
+            plan_seconds=result.mean_plan_seconds,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked, at any ranks and any cap.
+    """The comparison that flags ask for, at any ranks and any cap.
 
     Attributes:
-        costs: what a sample costs.
+        costs: cost of a sample.
         objective: `--objective`; None for auto.
         algorithm: of the policies that balance by FLOPs or seconds.
-        lookaheads: windows to look at.
+        lookaheads: windows of look-ahead to try.
     """
 
     costs: CostSource
@@ -138,18 +136,19 @@ class Question:
     algorithm: str
     lookaheads: tuple[int, ...]
 
-    def setting(self, topology: Topology, *, limits: Limits) -> Setting:
-        """How plans are judged there."""
-        return Setting(
+    def setting(self, topology: Topology, *, limits: Limits) -> RunInfo:
+        """Ranks, limits, objective and the cost that judges."""
+        return RunInfo(
             cost_model=self.costs.cost_model(topology),
             cost_name=self.costs.cost_name,
             topology=topology,
             limits=limits,
             objective=resolve_objective(self.objective or "auto", topology=topology),
+            policy="",
         )
 
-    def policies(self, setting: Setting) -> list[Policy]:
-        """Stock first, then with ever more flags; look-ahead last, on top of the best of the others."""
+    def policies(self, setting: RunInfo) -> list[Policy]:
+        """Stock, then policies with ever more flags; look-ahead last, on top of the best of the others."""
         policies = token_policies(max_tokens_per_gpu=setting.limits.max_tokens_per_gpu)
         flags = f"{policies[-1].flags} --balance-by-flops"
         if self.algorithm != "auto":
@@ -192,7 +191,7 @@ class Question:
             batches: `[num_steps]`.
             topology: the ranks.
             limits: what a micro-batch holds.
-            policies: these and no others; stock is the first.
+            policies: these only; stock is the first.
             after_step: called after every planned step of every policy.
         """
         setting = self.setting(topology, limits=limits)
@@ -210,14 +209,11 @@ def can_look_ahead(batches: Sequence[GlobalBatch]) -> bool:
     return len(batches) > 1 and len({batch.num_samples for batch in batches}) == 1
 
 
-def as_it_ran(record: RunRecord, *, batches: Sequence[GlobalBatch], setting: Setting) -> PolicyResult:
+def as_it_ran(record: RunRecord, *, batches: Sequence[GlobalBatch], setting: RunInfo) -> PolicyResult:
     """The recorded run's own plans, judged as the others are. `batches`: the first of its steps."""
-    info = replace(record.info, objective=setting.objective, limits=setting.limits)
-    steps: list[PlannedStep] = []
-    for step, batch in zip(recorded_steps(record), batches, strict=False):
-        judged = recosted(step, cost_model=setting.cost_model, info=info)
-        slots, num_slots = samples_of_slots(step), step.num_microbatches
-        ranks = tuple(tuple(map(tuple, slots[first : first + num_slots])) for first in range(0, len(slots), num_slots))
-        metrics = step_metrics(judged, info=info)
-        steps.append(PlannedStep(batch, metrics=metrics, plan_seconds=step.plan_seconds, plan=ranks))
-    return PolicyResult(Policy("as it ran", flags=info.policy, cost_model=setting.cost_model), tuple(steps))
+    steps = tuple(
+        recosted(step, cost_model=setting.cost_model, info=setting)
+        for step, _ in zip(recorded_steps(record), batches, strict=False)
+    )
+    policy = Policy("as it ran", flags=record.info.policy, cost_model=setting.cost_model)
+    return PolicyResult(policy, steps, tuple(step_metrics(step, info=setting) for step in steps))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_balance.cli.comparison.batches import GlobalBatch
-from megatron_balance.cli.comparison.results import PolicyFigures, Question
+from megatron_balance.cli.comparison.results import PolicyMeans, Question
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.throughput import num_gpus
 from megatron_balance.topology import Limits, Topology
@@ -53,10 +53,10 @@ class SweepPoint:
     num_gpus: int
     waiting: str
     floor_worst: float
-    policies: tuple[PolicyFigures, ...]
+    policies: tuple[PolicyMeans, ...]
 
     @property
-    def best(self) -> PolicyFigures:
+    def best(self) -> PolicyMeans:
         """The fastest; of equals the one with fewer flags."""
         return max(self.policies, key=lambda figures: figures.tokens_per_second_per_gpu)
 
@@ -120,7 +120,7 @@ def run_sweep(
                 values=values,
                 num_gpus=num_gpus(there),
                 waiting=comparison.waiting,
-                floor_worst=max(step.metrics.single_sample_floor for step in comparison.stock.steps),
+                floor_worst=max(step.single_sample_floor for step in comparison.stock.metrics),
                 policies=tuple(comparison.figures(result) for result in comparison.results),
             )
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_balance.cli.comparison.results import Comparison, PolicyFigures
+from megatron_balance.cli.comparison.results import Comparison, PolicyMeans
 from megatron_balance.cli.comparison.sweep import Axis, SweepPoint, best_point, relative_to
 from megatron_balance.cli.table import print_table
 
 
-def print_policies(shown: Sequence[PolicyFigures], *, comparison: Comparison, advised: str) -> None:
+def print_policies(shown: Sequence[PolicyMeans], *, comparison: Comparison, advised: str) -> None:
     """A row a policy, stock first, and the flags of each. `advised`: name of the policy to set off."""
     names = [figures.name for figures in shown]
     rows = [_cells(figures, comparison) for figures in shown]
@@ -27,7 +27,7 @@ def _columns(comparison: Comparison) -> list[str]:
     return ["policy", *timed, "speed", *marked, "over bound", "padding", "headroom", "micro-batches", "plan ms"]
 
 
-def _cells(figures: PolicyFigures, comparison: Comparison) -> list[str]:
+def _cells(figures: PolicyMeans, comparison: Comparison) -> list[str]:
     timed = [f"{figures.seconds_per_step:.4g}", f"{figures.tokens_per_second_per_gpu:.0f}"]
     return [
         figures.name,
