@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -30,30 +29,24 @@ def state_folder(checkpoints: str, iteration: int) -> Path:
     return Path(checkpoints) / "megatron_balance" / f"iter_{iteration:07d}"
 
 
-def save_state(prefetcher: StepPrefetcher, *, args: Any, iteration: int) -> None:
-    """Write this rank's share, on one rank of every model replica.
-
-    Args:
-        prefetcher: of this rank.
-        args: Megatron's arguments.
-        iteration: of the checkpoint.
-    """
-    if args.save and is_first_of_replica():
-        prefetcher.save(state_folder(args.save, iteration))
+def save_state(prefetcher: StepPrefetcher, *, folder: Path) -> None:
+    """Write this rank's share, on one rank of every model replica."""
+    if is_first_of_replica():
+        prefetcher.save(folder)
 
 
-def forget_state(*, args: Any, iteration: int) -> None:
-    """Remove what an earlier run left for a checkpoint that this run, a stock one, is about to write."""
-    if args.save and (not dist.is_initialized() or dist.get_rank() == 0):
-        shutil.rmtree(state_folder(args.save, iteration), ignore_errors=True)
+def forget_state(folder: Path) -> None:
+    """Remove the state of an earlier run at a checkpoint that this run, a stock one, is about to write."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def restore_state(prefetcher: StepPrefetcher, *, args: Any, lookahead: int, timeout: timedelta) -> None:
-    """Read the state of the checkpoint that this run resumes from, if it has one. Every rank calls it.
+def restore_state(prefetcher: StepPrefetcher, *, folder: Path, lookahead: int, timeout: timedelta) -> None:
+    """Read the state of the checkpoint that this run resumes from. Every rank calls it.
 
     Args:
         prefetcher: of this rank, before its first step.
-        args: Megatron's arguments, after it loaded the checkpoint: `--finetune` starts again from iteration 0.
+        folder: of the checkpoint's state.
         lookahead: `--balance-lookahead` of this run.
         timeout: after which a rank that has not come is named.
 
@@ -61,9 +54,6 @@ def restore_state(prefetcher: StepPrefetcher, *, args: Any, lookahead: int, time
         BalanceError: on every rank alike. The state is damaged, or not all of it is there; samples wait, and this run
             has no look-ahead.
     """
-    if not args.load or not args.iteration:
-        return
-    folder = state_folder(args.load, args.iteration)
     problem = None
     try:
         _restore(prefetcher, folder=folder, lookahead=lookahead)

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
-from megatron_balance.mcore.checkpoint import restore_state
+from megatron_balance.mcore.checkpoint import restore_state, state_folder
 from megatron_balance.mcore.setup.groups import own_group, reads_data, replica_group, split_world
+from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
@@ -59,7 +60,7 @@ class BalancedForwardBackward:
         self,
         prefetcher: StepPrefetcher,
         *,
-        args: Any,
+        state: MegatronState,
         overlap: bool,
         log: RunLog,
         observer: RunObserver | None,
@@ -72,7 +73,7 @@ class BalancedForwardBackward:
         self.last_step: BalancedStep | None = None
         self.in_step = False
         self.pipeline_shapes: PipelineShapes | None = None
-        self._args = args
+        self._state = state
         self._log = log
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
@@ -82,7 +83,7 @@ class BalancedForwardBackward:
             schedule: Megatron's, for this run's pipeline.
             arguments: what `train_step` or `evaluate` passes it, all by keyword.
         """
-        with annotate_peer_loss(f"iteration {self._iteration}"):
+        with annotate_peer_loss(f"iteration {self._state.iteration}"):
             if arguments.get("forward_only"):
                 return schedule(**arguments)
             return self._step(schedule, **arguments)
@@ -92,7 +93,7 @@ class BalancedForwardBackward:
         source = _first_iterator(iterators)
         if not reads_data():
             source = None
-        with with_step_context(f"iteration {self._iteration}"):
+        with with_step_context(f"iteration {self._state.iteration}"):
             step = self.prefetcher.balance(source, num_microbatches=arguments["num_microbatches"])
         if step.num_left:
             self._log.warn_once(
@@ -105,9 +106,9 @@ class BalancedForwardBackward:
         if step.schedule is not None:
             self._log.warn_of_oversized(step.schedule)
         if self.observer is not None:
-            self.observer.begin(step, iteration=self._iteration)
-        if self._overlap and self._goes_on():
-            on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._iteration + 1)
+            self.observer.begin(step, iteration=self._state.iteration)
+        if self._overlap and self._state.has_next_step:
+            on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._state.iteration + 1)
             self.prefetcher.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
         forward_step = self._for_each_microbatch(arguments["forward_step_func"], step, model=arguments["model"])
         arguments |= {
@@ -132,26 +133,12 @@ class BalancedForwardBackward:
     def logged(self) -> None:
         """Megatron has logged a step."""
         if self.observer is not None:
-            with with_step_context(f"iteration {self._iteration}"):
-                self.observer.logged(self._iteration)
-
-    @property
-    def _iteration(self) -> int:
-        """The step's number in Megatron's log, from 1; `curr_iteration` counts those before it."""
-        return self._args.curr_iteration + 1
-
-    def _goes_on(self) -> bool:
-        """Whether another step is to come; a data set may hold no more than the steps there are."""
-        last = self._args.train_iters
-        return last is None or self._iteration < last
+            with with_step_context(f"iteration {self._state.iteration}"):
+                self.observer.logged(self._state.iteration)
 
     def _for_each_microbatch(self, forward_step_func: Schedule, step: BalancedStep, *, model: Any) -> Schedule:
-        """Have Megatron's arguments tell each micro-batch's own shape while it runs, and its MoE routers the padding.
-
-        Tensor-parallel ranks allocate their receive buffers by them (`get_batch_on_this_tp_rank`), and MoE
-        layers view activations by seq_length.
-        """
-        args, padding = self._args, self._router_padding
+        """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
+        padding = self._router_padding
         masks: list[Tensor] = []
         if padding is not None:
             check_takes_mask(model)
@@ -162,17 +149,13 @@ class BalancedForwardBackward:
         def forward_step(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
             slot = slots[id(model)]
             slots[id(model)] += 1
-            stock = args.seq_length, args.micro_batch_size
-            args.seq_length, args.micro_batch_size = step.microbatch_tokens[slot], 1
-            try:
-                with contextlib.ExitStack() as stack:
-                    if padding is not None:
-                        stack.enter_context(padding.given(masks[slot], model=model))
-                    if self.observer is not None:
-                        stack.enter_context(self.observer.forward(slot))
-                    return forward_step_func(data_iterator, model, *rest, **keywords)
-            finally:
-                args.seq_length, args.micro_batch_size = stock
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._state.microbatch_of(step.microbatch_tokens[slot]))
+                if padding is not None:
+                    stack.enter_context(padding.given(masks[slot], model=model))
+                if self.observer is not None:
+                    stack.enter_context(self.observer.forward(slot))
+                return forward_step_func(data_iterator, model, *rest, **keywords)
 
         return forward_step
 
@@ -209,18 +192,34 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         return None
     for caution in run.cautions:
         log.warn_once(caution)
-    config, timeout = run.setup.config, run.setup.timeout
-    log_cap(log, config=config, args=args)
-    padding = RouterPadding.from_megatron_args(args, topology=run.setup.topology)
-    prefetcher = _prefetcher(run.setup, args=args, shares_lengths=padding is not None)
-    restore_state(prefetcher, args=args, lookahead=config.lookahead, timeout=timeout)
-    observer = build_watchers(config, args=args, planner=prefetcher.planner, log=log, timeout=timeout)
+    setup = run.setup
+    config = setup.config
+    if setup.cap is not None:
+        assert config.max_tokens_per_gpu is not None, "the cap is derived"
+        log_cap(
+            log,
+            cap=setup.cap,
+            tokens=config.max_tokens_per_gpu,
+            seq_length=setup.seq_length,
+            cp_size=setup.topology.cp_size,
+        )
+    padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
+    prefetcher = _prefetcher(setup)
+    if setup.resumed_from is not None:
+        folder = state_folder(*setup.resumed_from)
+        restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
+    observer = build_watchers(setup, planner=prefetcher.planner, log=log)
     return BalancedForwardBackward(
-        prefetcher, args=args, overlap=config.overlap, log=log, observer=observer, router_padding=padding
+        prefetcher,
+        state=MegatronState(args),
+        overlap=config.overlap,
+        log=log,
+        observer=observer,
+        router_padding=padding,
     )
 
 
-def _prefetcher(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepPrefetcher:
+def _prefetcher(setup: RunSetup) -> StepPrefetcher:
     """This rank's, with groups of its own."""
     from megatron.core import parallel_state
 
@@ -233,11 +232,16 @@ def _prefetcher(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepPref
     if config.lookahead > 1:
         pool = SamplePool(
             config.lookahead,
-            global_batch_size=args.global_batch_size,
+            global_batch_size=setup.global_batch_size,
             topology=topology,
             cost_model=setup.cost_model,
             rank=dp_group.rank(),
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_size=setup.micro_batch_size,
+        )
+    origin = None
+    if setup.first_sample is not None:
+        origin = SampleOrigin(
+            setup.first_sample, setup.micro_batch_size, dp_rank=dp_group.rank(), dp_size=topology.dp_size
         )
     planner = StepPlanner(
         config,
@@ -246,11 +250,11 @@ def _prefetcher(setup: RunSetup, *, args: Any, shares_lengths: bool) -> StepPref
         cost_model=setup.cost_model,
         dp_group=dp_group,
         calibration=calibration,
-        origin=SampleOrigin.from_megatron_args(args, dp_rank=dp_group.rank(), dp_size=topology.dp_size),
+        origin=origin,
         pin_memory=torch.cuda.is_available(),
     )
     return StepPrefetcher(
-        planner, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=shares_lengths
+        planner, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=setup.counts_router_tokens
     )
 
 

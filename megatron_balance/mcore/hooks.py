@@ -17,7 +17,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function, Hook, Patches
 from megatron_balance.hooking.patches import install as install_hooks
-from megatron_balance.mcore.checkpoint import forget_state, save_state
+from megatron_balance.mcore.checkpoint import forget_state, save_state, state_folder
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
 from megatron_balance.mcore.packing_scheduler import Registration, register
 from megatron_balance.mcore.setup.flags import add_balance_args
@@ -59,11 +59,12 @@ def _with_state_saved(save_checkpoint: Function) -> Function:
 
         if not keywords.get("non_persistent_ckpt"):
             # Before Megatron says that the checkpoint is complete. A run that resumed at its end has had no step yet.
-            balanced = _of_this_run()
-            if balanced is None:
-                forget_state(args=get_args(), iteration=iteration)
-            else:
-                save_state(balanced.prefetcher, args=get_args(), iteration=iteration)
+            args: Any = get_args()
+            balanced, checkpoints = _of_this_run(), args.save
+            if checkpoints and balanced is None:
+                forget_state(state_folder(checkpoints, iteration))
+            elif checkpoints and balanced is not None:
+                save_state(balanced.prefetcher, folder=state_folder(checkpoints, iteration))
             if balanced is not None and balanced.observer is not None:
                 balanced.observer.flush()  # a run that resumes from here finds its record whole
         return save_checkpoint(iteration, *positional, **keywords)

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.shape import ModelShape
+from megatron_balance.mcore.setup.arguments import flops_from_megatron_args
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
@@ -198,9 +198,4 @@ def _cost_model() -> CostModel:
         args: Any = get_args()
     except AssertionError:  # that there are none
         return CostModel.tokens()
-    return CostModel.from_shape(
-        ModelShape.from_megatron_args(args),
-        ep_size=args.expert_model_parallel_size,
-        recompute=args.recompute_granularity == "full",
-        microbatch_tokens=MICROBATCH_TOKENS,
-    )
+    return flops_from_megatron_args(args)

@@ -20,7 +20,6 @@ from megatron_balance.mcore.setup.memory_cap import (
     derived_cap,
     memory_model_from_megatron_args,
     training_memory,
-    with_token_cap,
 )
 from megatron_balance.memory.model import GIB
 from megatron_balance.model.shape import ModelShape
@@ -47,9 +46,9 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 def test_the_cap_follows_from_the_devices_memory_and_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     args = parsed(MODEL, AUTO)
     with_memory(monkeypatch, 24 * GIB)
-    config = with_token_cap(BalanceConfig.from_megatron_args(args), args=args)
-    cap, model = config.max_tokens_per_gpu, memory_model_from_megatron_args(args)
-    assert cap is not None
+    derived = derived_cap(BalanceConfig.from_megatron_args(args), args=args)
+    assert derived is not None
+    cap, model = derived.tokens, memory_model_from_megatron_args(args)
     assert cap % 128 == 0
     assert model.peak_bytes(cap) <= 24 * GIB * 0.9 < model.peak_bytes(cap + 128)
 
@@ -58,6 +57,7 @@ def test_a_given_budget_takes_the_place_of_the_devices(monkeypatch: pytest.Monke
     with_memory(monkeypatch, 24 * GIB)
     args = parsed(MODEL, AUTO, "--balance-memory-gib 10")
     cap = derived_cap(BalanceConfig.from_megatron_args(args), args=args)
+    assert cap is not None
     assert cap.budget_bytes == 10 * GIB
     assert memory_model_from_megatron_args(args).peak_bytes(cap.tokens) <= 10 * GIB
 
@@ -66,13 +66,13 @@ def test_a_device_that_tells_no_memory_is_refused(monkeypatch: pytest.MonkeyPatc
     with_memory(monkeypatch, 0)
     args = parsed(MODEL, AUTO)
     with pytest.raises(BalanceError, match=r"--max-tokens-per-gpu is auto, .* give --balance-memory-gib"):
-        with_token_cap(BalanceConfig.from_megatron_args(args), args=args)
+        derived_cap(BalanceConfig.from_megatron_args(args), args=args)
 
 
-def test_a_number_is_left_as_it_is() -> None:
+def test_nothing_is_derived_where_a_number_is_given() -> None:
     args = parsed(MODEL, "--calculate-per-token-loss --use-dynamic-batch-size --max-tokens-per-gpu 4096")
     config = BalanceConfig.from_megatron_args(args)
-    assert with_token_cap(config, args=args) is config
+    assert derived_cap(config, args=args) is None
 
 
 def test_arguments_are_read_as_megatron_means_them() -> None:

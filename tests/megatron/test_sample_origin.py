@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
+from test_memory_cap import MODEL, parsed
 
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 
 
@@ -14,17 +15,16 @@ from megatron_balance.mcore.step.sample_origin import SampleOrigin
 def test_the_index_is_the_one_that_the_sampler_deals(consumed: int, dp_size: int, micro_batch_size: int) -> None:
     from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
-    args = argparse.Namespace(
-        dataloader_type="single", consumed_train_samples=consumed, micro_batch_size=micro_batch_size
-    )
     for dp_rank in range(dp_size):
-        origin = SampleOrigin.from_megatron_args(args, dp_rank=dp_rank, dp_size=dp_size)
-        assert origin is not None
+        origin = SampleOrigin(consumed, micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
         sampler = MegatronPretrainingSampler(60, consumed, micro_batch_size, dp_rank, dp_size)
         for item, samples in enumerate(sampler):
             assert [origin.sample_of(item, row=row) for row in range(micro_batch_size)] == samples
 
 
-def test_another_sampler_is_not_guessed() -> None:
-    args = argparse.Namespace(dataloader_type="cyclic", consumed_train_samples=0, micro_batch_size=1)
-    assert SampleOrigin.from_megatron_args(args, dp_rank=0, dp_size=1) is None
+@pytest.mark.parametrize(("sampler", "first"), [("single", 24), ("cyclic", None)])
+def test_another_sampler_is_not_guessed(sampler: str, first: int | None) -> None:
+    args = parsed(MODEL, "--global-batch-size 8 --dataloader-type", sampler)
+    args.consumed_train_samples, args.iteration = 24, 3
+    setup = RunSetup.from_megatron_args(args, config=BalanceConfig.from_megatron_args(args))
+    assert setup.first_sample == first

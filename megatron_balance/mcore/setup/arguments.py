@@ -164,6 +164,11 @@ def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostMo
             ep_size=args.expert_model_parallel_size,
             model_parallel_size=args.tensor_model_parallel_size * args.context_parallel_size,
         )
+    return flops_from_megatron_args(args)
+
+
+def flops_from_megatron_args(args: Any) -> CostModel:
+    """The FLOPs of the model that the run's own arguments describe."""
     return CostModel.from_shape(
         ModelShape.from_megatron_args(args),
         ep_size=args.expert_model_parallel_size,

@@ -59,16 +59,18 @@ def memory_model_from_megatron_args(args: Any) -> MemoryModel:
     )
 
 
-def derived_cap(config: BalanceConfig, *, args: Any) -> DerivedCap:
-    """The cap of this rank.
+def derived_cap(config: BalanceConfig, *, args: Any) -> DerivedCap | None:
+    """The cap of this rank under `--max-tokens-per-gpu auto`; None where a number is given.
 
     Args:
-        config: the flags, with `auto_cap`.
+        config: the flags.
         args: Megatron's validated arguments.
 
     Raises:
         BalanceError: there is no budget, or nothing fits it.
     """
+    if not config.derives_cap:
+        return None
     if config.memory_gib is not None:
         budget = gib_to_bytes(config.memory_gib, flag="--balance-memory-gib")
     else:
@@ -87,13 +89,6 @@ def derived_cap(config: BalanceConfig, *, args: Any) -> DerivedCap:
     )
 
 
-def with_token_cap(config: BalanceConfig, *, args: Any) -> BalanceConfig:
-    """The flags with this rank's cap in place of `auto`; as they are where a number is given. Arguments as above."""
-    if not config.derives_cap:
-        return config
-    return replace(config, max_tokens_per_gpu=derived_cap(config, args=args).tokens)
-
-
 def with_smallest_cap(config: BalanceConfig, *, timeout: timedelta) -> BalanceConfig:
     """The flags with the smallest cap of all ranks. All ranks of the world take part, after they have agreed to.
 
@@ -108,18 +103,22 @@ def with_smallest_cap(config: BalanceConfig, *, timeout: timedelta) -> BalanceCo
     return replace(config, max_tokens_per_gpu=min(map(int, caps)))
 
 
-def log_cap(log: RunLog, *, config: BalanceConfig, args: Any) -> None:
-    """Say what was derived, if it was, and whether the longest sample fits. Arguments as above."""
-    if not config.derives_cap:
-        return
-    cap = derived_cap(config, args=args)
-    assert config.max_tokens_per_gpu is not None, "the cap is derived"
-    least = "" if config.max_tokens_per_gpu == cap.tokens else f"{config.max_tokens_per_gpu} on another rank; here "
+def log_cap(log: RunLog, *, cap: DerivedCap, tokens: int, seq_length: int, cp_size: int) -> None:
+    """Log a derived cap, and warn where the longest sample exceeds it.
+
+    Args:
+        log: prints.
+        cap: of this rank.
+        tokens: the smallest cap of all ranks.
+        seq_length: tokens of the longest sample.
+        cp_size: context-parallel ranks, over which a micro-batch is spread.
+    """
+    least = "" if tokens == cap.tokens else f"{tokens} on another rank; here "
     log.say(f"--max-tokens-per-gpu auto is {least}{cap}")
-    held = config.max_tokens_per_gpu * args.context_parallel_size
-    if args.seq_length > held:
+    held = tokens * cp_size
+    if seq_length > held:
         log.warn_once(
-            f"a sample of --seq-length {args.seq_length} is longer than the {held} tokens that fit the memory of a "
+            f"a sample of --seq-length {seq_length} is longer than the {held} tokens that fit the memory of a "
             "micro-batch. Such samples run alone and may run out of memory: shorten them, add "
             "--context-parallel-size, or --recompute-granularity full."
         )

@@ -14,6 +14,8 @@ from datetime import timedelta
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+
 import megatron_balance
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
@@ -24,7 +26,8 @@ from megatron_balance.mcore.setup.arguments import (
     topology_from_megatron_args,
 )
 from megatron_balance.mcore.setup.groups import meeting_of_world
-from megatron_balance.mcore.setup.memory_cap import with_smallest_cap, with_token_cap
+from megatron_balance.mcore.setup.memory_cap import derived_cap, with_smallest_cap
+from megatron_balance.memory.budget import DerivedCap
 from megatron_balance.runtime.agreement import agree
 from megatron_balance.topology import Limits, Topology
 
@@ -48,14 +51,25 @@ MEGATRON_SETTINGS = (
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What plans are made from.
+    """The settings of a balanced run, read once from Megatron's arguments.
 
     Attributes:
         config: the flags.
         topology: the ranks.
-        limits: what a micro-batch may hold.
-        cost_model: what a sample costs.
+        limits: of a micro-batch.
+        cost_model: of a sample.
         timeout: of collectives.
+        cap: this rank's under `--max-tokens-per-gpu auto`, or None.
+        seq_length: tokens of the longest sample.
+        micro_batch_size: samples of an item.
+        global_batch_size: samples of a step.
+        log_interval: steps between log lines.
+        resumed_from: the checkpoint folder and iteration that the run resumes from, or None. `--finetune` starts again
+            from iteration 0, and so does not resume.
+        first_sample: index in the data set of the first sample that the run loads, or None where the sampler's order is
+            not known (any but `single`).
+        counts_router_tokens: MoE routers count tokens, for auxiliary losses or the expert bias.
+        overlaps_passes: forward and backward passes run together, so that none can be timed.
     """
 
     config: BalanceConfig
@@ -63,6 +77,15 @@ class RunSetup:
     limits: Limits
     cost_model: CostModel
     timeout: timedelta
+    cap: DerivedCap | None
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    log_interval: int
+    resumed_from: tuple[str, int] | None
+    first_sample: int | None
+    counts_router_tokens: bool
+    overlaps_passes: bool
 
     @classmethod
     def from_megatron_args(cls, args: Any, *, config: BalanceConfig) -> RunSetup:
@@ -72,13 +95,24 @@ class RunSetup:
             BalanceError: a calibration that cannot be read, or a model whose FLOPs are not known.
         """
         topology = topology_from_megatron_args(args)
-        config = with_token_cap(config, args=args)
+        cap = derived_cap(config, args=args)
+        if cap is not None:
+            config = replace(config, max_tokens_per_gpu=cap.tokens)
         return cls(
             config,
             topology=topology,
             limits=config.limits(micro_batch_size=args.micro_batch_size, topology=topology),
             cost_model=cost_model_from_megatron_args(args, config=config),
             timeout=timeout_of(args),
+            cap=cap,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            log_interval=args.log_interval,
+            resumed_from=(args.load, args.iteration) if args.load and args.iteration else None,
+            first_sample=args.consumed_train_samples if args.dataloader_type == "single" else None,
+            counts_router_tokens=_routers_count_tokens(args),
+            overlaps_passes=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
         )
 
 
@@ -126,16 +160,23 @@ def agreed_run(args: Any) -> AgreedRun:
         agree(_settings(local, args=args), meeting=meeting, topic="balance flags and versions", problem=local.problem)
     if local.problem is not None:
         raise BalanceError(local.problem)
-    setup = _with_smallest_cap(local.setup, args=args)
+    setup = _with_smallest_cap(local.setup)
     return AgreedRun(setup, local.stock_because, cautions=() if setup is None else tuple(cautions(args)))
 
 
-def _with_smallest_cap(setup: RunSetup | None, *, args: Any) -> RunSetup | None:
-    if setup is None or not setup.config.derives_cap:
+def _with_smallest_cap(setup: RunSetup | None) -> RunSetup | None:
+    if setup is None or setup.cap is None:
         return setup
     config = with_smallest_cap(setup.config, timeout=setup.timeout)
-    limits = config.limits(micro_batch_size=args.micro_batch_size, topology=setup.topology)
+    limits = config.limits(micro_batch_size=setup.micro_batch_size, topology=setup.topology)
     return replace(setup, config=config, limits=limits)
+
+
+def _routers_count_tokens(args: Any) -> bool:
+    if not args.num_experts or "quantile_balancing" in np.atleast_1d(args.moe_router_load_balancing_type):
+        return False  # quantile balancing refuses masks
+    has_aux_loss = bool(np.any(np.atleast_1d(args.moe_aux_loss_coeff)))
+    return has_aux_loss or args.moe_z_loss_coeff is not None or bool(args.moe_router_enable_expert_bias)
 
 
 def _decide_locally(args: Any) -> _LocalDecision:

@@ -50,12 +50,10 @@ class RouterPadding:
     tp_rank: int
 
     @classmethod
-    def from_megatron_args(cls, args: Any, *, topology: Topology) -> RouterPadding | None:
-        """From validated arguments; None where no router counts tokens."""
+    def of_this_rank(cls, topology: Topology) -> RouterPadding:
+        """The masks of this rank, by Megatron's groups."""
         from megatron.core import parallel_state
 
-        if not _routers_count_tokens(args):
-            return None
         return cls(
             topology,
             cp_rank=parallel_state.get_context_parallel_rank(),
@@ -161,13 +159,6 @@ def embeddings_with_mask_in_place(get_embeddings: Function) -> Function:
         return input_ids, position_ids, padding_mask, *rest
 
     return wrapper
-
-
-def _routers_count_tokens(args: Any) -> bool:
-    if not args.num_experts or "quantile_balancing" in np.atleast_1d(args.moe_router_load_balancing_type):
-        return False  # quantile balancing refuses masks
-    has_aux_loss = bool(np.any(np.atleast_1d(args.moe_aux_loss_coeff)))
-    return has_aux_loss or args.moe_z_loss_coeff is not None or bool(args.moe_router_enable_expert_bias)
 
 
 def _unwrapped(model: Any) -> Any:

@@ -8,7 +8,6 @@ here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,6 @@ class SampleOrigin:
     micro_batch_size: int
     dp_rank: int
     dp_size: int
-
-    @classmethod
-    def from_megatron_args(cls, args: Any, *, dp_rank: int, dp_size: int) -> SampleOrigin | None:
-        """From validated arguments, before the first step; None where the sampler is not `single`."""
-        if args.dataloader_type != "single":
-            return None
-        return cls(args.consumed_train_samples, args.micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
 
     def sample_of(self, item: int, *, row: int) -> int:
         """Index in the data set.

@@ -9,9 +9,7 @@ Invariant: what goes wrong with the record's folder on one rank is raised on eve
 from __future__ import annotations
 
 import atexit
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.groups import is_first_of_replica, reads_data, split_world
 from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.telemetry.observer import RunObserver
 from megatron_balance.mcore.telemetry.recording import RunRecording
@@ -33,30 +32,27 @@ from megatron_balance.runtime.peers import waiting_for
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
 
 
-def build_watchers(
-    config: BalanceConfig, *, args: Any, planner: StepPlanner, log: RunLog, timeout: timedelta
-) -> RunObserver | None:
+def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> RunObserver | None:
     """The watchers of this rank; None where it takes no part. Every rank calls it, in the same order.
 
     Args:
-        config: the flags.
-        args: Megatron's validated arguments.
-        planner: makes this rank's steps.
+        setup: the run's settings.
+        planner: of this rank's steps.
         log: prints.
-        timeout: of collectives.
 
     Raises:
         BalanceError: the record's folder cannot be written to; on every rank that watches.
     """
     measures = reads_data()
     writes = dist.get_rank() == dist.get_world_size() - 1  # Megatron's writers are on the last rank
-    group = split_world(0 if measures or writes else None, timeout=timeout)
+    config = setup.config
+    group = split_world(0 if measures or writes else None, timeout=setup.timeout)
     if group is None:
         return None
     dp_rank = planner.dp_group.rank()
     metrics = RunMetrics(
         log,
-        log_interval=args.log_interval,
+        log_interval=setup.log_interval,
         group=group,
         dp_rank=dp_rank if measures else NOT_MEASURING,
         dp_size=planner.topology.dp_size,
@@ -64,7 +60,7 @@ def build_watchers(
     listeners: list[Listener] = [metrics.measured]
     recording = None
     if config.record is not None:
-        resume = bool(args.load and args.iteration)
+        resume = setup.resumed_from is not None
         recording = _recording(config, folder=Path(config.record), planner=planner, resume=resume, group=group)
     if recording is not None:
         listeners.append(recording.measured)
@@ -72,7 +68,7 @@ def build_watchers(
         listeners.append(calibrating(planner.calibration, dp_rank=dp_rank))
     timing = None
     # There forward and backward passes run together, and their marks would tell nothing.
-    if measures and not getattr(args, "overlap_moe_expert_parallel_comm", False):
+    if measures and not setup.overlaps_passes:
         timing = StepTiming(listeners, on_gpu=device_kind() == "cuda")
     observer = RunObserver(timing=timing, metrics=metrics, recording=recording)
     atexit.register(observer.flush)

@@ -1,0 +1,44 @@
+"""The values in Megatron's arguments that change while a run trains; everything else is read once (`run_setup.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+class MegatronState:
+    """Reads the state of a run in Megatron's arguments, and sets the shape of the micro-batch that runs.
+
+    Args:
+        args: Megatron's validated arguments.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    @property
+    def iteration(self) -> int:
+        """The running step's number in Megatron's log, from 1; `curr_iteration` counts the steps before it."""
+        return self._args.curr_iteration + 1
+
+    @property
+    def has_next_step(self) -> bool:
+        """Whether another step follows; a data set may hold no more than the steps there are."""
+        last = self._args.train_iters
+        return last is None or self.iteration < last
+
+    @contextlib.contextmanager
+    def microbatch_of(self, num_tokens: int) -> Iterator[None]:
+        """Give Megatron's arguments the shape of one micro-batch while it runs.
+
+        Tensor-parallel ranks allocate their receive buffers by them (`get_batch_on_this_tp_rank`), and MoE layers view
+        activations by seq_length.
+        """
+        args = self._args
+        stock = args.seq_length, args.micro_batch_size
+        args.seq_length, args.micro_batch_size = num_tokens, 1
+        try:
+            yield
+        finally:
+            args.seq_length, args.micro_batch_size = stock
