@@ -19,6 +19,7 @@ from training_run import Recorded, RunFailed, train
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.telemetry import run_metrics
 from megatron_balance.mcore.telemetry.figures import Figures
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
@@ -242,27 +243,24 @@ class TestFigures:
         assert mean.known() == {"over_bound": 1.5, "drift": 0.5}
 
 
-class Lines(RunLog):
-    """Keeps what it would print."""
-
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.lines: list[tuple[int, Figures]] = []
-
-    def line(self, figures: Figures, *, iteration: int, objective: str) -> None:
-        self.lines.append((iteration, figures))
+Written = list[tuple[int, Figures]]
+"""What the writers got, and in which iteration."""
 
 
 class TestOneRank:
     @pytest.fixture
-    def log(self) -> Lines:
-        return Lines()
+    def written(self, monkeypatch: pytest.MonkeyPatch) -> Written:
+        kept: Written = []
+        monkeypatch.setattr(
+            run_metrics, "write_scalars", lambda figures, *, iteration: kept.append((iteration, figures))
+        )
+        return kept
 
     @pytest.fixture
-    def metrics(self, log: Lines, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunMetrics]:
+    def metrics(self, written: Written) -> Iterator[RunMetrics]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group: Any = dist.group.WORLD
-        yield RunMetrics(log, log_interval=2, group=group, dp_rank=0, dp_size=1)
+        yield RunMetrics(RunLog(enabled=False), log_interval=2, group=group, dp_rank=0, dp_size=1)
         dist.destroy_process_group()
 
     def take(self, metrics: RunMetrics, iteration: int, *, seconds: float | None) -> None:
@@ -271,33 +269,33 @@ class TestOneRank:
             metrics.measured(TimedStep(iteration, SCHEDULE, np.array([seconds])))
         metrics.logged(iteration)
 
-    def test_a_step_that_runs_again_counts_once(self, metrics: RunMetrics, log: Lines) -> None:
+    def test_a_step_that_runs_again_counts_once(self, metrics: RunMetrics, written: Written) -> None:
         metrics.begin(STEP, iteration=1)
         metrics.measured(TimedStep(1, SCHEDULE, np.array([5.0])))
         self.take(metrics, 1, seconds=1.0)
         self.take(metrics, 2, seconds=2.0)
-        [(iteration, figures)] = log.lines
+        [(iteration, figures)] = written
         assert iteration == 2
         assert figures.busiest_rank_seconds == 1.5
 
-    def test_each_interval_begins_anew_and_an_empty_one_is_silent(self, metrics: RunMetrics, log: Lines) -> None:
+    def test_each_interval_begins_anew_and_an_empty_one_is_silent(self, metrics: RunMetrics, written: Written) -> None:
         for iteration, seconds in enumerate((1.0, 2.0, 3.0, None), start=1):
             self.take(metrics, iteration, seconds=seconds)
         metrics.logged(6)
-        assert [iteration for iteration, _ in log.lines] == [2, 4]
-        assert log.lines[1][1].busiest_rank_seconds == 3.0
+        assert [iteration for iteration, _ in written] == [2, 4]
+        assert written[1][1].busiest_rank_seconds == 3.0
 
-    def test_what_was_not_measured_is_unknown(self, metrics: RunMetrics, log: Lines) -> None:
+    def test_what_was_not_measured_is_unknown(self, metrics: RunMetrics, written: Written) -> None:
         self.take(metrics, 2, seconds=None)
-        [(_, figures)] = log.lines
+        [(_, figures)] = written
         assert set(figures.known()) == {*PLANNED_NAMES, "num_shapes"}
 
-    def test_shapes_are_counted_over_the_whole_run(self, metrics: RunMetrics, log: Lines) -> None:
+    def test_shapes_are_counted_over_the_whole_run(self, metrics: RunMetrics, written: Written) -> None:
         for iteration, tokens in enumerate(([8, 16], [8, 8], [8, 24], [16, 24]), start=1):
             step = BalancedStep(2, tokens, schedule=SCHEDULE)
             metrics.begin(step, iteration=iteration)
             metrics.logged(iteration)
-        assert [figures.num_shapes for _, figures in log.lines] == [2, 3]
+        assert [figures.num_shapes for _, figures in written] == [2, 3]
 
 
 def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
