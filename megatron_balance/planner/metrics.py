@@ -176,9 +176,7 @@ def _figures(
     )
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
     predicted, bound = problem.predicted_cost(grid), lower_bound(problem)
-    of_groups = grid.reshape(-1, meeting_ranks(topology), num_microbatches)
-    mean = int(grid.sum()) / topology.dp_size
-    step_imbalance = int(grid.sum(axis=1).max()) / mean if mean else 1.0
+    step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
     counts = np.bincount(slot_of, minlength=num_slots)
     tokens = np.zeros(num_slots, dtype=np.int64)
@@ -200,7 +198,7 @@ def _figures(
         over_bound=predicted / bound if bound else 1.0,
         single_sample_floor=single_sample_floor(problem),
         step_imbalance=step_imbalance,
-        microbatch_imbalance=int(of_groups.max(axis=1).sum(axis=1).max()) / mean if mean else 1.0,
+        microbatch_imbalance=slowest_over_mean(grid, objective="microbatch", topology=topology),
         pipeline_imbalance=step_imbalance if topology.pp_size == 1 else _pipeline_imbalance(grid, topology=topology),
         padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
         peak_tokens=peak,
@@ -212,6 +210,29 @@ def _figures(
         moved_off_node_tokens=off_node,
         moved_tokens_before_relabel=None,
     )
+
+
+def slowest_over_mean(grid: NDArray[np.int64] | NDArray[np.float64], *, objective: str, topology: Topology) -> float:
+    """The slowest over the mean, of costs or of measured seconds.
+
+    Args:
+        grid: `[dp_size, num_microbatches]`.
+        objective: `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one
+            another there; any other objective compares sums of ranks.
+        topology: the ranks.
+
+    Returns:
+        1.0 where all are equal, or where nothing costs anything.
+    """
+    span = sync_group_size(objective, topology=topology)
+    of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)
+    mean = float(grid.sum()) / len(grid)
+    return float(of_groups.max()) / mean if mean else 1.0
+
+
+def sync_group_size(objective: str, *, topology: Topology) -> int:
+    """Neighbouring ranks that wait for one another in every micro-batch; 1 where ranks meet once a step."""
+    return meeting_ranks(topology) if objective == "microbatch" else 1
 
 
 def _pipeline_imbalance(grid: NDArray[np.int64], *, topology: Topology) -> float:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
-from megatron_balance.planner.problem import build_problem, meeting_ranks
+from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, slowest_over_mean
+from megatron_balance.planner.problem import build_problem
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord
 
@@ -134,18 +134,6 @@ def step_metrics(step: StepRecord, *, info: RunInfo) -> ScheduleMetrics:
     )
 
 
-def waiting_span(info: RunInfo) -> int:
-    """Neighbouring ranks that wait for one another in every micro-batch; 1 where none do."""
-    return meeting_ranks(info.topology) if info.objective == "microbatch" else 1
-
-
 def imbalance(grid: NDArray[np.float64] | NDArray[np.int64], *, info: RunInfo) -> float:
-    """The slowest over the mean, as `ScheduleMetrics` counts it, of what was planned or measured.
-
-    Args:
-        grid: `[dp_size, num_microbatches]` costs or seconds.
-        info: the objective: sums of ranks, or slot by slot where ranks meet in every micro-batch.
-    """
-    mean = grid.sum() / len(grid)
-    of_groups = grid.reshape(-1, waiting_span(info), grid.shape[1])
-    return float(of_groups.max(axis=1).sum(axis=1).max() / mean) if mean else 1.0
+    """`slowest_over_mean` by the run's objective, of a step's costs or measured seconds."""
+    return slowest_over_mean(grid, objective=info.objective, topology=info.topology)

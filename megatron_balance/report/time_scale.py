@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
-from megatron_balance.record.judging import recosted, waiting_span
+from megatron_balance.planner.metrics import sync_group_size
+from megatron_balance.record.judging import recosted
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 
@@ -103,7 +104,7 @@ def time_scale(record: RunRecord) -> TimeScale:
 
 def is_slowest(step: StepRecord, *, info: RunInfo) -> NDArray[np.bool_]:
     """`[dp_size, num_microbatches]` micro-batches whose measured seconds are their own, not waiting for others."""
-    groups = step.cost_grid.reshape(-1, waiting_span(info), step.num_microbatches)
+    groups = step.cost_grid.reshape(-1, sync_group_size(info.objective, topology=info.topology), step.num_microbatches)
     own = (groups == groups.max(axis=1, keepdims=True)).reshape(step.cost_grid.shape)
     return own & (step.seconds > 0)
 

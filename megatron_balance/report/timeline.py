@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.planner.makespan import pipeline_makespans
+from megatron_balance.planner.metrics import sync_group_size
 from megatron_balance.planner.problem import is_makespan
-from megatron_balance.record.judging import waiting_span
 from megatron_balance.record.run_record import RunInfo
 
 _WHOLE = 2**40
@@ -53,7 +53,7 @@ def lay_out(durations: NDArray[np.float64], *, info: RunInfo, with_bubble: bool 
         info: when ranks wait for one another.
         with_bubble: count the pipeline's bubble in; not for measured times, which leave it out.
     """
-    span = waiting_span(info)
+    span = sync_group_size(info.objective, topology=info.topology)
     num_slots = durations.shape[1]
     slowest = durations.reshape(-1, span, num_slots).max(axis=1)
     ends = np.cumsum(slowest, axis=1)

@@ -24,6 +24,7 @@ from megatron_balance.mcore.telemetry.figures import Figures
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
 from megatron_balance.mcore.telemetry.step_timing import TimedStep
+from megatron_balance.planner.metrics import schedule_metrics
 from megatron_balance.record.run_record import RunRecord, read_record
 from megatron_balance.runtime.rank_seconds import busiest_over_mean
 
@@ -223,6 +224,21 @@ STEP = BalancedStep(
 
 
 class TestFigures:
+    def test_imbalance_is_the_objective_s(self) -> None:
+        """Where ranks meet in every micro-batch, the log and the report name the same number."""
+        schedule = build_data_schedule(
+            [8, 6, 5, 3, 3],
+            cost_model=CostModel.tokens(),
+            topology=Topology(2, ep_size=2),
+            limits=Limits(9),
+            objective="microbatch",
+        )
+        costs = schedule.cost_grid
+        planned = Figures.of_step(STEP, schedule=schedule).planned_imbalance
+        assert planned == costs.max(axis=0).sum() / costs.sum(axis=1).mean()
+        assert planned == schedule_metrics(schedule).microbatch_imbalance
+        assert planned > costs.sum(axis=1).max() / costs.sum(axis=1).mean()
+
     def test_of_a_step(self) -> None:
         figures = Figures.of_step(STEP, schedule=SCHEDULE)
         ranks = SCHEDULE.cost_grid.sum(axis=1)

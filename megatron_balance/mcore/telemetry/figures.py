@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.planner.metrics import slowest_over_mean
 from megatron_balance.planner.schedule import DataSchedule
 
 _UNKNOWN = float("nan")
@@ -23,7 +24,8 @@ class Figures:
     """Of one step, or means over several.
 
     Attributes:
-        planned_imbalance: costliest rank over the mean rank, as planned.
+        planned_imbalance: slowest over mean as planned, by the objective: of ranks, or under `microbatch` of the
+            costliest rank in each slot, summed. The report shows the same.
         measured_imbalance: busiest rank's seconds over the mean rank's, as measured (`step_timing.py` says what is
             in them). A rank stands for its model replica: pipeline stages and context-parallel ranks together.
         busiest_rank_seconds: of the busiest rank, as measured.
@@ -61,15 +63,17 @@ class Figures:
             step: the data of the step.
             schedule: its plan.
         """
-        ranks = schedule.cost_grid.sum(axis=1)
         tokens = int(schedule.lengths.sum())
         moved = _UNKNOWN
         if schedule.home_ranks is not None:
             moved = int(schedule.lengths[schedule.destinations() != schedule.home_ranks].sum()) / max(tokens, 1)
         unlabelled = schedule.moved_tokens_before_relabel
         error = None if step.calibration is None else step.calibration.error
+        planned = slowest_over_mean(schedule.cost_grid, objective=schedule.objective, topology=schedule.topology)
         return cls(
-            planned_imbalance=int(ranks.max()) / float(ranks.mean()) if ranks.any() else 1.0,
+            planned_imbalance=slowest_over_mean(
+                schedule.cost_grid, objective=schedule.objective, topology=schedule.topology
+            ),
             over_bound=schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
             num_microbatches=schedule.num_microbatches,
             padding_fraction=1 - tokens / max(step.step_tokens, 1),
