@@ -71,9 +71,7 @@ class Figures:
         error = None if step.calibration is None else step.calibration.error
         planned = slowest_over_mean(schedule.cost_grid, objective=schedule.objective, topology=schedule.topology)
         return cls(
-            planned_imbalance=slowest_over_mean(
-                schedule.cost_grid, objective=schedule.objective, topology=schedule.topology
-            ),
+            planned_imbalance=planned,
             over_bound=schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
             num_microbatches=schedule.num_microbatches,
             padding_fraction=1 - tokens / max(step.step_tokens, 1),
