@@ -21,9 +21,9 @@ from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.planner import BalancedStep
 from megatron_balance.mcore.telemetry import run_metrics
 from megatron_balance.mcore.telemetry.figures import Figures
+from megatron_balance.mcore.telemetry.observer import TimedStep
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
-from megatron_balance.mcore.telemetry.step_timing import TimedStep
 from megatron_balance.planner.metrics import schedule_metrics
 from megatron_balance.record.run_record import RunRecord, read_record
 from megatron_balance.runtime.rank_seconds import busiest_over_mean

@@ -26,7 +26,7 @@ class Figures:
     Attributes:
         planned_imbalance: slowest over mean as planned, by the objective: of ranks, or under `microbatch` of the
             costliest rank in each slot, summed. The report shows the same.
-        measured_imbalance: busiest rank's seconds over the mean rank's, as measured (`step_timing.py` says what is
+        measured_imbalance: busiest rank's seconds over the mean rank's, as measured (`observer.py` says what is
             in them). A rank stands for its model replica: pipeline stages and context-parallel ranks together.
         busiest_rank_seconds: of the busiest rank, as measured.
         over_bound: planned cost over what no plan can beat.

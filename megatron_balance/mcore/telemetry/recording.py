@@ -17,13 +17,13 @@ import numpy as np
 
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.planner import BalancedStep
-from megatron_balance.mcore.telemetry.step_timing import TimedStep
+from megatron_balance.mcore.telemetry.observer import TimedStep, Watcher
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord
 from megatron_balance.record.writers import PlanWriter, SecondsWriter
 
 
-class RunRecording:
+class RunRecording(Watcher):
     """One rank's part of the record.
 
     Args:

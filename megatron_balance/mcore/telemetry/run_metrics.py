@@ -21,15 +21,15 @@ import torch.distributed as dist
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.planner import BalancedStep
 from megatron_balance.mcore.telemetry.figures import Figures, log_line
+from megatron_balance.mcore.telemetry.observer import TimedStep, Watcher
 from megatron_balance.mcore.telemetry.scalars import send_to_writers, write_scalars
-from megatron_balance.mcore.telemetry.step_timing import TimedStep
 from megatron_balance.runtime.rank_seconds import busiest_over_mean, gather_rank_seconds
 
 MAX_STEPS = 256
 """The newest steps of a log interval, beyond which older ones are left out of the figures."""
 
 
-class RunMetrics:
+class RunMetrics(Watcher):
     """One rank's part.
 
     Args:

@@ -14,16 +14,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_balance.calibration.features import is_slowest, slot_features
+from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.groups import is_first_of_replica, reads_data, split_world
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.mcore.telemetry.observer import RunObserver
+from megatron_balance.mcore.telemetry.observer import RunObserver, TimedStep, Watcher
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
-from megatron_balance.mcore.telemetry.step_timing import Listener, StepTiming, calibrating
 from megatron_balance.planner.problem import resolve_objective
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.runtime.device import device_kind
@@ -57,22 +58,40 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
         dp_rank=dp_rank if measures else NOT_MEASURING,
         dp_size=planner.topology.dp_size,
     )
-    listeners: list[Listener] = [metrics.measured]
-    recording = None
+    watchers: list[Watcher] = [metrics]
     if config.record is not None:
         resume = setup.resumed_from is not None
         recording = _recording(config, folder=Path(config.record), planner=planner, resume=resume, group=group)
-    if recording is not None:
-        listeners.append(recording.measured)
+        if recording is not None:
+            watchers.append(recording)
     if planner.calibration is not None:
-        listeners.append(calibrating(planner.calibration, dp_rank=dp_rank))
-    timing = None
-    # There forward and backward passes run together, and their marks would tell nothing.
-    if measures and not setup.overlaps_passes:
-        timing = StepTiming(listeners, on_gpu=device_kind() == "cuda")
-    observer = RunObserver(timing=timing, metrics=metrics, recording=recording)
+        watchers.append(CalibrationWatcher(planner.calibration, dp_rank=dp_rank))
+    times_passes = measures and not setup.overlaps_passes
+    observer = RunObserver(watchers, times_passes=times_passes, on_gpu=device_kind() == "cuda")
     atexit.register(observer.flush)
     return observer
+
+
+class CalibrationWatcher(Watcher):
+    """Lets the online calibration learn from this rank's micro-batches.
+
+    Args:
+        calibration: learns.
+        dp_rank: of this rank.
+    """
+
+    def __init__(self, calibration: OnlineCalibration, *, dp_rank: int) -> None:
+        self._calibration = calibration
+        self._dp_rank = dp_rank
+
+    def measured(self, timed: TimedStep) -> None:
+        """Learn from the micro-batches that waited for no other rank."""
+        features = slot_features(timed.schedule, rank=self._dp_rank, cost_model=self._calibration.prior)
+        own = is_slowest(timed.schedule, rank=self._dp_rank)
+        if len(timed.seconds) != timed.schedule.num_microbatches:
+            # Several model chunks: only the step as a whole is known.
+            features, own = features.sum(axis=0, keepdims=True), own.all(keepdims=True)
+        self._calibration.add(features[own], seconds=timed.seconds[own])
 
 
 def _recording(
