@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -29,7 +28,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.atomic_write import atomic_write
 from megatron_balance.files.untrusted import parse_json
-from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.collectives import broadcast_row, gather_row
 
 FIRST_REFIT = 4
 """Steps before the first refit; the gap then doubles, up to `LONGEST_GAP`."""
@@ -154,28 +153,24 @@ class OnlineCalibration:
         """Coefficients and held-out error, from all ranks' measurements; None where there are too few."""
         rows = self._gather()
         # The last entry says whether there is a fit: every rank must go on alike.
-        message = torch.zeros(NUM_FEATURES + 2, dtype=torch.float64)
+        message = np.zeros(NUM_FEATURES + 2)
         if rows is not None and len(rows) >= MIN_MEASUREMENTS:
             coefficients, error = _fit(rows, prior=self.prior)
-            message = torch.tensor([*coefficients.tolist(), error, 1.0], dtype=torch.float64)
-        with waiting_for("the fitted cost model (calibration)", group=self._group):
-            dist.broadcast(message, dist.get_global_rank(self._group, 0), group=self._group)
+            message = np.array([*coefficients, error, 1.0])
+        message = broadcast_row(message, group=self._group, what="the fitted cost model (calibration)")
         *coefficients, error, fitted = message.tolist()
         return (tuple(coefficients), error) if fitted else None
 
     def _gather(self) -> NDArray[np.float64] | None:
         """`[num_measurements, 5]` of all ranks on rank 0 of the group, None elsewhere."""
-        share = torch.zeros(self._rows_per_rank, NUM_FEATURES + 1, dtype=torch.float64)
+        share = np.zeros((self._rows_per_rank, NUM_FEATURES + 1))
         with self._lock:
             if self._rows:
-                share[: len(self._rows)] = torch.from_numpy(np.stack(list(self._rows)))
-        first = dist.get_global_rank(self._group, 0)
-        shares = [torch.empty_like(share) for _ in range(self._group.size())] if self._group.rank() == 0 else None
-        with waiting_for("measured seconds of all ranks (calibration)", group=self._group):
-            dist.gather(share, shares, dst=first, group=self._group)
+                share[: len(self._rows)] = np.stack(list(self._rows))
+        shares = gather_row(share.ravel(), group=self._group, what="measured seconds of all ranks (calibration)")
         if shares is None:
             return None
-        rows = torch.cat(shares).numpy()
+        rows = shares.reshape(-1, NUM_FEATURES + 1)
         return rows[rows[:, NUM_FEATURES] > 0]
 
 

@@ -1,9 +1,11 @@
-"""Small gathers over a process group, whose errors name the peers that did not answer.
+"""Small gathers and broadcasts over a process group; their errors name the peers that did not answer.
 
 Invariants: tensors only, no pickled objects; a rank's row is as long as every other's.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_balance.runtime.peers import named_ranks, waiting_for
+
+Scalar = TypeVar("Scalar", np.int64, np.float64)
 
 
 def ranks_where(mask: NDArray[np.bool_], *, group: dist.ProcessGroup) -> str:
@@ -36,6 +40,35 @@ def all_gather_row(
         device: where the buffers live.
     """
     return _all_gather_tensor(torch.from_numpy(row), group=group, what=what, device=device).numpy()
+
+
+def gather_row(row: NDArray[Scalar], *, group: dist.ProcessGroup, what: str) -> NDArray[Scalar] | None:
+    """`[n]` of every rank → `[group_size, n]` on the first rank of the group, None elsewhere; over gloo.
+
+    Args:
+        row: of this rank.
+        group: all that take part.
+        what: as for `all_gather_row`.
+    """
+    share = torch.from_numpy(row)
+    shares = [torch.empty_like(share) for _ in range(group.size())] if group.rank() == 0 else None
+    with waiting_for(what, group=group):
+        dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
+    return None if shares is None else torch.stack(shares).numpy()
+
+
+def broadcast_row(row: NDArray[Scalar], *, group: dist.ProcessGroup, what: str) -> NDArray[Scalar]:
+    """`[n]` of the group's first rank on every rank; over gloo.
+
+    Args:
+        row: of this rank; on the others its values are not read.
+        group: all that take part.
+        what: as for `all_gather_row`.
+    """
+    message = torch.from_numpy(row.copy())
+    with waiting_for(what, group=group):
+        dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
+    return message.numpy()
 
 
 def all_gather_bytes(

@@ -7,11 +7,10 @@ unknown (NaN) for its whole model replica, never zero.
 from __future__ import annotations
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.collectives import gather_row
 
 NOT_MEASURING = -1
 """In place of a data-parallel rank: a member of the group that measures nothing."""
@@ -31,16 +30,13 @@ def gather_rank_seconds(
     Returns:
         `[dp_size, num_steps]` on the first rank of the group, None elsewhere.
     """
-    share = torch.from_numpy(np.concatenate([[float(dp_rank)], seconds]))
-    is_first = group.rank() == 0
-    shares = [torch.empty_like(share) for _ in range(group.size())] if is_first else None
-    with waiting_for("the seconds of all ranks (figures)", group=group):
-        dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
-    if shares is None:
+    row = np.concatenate([[float(dp_rank)], seconds])
+    rows = gather_row(row, group=group, what="the seconds of all ranks (figures)")
+    if rows is None:
         return None
     # All or nothing in one sum: a NaN among a replica's ranks makes the replica NaN.
     total = np.zeros((dp_size, seconds.size))
-    for rank, *of_steps in torch.stack(shares).tolist():
+    for rank, *of_steps in rows.tolist():
         if rank != NOT_MEASURING:
             total[int(rank)] += of_steps
     return total

@@ -7,12 +7,10 @@ learn from the first what they need of it (tensor-parallel ranks that read no da
 from __future__ import annotations
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
-from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, broadcast_row, ranks_where
 
 KIND, NUM_VALUES, DIGEST = range(3)
 LISTENS, PLANNED, FAILED = range(3)
@@ -62,7 +60,6 @@ def share_counts(
     if planned.all():
         assert counts is not None, "planned"
         return counts
-    sent = torch.tensor(counts if group.rank() == 0 else [0] * int(first[NUM_VALUES]), dtype=torch.int64)
-    with waiting_for("the plan from the first rank of this model replica (broadcast)", group=group):
-        dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
-    return sent.tolist()
+    own = np.array(counts if group.rank() == 0 else [0] * int(first[NUM_VALUES]), dtype=np.int64)
+    what = "the plan from the first rank of this model replica (broadcast)"
+    return broadcast_row(own, group=group, what=what).tolist()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
-import torch
+import numpy as np
 import torch.distributed as dist
 
 from megatron_balance.mcore.telemetry.figures import Figures
-from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.collectives import broadcast_row
 
 
 def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Figures:
@@ -28,10 +28,8 @@ def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Fig
     Returns:
         The figures.
     """
-    message = torch.tensor(astuple(figures or Figures()), dtype=torch.float64)
-    with waiting_for("the figures on the rank that writes them", group=group):
-        dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
-    return Figures(*message.tolist())
+    row = np.array(astuple(figures or Figures()))
+    return Figures(*broadcast_row(row, group=group, what="the figures on the rank that writes them").tolist())
 
 
 def write_scalars(figures: Figures, *, iteration: int) -> None:
