@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron_balance.calibration.features import is_slowest, slot_features
@@ -29,7 +28,7 @@ from megatron_balance.planner.problem import resolve_objective
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.runtime.device import device_kind
 from megatron_balance.runtime.environment import environment
-from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.failure import Failure, raise_together
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
 
 
@@ -98,7 +97,7 @@ def _recording(
     config: BalanceConfig, *, folder: Path, planner: StepPlanner, resume: bool, group: dist.ProcessGroup
 ) -> RunRecording | None:
     """This rank's part of the record, None where it has none."""
-    recording, problem = None, None
+    recording, failure = None, None
     if is_first_of_replica():
         try:
             recording = RunRecording(
@@ -108,15 +107,10 @@ def _recording(
                 resume=resume,
             )
         except OSError as error:
-            problem = str(error)
-    failed = torch.tensor([problem is not None], dtype=torch.int64)
-    with waiting_for("all ranks to open the record", group=group):
-        dist.all_reduce(failed, group=group)
-    if failed:
-        raise BalanceError(
-            f"--balance-record {folder}: {problem or 'another rank cannot write there'}. Name a folder that every "
-            "node can write to."
-        )
+            failure = Failure(
+                BalanceError(f"--balance-record {folder}: {error}. Name a folder that every node can write to.")
+            )
+    raise_together(failure, group=group, what="that all ranks have opened the record")
     return recording
 
 
