@@ -15,6 +15,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from benchmarks.markdown import table
+
 SETTINGS = {
     "step, dp 8, batch 256": "--global-batch-size 256 --dp-size 8 --model Qwen3-8B",
     "step, dp 64, batch 1024": "--global-batch-size 1024 --dp-size 64 --model Qwen3-8B",
@@ -55,11 +57,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    lines = ["| setting | CPU s | wall s | what it says |", "|---|---|---|---|"]
+    rows: list[tuple[str, ...]] = []
     for name, flags in SETTINGS.items():
         best = min((measure(flags) for _ in range(args.repeats)), key=lambda taken: taken.cpu_seconds)
-        lines.append(f"| {name} | {best.cpu_seconds:.1f} | {best.wall_seconds:.1f} | {best.last_line} |")
-    sys.stdout.write("\n".join(lines) + "\n")
+        rows.append((name, f"{best.cpu_seconds:.1f}", f"{best.wall_seconds:.1f}", best.last_line))
+    sys.stdout.write(table("setting | CPU s | wall s | what it says", rows, align="llll") + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.markdown import table, table_row
 from megatron_balance.adapters.areal import balance_batch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import resolve_cost
@@ -107,7 +108,7 @@ def main() -> None:
     ):
         print(f"\nMean coefficient of variation of the ranks' {unit} over {num_seeds} batches\n")
         names = [f"{num_rows} rows to {longest}, dp {dp_size}" for num_rows, longest, dp_size in columns]
-        print(f"| split | {' | '.join(names)} |\n|{'---|' * (len(columns) + 1)}")
+        print(table(" | ".join(["split", *names]), (), align="l" * (len(names) + 1)))
         for name, split in splits.items():
             means = [
                 coefficients_of_variation(
@@ -120,7 +121,7 @@ def main() -> None:
                 ).mean()
                 for num_rows, longest, dp_size in columns
             ]
-            print(f"| {name} | {' | '.join(f'{mean:.5f}' for mean in means)} |")
+            print(table_row((name, *(f"{mean:.5f}" for mean in means))))
 
 
 if __name__ == "__main__":

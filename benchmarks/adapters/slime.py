@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.markdown import table
 from megatron_balance import CostModel
 from megatron_balance.adapters.slime import SlimeOptions
 from megatron_balance.adapters.slime.plan import BalancedDpSchedule
@@ -133,14 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="a checkout of slime to compare with")
     args = parser.parse_args(argv)
     cost_model = SlimeOptions().cost_model(arguments())
-    sys.stdout.write("| planner | over the cap | rank max/mean | sum of slot max/mean | micro-batches |\n")
-    sys.stdout.write("|---|---|---|---|---|\n")
+    columns = "planner | over the cap | rank max/mean | sum of slot max/mean | micro-batches"
+    rows: list[tuple[str, ...]] = []
     for name, build in planners(args.checkout).items():
         row = measure(build, cost_model=cost_model)
-        sys.stdout.write(
-            f"| {name} | {row.over_cap} | {row.rank_max_over_mean:.5f} | {row.slot_sum_over_mean:.4f} "
-            f"| {row.num_microbatches:.2f} |\n"
-        )
+        ratios = f"{row.rank_max_over_mean:.5f}", f"{row.slot_sum_over_mean:.4f}"
+        rows.append((name, str(row.over_cap), *ratios, f"{row.num_microbatches:.2f}"))
+    sys.stdout.write(table(columns, rows, align="lllll") + "\n")
     return 0
 
 

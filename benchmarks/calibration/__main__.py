@@ -10,7 +10,6 @@ rounds that the machine disturbed disturb both. Beside it stands what the calibr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -21,10 +20,11 @@ from typing import Any
 from quickstart import FLAGS, NUM_RANKS, PACKED, SEQ_LENGTH, WARM_UP_STEPS
 from training_run import ROOT, Recorded, train
 
+from benchmarks.markdown import table
+from benchmarks.results_file import made_by, page_head, versions_of, write_results
 from megatron_balance import Topology
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.planner.metrics import assignment_metrics
-from megatron_balance.runtime.environment import environment
 from megatron_balance.topology import Limits
 
 MODEL_FLAGS = ["--group-query-attention", "--swiglu", "--vocab-size", "257", "--make-vocab-size-divisible-by", "1"]
@@ -59,12 +59,11 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     shown = f"scripts/bench_calibration.sh --rounds {args.rounds} --steps {args.steps}"
-    record: dict[str, Any] = {"command": shown, "environment": environment("cpu"), "models": {}}
+    record = made_by(shown, models={})
     for name, flags in MODELS.items():
         record["models"][name] = _compare(name, flags, rounds=args.rounds, steps=args.steps, out=args.out)
         # After each model: a run that is cut short leaves what it has.
-        (args.out / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / "calibration.md").write_text(_report(record))
+        write_results("calibration", record, report=_report, out=args.out)
     print(_report(record))
     return 0
 
@@ -129,31 +128,28 @@ def _ratios(ours: list[list[float]], theirs: list[list[float]], *, first_step: i
 
 
 def _report(record: dict[str, Any]) -> str:
-    hardware = record["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in hardware["versions"].items())
-    lines = [
-        "# Seconds against FLOPs, in training",
-        "",
-        "Made by the command below; do not edit.",
-        "",
-        f"    {record['command']}",
-        "",
-        f"- {hardware['device']}, {NUM_RANKS} ranks, one thread each; {versions}",
-        "- CPU seconds of the busiest rank over those of planning by FLOPs in the same round: median (least to most)",
-        "- foretold: the same ratio by the calibration's own seconds; below 1 is faster",
-        "",
-        "| model | crossover | off by, held out | plans with | CPU seconds to FLOPs' | foretold |",
-        "|---|---:|---:|---|---:|---:|",
-    ]
+    rows: list[tuple[str, ...]] = []
     for name, result in record["models"].items():
         for way, figures in result["ways"].items():
             ratios, foretold = figures["cpu_seconds_to_flops"], figures["foretold_to_flops"]
-            lines.append(
-                f"| {name} | {result['crossover_tokens']:.0f} | {result['held_out_error']:.1%} | {way} "
-                f"| {statistics.median(ratios):.4f} ({min(ratios):.4f}–{max(ratios):.4f}) "
-                f"| {statistics.median(foretold):.4f} |"
+            rows.append(
+                (
+                    name,
+                    f"{result['crossover_tokens']:.0f}",
+                    f"{result['held_out_error']:.1%}",
+                    way,
+                    f"{statistics.median(ratios):.4f} ({min(ratios):.4f}–{max(ratios):.4f})",
+                    f"{statistics.median(foretold):.4f}",
+                )
             )
-    return "\n".join(lines) + "\n"
+    columns = "model | crossover | off by, held out | plans with | CPU seconds to FLOPs' | foretold"
+    return f"""{page_head("Seconds against FLOPs, in training", record["command"])}
+- {record["environment"]["device"]}, {NUM_RANKS} ranks, one thread each; {versions_of(record)}
+- CPU seconds of the busiest rank over those of planning by FLOPs in the same round: median (least to most)
+- foretold: the same ratio by the calibration's own seconds; below 1 is faster
+
+{table(columns, rows, align="lrrlrr")}
+"""
 
 
 if __name__ == "__main__":

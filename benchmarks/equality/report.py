@@ -29,6 +29,7 @@ from benchmarks.equality.cases import (
 )
 from benchmarks.equality.outcomes import Difference, Outcome, difference
 from benchmarks.equality.page import PAGE
+from benchmarks.markdown import table
 from megatron_balance.runtime.environment import environment
 
 SPREAD = 3
@@ -261,5 +262,4 @@ def _cells(one: Compared) -> tuple[str, ...]:
 
 
 def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    ruler = "|".join("---" for _ in head.split(" | "))
-    return "\n".join([f"| {head} |", f"|{ruler}|", *(f"| {' | '.join(row)} |" for row in rows), ""])
+    return table(head, rows, align="l" * len(head.split(" | "))) + "\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.faults.cases import FAULTS, TIMEOUT_SECONDS, Fault
 from benchmarks.faults.run import Nursery, Outcome, run_with
+from benchmarks.markdown import table, table_row
 
 MAX_WORDS = 150
 
@@ -28,8 +29,8 @@ def main() -> None:
     unknown = set(chosen.faults) - set(FAULTS)
     if unknown:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
-    print("| fault | ranks | what happens | ranks ended with | last after | the first of those left says |")
-    print("|---|---|---|---|---|---|")
+    columns = "fault | ranks | what happens | ranks ended with | last after | the first of those left says"
+    print(table(columns, (), align="llllll"))
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as temporary, Nursery() as nursery:
         folder = chosen.logs or Path(temporary)
@@ -48,7 +49,7 @@ def _row(name: str, fault: Fault, outcome: Outcome) -> str:
     seconds = max(outcome.ends[rank].seconds for rank in left)
     words = outcome.ends[left[0]].last_word.removeprefix("megatron_balance: ").replace("|", "/")
     words = words if len(words) <= MAX_WORDS else words[: MAX_WORDS - 1] + "…"
-    return f"| {name} | {fault.layout} | {fault.happens} | {codes} | {seconds:.1f} s | {words} |"
+    return table_row((name, fault.layout, fault.happens, codes, f"{seconds:.1f} s", words))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ not long after the timeout of its process groups.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
@@ -26,7 +25,8 @@ from training_run import ROOT, train
 from benchmarks.hosts.cases import AFTER_STEP, CASES, Case
 from benchmarks.hosts.network import two_hosts
 from benchmarks.hosts.two_host_run import NUM_RANKS, RankEnd, TwoHostRun, run_on
-from megatron_balance.runtime.environment import environment
+from benchmarks.markdown import table
+from benchmarks.results_file import made_by, versions_of, write_results
 from megatron_balance.runtime.peers import named_ranks
 
 NUM_STEPS = 12
@@ -72,13 +72,8 @@ def main() -> int:
 
 def _write(rows: dict[str, dict[str, Any]], *, out: Path) -> str:
     """After every case: what was found stays if a later one is interrupted."""
-    out.mkdir(parents=True, exist_ok=True)
     shown = "scripts/check_hosts.sh" + ("" if list(rows) == list(CASES) else f" --cases {' '.join(rows)}")
-    result = {"command": shown, "environment": environment("cpu"), "cases": rows}
-    (out / "hosts.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = _report(result)
-    (out / "hosts.md").write_text(text)
-    return text
+    return write_results("hosts", made_by(shown, cases=rows), report=_report, out=out)
 
 
 def _flags(case: Case, *, num_steps: int) -> list[str]:
@@ -142,22 +137,19 @@ def _says(end: RankEnd) -> str:
 
 
 def _report(result: dict[str, Any]) -> str:
-    lines = [
-        "| layout, two ranks a host | link | outcome | steps | losses against one host | last rank ended | ended by |",
-        "|---|---|---|---:|---:|---:|---|",
-    ]
+    rows: list[tuple[str, ...]] = []
     for row in result["cases"].values():
         ended = row["last_rank_ended_after_seconds"]
         goes_on = "the run goes on" if ended is None else "every rank ends with an error"
         outcome = f"**{row['fault']}**" if row["fault"] else goes_on
         after = "" if ended is None else f"{ended:.0f} s after, timeout {row['timeout_seconds']} s"
-        lines.append(
-            f"| {row['layout']} | {row['link']} | {outcome} | {row['num_steps']} "
-            f"| {row['largest_loss_difference']:.1e} | {after} | {_ended_by(row['ends'])} |"
+        difference = f"{row['largest_loss_difference']:.1e}"
+        rows.append(
+            (row["layout"], row["link"], outcome, str(row["num_steps"]), difference, after, _ended_by(row["ends"]))
         )
-    where = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    return "\n".join([*lines, "", f"`{result['command']}`, {where['device']}, gloo, {versions}", ""])
+    columns = "layout, two ranks a host | link | outcome | steps | losses against one host | last rank ended | ended by"
+    where = f"`{result['command']}`, {result['environment']['device']}, gloo, {versions_of(result)}"
+    return f"{table(columns, rows, align='lllrrrl')}\n\n{where}\n"
 
 
 def _ended_by(ends: list[dict[str, Any]]) -> str:

@@ -10,7 +10,6 @@ or a figure without them is not what the one with them allows.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -21,8 +20,9 @@ from typing import Any
 from training_run import ROOT
 
 from benchmarks.equality.forked import import_once, train_forked
+from benchmarks.markdown import table
 from benchmarks.messages.counted import FIGURES, WAY
-from megatron_balance.runtime.environment import environment
+from benchmarks.results_file import made_by, page_head, versions_of, write_results
 
 NUM_STEPS = 3
 FLAGS = (
@@ -64,11 +64,8 @@ def main() -> int:
         layout: {way: _counted(folder / layout / way, layout=LAYOUTS[layout], way=way) for way in WAYS}
         for layout in args.only
     }
-    result = {"command": "scripts/count_messages.sh", "environment": environment("cpu"), "layouts": layouts}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "messages.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = _report(result)
-    (args.out / "messages.md").write_text(text)
+    result = made_by("scripts/count_messages.sh", layouts=layouts)
+    text = write_results("messages", result, report=_report, out=args.out)
     sys.stdout.write(text)
     return 0 if all(_holds(ways) for ways in layouts.values()) else 1
 
@@ -103,30 +100,25 @@ def _holds(ways: Mapping[str, Mapping[str, float]]) -> bool:
 
 
 def _report(result: Mapping[str, Any]) -> str:
-    rows = "\n".join(
-        f"| {layout} | {ways['planned']['num_microbatches']:.1f} | "
-        + " | ".join(
-            f"{ways['exchanged'][figure]:.0f} → {ways['planned'][figure]:.0f}"
-            for figure in ("messages", "shape_messages", "device_waits", "reads_by_host")
+    rows = [
+        (
+            layout,
+            f"{ways['planned']['num_microbatches']:.1f}",
+            *(
+                f"{ways['exchanged'][figure]:.0f} → {ways['planned'][figure]:.0f}"
+                for figure in ("messages", "shape_messages", "device_waits", "reads_by_host")
+            ),
         )
-        + " |"
         for layout, ways in result["layouts"].items()
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["versions"].items())
-    return f"""# Messages between pipeline stages
-
-Made by the command below; do not edit.
-
-    {result["command"]} --out benchmarks/results
-
+    ]
+    columns = "layout | micro-batches | messages | shapes among them | waits for the device | reads by the host"
+    return f"""{page_head("Messages between pipeline stages", f"{result['command']} --out benchmarks/results")}
 A step of one model replica, all its stages together, mean of {NUM_STEPS} steps: with shapes exchanged before every
 message, as Megatron does where sequence lengths vary → with shapes from the plan. Counted in `P2PCommunicator`, on a
 CPU: `isend` calls, those of them that carry a shape, `torch.cuda.synchronize` calls, and `tolist` calls, which wait for
-the device too. {versions}.
+the device too. {versions_of(result)}.
 
-| layout | micro-batches | messages | shapes among them | waits for the device | reads by the host |
-|---|---:|---:|---:|---:|---:|
-{rows}
+{table(columns, rows)}
 
 The waits that are left in layouts without overlap are Megatron's own after a batch of messages (`batch_p2p_sync`).
 """

@@ -12,7 +12,6 @@ as well.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import statistics
@@ -23,8 +22,9 @@ from typing import Any
 from quickstart import FLAGS, NUM_RANKS, POLICIES
 from training_run import ROOT, train
 
+from benchmarks.markdown import table
 from benchmarks.metrics import WATCHED
-from megatron_balance.runtime.environment import environment
+from benchmarks.results_file import made_by, page_head, versions_of, write_results
 
 WARM_UP_STEPS = len(WATCHED)
 LOG_INTERVAL = 5
@@ -32,6 +32,9 @@ LOG_INTERVAL = 5
 
 LIMIT = 0.005
 """Watching must cost less than half a percent of a step."""
+
+
+_COLUMNS = "unwatched step, CPU seconds a rank | medians | sums | median of pairs | standard error of pairs | metered"
 
 
 def main() -> int:
@@ -54,12 +57,8 @@ def main() -> int:
     ]
     script = ROOT / "benchmarks" / "metrics" / "watched.py"
     run = train(folder / "steps", flags, num_ranks=NUM_RANKS, script=script, timeout_seconds=3600)
-    shown = f"scripts/bench_metrics.sh --pairs {args.pairs}"
-    result = {"command": shown, "environment": environment("cpu"), **_figures(run.ranks)}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = _report(result)
-    (args.out / "metrics.md").write_text(text)
+    result = made_by(f"scripts/bench_metrics.sh --pairs {args.pairs}", **_figures(run.ranks))
+    text = write_results("metrics", result, report=_report, out=args.out)
     sys.stdout.write(text)
     return 0 if result["metered_share"] < LIMIT else 1
 
@@ -89,23 +88,15 @@ def _metered(ranks: list[list[dict[str, Any]]]) -> float:
 
 
 def _report(result: dict[str, Any]) -> str:
-    hardware = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in hardware["versions"].items())
-    return f"""# What watching costs
-
-Made by the command below; do not edit.
-
-    {result["command"]}
-
-- {hardware["device"]}, {NUM_RANKS} ranks, one thread each; {versions}
+    ratios = [result[name] for name in ("ratio_of_medians", "ratio_of_sums", "median_of_ratios", "standard_error")]
+    row = (f"{result['step_cpu_seconds']:.3f}", *(f"{ratio:.4f}" for ratio in ratios), f"{result['metered_share']:.2%}")
+    return f"""{page_head("What watching costs", result["command"])}
+- {result["environment"]["device"]}, {NUM_RANKS} ranks, one thread each; {versions_of(result)}
 - {result["num_pairs"]} pairs of a watched and an unwatched step on the same data, alternating, in one run
 - a line every {LOG_INTERVAL} steps and a record
 - pair by pair: watched over unwatched CPU seconds; metered: CPU seconds of the watching over those of watched steps
 
-| unwatched step, CPU seconds a rank | medians | sums | median of pairs | standard error of pairs | metered |
-|---:|---:|---:|---:|---:|---:|
-| {result["step_cpu_seconds"]:.3f} | {result["ratio_of_medians"]:.4f} | {result["ratio_of_sums"]:.4f} \
-| {result["median_of_ratios"]:.4f} | {result["standard_error"]:.4f} | {result["metered_share"]:.2%} |
+{table(_COLUMNS, [row], align="rrrrrr")}
 """
 
 

@@ -22,7 +22,7 @@ from benchmarks.equality.forked import import_once, train_forked
 from benchmarks.pretrain_gpt.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases
 from benchmarks.pretrain_gpt.data import PretrainData, write_data
 from benchmarks.pretrain_gpt.outcomes import Outcome, Verdict, judge, judge_refusal, last_error
-from benchmarks.pretrain_gpt.report import Row, line, publish, row_of, table
+from benchmarks.pretrain_gpt.report import Row, line, publish, row_of, table_of
 
 TIMEOUT_SECONDS = 900
 """Of one run; a loaded machine is slow, a hang is for ever."""
@@ -40,9 +40,9 @@ def main() -> int:
     rows: list[Row] = []
     for case in cases(args.only):
         rows.append(row_of(runs.verdict(case)))
-        sys.stdout.write(line(rows[-1]))
+        sys.stdout.write(line(rows[-1]) + "\n")
         sys.stdout.flush()
-    sys.stdout.write("\n" + table(rows))
+    sys.stdout.write("\n" + table_of(rows))
     if args.publish:
         from megatron.core.package_info import __version__
 

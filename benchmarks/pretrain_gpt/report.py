@@ -9,6 +9,7 @@ from typing import Any
 
 from rounding import ALLOWANCES
 
+from benchmarks.markdown import table, table_row
 from benchmarks.pretrain_gpt.cases import NUM_STEPS, cases
 from benchmarks.pretrain_gpt.outcomes import Verdict
 from megatron_balance.runtime.environment import environment
@@ -23,7 +24,7 @@ reference; a run is equal within {loss:.1e} (scripts/rounding.py). CPU seconds a
 balanced; the machine did other work.
 """
 
-_COLUMNS = "| layout | data | loss | gradient norm | CPU s | verdict | reference |\n|---|---|---|---|---|---|---|\n"
+_COLUMNS = "layout | data | loss | gradient norm | CPU s | verdict | reference"
 
 Row = Mapping[str, Any]
 
@@ -43,17 +44,21 @@ def row_of(verdict: Verdict) -> Row:
 
 def line(row: Row) -> str:
     """A line of the table."""
+    return table_row(_cells(row))
+
+
+def _cells(row: Row) -> list[str]:
     layout, data, _, *launched = row["run"].split(" / ")
     seconds = "–" if row["cpu_seconds"] is None else "{:.2f} → {:.2f}".format(*row["cpu_seconds"])
     figures = ["–" if row[key] is None else f"{row[key]:.1e}" for key in ("loss", "grad_norm")]
-    cells = [", ".join([layout, *launched]), f"`{data}`", *figures, seconds, row["verdict"], row["reference"] or "–"]
-    return f"| {' | '.join(cells)} |\n"
+    return [", ".join([layout, *launched]), f"`{data}`", *figures, seconds, row["verdict"], row["reference"] or "–"]
 
 
-def table(rows: Sequence[Row]) -> str:
+def table_of(rows: Sequence[Row]) -> str:
     """All of them, and how many are as they must be."""
     good = sum(row["good"] for row in rows)
-    return f"{_COLUMNS}{''.join(map(line, rows))}\n{good} of {len(rows)} as they must be.\n"
+    text = table(_COLUMNS, map(_cells, rows), align="lllllll")
+    return f"{text}\n\n{good} of {len(rows)} as they must be.\n"
 
 
 def publish(rows: Iterable[Row], *, checkout: str, folder: Path) -> None:
@@ -71,5 +76,5 @@ def publish(rows: Iterable[Row], *, checkout: str, folder: Path) -> None:
     known[checkout] = {"environment": made_with, "steps": NUM_STEPS, "runs": runs}
     path.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
     head = _HEAD.format(steps=NUM_STEPS, loss=ALLOWANCES["fp32"].loss)
-    tables = [f"\n## {name}\n\n{table(result['runs'])}" for name, result in sorted(known.items())]
+    tables = [f"\n## {name}\n\n{table_of(result['runs'])}" for name, result in sorted(known.items())]
     (folder / f"{NAME}.md").write_text(head + "".join(tables))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.markdown import table
 from benchmarks.planner.report import Header, header_lines
 from benchmarks.replay.gains import NUM_BATCHES, Gain
 from benchmarks.replay.setups import ReplaySetup
@@ -49,7 +50,7 @@ def _head(header: Header) -> list[str]:
 
 
 def _reached(gains: Sequence[Gain], *, setups: Sequence[ReplaySetup]) -> list[str]:
-    lines = ["## Reached by", "", "| setup | bar | by FLOPs or a device | the largest |", "|---|---:|---|---|"]
+    rows: list[tuple[str, ...]] = []
     for setup in setups:
         of_setup = [gain for gain in gains if gain.setup == setup.name]
         most = max(of_setup, key=lambda gain: gain.mean)
@@ -60,19 +61,20 @@ def _reached(gains: Sequence[Gain], *, setups: Sequence[ReplaySetup]) -> list[st
             for name in dict.fromkeys(gain.lengths for gain in reached)
         ]
         bar = "–" if setup.goal is None else f"{setup.goal:.1%}"
-        lines.append(f"| {setup.name} | {bar} | {'; '.join(by_lengths) or 'none'} | {largest} |")
-    return [*lines, ""]
+        rows.append((setup.name, bar, "; ".join(by_lengths) or "none", largest))
+    columns = "setup | bar | by FLOPs or a device | the largest"
+    return ["## Reached by", "", table(columns, rows, align="lrll"), ""]
 
 
 def _table(gains: Sequence[Gain], *, judge: str, setups: Sequence[ReplaySetup]) -> list[str]:
     bars = ["" if setup.goal is None else f" (bar {100 * setup.goal:.1f})" for setup in setups]
     heads = [f"{setup.name}{bar}" for setup, bar in zip(setups, bars, strict=True)]
-    lines = [f"## By {judge}", "", f"| lengths | {' | '.join(heads)} |", f"|---|{'---:|' * len(setups)}"]
+    rows: list[tuple[str, ...]] = []
     for name in dict.fromkeys(gain.lengths for gain in gains):
         cells: list[str] = []
         for setup in setups:
             (mean,) = (gain.mean for gain in gains if (gain.setup, gain.lengths) == (setup.name, name))
             bold = "**" if setup.goal is not None and mean >= setup.goal else ""
             cells.append(f"{bold}{100 * mean:.1f}{bold}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, ""]
+        rows.append((name, *cells))
+    return [f"## By {judge}", "", table(" | ".join(["lengths", *heads]), rows), ""]

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
 from benchmarks.planner.report import Header, header_lines
 from benchmarks.replay.device import ReplayDevice
 from benchmarks.replay.policies import OURS_CALIBRATED, OURS_FLOPS, TOKEN_SUM_KK
@@ -140,16 +141,12 @@ def _head(replay: Replay) -> list[str]:
 
 
 def _summary(replay: Replay) -> list[str]:
-    lines = [
-        "## Expected, and what came out",
-        "",
-        "| setup | bar | ours, FLOPs: by FLOPs | measured | ours, calibrated: by calibration | measured | bar met |",
-        "|---|---:|---:|---:|---:|---:|---|",
-    ]
+    rows: list[tuple[str, ...]] = []
     for one in replay.setups:
         goal, measured = one.setup.goal, one.saved(OURS_CALIBRATED, "seconds")
         verdict = "–" if goal is None else "yes" if measured >= goal else "no"
         cells = [
+            one.setup.name,
             "–" if goal is None else f"{goal:.1%}",
             f"{one.saved(OURS_FLOPS, 'by_flops'):.1%}",
             f"{one.saved(OURS_FLOPS, 'seconds'):.1%}",
@@ -157,7 +154,9 @@ def _summary(replay: Replay) -> list[str]:
             f"**{measured:.1%}**",
             verdict,
         ]
-        lines.append(f"| {one.setup.name} | {' | '.join(cells)} |")
+        rows.append(tuple(cells))
+    columns = "setup | bar | ours, FLOPs: by FLOPs | measured | ours, calibrated: by calibration | measured | bar met"
+    lines = ["## Expected, and what came out", "", table(columns, rows, align="lrrrrrl")]
     if all(one.setup.goal is None for one in replay.setups):
         return [*lines, "", "A toy: it shows that all of this runs, and says nothing of a GPU.", ""]
     return [
@@ -179,9 +178,8 @@ def _tables(one: SetupReplay) -> list[str]:
         f"tokens a GPU; {len(one.microbatches)} different micro-batches. Median error on them: calibration "
         f"{one.calibration_error():.1%}, FLOPs at one rate {one.flops_error():.1%}.",
         "",
-        "| planned with | ms a step | by calibration | saved | by FLOPs | by calibration | slots | over cap |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    rows: list[tuple[str, ...]] = []
     for policy in one.policies():
         saved = [f"{one.saved(policy, figure):.1%}" for figure in ("seconds", "by_flops", "by_calibration")]
         cells = [
@@ -191,9 +189,9 @@ def _tables(one: SetupReplay) -> list[str]:
             f"{one.total(policy, 'num_microbatches') / num_steps:.1f}",
             f"{one.total(policy, 'num_over_cap'):.0f}",
         ]
-        lines.append(f"| {policy} | {' | '.join(cells)} |")
-    lines += ["", f"| saved, measured | {' | '.join(sets)} |", f"|---|{'---:|' * len(sets)}"]
-    for policy in one.policies():
-        cells = [f"{one.saved(policy, 'seconds', lengths=name):.1%}" for name in sets]
-        lines.append(f"| {policy} | {' | '.join(cells)} |")
-    return [*lines, ""]
+        rows.append((policy, *cells))
+    columns = "planned with | ms a step | by calibration | saved | by FLOPs | by calibration | slots | over cap"
+    saved_of_sets = [
+        (policy, *(f"{one.saved(policy, 'seconds', lengths=name):.1%}" for name in sets)) for policy in one.policies()
+    ]
+    return [*lines, table(columns, rows), "", table(" | ".join(["saved, measured", *sets]), saved_of_sets), ""]

@@ -24,6 +24,7 @@ from training_run import ROOT, RunFailed
 from benchmarks.equality.cases import SEED
 from benchmarks.equality.forked import import_once
 from benchmarks.equality.rows import NUM_ROWS, rows_of_distinct_lengths, write_rows
+from benchmarks.markdown import table, table_row
 from benchmarks.resume.cases import Case, cases
 from benchmarks.resume.killed import kill_and_resume, steps_of
 from benchmarks.resume.mishaps import MISHAPS
@@ -35,10 +36,7 @@ LEAN = (
     "a rank is killed with half of its samples written",
     "truncated samples: refused on every rank",
 )
-HEAD = (
-    "| case | killed after step | whom | resumed at | equal bit for bit | largest difference | |\n"
-    "|---|---|---|---|---|---|---|\n"
-)
+COLUMNS = "case | killed after step | whom | resumed at | equal bit for bit | largest difference |"
 
 
 def main() -> int:
@@ -62,10 +60,10 @@ def main() -> int:
     if args.lean:
         wanted = [case for case in wanted if (case if isinstance(case, str) else case.name) in LEAN]
     num_failed = 0
-    say(HEAD)
+    say(table(COLUMNS, (), align="lllllll"))
     for number, case in enumerate(wanted[: args.first]):
         if time.monotonic() > until:
-            say(f"\n{len(wanted) - number} cases were not run.\n")
+            say("", f"{len(wanted) - number} cases were not run.")
             break
         folder = FOLDER / f"case{number}"
         rng = np.random.default_rng([args.seed, number])
@@ -74,15 +72,13 @@ def main() -> int:
                 problem = MISHAPS[case](folder, data, whole_of)
             except RunFailed as error:
                 problem = str(error).replace("\n", " ")[-1000:]
-            say(f"| {case} | | | | | | {problem or 'good'} |\n")
+            say(table_row((case, "", "", "", "", "", problem or "good")))
         else:
             outcome = kill_and_resume(case, whole=whole_of(case, data=data), folder=folder, data=data, rng=rng)
             problem = outcome.problem
-            say(
-                f"| {case.name} | {outcome.killed_after} | {outcome.victims} | {outcome.resumed_at} | "
-                f"{outcome.num_equal} of {outcome.num_compared} steps | {outcome.largest_difference:.1e} | "
-                f"{problem or 'good'} |\n"
-            )
+            equal = f"{outcome.num_equal} of {outcome.num_compared} steps"
+            cells = case.name, outcome.killed_after, outcome.victims, outcome.resumed_at, equal
+            say(table_row((*cells, f"{outcome.largest_difference:.1e}", problem or "good")))
         num_failed += bool(problem)
         shutil.rmtree(folder, ignore_errors=not problem)
     return 1 if num_failed else 0
@@ -99,9 +95,9 @@ def whole_of(case: Case, *, data: str) -> list[dict[str, Any]]:
     return _whole[key]
 
 
-def say(text: str) -> None:
-    """At once: a case takes a while."""
-    sys.stdout.write(text)
+def say(*lines: str) -> None:
+    """Print lines at once: a case takes a while."""
+    sys.stdout.write("\n".join([*lines, ""]))
     sys.stdout.flush()
 
 

@@ -11,7 +11,6 @@ memory grew faster than stock's by more than the limit, or where balancing added
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -21,12 +20,12 @@ from typing import Any
 
 from training_run import ROOT
 
+from benchmarks.results_file import made_by, write_results
 from benchmarks.soak import STEPS_PER_SWING
 from benchmarks.soak.growth import Growth
 from benchmarks.soak.overhead import LIMIT, measure_overhead
 from benchmarks.soak.report import report
 from benchmarks.soak.runs import soak
-from megatron_balance.runtime.environment import environment
 
 SAMPLE_STEPS = 20
 MIN_STEPS = 2 * (STEPS_PER_SWING + SAMPLE_STEPS)
@@ -67,20 +66,16 @@ def main() -> int:
         sys.stdout.flush()
     overhead = measure_overhead(folder / "overhead", num_pairs=args.pairs, reuse=args.reuse)
     num_steps = runs["balanced"]["samples"][0][-1]["step"]
-    result: dict[str, Any] = {
-        "command": f"scripts/soak.sh --steps {num_steps} --pairs {overhead['num_pairs']}",
-        "environment": environment("cpu"),
-        "malloc_arena_max": os.environ.get("MALLOC_ARENA_MAX"),
-        "num_steps": num_steps,
-        "runs": runs,
-        "overhead": overhead,
-    }
+    result = made_by(
+        f"scripts/soak.sh --steps {num_steps} --pairs {overhead['num_pairs']}",
+        malloc_arena_max=os.environ.get("MALLOC_ARENA_MAX"),
+        num_steps=num_steps,
+        runs=runs,
+        overhead=overhead,
+    )
     problems = list(_problems(result))
     result["problems"] = problems
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = report(result)
-    (args.out / "soak.md").write_text(text)
+    text = write_results("soak", result, report=report, out=args.out)
     sys.stdout.write("\n".join([text, *problems]) + "\n")
     return 1 if problems else 0
 
