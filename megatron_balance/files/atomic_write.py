@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever a process is killed."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that takes its place, and that of an older one, once it is on the disk.
+    """Write a file completely to disk, then rename it to its path, over an older one.
 
     Args:
-        path: of the file; its folder is made where it is missing.
+        path: the file; its folder is made if it is missing.
 
     Raises:
-        OSError: it cannot be written; what was there before is still there.
+        OSError: it cannot be written; an older file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Begins with a dot: whoever looks for files by their name does not find one that is half written.
+    # A name with a dot in front matches no pattern for finished files.
     part = path.with_name(f".{path.name}.part")
     with part.open("wb") as file:
         yield file

@@ -1,7 +1,7 @@
-"""What a file of someone else's holds, read without trust: JSON, and numpy's arrays.
+"""Reads untrusted files: JSON, and numpy's arrays.
 
-Such a file may be cut off, be something else under another name, or be made to harm. Nothing in it is run: arrays
-hold numbers and texts, never pickled objects.
+Such a file may be cut off, have the wrong name, or be made to do harm. No code in it runs: arrays hold numbers and
+texts, never pickled objects.
 
 Invariants: a file that cannot be read raises ValueError or OSError, and nothing else; memory is taken for what is in
 the file, not for what its header claims; no name inside an archive becomes a path.
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_ARCHIVE_BYTES = 2**31
-"""Of all arrays of one archive, unpacked: a small file can unpack to more than a machine holds."""
+"""Limit on all arrays of one archive, unpacked: a small file can unpack to more than a machine holds."""
 
 _DAMAGE = (
     ArithmeticError,
@@ -41,14 +41,14 @@ _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What zipfile and numpy raise at damaged files, beside ValueError and OSError."""
+"""Errors that zipfile and numpy raise on damaged files, besides ValueError and OSError."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON as Python objects.
+    """Parses JSON.
 
     Raises:
-        ValueError: it is no JSON, or nested deeper than Python follows.
+        ValueError: it is not JSON, or nested too deeply for Python.
     """
     try:
         return json.loads(text)
@@ -58,14 +58,14 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextmanager
 def opened_archive(path: Path, *, unbounded: bool = False) -> Generator[Mapping[str, NDArray[Any]], None, None]:
-    """The arrays of an `.npz` file, each read when it is asked for.
+    """The arrays of an `.npz` file, each read on access.
 
     Args:
         path: the file.
-        unbounded: it may be as large as what a training run had in memory, beside which it lies.
+        unbounded: no limit on its size: for files that a training run wrote itself.
 
     Raises:
-        ValueError: it is damaged, is no archive, lacks an array that is asked for, or unpacks to more than
+        ValueError: it is damaged, is no archive, lacks a requested array, or unpacks to more than
             `MAX_ARCHIVE_BYTES`.
         OSError: it cannot be read.
     """
@@ -80,7 +80,7 @@ def opened_archive(path: Path, *, unbounded: bool = False) -> Generator[Mapping[
 
 @contextmanager
 def readable_arrays() -> Generator[None, None, None]:
-    """Around what reads arrays of a file: whatever a damaged one raises becomes a ValueError."""
+    """Turns every error of reading a damaged array into a ValueError."""
     try:
         yield
     except _DAMAGE as error:

@@ -1,4 +1,4 @@
-"""Parquet files, where pyarrow is installed: one place that imports it and says in a line what is wrong with a file."""
+"""Opens parquet files with pyarrow, an optional package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_balance.errors import BalanceError
 
 @contextmanager
 def open_parquet(file: Path, *, extra: str) -> Generator[Any, None, None]:
-    """A pyarrow.parquet.ParquetFile; what pyarrow raises inside is about this file.
+    """A pyarrow.parquet.ParquetFile; errors of pyarrow inside the block become errors about this file.
 
     Args:
-        file: to read.
-        extra: of this package that brings pyarrow for what the file is read for.
+        file: the parquet file.
+        extra: the extra of this package that installs pyarrow, for the message.
 
     Raises:
         BalanceError: pyarrow is missing, or the file is not parquet or is damaged.

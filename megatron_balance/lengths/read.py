@@ -1,4 +1,4 @@
-"""Sample lengths from a file, or drawn from a named distribution.
+"""Reads sample lengths from a file.
 
 A length is the number of tokens of one sample. Files keep their order: it is the order in which the
 samples would be trained on. Every reader returns raw values with the place each came from; one check
@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.untrusted import opened_archive, parse_json, readable_arrays
+from megatron_balance.files.untrusted import opened_archive, readable_arrays
 from megatron_balance.lengths.parquet import open_parquet
+from megatron_balance.lengths.records import MOST_SHOWN, choose_field, json_lines, listed
 from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS, synthetic_lengths
 
 __all__ = ["MAX_LENGTH", "SYNTHETIC_LENGTHS", "read_lengths", "synthetic_lengths"]
@@ -27,19 +28,13 @@ __all__ = ["MAX_LENGTH", "SYNTHETIC_LENGTHS", "read_lengths", "synthetic_lengths
 MAX_LENGTH = 2**31 - 1
 """Longest sample, tokens: cu_seqlens are int32."""
 
-_MOST_SHOWN = 80
-"""Characters of a wrong value in a message."""
-
-_MOST_NAMES = 12
-"""Columns in a message."""
-
 DEFAULT_KEYS = ("length", "num_tokens")
 """Names under which a length is looked for when no key is given."""
 
 
 @dataclass(frozen=True)
 class _RawLengths:
-    """Values as read, and where the i-th one stands, for messages."""
+    """Values as read, and the place of the i-th one for messages."""
 
     values: NDArray[Any] | list[object]
     place: Callable[[int], str]
@@ -58,8 +53,8 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
         `[num_samples]` int64, tokens.
 
     Raises:
-        BalanceError: the file is missing, empty or of an unknown kind; the lengths cannot be told apart
-            from other columns; a length is negative, fractional, NaN or above `MAX_LENGTH`.
+        BalanceError: the file is missing, empty or of an unknown kind; columns are several and none is
+            named; a length is negative, fractional, NaN or above `MAX_LENGTH`.
     """
     file = Path(path)
     reader = _READERS.get(file.suffix.lower())
@@ -80,7 +75,7 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
 
 
 def _checked(file: Path, raw: _RawLengths) -> NDArray[np.int64]:
-    """Raw values → int64; names the first value that is no length."""
+    """Raw values as int64 `[num_samples]`; raises at the first value that is no length."""
     if len(raw.values) == 0:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
     if isinstance(raw.values, list):
@@ -130,7 +125,7 @@ def _whole_number(value: object) -> int | str:
 
 def _wrong_length(file: Path, raw: _RawLengths, index: int, reason: str) -> BalanceError:
     value = str(raw.values[index])
-    shown = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}…"
+    shown = value if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]}…"
     return BalanceError(
         f"{file}, {raw.place(index)}: {shown} {reason}; a length is the number of tokens of a sample, a whole "
         f"number of 0 or more. Correct the line or leave the sample out."
@@ -146,7 +141,7 @@ def _choose(file: Path, names: list[str], *, key: str | None, what: str) -> str:
     if key is not None:
         if key in names:
             return key
-        raise BalanceError(f"{file} has no {what} {key!r} (--key); it has {_listed(names)}.")
+        raise BalanceError(f"{file} has no {what} {key!r} (--key); it has {listed(names)}.")
     for name in DEFAULT_KEYS:
         if name in names:
             return name
@@ -154,13 +149,7 @@ def _choose(file: Path, names: list[str], *, key: str | None, what: str) -> str:
         return names[0]
     if not names:
         raise BalanceError(f"{file} holds no {what}; it needs at least one sample.")
-    raise BalanceError(f"{file} has {len(names)} {what}s: {_listed(names)}; name the lengths with --key.")
-
-
-def _listed(names: list[str]) -> str:
-    """For a message: a file may hold many names, and long ones."""
-    shown = ", ".join(name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}…" for name in names[:_MOST_NAMES])
-    return (shown or "none") + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+    raise BalanceError(f"{file} has {len(names)} {what}s: {listed(names)}; name the lengths with --key.")
 
 
 def _read_npy(file: Path, key: str | None) -> _RawLengths:
@@ -211,21 +200,17 @@ def _read_txt(file: Path, key: str | None) -> _RawLengths:
 def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
     values: list[object] = []
     numbers: list[int] = []
-    keys = DEFAULT_KEYS if key is None else (key,)
-    for number, text in _text_lines(file):
-        try:
-            value: object = parse_json(text)
-        except ValueError as error:
-            raise BalanceError(f"{file}, line {number} is not JSON: {error}. Write one value a line.") from error
+    for number, value, _ in json_lines(file, holds="value"):
         if isinstance(value, dict):
             fields = cast("dict[str, object]", value)
-            name = next((name for name in keys if name in fields), None)
-            if name is None:
-                raise BalanceError(
-                    f"{file}, line {number} has no field {' or '.join(map(repr, keys))}; it has "
-                    f"{_listed(list(fields))}. Name the length's field with --key."
+            value = fields[
+                choose_field(
+                    list(fields),
+                    wanted=DEFAULT_KEYS if key is None else (key,),
+                    where=f"{file}, line {number}",
+                    remedy="Name the length's field with --key.",
                 )
-            value = fields[name]
+            ]
         values.append(value)
         numbers.append(number)
     return _RawLengths(values=values, place=_at_lines(numbers))

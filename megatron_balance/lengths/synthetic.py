@@ -1,4 +1,4 @@
-"""Named length distributions, for trying a plan without the data.
+"""Draws lengths from named distributions, to try a plan without the data.
 
 Each is a mixture of lognormal distributions cut to an interval, fitted to the lengths of a public data
 set. `fit_distance` is the Kolmogorov-Smirnov distance between the fit and the set: the largest gap

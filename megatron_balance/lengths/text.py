@@ -1,4 +1,4 @@
-"""Sample lengths of a data set in text: every record is tokenized and counted, nothing is kept.
+"""Counts the tokens of each record of a text data set.
 
 A record holds a text, or messages of a conversation. Of messages the contents are tokenized and `tokens_per_message`
 added for each, for the role and the marks around it; a chat template that adds more (a system prompt of its own,
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import parse_json
 from megatron_balance.lengths.parquet import open_parquet
+from megatron_balance.lengths.records import choose_field, json_lines
 
 TEXT_KEYS = ("messages", "conversations", "text")
-"""Fields that are looked for when no key is given, in this order."""
+"""Default fields of a text or a conversation, in order of preference."""
 
 TOKENS_PER_MESSAGE = 5
 """ChatML around a message: start, role, newline, end, newline."""
@@ -31,10 +32,10 @@ _BATCH = 1024
 """Records that are tokenized at a time."""
 
 Progress = Callable[[int, int], None]
-"""Called with how much is done, and of how much: bytes of a jsonl file, rows of a parquet file."""
+"""Called with the amount done and the total: bytes of a jsonl file, rows of a parquet file."""
 
 _Record = tuple[str, object, int]
-"""Where it stands, its text or messages, and how much is done once it is read."""
+"""Place in the file, text or messages, and the amount done once it is read."""
 
 
 def count_text_tokens(
@@ -45,14 +46,14 @@ def count_text_tokens(
     tokens_per_message: int = TOKENS_PER_MESSAGE,
     progress: Progress | None = None,
 ) -> NDArray[np.int64]:
-    """Tokenize a data set and count.
+    """Tokenize a data set and count the tokens of each record.
 
     Args:
         path: `.jsonl` with an object a line, or `.parquet` (needs pyarrow).
         tokenizer: a Hugging Face `tokenizer.json`, or the folder that holds it (needs tokenizers).
-        key: field or column of the text or the messages; without it the first of `TEXT_KEYS` there is.
+        key: field or column of the text or the messages; by default the first of `TEXT_KEYS` that exists.
         tokens_per_message: added to every message of a conversation.
-        progress: told now and then how far it is.
+        progress: called now and then with the progress.
 
     Returns:
         `[num_records]` int64, tokens. Special tokens that the tokenizer adds to a text are counted.
@@ -177,33 +178,17 @@ def _contents(value: object, *, where: str) -> list[str]:
 
 
 def _choose(names: list[str], *, key: str | None, where: str) -> str:
-    wanted = TEXT_KEYS if key is None else (key,)
-    for name in wanted:
-        if name in names:
-            return name
-    raise BalanceError(
-        f"{where} has no field {' or '.join(map(repr, wanted))}; it has {', '.join(names) or 'none'}. "
-        "Name the text or the messages with --text-key."
-    )
+    remedy = "Name the text or the messages with --text-key."
+    return choose_field(names, wanted=TEXT_KEYS if key is None else (key,), where=where, remedy=remedy)
 
 
 def _read_jsonl(file: Path, key: str | None) -> tuple[int, Iterator[_Record]]:
     def records() -> Iterator[_Record]:
-        done = 0
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                done += len(line)
-                if not (text := line.decode("utf-8-sig").strip()):
-                    continue
-                place = f"line {number}"
-                try:
-                    value: object = parse_json(text)
-                except ValueError as error:
-                    raise BalanceError(f"{file}, {place} is not JSON: {error}. Write one object a line.") from error
-                if isinstance(value, dict):
-                    fields = cast("dict[str, object]", value)
-                    value = fields[_choose(list(fields), key=key, where=f"{file}, {place}")]
-                yield place, value, done
+        for number, value, done in json_lines(file, holds="object"):
+            if isinstance(value, dict):
+                fields = cast("dict[str, object]", value)
+                value = fields[_choose(list(fields), key=key, where=f"{file}, line {number}")]
+            yield f"line {number}", value, done
 
     return file.stat().st_size, records()
 
