@@ -79,7 +79,7 @@ def _be(rank: dict[str, Any]) -> None:
     from megatron_balance.mcore import hooks
 
     if not rank["hooked"]:
-        hooks.InstalledHooks().undo()
+        hooks.installation.undo()
     if rank["strike"] != "none":
         strike = Strike(
             rank["step"],

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from megatron_balance.mcore.setup.flags import add_balance_args
 
 if TYPE_CHECKING:
-    from megatron_balance.mcore.hooks import InstalledHooks
+    from megatron_balance.hooking.installation import Installation
 
 __all__ = ["add_balance_args", "install"]
 
 
-def install() -> "InstalledHooks":
+def install() -> "Installation[str]":
     """Hook Megatron in this process; see `megatron_balance.mcore.hooks`."""
     from megatron_balance.mcore import hooks  # loads torch
 

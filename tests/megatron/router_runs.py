@@ -31,7 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_balance.mcore import hooks, install  # noqa: E402
+from megatron_balance.mcore import install, wrappers  # noqa: E402
 from megatron_balance.mcore.step.planner import BalancedStep, Microbatch  # noqa: E402
 from megatron_balance.mcore.step.router_padding import RouterPadding  # noqa: E402
 from megatron_balance.mcore.thd.attention import thd_block_spec  # noqa: E402
@@ -154,7 +154,7 @@ def main() -> None:
         parallel_state.initialize_model_parallel()
         patch_megatron()
         install()
-        hooks.current = lambda: SimpleNamespace(in_step=True)  # type: ignore[assignment, return-value]
+        wrappers.current = lambda: SimpleNamespace(in_step=True)  # type: ignore[assignment, return-value]
         print(json.dumps({name: cases(**settings) for name, settings in STATISTICS.items()}))
         dist.destroy_process_group()
 

@@ -1,0 +1,35 @@
+"""The balanced run of this process, built once for Megatron's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
+
+_built: tuple[Any, BalancedForwardBackward | None] | None = None
+"""Megatron's arguments, and what was built for them: evaluation asks for a schedule again and again."""
+
+
+def current() -> BalancedForwardBackward | None:
+    """What balances the run, once its first step has begun; None in a stock run."""
+    return None if _built is None else _built[1]
+
+
+def run_of_process() -> BalancedForwardBackward | None:
+    """What balances the run, built on the first call for Megatron's arguments; every rank of the world calls it."""
+    from megatron.training import get_args
+
+    global _built
+    args = get_args()
+    if _built is None or _built[0] is not args:
+        _built = args, balanced_forward_backward(args)
+    return _built[1]
+
+
+class CurrentRun:
+    """The run as something that an `Installation` takes out."""
+
+    def undo(self) -> None:
+        """Forget the run."""
+        global _built
+        _built = None

@@ -1,0 +1,144 @@
+"""The wrappers that stand in place of Megatron's functions; `hooks.py` says which, and why.
+
+Each takes the function and returns its replacement, which calls it. Without a balance flag, and outside a balanced
+step, it hands on to Megatron's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_balance.hooking.patches import Function
+from megatron_balance.mcore.checkpoint import forget_state, save_state, state_folder
+from megatron_balance.mcore.current_run import current, run_of_process
+from megatron_balance.mcore.setup.flags import add_balance_args
+
+
+def with_balance_arguments(add_megatron_arguments: Function) -> Function:
+    """Add the balance flags to Megatron's parser."""
+
+    @functools.wraps(add_megatron_arguments)
+    def wrapper(parser: Any) -> Any:
+        return add_balance_args(add_megatron_arguments(parser))
+
+    return wrapper
+
+
+def with_balanced_schedule(get_forward_backward_func: Function) -> Function:
+    """Return a schedule that balances the step, in a balanced run."""
+
+    @functools.wraps(get_forward_backward_func)
+    def wrapper(*positional: Any, **keywords: Any) -> Function:
+        schedule = get_forward_backward_func(*positional, **keywords)
+        balanced = run_of_process()
+        return schedule if balanced is None else functools.partial(balanced, schedule)
+
+    return wrapper
+
+
+def with_state_saved(save_checkpoint: Function) -> Function:
+    """Save the package's state and record with a checkpoint, before Megatron calls it complete."""
+
+    @functools.wraps(save_checkpoint)
+    def wrapper(iteration: int, *positional: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        if not keywords.get("non_persistent_ckpt"):
+            # Before Megatron says that the checkpoint is complete. A run that resumed at its end has had no step yet.
+            args: Any = get_args()
+            balanced, checkpoints = run_of_process(), args.save
+            if checkpoints and balanced is None:
+                forget_state(state_folder(checkpoints, iteration))
+            elif checkpoints and balanced is not None:
+                save_state(balanced.prefetcher, folder=state_folder(checkpoints, iteration))
+            if balanced is not None and balanced.observer is not None:
+                balanced.observer.flush()  # a run that resumes from here finds its record whole
+        return save_checkpoint(iteration, *positional, **keywords)
+
+    return wrapper
+
+
+def with_backward_timed(backward_step: Function) -> Function:
+    """Time a backward pass while a run balances."""
+
+    @functools.wraps(backward_step)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        balanced = current()
+        if balanced is None or balanced.observer is None:
+            return backward_step(*positional, **keywords)
+        with balanced.observer.backward():
+            return backward_step(*positional, **keywords)
+
+    return wrapper
+
+
+def with_documents_split(split_whole_row: Function) -> Function:
+    """Split packed sequences by document, not the whole row, over context-parallel ranks."""
+
+    @functools.wraps(split_whole_row)
+    def wrapper(batch: Any, cp_group: Any) -> Any:
+        from megatron.core import utils
+
+        return utils._get_batch_on_this_cp_rank_per_document_balancing(batch, cp_group)
+
+    return wrapper
+
+
+def with_planned_shapes(communicate_shapes: Function) -> Function:
+    """Take the shapes of a step's messages from its plan."""
+
+    @functools.wraps(communicate_shapes)
+    def wrapper(
+        communicator: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> Any:
+        balanced = current()
+        if balanced is None or balanced.pipeline_shapes is None:
+            return communicate_shapes(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        return balanced.pipeline_shapes.exchange(
+            tensor_send_next, tensor_send_prev, receives_activation=recv_prev, receives_gradient=recv_next
+        )
+
+    return wrapper
+
+
+def with_packs_kept(merge_rows: Function) -> Function:
+    """Return cu_seqlens as they are: packs have no padding there."""
+
+    @functools.wraps(merge_rows)
+    def wrapper(cu_seqlens: Any, seq_length: Any) -> Any:
+        return cu_seqlens.squeeze(0)
+
+    return wrapper
+
+
+def with_figures_logged(training_log: Function) -> Function:
+    """Log the figures of balancing after Megatron's own."""
+
+    @functools.wraps(training_log)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        result = training_log(*positional, **keywords)
+        balanced = current()
+        if balanced is not None:
+            balanced.logged()
+        return result
+
+    return wrapper
+
+
+def while_balancing(wrap: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """A wrapper that takes effect in balanced steps only."""
+
+    def of(function: Function) -> Function:
+        wrapped = wrap(function)
+
+        @functools.wraps(function)
+        def wrapper(*positional: Any, **keywords: Any) -> Any:
+            balanced = current()
+            in_step = balanced is not None and balanced.in_step
+            return (wrapped if in_step else function)(*positional, **keywords)
+
+        return wrapper
+
+    return of
