@@ -12,7 +12,7 @@ from dataclasses import replace
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import SYNTHETIC_LENGTHS
 from megatron_balance.lengths.text import TOKENS_PER_MESSAGE
-from megatron_balance.memory.budget import token_cap
+from megatron_balance.mcore.setup.flags import token_cap
 from megatron_balance.model.presets import PRESETS
 from megatron_balance.planner.problem import OBJECTIVES
 from megatron_balance.topology import Topology

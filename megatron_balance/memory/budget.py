@@ -7,7 +7,6 @@ micro-batches differ in length (`--balance-shape-bucket` makes their shapes few)
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
 
@@ -24,24 +23,6 @@ TOKEN_STEP = 128
 
 MIN_RESERVE_BYTES = 2 * GIB
 RESERVE_SHARE = 0.1
-
-
-def token_cap(text: str) -> int | str:
-    """The value of `--max-tokens-per-gpu`, for argparse: a number of tokens, or AUTO.
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither.
-
-    Example:
-        >>> token_cap("auto"), token_cap("8192")
-        ('auto', 8192)
-    """
-    if text == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {AUTO!r}") from None
 
 
 def gib_to_bytes(gib: float, *, flag: str) -> int:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.memory.budget import budget_of_device, derive_cap, token_cap
+from megatron_balance.mcore.setup.flags import token_cap
+from megatron_balance.memory.budget import budget_of_device, derive_cap
 from megatron_balance.memory.model import GIB, TrainingMemory, chunks_under_way, memory_model
 from megatron_balance.memory.precision import Precision
 from megatron_balance.memory.shape_buckets import bucketed_limits, filled_tokens

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.memory.budget import token_cap
+from megatron_balance.memory.budget import AUTO
 from megatron_balance.planner.problem import OBJECTIVES
 
 UNITS = ("segment", "sample")
@@ -30,6 +30,24 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         add_flags(parser)
         _check_after_parsing(parser)
     return parser
+
+
+def token_cap(text: str) -> int | str:
+    """The value of `--max-tokens-per-gpu`, for argparse: a number of tokens, or AUTO.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+
+    Example:
+        >>> token_cap("auto"), token_cap("8192")
+        ('auto', 8192)
+    """
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {AUTO!r}") from None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
