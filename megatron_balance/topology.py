@@ -8,7 +8,7 @@ sample, `padded_seq_len` what it occupies once padded for context and sequence p
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,12 @@ class Topology:
         fully_sharded: weights are gathered in every micro-batch (FSDP, ZeRO-3).
         token_alignment: the tokens of a micro-batch on each GPU, once context and sequence parallelism have split
             them, are a multiple of this: FP8 and FP4 layers take no others. 1 for none.
+        dynamic_cp: every micro-batch has a context-parallel size of its own, a power of two of the
+            `dp_size * cp_size` leaves.
+        max_cp_size: largest such size; None for as large as the leaves allow.
 
     Raises:
-        BalanceError: a size is not a positive integer.
+        BalanceError: a size is not a positive integer, or `max_cp_size` is given without `dynamic_cp`.
     """
 
     dp_size: int
@@ -51,14 +54,43 @@ class Topology:
     sequence_parallel: bool = False
     fully_sharded: bool = False
     token_alignment: int = 1
+    dynamic_cp: bool = False
+    max_cp_size: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(field.default, bool):
+            if isinstance(field.default, bool) or (value is None and field.default is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise BalanceError(f"Topology.{field.name} is {value!r}: it must be an integer of at least 1.")
+        if self.max_cp_size is not None and not self.dynamic_cp:
+            raise BalanceError(
+                f"Topology.max_cp_size is {self.max_cp_size} without dynamic_cp: set dynamic_cp, or leave it out."
+            )
+
+    @property
+    def num_leaves(self) -> int:
+        """Ranks that dynamic context parallelism groups: leaf `dp_rank * cp_size + cp_rank`."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def dynamic_cp_sizes(self) -> tuple[int, ...]:
+        """Context-parallel sizes that a micro-batch may have, rising.
+
+        Example:
+            >>> Topology(3, cp_size=4, dynamic_cp=True).dynamic_cp_sizes
+            (1, 2, 4, 8)
+        """
+        if not self.dynamic_cp:
+            return (self.cp_size,)
+        largest = min(self.num_leaves, self.max_cp_size or self.num_leaves)
+        return tuple(1 << level for level in range(largest.bit_length()))
+
+    @property
+    def has_even_slots(self) -> bool:
+        """Whether all ranks run the same number of micro-batches: those of a pipeline or of experts meet in each."""
+        return self.pp_size > 1 or self.ep_size > 1 or self.fully_sharded
 
     @property
     def token_multiple(self) -> int:
@@ -102,6 +134,10 @@ class Topology:
         """Tokens a sequence occupies once padded. `[num_samples]` → `[num_samples]`, tokens."""
         multiple = self.token_multiple
         return -(-original_seq_len // multiple) * multiple
+
+    def at_cp_size(self, cp_size: int) -> Topology:
+        """The ranks as a micro-batch of one context-parallel size sees them: its padding is theirs."""
+        return replace(self, cp_size=cp_size, dynamic_cp=False, max_cp_size=None)
 
 
 @dataclass(frozen=True)

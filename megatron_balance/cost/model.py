@@ -59,6 +59,9 @@ class CostModel:
         expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
             attention.
+        cp_exchange: cost of receiving one token's keys and values from another context-parallel rank. On each of c
+            ranks a sample then costs `cost(L)/c + cp_exchange*L*(c-1)/c`. Only plans with dynamic
+            context-parallel sizes ask for it: at one size it adds the same to every token.
 
     Raises:
         BalanceError: a coefficient is negative or not an integer, or all are zero.
@@ -75,6 +78,7 @@ class CostModel:
     per_microbatch: int = 0
     expert_linear: int = 0
     windows: tuple[tuple[int, int], ...] = ()
+    cp_exchange: int = 0
 
     def __post_init__(self) -> None:
         coefficients = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "windows"}

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.dynamic_cp.build import build_dynamic_cp_schedule
 from megatron_balance.planner.grouping import KEEP_GROUPS, assign_groups, groups_that_split
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, number_groups, sum_segments
 from megatron_balance.planner.locality.relabel import Homes, keep_local
@@ -109,6 +110,17 @@ def build_data_schedule(
                 "move, or set keep_groups to 'step'."
             )
 
+    if topology.dynamic_cp:
+        _refuse_with_dynamic_cp(algorithm=algorithm, move_samples=move_samples, keeps_groups=kept is not None)
+        return build_dynamic_cp_schedule(
+            of_segments,
+            cost_model=cost_model,
+            topology=topology,
+            limits=limits,
+            objective=objective,
+            num_segments=counts,
+            home_ranks=homes,
+        )
     problem = build_problem(
         padded_segments,
         cost_model=cost_model,
@@ -155,6 +167,17 @@ def build_data_schedule(
         limits=limits,
         cost_model=cost_model,
     )
+
+
+def _refuse_with_dynamic_cp(*, algorithm: str, move_samples: bool, keeps_groups: bool) -> None:
+    """Raises where an option binds samples to ranks, which share them with others by context parallelism."""
+    for is_set, name, remedy in (
+        (algorithm != "level_packing", f"algorithm {algorithm!r}", "leave it at auto"),
+        (not move_samples, "move_samples=False", "let samples move"),
+        (keeps_groups, "keep_groups='rank'", "set it to 'step'"),
+    ):
+        if is_set:
+            raise BalanceError(f"{name} does not go with Topology.dynamic_cp: {remedy}, or plan at one size.")
 
 
 def _kept_groups(

@@ -8,11 +8,18 @@ forward and two thirds backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
+Meeting = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+"""Times `[num_ranks, n]` at which ranks are ready for slots `[n]`, to those at which they and all they wait for are."""
 
-def pipeline_makespans(grid: NDArray[np.int64], *, pp_size: int, vpp_size: int = 1) -> NDArray[np.int64]:
+
+def pipeline_makespans(
+    grid: NDArray[np.int64], *, pp_size: int, vpp_size: int = 1, meet: Meeting | None = None
+) -> NDArray[np.int64]:
     """Time from the first forward to the last backward, for every rank.
 
     In the wavefront below, stage s runs the forward of micro-batch j at tick 2j + s and the backward of
@@ -28,6 +35,7 @@ def pipeline_makespans(grid: NDArray[np.int64], *, pp_size: int, vpp_size: int =
         grid: `[dp_size, num_microbatches]` costs in slot order, non-negative.
         pp_size: stages.
         vpp_size: model chunks a stage.
+        meet: ranks that wait for one another before each pass of a slot, where pipelines are not independent.
 
     Returns:
         `[dp_size]` int64, in the units of `grid`, rounded up.
@@ -50,6 +58,9 @@ def pipeline_makespans(grid: NDArray[np.int64], *, pp_size: int, vpp_size: int =
         # The first stage waits for no forward, the last for no backward: they are their own neighbours.
         after_forward = np.maximum(free[:, forwards], free[:, np.maximum(forwards - 1, 0)])
         after_backward = np.maximum(free[:, backwards], free[:, np.minimum(backwards + 1, pp_size - 1)])
+        if meet is not None:
+            after_forward = meet(after_forward, forward[forwards] // 2)
+            after_backward = meet(after_backward, backward[backwards] // 2)
         free[:, forwards] = after_forward + costs[:, forward[forwards] // 2]
         free[:, backwards] = after_backward + 2 * costs[:, backward[backwards] // 2]
 

@@ -162,6 +162,11 @@ def _figures(
     ranks_per_node: int | None,
 ) -> ScheduleMetrics:
     """The figures, once every sample has a slot. `of_segments`: original tokens, of samples or of segments."""
+    if topology.dynamic_cp:
+        raise BalanceError(
+            "Figures of a plan are those of one context-parallel size: with Topology.dynamic_cp read predicted_cost, "
+            "lower_bound and cost_grid of the schedule."
+        )
     padded_segments = topology.padded_seq_len(of_segments)
     original = sum_segments(of_segments, num_segments=num_segments)
     padded = sum_segments(padded_segments, num_segments=num_segments)
@@ -237,11 +242,13 @@ def sync_group_size(objective: str, *, topology: Topology) -> int:
 
 def _pipeline_imbalance(grid: NDArray[np.int64], *, topology: Topology) -> float:
     """See ScheduleMetrics. `grid`: `[dp_size, num_microbatches]`."""
-    stages = {"pp_size": topology.pp_size, "vpp_size": topology.vpp_size}
-    even = pipeline_makespans(np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size)), **stages)
+    pp_size, vpp_size = topology.pp_size, topology.vpp_size
+    mean = np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size))
+    even = pipeline_makespans(mean, pp_size=pp_size, vpp_size=vpp_size)
     # Expert-parallel groups meet in every micro-batch, on every stage: the costliest sets the pace.
     of_groups = grid.reshape(-1, topology.ep_span, grid.shape[1]).max(axis=1)
-    return int(pipeline_makespans(of_groups, **stages).max()) / int(even[0]) if even[0] else 1.0
+    longest = int(pipeline_makespans(of_groups, pp_size=pp_size, vpp_size=vpp_size).max())
+    return longest / int(even[0]) if even[0] else 1.0
 
 
 def _slot_of(ranks: Sequence[Sequence[Sequence[int]]], *, num_samples: int, num_microbatches: int) -> NDArray[np.int64]:

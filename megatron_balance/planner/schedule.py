@@ -31,6 +31,10 @@ Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """For every rank, for every slot: sample ids, which are positions in the global batch."""
 
 
+_DYNAMIC = ("dynamic_cp", "max_cp_size")
+"""Fields of a topology that only plans with dynamic context-parallel sizes differ in: their digest has the sizes."""
+
+
 @dataclass(frozen=True, eq=False)
 class DataSchedule:
     """The plan of one global batch. Two plans are the same where their `digest()` is.
@@ -92,6 +96,11 @@ class DataSchedule:
             tuple(slots[first : first + self.num_microbatches]) for first in range(0, len(slots), self.num_microbatches)
         )
 
+    @property
+    def cp_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """`cp_sizes[dp_rank][slot]`: ranks that share a micro-batch by context parallelism."""
+        return ((self.topology.cp_size,) * self.num_microbatches,) * self.topology.dp_size
+
     def destinations(self) -> NDArray[np.int64]:
         """The rank that runs each sample, `[num_samples]`."""
         return self.slot_of // self.num_microbatches
@@ -126,7 +135,7 @@ class DataSchedule:
     def digest(self) -> int:
         """A number of 63 bits that is the same on every platform for the same plan: compare it across ranks."""
         header = [self.topology.dp_size, self.num_microbatches, self.lengths.size]
-        header += [int(value) for value in vars(self.topology).values()]
+        header += [int(value) for name, value in vars(self.topology).items() if name not in _DYNAMIC]
         parts = [np.array(header, dtype=np.int64), self.slot_counts(), self.sample_ids()]
         canonical = b"".join(part.astype("<i8").tobytes() for part in parts)
         return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") >> 1

@@ -1,0 +1,44 @@
+"""Groups of ranks that share micro-batches: what the planners of this room hand back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Micro-batches with their ranks.
+
+    A group of `2**level` leaves starts at a multiple of its size, and all its leaves run it in the same slot.
+
+    Attributes:
+        group_of: `[num_samples]` int64 group of each sample.
+        levels: `[num_groups]` int64, log2 of the leaves of a group.
+        first_leaves: `[num_groups]` int64, the first of them.
+        slots: `[num_groups]` int64.
+        num_slots: `[num_leaves]` int64 micro-batches of each leaf: slots that no group has are dummies.
+    """
+
+    group_of: NDArray[np.int64]
+    levels: NDArray[np.int64]
+    first_leaves: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    num_slots: NDArray[np.int64]
+
+    def group_grid(self) -> NDArray[np.int64]:
+        """The group of every leaf in every slot, `[num_leaves, max(num_slots)]`; -1 for none."""
+        grid = np.full((self.num_slots.size, int(self.num_slots.max())), -1, dtype=np.int64)
+        for level in range(int(self.levels.max(initial=0)) + 1):
+            here = np.flatnonzero(self.levels == level)
+            leaves = self.first_leaves[here, None] + np.arange(1 << level)
+            grid[leaves, self.slots[here, None]] = here[:, None]
+        return grid
+
+    def of_leaves(self) -> list[list[int]]:
+        """The groups of every leaf in the order of its slots, -1 for a dummy."""
+        counts: list[int] = self.num_slots.tolist()
+        slots: list[list[int]] = self.group_grid().tolist()
+        return [groups[:count] for groups, count in zip(slots, counts, strict=True)]

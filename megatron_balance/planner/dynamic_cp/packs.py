@@ -1,0 +1,102 @@
+"""Micro-batches while they are filled: a target cost and a room of tokens for each.
+
+Samples go costliest first to the pack with most slack (target minus cost) that has room, worst-fit decreasing.
+Where packs are many, one round of array operations serves all samples for which no pack comes up twice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.dynamic_cp.samples import SizedSamples
+
+_SCANNED = 256
+"""Samples that are looked at together where none finds room."""
+
+
+class Packs:
+    """Packs of all sizes and their samples.
+
+    Attributes:
+        levels: `[num_packs]` int64, log2 of the ranks that share a pack.
+        slack: `[num_packs]` int64, cost that a pack may take on each of its ranks.
+        room: `[num_packs]` int64, tokens that it may take on each of them.
+        pack_of: `[num_samples]` int64, -1 until a sample is placed.
+        work: rounds so far, each weighted by its packs: what filling has taken.
+    """
+
+    def __init__(self, samples: SizedSamples) -> None:
+        self._samples = samples
+        self.levels = np.zeros(0, dtype=np.int64)
+        self.slack = np.zeros(0, dtype=np.int64)
+        self.room = np.zeros(0, dtype=np.int64)
+        self.pack_of = np.full(samples.num_samples, -1, dtype=np.int64)
+        self.work = 0
+
+    def open(self, level: int, *, targets: NDArray[np.int64]) -> None:
+        """Adds empty packs. `targets`: `[num_new]` cost that each may reach."""
+        self.levels = np.concatenate([self.levels, np.full(targets.size, level, dtype=np.int64)])
+        self.slack = np.concatenate([self.slack, targets])
+        self.room = np.concatenate([self.room, np.full(targets.size, self._samples.capacity, dtype=np.int64)])
+
+    def open_with(self, ids: NDArray[np.int64], *, levels: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Adds a pack for each of some samples, `[num_new]` all three."""
+        self.pack_of[ids] = self.levels.size + np.arange(ids.size)
+        self.levels = np.concatenate([self.levels, levels])
+        self.slack = np.concatenate([self.slack, targets - self._samples.costs[levels, ids]])
+        self.room = np.concatenate([self.room, self._samples.capacity - self._samples.tokens[levels, ids]])
+
+    def pour(self, ids: NDArray[np.int64], *, level: int, first_pack: int = 0) -> NDArray[np.int64]:
+        """Places samples in packs of one size.
+
+        Args:
+            ids: `[num_ids]` samples, costliest first.
+            level: of the packs.
+            first_pack: packs before it take nothing.
+
+        Returns:
+            The samples that found no room, in the same order.
+        """
+        packs = first_pack + np.flatnonzero(self.levels[first_pack:] == level)
+        if not packs.size or not ids.size:
+            return ids
+        slack, room = self.slack[packs], self.room[packs]
+        costs, tokens = self._samples.costs[level, ids], self._samples.tokens[level, ids]
+        left: list[NDArray[np.int64]] = []
+        at, end = 0, ids.size
+        while at < end:
+            cost, held = costs[at], tokens[at]
+            self.work += 2048 + packs.size
+            (fitting,) = ((slack >= cost) & (room >= held)).nonzero()
+            if not fitting.size:
+                count = _num_without_room(costs[at:], tokens=tokens[at:], slack=slack, room=room)
+                left.append(ids[at : at + count])
+                at += count
+                continue
+            free = slack[fitting]
+            # A pack comes up again once it has less slack than another: not before all with nearly the most had one.
+            (near,) = (free >= free.max() - cost).nonzero()
+            chosen = fitting[near[(-free[near]).argsort(kind="stable")[: end - at]]]
+            now = slice(at, at + chosen.size)
+            slack[chosen] -= costs[now]
+            room[chosen] -= tokens[now]
+            self.pack_of[ids[now]] = packs[chosen]
+            at += chosen.size
+        self.slack[packs], self.room[packs] = slack, room
+        return np.concatenate(left) if left else ids[:0]
+
+
+def _num_without_room(
+    costs: NDArray[np.int64], *, tokens: NDArray[np.int64], slack: NDArray[np.int64], room: NDArray[np.int64]
+) -> int:
+    """Samples at the front that fit no pack, of the first few; the first is known to fit none."""
+    costs, tokens = costs[:_SCANNED], tokens[:_SCANNED]
+    (able,) = ((slack >= costs[-1]) & (room >= tokens.min())).nonzero()
+    if not able.size:
+        return costs.size
+    able = able[(-slack[able]).argsort(kind="stable")]
+    most_room = np.maximum.accumulate(room[able])
+    num_affordable = (-slack[able]).searchsorted(-costs, side="right")
+    fits = (num_affordable > 0) & (most_room[num_affordable - 1] >= tokens)
+    return max(int(fits.argmax()), 1) if fits.any() else costs.size

@@ -1,0 +1,324 @@
+"""Plans with a context-parallel size for each micro-batch: every invariant, executed step by step."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
+from megatron_balance.planner.metrics import schedule_metrics
+
+COST_MODELS = [
+    CostModel.tokens(),
+    CostModel(linear=1000, quadratic=1, cp_exchange=80),
+    CostModel(linear=1000, quadratic=1, per_microbatch=50_000, per_sequence=3, cp_exchange=10),
+    CostModel(linear=7, quadratic=1, expert_linear=50, windows=((16, 3),), cp_exchange=7),
+    CostModel(per_sequence=5),
+    # More to receive than to compute: a larger size never pays.
+    CostModel(linear=1, cp_exchange=5),
+    # Costs beyond int64 before they are scaled.
+    CostModel(linear=10**15, quadratic=10**14, per_microbatch=10**13, cp_exchange=10**15),
+]
+
+
+def plan(lengths, *, topology, cost_model=COST_MODELS[1], cap=512, **options):
+    return build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=Limits(cap), **options)
+
+
+def cost_on_a_rank(schedule, sample, size):
+    """What a sample of one segment costs each of the ranks that share it, in the schedule's units."""
+    model = schedule.cost_model
+    length = int(schedule.topology.at_cp_size(size).padded_seq_len(schedule.lengths[[sample]])[0])
+    cost = model(length) + model.expert_linear * length + model.cp_exchange * (size - 1) * length
+    return max(-(-cost // size) >> schedule.cost_shift, 1) if cost else 0
+
+
+def fixed_cost(schedule):
+    cost = schedule.cost_model.per_microbatch
+    return max(cost >> schedule.cost_shift, 1) if cost else 0
+
+
+def execute(schedule, *, all_meet):
+    """Runs every leaf's slots in order: a group starts when all its leaves have come to it. Returns the time.
+
+    Args:
+        schedule: the plan, of which only `ranks` and `cp_sizes` are read.
+        all_meet: all leaves meet before every slot.
+    """
+    ranks, sizes = schedule.ranks, schedule.cp_sizes
+    clock, position = [0] * len(ranks), [0] * len(ranks)
+    remaining = sum(map(len, ranks))
+    while remaining:
+        if all_meet:
+            assert len(set(position)) == 1
+            clock = [max(clock)] * len(ranks)
+        started = []
+        for leaf in range(len(ranks)):
+            slot = position[leaf]
+            if slot == len(ranks[leaf]) or leaf % sizes[leaf][slot]:
+                continue
+            members = range(leaf, leaf + sizes[leaf][slot])
+            ready = [position[member] < len(ranks[member]) for member in members]
+            if not all(ready):
+                continue
+            coming = {(ranks[member][position[member]], sizes[member][position[member]]) for member in members}
+            if coming == {(ranks[leaf][slot], sizes[leaf][slot])}:
+                started.append(members)
+        assert started, "ranks wait for one another in a circle"
+        for members in started:
+            slot = position[members[0]]
+            ids = ranks[members[0]][slot]
+            ends = max(clock[member] for member in members) + fixed_cost(schedule)
+            ends += sum(cost_on_a_rank(schedule, sample, len(members)) for sample in ids)
+            for member in members:
+                clock[member] = ends
+                position[member] += 1
+                remaining -= 1
+    return max(clock)
+
+
+def check_invariants(schedule):
+    """Asserts the list of invariants of `dynamic_cp/schedule.py`, one by one, with plain loops."""
+    topology, ranks, sizes = schedule.topology, schedule.ranks, schedule.cp_sizes
+    num_leaves = topology.dp_size * topology.cp_size
+    cap = schedule.limits.max_tokens_per_gpu
+    assert len(ranks) == len(sizes) == num_leaves
+    assert [len(slots) for slots in ranks] == [len(slots) for slots in sizes]
+    placed = []
+    for leaf, slots in enumerate(ranks):
+        # even slots
+        assert slots
+        for slot, ids in enumerate(slots):
+            size = sizes[leaf][slot]
+            # aligned
+            assert size in topology.dynamic_cp_sizes
+            first = leaf - leaf % size
+            assert first + size <= num_leaves
+            # same slot, last slot
+            for member in range(first, first + size):
+                assert ranks[member][slot] == ids
+                assert sizes[member][slot] == size
+                assert (slot == len(ranks[member]) - 1) == (slot == len(slots) - 1)
+            # placed once
+            if leaf == first:
+                placed += ids
+            # cap
+            padded = topology.at_cp_size(size).padded_seq_len(schedule.lengths)
+            tokens = sum(int(padded[sample]) for sample in ids)
+            assert tokens <= cap * size or (len(ids) == 1 and size == topology.dynamic_cp_sizes[-1])
+            assert list(ids) == sorted(ids)
+            if not ids:
+                assert size == 1
+    assert sorted(placed) == list(range(len(schedule.lengths)))
+    if topology.has_even_slots or schedule.objective != "step":
+        assert {len(slots) for slots in ranks} == {schedule.num_microbatches}
+        assert schedule.num_microbatches % topology.microbatch_multiple == 0
+    # honest costs
+    assert schedule.lower_bound <= schedule.predicted_cost
+    assert schedule.check() is schedule
+
+
+@st.composite
+def planning_inputs(draw):
+    dp_size, cp_size = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    cap = draw(st.sampled_from([8, 64, 512]))
+    longest = draw(st.sampled_from([1, cap // 4, cap, 4 * cap, 40 * cap]))
+    lengths = draw(st.lists(st.integers(0, longest), max_size=40))
+    if draw(st.booleans()):
+        lengths = [*lengths, *draw(st.lists(st.integers(cap, 9 * cap), max_size=3))]
+    ranks = draw(
+        st.sampled_from(
+            [
+                {},
+                {"fully_sharded": True},
+                {"ep_size": 2},
+                {"pp_size": 3},
+                {"pp_size": 2, "vpp_size": 2, "microbatch_multiple": 2},
+                {"ep_size": 2, "pp_size": 2},
+                {"tp_size": 2, "sequence_parallel": True},
+            ]
+        )
+    )
+    largest = draw(st.sampled_from([None, 1, 2, 3, 100]))
+    topology = Topology(dp_size, cp_size=cp_size, dynamic_cp=True, max_cp_size=largest, **ranks)
+    return lengths, topology, cap
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    planning_inputs(), st.sampled_from(COST_MODELS), st.sampled_from(["auto", "auto", "step", "microbatch", "pipeline"])
+)
+def test_every_plan_keeps_every_invariant_and_runs_in_the_time_predicted(inputs, cost_model, objective):
+    lengths, topology, cap = inputs
+    schedule = plan(lengths, topology=topology, cost_model=cost_model, cap=cap, objective=objective)
+    assert isinstance(schedule, DynamicCpSchedule)
+    check_invariants(schedule)
+    time = execute(schedule, all_meet=schedule.objective == "microbatch")
+    if schedule.objective == "pipeline" or topology.pp_size > 1:
+        # The stages together do the work of all slots, and a pipeline is not slower than one stage after another.
+        assert schedule.predicted_cost <= time + schedule.num_microbatches
+        assert schedule.predicted_cost * topology.pp_size >= time - 1 or schedule.objective != "step"
+    else:
+        assert schedule.predicted_cost == time
+    again = plan(lengths, topology=topology, cost_model=cost_model, cap=cap, objective=objective)
+    assert again.digest() == schedule.digest()
+
+
+@settings(max_examples=40, deadline=None)
+@given(planning_inputs(), st.data())
+def test_samples_of_several_segments_are_sums_of_them(inputs, data):
+    lengths, topology, cap = inputs
+    counts = []
+    while sum(counts) < len(lengths):
+        counts.append(data.draw(st.integers(0, len(lengths) - sum(counts))))
+    schedule = plan(lengths, topology=topology, cap=cap, num_segments=counts)
+    schedule.check()
+    assert schedule.lengths.size == len(counts)
+    assert schedule.lengths.sum() == sum(lengths)
+    placed = {sample for slots in schedule.ranks for ids in slots for sample in ids}
+    assert placed == set(range(len(counts)))
+
+
+def test_a_long_sample_is_shared_and_short_ones_are_not():
+    topology = Topology(2, cp_size=2, dynamic_cp=True)
+    schedule = plan([2000, 500, 500, 500, 500], topology=topology, objective="step").check()
+    assert schedule.ranks == (((0,), (1,)), ((0,), (2,)), ((0,), (3,)), ((0,), (4,)))
+    assert schedule.cp_sizes == ((4, 1),) * 4
+
+
+def test_leaves_that_are_no_power_of_two_form_a_forest():
+    topology = Topology(3, cp_size=4, dynamic_cp=True)
+    assert topology.dynamic_cp_sizes == (1, 2, 4, 8)
+    lengths = [3000, 3000, 1500, 1400] + [100 + 7 * sample for sample in range(60)]
+    for objective in ("step", "microbatch", "pipeline"):
+        schedule = plan(lengths, topology=topology, objective=objective)
+        check_invariants(schedule)
+        assert any(slots for slots in schedule.ranks[8:])
+        assert schedule.predicted_cost <= 1.2 * schedule.lower_bound or objective == "pipeline"
+
+
+def test_sizes_stay_below_their_limit():
+    lengths = [4000, 900] + [100] * 50
+    unlimited = plan(lengths, topology=Topology(8, cp_size=2, dynamic_cp=True))
+    assert max(map(max, unlimited.cp_sizes)) >= 8
+    limited = plan(lengths, topology=Topology(8, cp_size=2, dynamic_cp=True, max_cp_size=4)).check()
+    assert max(map(max, limited.cp_sizes)) == 4
+    # Four ranks hold 2048 tokens: the first sample is over-long and runs alone.
+    assert limited.oversized == (0,)
+    assert all(ids == (0,) for slots in limited.ranks for ids in slots if 0 in ids)
+
+
+def test_communication_is_in_the_plan_and_in_its_bound():
+    topology = Topology(1, cp_size=4, dynamic_cp=True)
+    free = plan([2000], topology=topology, cost_model=CostModel(linear=100))
+    paid = plan([2000], topology=topology, cost_model=CostModel(linear=100, cp_exchange=8))
+    assert (free.predicted_cost, free.lower_bound) == (50_000, 50_000)
+    assert (paid.predicted_cost, paid.lower_bound) == (50_000 + 8 * 1500,) * 2
+
+
+def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
+    lengths = [511] * 3 + [25] * 30
+    ragged = plan(lengths, topology=Topology(2, cp_size=2, dynamic_cp=True), objective="step").check()
+    assert len({len(slots) for slots in ragged.ranks}) > 1
+    even = plan(lengths, topology=Topology(2, cp_size=2, dynamic_cp=True, ep_size=2), objective="step").check()
+    assert {len(slots) for slots in even.ranks} == {even.num_microbatches}
+    check_invariants(ragged)
+    check_invariants(even)
+
+
+def test_an_empty_batch_is_a_dummy_on_every_leaf():
+    schedule = plan([], topology=Topology(2, cp_size=2, dynamic_cp=True, pp_size=2, microbatch_multiple=2)).check()
+    assert schedule.ranks == (((), ()),) * 4
+    assert schedule.cp_sizes == ((1, 1),) * 4
+
+
+def test_one_size_for_all_is_said_in_the_same_words():
+    schedule = plan([5, 6, 7], topology=Topology(2, cp_size=2))
+    assert schedule.cp_sizes == ((2,) * schedule.num_microbatches,) * 2
+    same = plan([5, 6, 7], topology=Topology(2, cp_size=2), cost_model=replace(COST_MODELS[1], cp_exchange=0))
+    assert (same.digest(), same.predicted_cost) == (schedule.digest(), schedule.predicted_cost)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"algorithm": "greedy"}, "algorithm"),
+        ({"home_ranks": [0, 1], "move_samples": False}, "move_samples"),
+        ({"groups": [0, 0]}, "keep_groups"),
+        ({"limits": Limits(micro_batch_size=2)}, "max_tokens_per_gpu"),
+    ],
+)
+def test_options_that_bind_samples_to_ranks_are_refused_by_name(options, named):
+    given_options = {"limits": Limits(64), **options}
+    with pytest.raises(BalanceError, match=named):
+        build_data_schedule(
+            [5, 6], cost_model=CostModel.tokens(), topology=Topology(2, dynamic_cp=True), **given_options
+        )
+
+
+def test_a_limit_on_sizes_needs_sizes_to_choose_from():
+    with pytest.raises(BalanceError, match="max_cp_size"):
+        Topology(2, max_cp_size=2)
+    with pytest.raises(BalanceError, match="max_cp_size"):
+        Topology(2, dynamic_cp=True, max_cp_size=0)
+
+
+def test_what_names_one_rank_a_sample_is_refused():
+    schedule = plan([5, 6], topology=Topology(2, dynamic_cp=True))
+    with pytest.raises(BalanceError, match="cp_groups"):
+        schedule.destinations()
+    with pytest.raises(BalanceError, match="samples"):
+        schedule.problem()
+    with pytest.raises(BalanceError, match="predicted_cost"):
+        schedule_metrics(schedule)
+
+
+def broken(schedule, **changes):
+    return replace(schedule, cp_groups=replace(schedule.cp_groups, **changes))
+
+
+def test_broken_plans_are_named():
+    lengths = [900, 900, 400, 400, 300, 200, 200, 100]
+    schedule = plan(lengths, topology=Topology(2, cp_size=2, dynamic_cp=True), objective="step").check()
+    groups = schedule.cp_groups
+    large = int(groups.levels.argmax())
+    assert groups.levels[large] > 0
+
+    def changed(array, index, value):
+        copy = array.copy()
+        copy[index] = value
+        return copy
+
+    for invariant, plan_ in (
+        ("placed once", broken(schedule, group_of=changed(groups.group_of, 0, 99))),
+        ("placed once", broken(schedule, group_of=np.zeros_like(groups.group_of))),
+        ("aligned", broken(schedule, first_leaves=changed(groups.first_leaves, large, 1))),
+        ("aligned", broken(schedule, levels=changed(groups.levels, large, 5))),
+        ("same slot", broken(schedule, slots=changed(groups.slots, large, 50))),
+        ("same slot", broken(schedule, slots=np.zeros_like(groups.slots))),
+        ("even slots", broken(schedule, num_slots=changed(groups.num_slots, 0, 0))),
+        ("cap", replace(schedule, limits=Limits(16))),
+        ("honest costs", replace(schedule, predicted_cost=schedule.predicted_cost - 1)),
+        ("honest costs", replace(schedule, cost_grid=schedule.cost_grid + 1)),
+        ("honest costs", replace(schedule, lower_bound=schedule.predicted_cost + 1)),
+    ):
+        with pytest.raises(AssertionError, match=invariant):
+            plan_.check()
+    # Two leaves share their last micro-batch, one of them then has one more.
+    pair = plan([900], topology=Topology(1, cp_size=2, dynamic_cp=True)).check()
+    with pytest.raises(AssertionError, match="last slot"):
+        broken(pair, num_slots=np.array([1, 2])).check()
+
+
+def test_the_step_is_within_a_thousandth_of_its_bound_where_short_samples_are_many():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(7.5 + 1.2 * rng.standard_normal(512)), 64, 16384).astype(np.int64)
+    for exchange in (0, 10, 80):
+        model = CostModel(linear=47_000, quadratic=1, cp_exchange=47 * exchange)
+        schedule = plan(lengths, topology=Topology(8, cp_size=4, dynamic_cp=True), cap=4096, cost_model=model)
+        assert schedule.predicted_cost <= 1.003 * schedule.lower_bound
+        assert math.isclose(schedule.cost_grid.sum(axis=1).max(), schedule.predicted_cost)
