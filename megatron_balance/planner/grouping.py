@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.partition import greedy, karmarkar_karp, refine_parts
+from megatron_balance.planner.partition import greedy, karmarkar_karp, refine
 from megatron_balance.planner.problem import Problem
 
 KEEP_GROUPS = ("rank", "step")
@@ -66,13 +66,13 @@ def partition_items(costs: NDArray[np.int64], *, num_parts: int, equal_count: bo
     for part, items in enumerate(parts):
         part_of[items] = part
     if costs.size <= MAX_REFINED_GROUPS:
-        part_of = refine_parts(
+        part_of = refine(
             costs,
             weights=np.ones_like(costs),
             capacity=even_count if equal_count else costs.size,
             bin_of=part_of,
-            bins_per_part=1,
-            num_parts=num_parts,
+            num_groups=num_parts,
+            bins_per_group=1,
             target=-(-int(costs.sum()) // num_parts),
         )
     return part_of

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_balance.cost.model import CostModel
 from megatron_balance.lengths.read import synthetic_lengths
 from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.packing.heights import target_heights
+from megatron_balance.planner.packing.rank_levels import target_heights
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.topology import Limits, Topology
 
@@ -97,7 +97,7 @@ def test_steep_targets_fall_evenly_and_hold_what_there_is():
         limits=Limits(CAP),
         objective="pipeline",
     )
-    heights = target_heights(problem, num_microbatches=20, sync_span=2, way="sums", steepness=5)[::2]
+    heights = target_heights(problem, num_microbatches=20, steepness=5)
     steps = -np.diff(heights)
     assert steps.min() > 0
     assert steps.max() - steps.min() <= 1

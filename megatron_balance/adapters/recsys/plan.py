@@ -16,7 +16,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.bounds.time import lower_bound
 from megatron_balance.planner.locality.relabel import Homes, keep_local
 from megatron_balance.planner.packing.place import GOOD_ENOUGH
-from megatron_balance.planner.partition import greedy, refine_parts
+from megatron_balance.planner.partition import greedy, refine
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.topology import Limits, Topology
 
@@ -55,13 +55,13 @@ def plan_rows(
     for rank, rows in enumerate(greedy(problem.costs, num_parts=dp_size, max_count=batch_size)):
         ranks[rows] = rank
     bound = lower_bound(problem)
-    ranks = refine_parts(
+    ranks = refine(
         problem.costs,
         weights=problem.weights,
         capacity=problem.capacity,
         bin_of=ranks,
-        bins_per_part=1,
-        num_parts=dp_size,
+        num_groups=dp_size,
+        bins_per_group=1,
         target=bound + bound // GOOD_ENOUGH,
     )
     homes = Homes(home_ranks, tokens=nbytes, ranks_per_node=None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.planner.bounds.time import min_num_microbatches
-from megatron_balance.planner.packing.by_level import pack_levels
 from megatron_balance.planner.packing.empty_slots import fill_empty
+from megatron_balance.planner.packing.rank_levels import pack_ranks
 from megatron_balance.planner.packing.slot_layout import Placement, in_order
 from megatron_balance.planner.partition import first_fit, greedy, karmarkar_karp
 from megatron_balance.planner.problem import Problem, restrict
@@ -33,7 +33,7 @@ def place_by_ranks(
         samples_of: for each rank, its samples.
         move_samples: whether a rank without samples for all its micro-batches may take other ranks'.
         num_microbatches: of every rank; more where it takes more.
-        steepness: of the targets of level packing (`heights.py`).
+        steepness: of the targets of level packing (`rank_levels.py`).
     """
     dp_size, multiple = problem.topology.dp_size, problem.topology.microbatch_multiple
     alone = Topology(1, microbatch_multiple=multiple)
@@ -90,7 +90,7 @@ def _pack_rank(
         return karmarkar_karp(problem.costs, num_parts=num_microbatches, equal_size=counted)
     if algorithm == "greedy":
         return greedy(problem.costs, num_parts=num_microbatches, max_count=problem.capacity if counted else None)
-    bin_of, num_bins = pack_levels(problem, num_microbatches=num_microbatches, bins_per_row=1, steepness=steepness)
+    bin_of, num_bins = pack_ranks(problem, num_microbatches=num_microbatches, steepness=steepness)
     return [np.flatnonzero(bin_of == index).tolist() for index in range(num_bins)]
 
 

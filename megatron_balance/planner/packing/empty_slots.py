@@ -1,7 +1,8 @@
 """No rank runs an empty micro-batch while another holds two samples in one.
 
-An empty slot would run as a masked dummy: all the fixed costs, and nothing learnt. So a rank first halves
-its own micro-batches, and only then takes samples of other ranks.
+An empty slot would run as a masked dummy: all the fixed costs, and nothing learnt. A rank that meets no other in its
+micro-batches halves its own, which costs nothing, and only then takes samples of other ranks. In a group of ranks that
+meet, halving would make a low row high, so there the cheapest samples of all move.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from megatron_balance.planner.problem import Problem
 def fill_empty(
     problem: Problem, bin_of: NDArray[np.int64], *, num_parts: int, bins_per_part: int, across: bool
 ) -> NDArray[np.int64]:
-    """Fills empty bins: each part splits its own, then samples come from other parts where they have to.
+    """Fills empty bins where there are samples for them.
 
     Args:
         problem: the global batch.
         bin_of: `[num_samples]` bin of each sample.
         num_parts: parts: ranks, or groups of ranks that meet in every micro-batch.
         bins_per_part: bins of a part.
-        across: whether samples may go to other parts.
+        across: samples may go to other parts.
 
     Returns:
         `[num_samples]` bin of each sample.
@@ -35,10 +36,12 @@ def fill_empty(
     if counts.all():
         return bin_of
     bin_of = bin_of.copy()
-    for part in np.flatnonzero((counts.reshape(num_parts, bins_per_part) == 0).any(axis=1)).tolist():
-        _split_bins(problem, bin_of, bins=range(part * bins_per_part, (part + 1) * bins_per_part))
-    if across and problem.num_samples >= num_bins:
-        _fill_from_others(problem, bin_of, num_parts=num_parts, bins_per_part=bins_per_part)
+    enough = problem.num_samples >= num_bins
+    if not (problem.sync_span > 1 and across and enough):
+        for part in np.flatnonzero((counts.reshape(num_parts, bins_per_part) == 0).any(axis=1)).tolist():
+            _split_bins(problem, bin_of, bins=range(part * bins_per_part, (part + 1) * bins_per_part))
+    if across and enough:
+        _fill_with_cheapest(problem, bin_of, num_parts=num_parts, bins_per_part=bins_per_part)
     return bin_of
 
 
@@ -66,26 +69,19 @@ def _split_bins(problem: Problem, bin_of: NDArray[np.int64], *, bins: range) -> 
                 heappush(splittable, (-sum(costs[s] for s in held[index]), index))
 
 
-def _fill_from_others(problem: Problem, bin_of: NDArray[np.int64], *, num_parts: int, bins_per_part: int) -> None:
-    """Moves the cheapest samples that have company into empty bins, those of the least loaded part first, in place.
-
-    One pass is enough where there are as many samples as bins: it ends with no bin empty.
-    """
+def _fill_with_cheapest(problem: Problem, bin_of: NDArray[np.int64], *, num_parts: int, bins_per_part: int) -> None:
+    """Moves the cheapest samples that have company into empty bins, in place; the parts of least cost come first."""
     counts = np.bincount(bin_of, minlength=num_parts * bins_per_part)
     empty = np.flatnonzero(counts == 0)
+    if not empty.size:
+        return
+    rising = np.argsort(problem.costs, kind="stable")
+    # The costliest sample of each bin stays, so that no bin is emptied.
+    _, stays = np.unique(bin_of[rising[::-1]], return_index=True)
+    spare = np.ones(rising.size, dtype=np.bool_)
+    spare[rising.size - 1 - stays] = False
+    moved = rising[spare][: empty.size]
     loads = np.zeros(num_parts, dtype=np.int64)
     np.add.at(loads, bin_of // bins_per_part, problem.costs)
-    for sample in np.argsort(problem.costs, kind="stable").tolist():
-        if not empty.size:
-            break
-        old = int(bin_of[sample])
-        if counts[old] < 2:
-            continue
-        nearest = int(loads[empty // bins_per_part].argmin())
-        new = int(empty[nearest])
-        empty = np.delete(empty, nearest)
-        counts[old] -= 1
-        counts[new] += 1
-        loads[old // bins_per_part] -= problem.costs[sample]
-        loads[new // bins_per_part] += problem.costs[sample]
-        bin_of[sample] = new
+    order = np.argsort(loads[empty // bins_per_part], kind="stable")
+    bin_of[moved[::-1]] = empty[order[: moved.size]]

@@ -1,58 +1,55 @@
 """Which micro-batch of which rank runs each sample: from a planning problem to slot numbers.
 
-Two ways lead there. Level packing treats the micro-batches of all ranks as one set of bins. The
-algorithms by name give samples to ranks first, then pack each rank by itself; so does a plan in which
-samples may not leave the rank that loaded them. `placement_by_level.py` and `placement_by_rank.py` hold the two.
-
     1. num_microbatches starts at the least that could hold the samples
-    2. pack; where that breaks the cap, raise num_microbatches by microbatch_multiple and pack again
-       (and again by other targets, where groups of ranks that meet end uneven)
+    2. pack; where a sample finds no room, raise num_microbatches by microbatch_multiple and pack again
     3. fill empty slots (`empty_slots.py`)
     4. refine small batches
     5. put the slots of each rank in order
-    6. evaluate a few larger num_microbatches as well, keep the least predicted cost
+    6. try the next larger num_microbatches as well, keep the least predicted cost
 
-Under `pipeline` the counts of step 6 reach further, with targets of several slopes (`pipeline_search.py`), and the
-plans of the algorithms by name are looked at as well: a makespan follows no sum that level packing could aim at.
+Level packing looks at the micro-batches of all ranks together: `rank_levels.py` where ranks meet at the end of the step
+only, `group_levels.py` where groups of ranks meet in every micro-batch. An algorithm by name gives samples to ranks
+first and then packs each rank by itself (`by_rank.py`); so does a plan whose samples may not leave their rank.
+
+Where time is a makespan, the counts of step 6 reach further, with targets of several slopes (`pipeline_search.py`), and
+the plans of the algorithms by name are looked at as well: a makespan follows no sum that level packing could aim at.
 
 Rule of the file: `slot_of` is `[num_samples]` `rank * num_microbatches + slot`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.planner.bounds.time import lower_bound, min_num_microbatches
-from megatron_balance.planner.packing.by_level import place_by_levels
 from megatron_balance.planner.packing.by_rank import assign_ranks, place_by_ranks
+from megatron_balance.planner.packing.group_levels import place_groups
 from megatron_balance.planner.packing.pipeline_search import search_pipeline
+from megatron_balance.planner.packing.rank_levels import place_ranks
 from megatron_balance.planner.packing.slot_layout import Placement
 from megatron_balance.planner.problem import Problem, restrict
 
 NUM_CANDIDATES = 3
 """Values of num_microbatches that are tried, from the least feasible one."""
 
-MAX_CANDIDATES = 9
-"""Values that are tried where the plan is still poor: large samples that fill a rank leave too little room
-for the others, and more micro-batches make it. After the first ones they grow by a tenth."""
-
 GOOD_ENOUGH = 1024
 """A plan within one part in this many of its lower bound ends the search."""
 
-STILL_POOR = 512
-"""A plan further than one part in this many from its bound is worth more than `NUM_CANDIDATES`."""
+MAX_NAMED_SAMPLES = 2048
+"""Samples up to which algorithms by name are tried: they take ten times as long, and are better on few samples only."""
 
-MAX_DIFFERENCED_SAMPLES = 2048
-"""Largest differencing takes ten times as long as level packing: it is tried on batches of so many samples."""
+TRIALS = {"step": ("karmarkar_karp",), "pipeline": ("first_fit", "greedy", "karmarkar_karp")}
+"""Algorithms by name that are tried where ranks do not meet in micro-batches, by objective."""
 
-NAMED = ("first_fit", "greedy", "karmarkar_karp")
-"""Under `pipeline` their plans are compared with, on batches of so many samples."""
+WORTH_TRIALS = 16384
+"""A plan further than one part in this many from its bound is compared with algorithms by name."""
 
-DIFFERENCED = 16384
-"""A plan of few samples further than one part in this many from its bound is compared with largest differencing."""
+_Pack = Callable[[int, int], Placement]
+"""Places with (num_microbatches, or more where it takes more; steepness of the targets)."""
 
 
 def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None = None) -> Placement:
@@ -66,108 +63,91 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
     Raises:
         BalanceError: the costs leave int64.
     """
-    if algorithm != "level_packing":
-        return _search(problem, algorithm=algorithm, home_ranks=home_ranks)
-    in_own_order = home_ranks is None
-    # In an order of their own, so that the order of arrival changes no cost.
-    order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
-    ordered = restrict(problem, order, topology=problem.topology) if in_own_order else problem
-    if problem.objective == "pipeline" and problem.sync_span == 1:
-        found = _search_pipeline(ordered, home_ranks=home_ranks)
+    if home_ranks is not None or algorithm != "level_packing":
+        found = _place_by_ranks(problem, algorithm=algorithm, home_ranks=home_ranks)
     else:
-        found = _search(ordered, algorithm=algorithm, home_ranks=home_ranks)
-    if in_own_order:
-        slot_of = np.empty_like(found.slot_of)
-        slot_of[order] = found.slot_of
-        found = replace(found, slot_of=slot_of)
-    if problem.objective == "pipeline" and problem.num_samples <= MAX_DIFFERENCED_SAMPLES:
-        for name in NAMED:
-            by_name = _search(problem, algorithm=name, home_ranks=home_ranks)
-            if by_name.predicted_cost < found.predicted_cost:
-                found = by_name
+        # In an order of their own, so that the order of arrival changes no cost.
+        order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
+        ordered = _place_by_levels(restrict(problem, order, topology=problem.topology))
+        slot_of = np.empty_like(ordered.slot_of)
+        slot_of[order] = ordered.slot_of
+        found = replace(ordered, slot_of=slot_of)
+    if algorithm != "level_packing" or problem.num_samples > MAX_NAMED_SAMPLES:
+        return found
+    bound = found.lower_bound
+    for name in TRIALS.get(problem.objective, ()):
+        if found.predicted_cost > bound + bound // WORTH_TRIALS:
+            by_name = _place_by_ranks(problem, algorithm=name, home_ranks=home_ranks)
+            found = min(found, by_name, key=lambda placement: placement.predicted_cost)
     return found
 
 
-def _search_pipeline(problem: Problem, *, home_ranks: NDArray[np.int64] | None) -> Placement:
-    """Level packing for a pipeline: of all ranks, or of each at home."""
+def _place_by_levels(problem: Problem) -> Placement:
+    """The micro-batches of all ranks together."""
     bound = lower_bound(problem)
-    samples_of = None if home_ranks is None else _samples_of(problem, home_ranks)
 
     def pack(num_microbatches: int, steepness: int) -> Placement:
-        if samples_of is None:
-            return place_by_levels(problem, num_microbatches=num_microbatches, bound=bound, steepness=steepness)
+        if problem.sync_span > 1:
+            return place_groups(problem, num_microbatches=num_microbatches, bound=bound)
+        return place_ranks(problem, num_microbatches=num_microbatches, bound=bound, steepness=steepness)
+
+    search = search_pipeline if problem.in_pipeline else _search
+    return replace(search(problem, bound=bound, pack=pack), lower_bound=bound)
+
+
+def _place_by_ranks(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None) -> Placement:
+    """Each rank by itself, with the samples that it loaded or that the algorithm gives it."""
+    bound = lower_bound(problem)
+    if home_ranks is None:
+        samples_of = assign_ranks(problem, algorithm=algorithm)
+    else:
+        samples_of = [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
+
+    def pack(num_microbatches: int, steepness: int) -> Placement:
         return place_by_ranks(
             problem,
-            algorithm="level_packing",
+            algorithm=algorithm,
             samples_of=samples_of,
-            move_samples=False,
+            move_samples=home_ranks is None,
             num_microbatches=num_microbatches,
             steepness=steepness,
         )
 
-    return replace(search_pipeline(problem, bound=bound, pack=pack), lower_bound=bound)
+    if algorithm == "level_packing" and problem.in_pipeline:
+        return replace(search_pipeline(problem, bound=bound, pack=pack), lower_bound=bound)
+    at_home = 0 if home_ranks is None else _largest_at_home(problem, home_ranks)
+    return replace(_search(problem, bound=bound, pack=pack, at_home=at_home), lower_bound=bound)
 
 
-def _samples_of(problem: Problem, home_ranks: NDArray[np.int64]) -> list[list[int]]:
-    """Sample ids of every rank."""
-    return [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
+def _search(problem: Problem, *, bound: int, pack: _Pack, at_home: int = 0) -> Placement:
+    """Placements with rising num_microbatches; the best of them.
 
-
-def _search(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None) -> Placement:
-    """Placements with rising num_microbatches; the best of them."""
-    bound = lower_bound(problem)
+    Args:
+        problem: the global batch.
+        bound: no plan costs less.
+        pack: places the samples.
+        at_home: cost that no plan goes below because samples are bound to ranks, without `per_microbatch`.
+    """
     multiple = problem.topology.microbatch_multiple
     num_microbatches = fewest = min_num_microbatches(problem)
-    samples_of: list[list[int]] | None = None
-    if home_ranks is not None:
-        samples_of = _samples_of(problem, home_ranks)
-    elif algorithm != "level_packing":
-        samples_of = assign_ranks(problem, algorithm=algorithm)
-    at_home = 0 if home_ranks is None else _largest_at_home(problem, home_ranks)
     best: Placement | None = None
-    for candidate in range(MAX_CANDIDATES):
-        if samples_of is None:
-            found = place_by_levels(problem, num_microbatches=num_microbatches, bound=bound)
-        else:
-            found = place_by_ranks(
-                problem,
-                algorithm=algorithm,
-                samples_of=samples_of,
-                move_samples=home_ranks is None,
-                num_microbatches=num_microbatches,
-            )
+    for _ in range(NUM_CANDIDATES):
+        found = pack(num_microbatches, 0)
         if best is None or found.predicted_cost < best.predicted_cost:
             best = found
-        excess = best.predicted_cost - bound
         # At home, more micro-batches change nothing but what they cost besides.
         home_bound = at_home + best.num_microbatches * problem.per_microbatch if at_home else 0
-        if excess <= bound // GOOD_ENOUGH or best.predicted_cost <= home_bound:
+        if best.predicted_cost <= max(bound + bound // GOOD_ENOUGH, home_bound):
             break
-        stride = multiple
-        if candidate + 1 >= NUM_CANDIDATES:
-            # A pipeline is above its bound by its bubble, which more micro-batches shrink without end.
-            if samples_of is not None or problem.in_pipeline or excess <= bound // STILL_POOR:
-                break
-            stride = -(-found.num_microbatches // (10 * multiple)) * multiple
         # More slots than samples would only add dummies.
         most = problem.num_samples // (problem.topology.dp_size * multiple) * multiple
-        num_microbatches = min(found.num_microbatches + stride, most)
+        num_microbatches = min(found.num_microbatches + multiple, most)
         # One that is no better than the best even at its bound is not worth a look.
         dearer = bound + (num_microbatches - fewest) * problem.per_microbatch >= best.predicted_cost
         if dearer or num_microbatches <= found.num_microbatches:
             break
     assert best is not None
-    for name in _names_worth_trying(problem, best, bound=bound) if samples_of is None else ():
-        by_name = place_by_ranks(
-            problem,
-            algorithm=name,
-            samples_of=assign_ranks(problem, algorithm=name),
-            move_samples=True,
-            num_microbatches=best.num_microbatches,
-        )
-        if by_name.predicted_cost < best.predicted_cost:
-            best = by_name
-    return replace(best, lower_bound=bound)
+    return best
 
 
 def _largest_at_home(problem: Problem, home_ranks: NDArray[np.int64]) -> int:
@@ -177,13 +157,3 @@ def _largest_at_home(problem: Problem, home_ranks: NDArray[np.int64]) -> int:
     loads = np.zeros(problem.topology.dp_size, dtype=np.int64)
     np.add.at(loads, home_ranks, problem.costs)
     return int(loads.max())
-
-
-def _names_worth_trying(problem: Problem, best: Placement, *, bound: int) -> tuple[str, ...]:
-    """Algorithms over the ranks to compare with: largest differencing is the best for few samples, and slow."""
-    few = problem.num_samples <= MAX_DIFFERENCED_SAMPLES
-    all_meet = problem.sync_span == problem.topology.dp_size > 1
-    if not few or all_meet or best.predicted_cost - bound <= bound // DIFFERENCED:
-        return ()
-    # Where several groups meet, either was ahead of level packing now and then.
-    return ("karmarkar_karp",) if problem.sync_span == 1 else ("karmarkar_karp", "greedy")

@@ -14,6 +14,9 @@ from megatron_balance.planner.makespan import mountain_order
 from megatron_balance.planner.partition import karmarkar_karp_rows
 from megatron_balance.planner.problem import Problem, check_total
 
+MAX_REFINED_SAMPLES = 1024
+"""Refining looks at pairs of samples; larger batches are within a fraction of a percent without it."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -37,22 +40,29 @@ class Placement:
 def lay_out(
     problem: Problem, bin_of: NDArray[np.int64], *, num_microbatches: int, span: int | None = None
 ) -> Placement:
-    """Gives the bins of each group to its ranks: sorted into rows, the rows dealt so that ranks cost the same."""
+    """Gives the bins of each group to its ranks: sorted into rows, a bin of each row to each rank.
+
+    Args:
+        problem: the global batch.
+        bin_of: `[num_samples]` bins, group by group.
+        num_microbatches: rows of a group.
+        span: ranks of a group, where they are not those that meet.
+    """
     span = span or problem.sync_span
     if span == 1:
         return in_order(problem, bin_of, num_microbatches=num_microbatches)
-    num_bins = problem.topology.dp_size * num_microbatches
-    heights = np.zeros(num_bins, dtype=np.int64)
-    np.add.at(heights, bin_of, problem.costs)
-    slot_of_bin = np.empty(num_bins, dtype=np.int64)
-    for first_rank in range(0, problem.topology.dp_size, span):
-        first_bin = first_rank * num_microbatches
-        of_group = heights[first_bin : first_bin + span * num_microbatches]
-        order = np.argsort(-of_group, kind="stable")
-        ranks = first_rank + karmarkar_karp_rows(of_group[order].reshape(num_microbatches, span))
-        slots = ranks * num_microbatches + np.arange(num_microbatches)[:, None]
-        slot_of_bin[first_bin + order] = slots.reshape(-1)
-    return in_order(problem, slot_of_bin[bin_of], num_microbatches=num_microbatches)
+    num_groups = problem.topology.dp_size // span
+    heights = np.zeros((num_groups, num_microbatches * span), dtype=np.int64)
+    np.add.at(heights.reshape(-1), bin_of, problem.costs)
+    order = np.argsort(-heights, axis=1, kind="stable")
+    rows = np.take_along_axis(heights, order, axis=1).reshape(num_groups, num_microbatches, span)
+    # Dealt so that ranks cost the same in sum.
+    ranks = np.stack([karmarkar_karp_rows(of_group) for of_group in rows])
+    ranks += np.arange(num_groups)[:, None, None] * span
+    slot_of_bin = np.empty_like(heights)
+    slots = ranks * num_microbatches + np.arange(num_microbatches)[:, None]
+    np.put_along_axis(slot_of_bin, order, slots.reshape(num_groups, -1), axis=1)
+    return in_order(problem, slot_of_bin.reshape(-1)[bin_of], num_microbatches=num_microbatches)
 
 
 def in_order(problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int) -> Placement:

@@ -13,7 +13,8 @@ from megatron_balance.planner.partition.first_fit import first_fit
 from megatron_balance.planner.partition.greedy import greedy
 from megatron_balance.planner.partition.karmarkar_karp import karmarkar_karp, karmarkar_karp_rows
 from megatron_balance.planner.partition.level_packing import level_packing
-from megatron_balance.planner.partition.refine import refine_parts, refine_rows
+from megatron_balance.planner.partition.peeling import peel_rows
+from megatron_balance.planner.partition.refine import refine
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {}
 """Algorithms by the name that `--balance-algorithm` and `build_data_schedule` take."""
@@ -42,7 +43,7 @@ __all__ = [
     "karmarkar_karp",
     "karmarkar_karp_rows",
     "level_packing",
-    "refine_parts",
-    "refine_rows",
+    "peel_rows",
+    "refine",
     "register",
 ]

@@ -1,11 +1,12 @@
-"""Steepest descent on a packing: the best single move or swap that relieves the critical bin, again and again.
+"""Steepest descent on a packing: the best single move or swap that relieves the slowest group, again and again.
 
-A swap exchanges item i of a critical bin with item j elsewhere; a move is a swap with nothing, so that
-every bin also offers an item of no cost and no weight. Over-long items stay where they are. Each round
-looks at all pairs at once, takes the best, and ends where none helps. Rounds are counted in pairs looked
-at, so that the end does not depend on the speed of the machine.
+Bins stand in groups. In a group they are sorted by cost and cut into rows, and the group takes the sum of the costliest
+bins of its rows. With one bin to a row that is the sum of its bins. A swap exchanges an item of one of those costliest
+bins with an item elsewhere; a move is a swap with nothing, so that every bin also offers an item of no cost and no
+weight. Over-long items stay where they are. Each round looks at all pairs at once, takes the best, and ends where none
+helps. Rounds are counted in pairs looked at, so that the end does not depend on the speed of the machine.
 
-Kept: no bin gets heavier than its capacity, no bin is emptied, and the objective never grows.
+Kept: no bin gets heavier than its capacity, no bin is emptied, and the slowest group never gets slower.
 """
 
 from __future__ import annotations
@@ -99,101 +100,100 @@ class _Bins:
         return self.bin_of[: self.costs.size].copy()
 
 
-def refine_parts(
+def refine(
     costs: NDArray[np.int64],
     *,
     weights: NDArray[np.int64],
     capacity: int,
     bin_of: NDArray[np.int64],
-    bins_per_part: int,
-    num_parts: int,
+    num_groups: int,
+    bins_per_group: int,
+    bins_per_row: int = 1,
+    shared: NDArray[np.int64] | None = None,
     target: int = 0,
 ) -> NDArray[np.int64]:
-    """Lowers the costliest part, where a part is a run of `bins_per_part` bins and costs their sum.
+    """Lowers the time of the slowest group.
 
     Args:
         costs: `[num_items]` non-negative.
         weights: `[num_items]` room each item takes.
         capacity: room of a bin.
-        bin_of: `[num_items]` the packing to start from.
-        bins_per_part: bins of a part.
-        num_parts: parts.
-        target: cost of a part that is good enough to stop at.
-
-    Returns:
-        `[num_items]` bin of each item.
-    """
-    bins = _Bins.of(costs, weights=weights, capacity=capacity, bin_of=bin_of, num_bins=num_parts * bins_per_part)
-    num_pairs = 0
-    while costs.size:
-        loads = bins.heights.reshape(num_parts, bins_per_part).sum(axis=1)
-        critical = int(loads.argmax())
-        part_of = bins.bin_of // bins_per_part
-        items = np.flatnonzero((part_of[: costs.size] == critical) & bins.movable[: costs.size])
-        num_pairs += items.size * part_of.size
-        if loads[critical] <= target or num_pairs > MAX_PAIRS or not items.size:
-            break
-        moved, allowed = bins.gains(items)
-        higher = np.maximum(loads[critical] - moved, loads[part_of] + moved)
-        higher[~allowed | (part_of == critical)] = _NO_PAIR
-        best = int(higher.argmin())
-        if higher.flat[best] >= loads[critical]:
-            break
-        bins.exchange(int(items[best // part_of.size]), best % part_of.size)
-    return bins.result()
-
-
-def refine_rows(
-    costs: NDArray[np.int64],
-    *,
-    weights: NDArray[np.int64],
-    capacity: int,
-    bin_of: NDArray[np.int64],
-    num_bins: int,
-    bins_per_row: int,
-    target: int = 0,
-) -> NDArray[np.int64]:
-    """Lowers the sum over rows of the costliest bin, where rows are cut from the bins in order of cost.
-
-    Args:
-        costs: `[num_items]` non-negative.
-        weights: `[num_items]` room each item takes.
-        capacity: room of a bin.
-        bin_of: `[num_items]` the packing to start from.
-        num_bins: bins, a multiple of `bins_per_row`.
+        bin_of: `[num_items]` the packing to start from, bins group by group.
+        num_groups: groups.
+        bins_per_group: bins of a group, a multiple of `bins_per_row`.
         bins_per_row: bins of a row.
-        target: sum that is good enough to stop at.
+        shared: `[num_items]` cost that an item's group pays besides, over the bins of a row together; None for none.
+        target: time of a group that is good enough to stop at.
 
     Returns:
         `[num_items]` bin of each item.
     """
+    num_items, num_bins = costs.size, num_groups * bins_per_group
     bins = _Bins.of(costs, weights=weights, capacity=capacity, bin_of=bin_of, num_bins=num_bins)
+    # Times are in units of 1/bins_per_row of a cost, so that shared costs stay whole.
+    partner_shared = np.zeros(num_items + num_bins, dtype=np.int64)
+    if shared is not None:
+        partner_shared[:num_items] = shared
     num_pairs = 0
-    while costs.size:
-        order = np.argsort(-bins.heights, kind="stable")
-        row_of_bin = np.empty(num_bins, dtype=np.int64)
-        row_of_bin[order] = np.arange(num_bins) // bins_per_row
-        rows = bins.heights[order].reshape(-1, bins_per_row)
-        highest = rows[:, 0]
-        second = rows[:, 1] if bins_per_row > 1 else np.zeros_like(highest)
-        is_highest = np.zeros(num_bins, dtype=np.bool_)
-        is_highest[order[::bins_per_row]] = True
-        items = np.flatnonzero(is_highest[bins.bin_of[: costs.size]] & bins.movable[: costs.size])
+    while num_items:
+        rows = _Rows.of(bins.heights.reshape(num_groups, bins_per_group), bins_per_row=bins_per_row)
+        group_of = bins.bin_of // bins_per_group
+        times = bins_per_row * rows.highest.sum(axis=1)
+        np.add.at(times, group_of, partner_shared)
+        slowest = int(times.argmax())
+        own = group_of[:num_items] == slowest
+        items = np.flatnonzero(own & rows.is_highest[bins.bin_of[:num_items]] & bins.movable[:num_items])
         num_pairs += items.size * bins.bin_of.size
-        if highest.sum() <= target or num_pairs > MAX_PAIRS or not items.size:
+        if times[slowest] <= bins_per_row * target or num_pairs > MAX_PAIRS or not items.size:
             break
         moved, allowed = bins.gains(items)
-        from_row, to_row = row_of_bin[bins.bin_of[items]][:, None], row_of_bin[bins.bin_of]
+        from_row, to_row = rows.row_of_bin[bins.bin_of[items]][:, None], rows.row_of_bin[bins.bin_of]
+        highest, second = rows.highest.reshape(-1), rows.second.reshape(-1)
         lowered = np.maximum(highest[from_row] - moved, second[from_row])
-        raised = np.maximum(bins.heights[bins.bin_of] + moved, highest[to_row])
+        raised = bins.heights[bins.bin_of] + moved
         # Where both bins are in one row, only the higher of them is waited for.
-        raised_here = np.maximum(bins.heights[bins.bin_of] + moved, lowered)
-        change = np.where(
-            from_row == to_row, raised_here - highest[from_row], lowered - highest[from_row] + raised - highest[to_row]
-        )
-        change[~allowed] = _NO_PAIR
-        best = int(change.argmin())
-        if change.flat[best] >= 0:
+        raised_by = np.maximum(raised - np.where(from_row == to_row, lowered, highest[to_row]), 0)
+        lowered_by = highest[from_row] - lowered
+        moved_shared = partner_shared[items, None] - partner_shared
+        left = times[slowest] - bins_per_row * lowered_by - moved_shared
+        other = times[group_of] + bins_per_row * raised_by + moved_shared
+        # An exchange within the group changes one time only.
+        within = left + moved_shared + bins_per_row * raised_by
+        slower = np.where(group_of == slowest, within, np.maximum(left, other))
+        slower[~allowed] = _NO_PAIR
+        best = int(slower.argmin())
+        if slower.flat[best] >= times[slowest]:
             break
         bins.exchange(int(items[best // bins.bin_of.size]), best % bins.bin_of.size)
     return bins.result()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Bins of each group sorted by cost and cut into rows.
+
+    Attributes:
+        row_of_bin: `[num_bins]` row of each bin, numbered through all groups.
+        is_highest: `[num_bins]` whether its row waits for the bin; one of equals.
+        highest: `[num_groups, num_rows]` cost of the costliest bin.
+        second: `[num_groups, num_rows]` cost of the next.
+    """
+
+    row_of_bin: NDArray[np.int64]
+    is_highest: NDArray[np.bool_]
+    highest: NDArray[np.int64]
+    second: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, heights: NDArray[np.int64], *, bins_per_row: int) -> _Rows:
+        num_groups, bins_per_group = heights.shape
+        order = np.argsort(-heights, axis=1, kind="stable")
+        rows = np.take_along_axis(heights, order, axis=1).reshape(num_groups, -1, bins_per_row)
+        first_bin = np.arange(num_groups, dtype=np.int64)[:, None] * bins_per_group
+        in_order: NDArray[np.int64] = (order + first_bin).reshape(-1)
+        row_of_bin = np.empty_like(in_order)
+        row_of_bin[in_order] = np.arange(in_order.size) // bins_per_row
+        is_highest = np.zeros(in_order.size, dtype=np.bool_)
+        is_highest[in_order[::bins_per_row]] = True
+        second = rows[:, :, 1] if bins_per_row > 1 else np.zeros_like(rows[:, :, 0])
+        return cls(row_of_bin=row_of_bin, is_highest=is_highest, highest=rows[:, :, 0], second=second)

@@ -1,0 +1,215 @@
+"""Level packing of groups of ranks that meet in every micro-batch: an expert-parallel group, or all ranks.
+
+A group of e ranks runs M rows of e micro-batches one after another. It waits for the costliest of each row, and it
+computes the expert work of all its samples together.
+
+    1. rows that a large sample makes high are packed full, costliest samples first (`partition/peeling.py`), but
+       never beyond the time that no plan can beat: beside a giant, samples still cost their expert work
+    2. high rows are dealt to the groups, the longest to the group with the least so far
+    3. the time that is left is poured over the other rows like water, so that all groups end together
+    4. the samples that are left go, costliest first, to the micro-batch furthest below its target
+    5. rows wait for their highest micro-batch, which targets do not foresee: what a group takes above the mean is
+       taken off its other rows, and steps 3 and 4 are done again
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.packing.empty_slots import fill_empty
+from megatron_balance.planner.packing.fitting import pack_fitting
+from megatron_balance.planner.packing.slot_layout import MAX_REFINED_SAMPLES, Placement, lay_out
+from megatron_balance.planner.partition import level_packing, peel_rows, refine
+from megatron_balance.planner.problem import Problem
+
+MAX_CORRECTIONS = 3
+"""Times that step 5 is done."""
+
+
+def place_groups(problem: Problem, *, num_microbatches: int, bound: int) -> Placement:
+    """Places all samples, with the ranks of a group waiting for one another in every micro-batch.
+
+    Args:
+        problem: the global batch.
+        num_microbatches: of every rank; more where it takes more.
+        bound: no plan costs less.
+    """
+    packed: _GroupPacking | None = None
+
+    def pack(num_rows: int, capacity: int) -> NDArray[np.int64] | None:
+        nonlocal packed
+        packed = _GroupPacking(problem, num_rows=num_rows, capacity=capacity, bound=bound)
+        return packed.with_corrections(np.zeros(packed.num_groups, dtype=np.int64))
+
+    bin_of, num_microbatches = pack_fitting(problem, num_microbatches=num_microbatches, pack=pack)
+    assert packed is not None
+    corrections = np.zeros(packed.num_groups, dtype=np.int64)
+    best, best_bins = _laid_out(problem, bin_of, num_microbatches=num_microbatches)
+    found = best
+    for _ in range(MAX_CORRECTIONS):
+        excess = _excess(problem, found, at_most=best.predicted_cost)
+        if excess is None:
+            break
+        corrections += excess
+        again = packed.with_corrections(corrections)
+        if again is None:
+            break
+        found, bin_of = _laid_out(problem, again, num_microbatches=num_microbatches)
+        if found.predicted_cost < best.predicted_cost:
+            best, best_bins = found, bin_of
+    if problem.num_samples <= MAX_REFINED_SAMPLES:
+        refined = refine(
+            problem.costs,
+            weights=problem.weights,
+            capacity=problem.capacity,
+            bin_of=best_bins,
+            num_groups=packed.num_groups,
+            bins_per_group=num_microbatches * packed.span,
+            bins_per_row=packed.span,
+            shared=problem.shared_costs,
+            target=0 if problem.in_pipeline else bound - num_microbatches * problem.per_microbatch,
+        )
+        found = lay_out(problem, refined, num_microbatches=num_microbatches)
+        # What refining counts leaves out slot order, so it may have lost.
+        if found.predicted_cost < best.predicted_cost:
+            best = found
+    return best
+
+
+class _GroupPacking:
+    """Steps 1 and 2, done once, and steps 3 and 4, done for any corrections."""
+
+    def __init__(self, problem: Problem, *, num_rows: int, capacity: int, bound: int) -> None:
+        self.problem, self.capacity = problem, capacity
+        self.span = problem.sync_span
+        self.num_groups = problem.topology.dp_size // self.span
+        # Samples that cost nothing are to be spread as well.
+        self.costs = np.maximum(problem.costs, 1)
+        self.bin_of, num_high = peel_rows(
+            self.costs,
+            shared=problem.shared_costs,
+            weights=problem.weights,
+            capacity=capacity,
+            num_rows=num_rows * self.num_groups,
+            bins_per_row=self.span,
+            limit=_row_limit(problem, bound=bound),
+        )
+        high = np.flatnonzero(self.bin_of >= 0)
+        row, column = np.divmod(self.bin_of[high], self.span)
+        heights = np.zeros(num_high * self.span, dtype=np.int64)
+        np.add.at(heights, self.bin_of[high], self.costs[high])
+        shared = np.zeros(num_high, dtype=np.int64)
+        np.add.at(shared, row, problem.shared_costs[high])
+        times = heights.reshape(num_high, self.span).max(axis=1, initial=0) + shared // self.span
+        row_of, self.bases, num_high_of = _deal(times.tolist(), num_groups=self.num_groups, num_rows=num_rows)
+        self.bin_of[high] = row_of[row] * self.span + column
+        self.left = np.flatnonzero(self.bin_of < 0)
+        self.num_open = num_rows - num_high_of
+        # Row by row through all groups: where micro-batches are alike, the groups take turns.
+        open_row, self.open_group = np.nonzero(np.arange(num_rows)[:, None] >= num_high_of)
+        first_bin = (self.open_group * num_rows + open_row) * self.span
+        self.open_bins = (first_bin[:, None] + np.arange(self.span)).reshape(-1)
+
+    def with_corrections(self, corrections: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Steps 3 and 4. Returns the bin of each sample, None where one found no room.
+
+        Args:
+            corrections: `[num_groups]` time that each group is to be taken to need besides.
+        """
+        bin_of = self.bin_of.copy()
+        if not self.left.size:
+            return bin_of
+        own, shared = int(self.costs[self.left].sum()), int(self.problem.shared_costs[self.left].sum())
+        bases, num_open = (self.bases + corrections).tolist(), self.num_open.tolist()
+        level = _water_level(bases, open_rows=num_open, volume=-(-(own + shared) // self.span))
+        # Of a row's time, the part that is no expert work is the height of its micro-batches.
+        heights = [
+            max(level - base, 0) * own // ((own + shared) * max(count, 1))
+            for base, count in zip(bases, num_open, strict=True)
+        ]
+        found = level_packing(
+            self.costs[self.left],
+            weights=self.problem.weights[self.left],
+            capacity=self.capacity,
+            target_heights=np.repeat(np.array(heights)[self.open_group], self.span).tolist(),
+            num_groups=1,
+            bins_per_row=1,
+        )
+        if found is None:
+            return None
+        bin_of[self.left] = self.open_bins[found]
+        return bin_of
+
+
+def _row_limit(problem: Problem, *, bound: int) -> int | None:
+    """Time that a row may take, its expert work included."""
+    if problem.sync_span == problem.topology.dp_size:
+        # A single group computes all expert work, whatever its rows hold.
+        return None
+    # In a pipeline a high row holds nothing but the samples that make it high: full ones took 2 % longer.
+    return 0 if problem.in_pipeline else bound
+
+
+def _deal(
+    times: list[int], *, num_groups: int, num_rows: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Rows to groups, longest first, to the group with the least time and rows left.
+
+    Returns:
+        row_of: `[num_high]` `group * num_rows + row`.
+        bases: `[num_groups]` time of each group.
+        counts: `[num_groups]` rows of each group.
+    """
+    row_of = np.empty(len(times), dtype=np.int64)
+    bases, counts = np.zeros((2, num_groups), dtype=np.int64)
+    shortest = [(0, group) for group in range(num_groups)]
+    for row in sorted(range(len(times)), key=lambda row: (-times[row], row)):
+        base, group = heappop(shortest)
+        row_of[row] = group * num_rows + counts[group]
+        bases[group] = base + times[row]
+        counts[group] += 1
+        if counts[group] < num_rows:
+            heappush(shortest, (int(bases[group]), group))
+    return row_of, bases, counts
+
+
+def _water_level(bases: list[int], *, open_rows: list[int], volume: int) -> int:
+    """Level to which `volume` rises over vessels that stand on `bases`; those with no open row take none."""
+    vessels = sorted(base for base, num_open in zip(bases, open_rows, strict=True) if num_open)
+    level = vessels[0] if vessels else 0
+    for width, base in enumerate(vessels[1:], start=1):
+        step = (base - level) * width
+        if step >= volume:
+            return level - (-volume // width)
+        volume -= step
+        level = base
+    return level - (-volume // max(len(vessels), 1))
+
+
+def _laid_out(
+    problem: Problem, bin_of: NDArray[np.int64], *, num_microbatches: int
+) -> tuple[Placement, NDArray[np.int64]]:
+    """The placement of a packing whose empty bins were filled, and that packing."""
+    span = problem.sync_span
+    bin_of = fill_empty(
+        problem,
+        bin_of,
+        num_parts=problem.topology.dp_size // span,
+        bins_per_part=num_microbatches * span,
+        across=True,
+    )
+    return lay_out(problem, bin_of, num_microbatches=num_microbatches), bin_of
+
+
+def _excess(problem: Problem, placement: Placement, *, at_most: int) -> NDArray[np.int64] | None:
+    """Time of each group above their mean; None where groups of the mean would cost `at_most` or more all the same."""
+    of_groups = placement.cost_grid.reshape(-1, problem.sync_span, placement.num_microbatches)
+    times = of_groups.max(axis=1).sum(axis=1)
+    mean = int(times.sum()) // times.size
+    # A makespan is no sum of micro-batches: there, nothing is known before it is tried.
+    if int(times.max()) == mean or (mean >= at_most and not problem.in_pipeline):
+        return None
+    return times - mean
