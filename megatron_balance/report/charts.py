@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.report.figures import RunFigures
 from megatron_balance.report.fit import CostFit
 from megatron_balance.report.length_bins import LengthBins
 from megatron_balance.report.palette import LIGHT
+from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.summary import amount
 
 if TYPE_CHECKING:

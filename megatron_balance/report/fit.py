@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.report.figures import RunFigures
+from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import TimeScale, is_measured, is_slowest
 
 MAX_POINTS = 1500

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.report.figures import RunFigures
+from megatron_balance.report.run_figures import RunFigures
 
 BINS_PER_DOUBLING = {7: 1, 4: 2, 0: 4}
 """Of the length; fewer doublings from the shortest to the longest are cut finer."""

@@ -25,10 +25,10 @@ from megatron_balance.report.charts import (
     lengths_chart,
     packing_chart,
 )
-from megatron_balance.report.figures import RunFigures, run_figures
 from megatron_balance.report.fit import CostFit, cost_fit
 from megatron_balance.report.length_bins import length_bins
 from megatron_balance.report.palette import DARK, LIGHT, css_variables
+from megatron_balance.report.run_figures import RunFigures, run_figures
 from megatron_balance.report.summary import Summary, summarize
 from megatron_balance.report.timeline_data import timeline_data
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.planner.metrics import ScheduleMetrics
-from megatron_balance.report.figures import PolicyFigures, RunFigures
 from megatron_balance.report.fit import CostFit
+from megatron_balance.report.run_figures import PolicyFigures, RunFigures
 
 NONE = "–"
 """A cell without a value."""

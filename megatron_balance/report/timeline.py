@@ -45,7 +45,7 @@ class Timeline:
         return 1 - float(self.durations.sum()) / all_time if all_time else 0.0
 
 
-def lay_out(durations: NDArray[np.float64], *, info: RunInfo, with_bubble: bool = True) -> Timeline:
+def step_timeline(durations: NDArray[np.float64], *, info: RunInfo, with_bubble: bool = True) -> Timeline:
     """Place a step's micro-batches in time.
 
     Args:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from megatron_balance.record.judging import samples_of_slots
 from megatron_balance.record.step import StepRecord
-from megatron_balance.report.figures import RunFigures
+from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import is_measured
-from megatron_balance.report.timeline import Timeline, lay_out
+from megatron_balance.report.timeline import Timeline, step_timeline
 
 RESOLUTION = 50_000
 """Parts of the longest timeline of a step that times are counted in."""
@@ -113,13 +113,13 @@ def _timelines(figures: RunFigures, index: int) -> list[tuple[str, str, StepReco
         policies.append(("beforehand", "Planned beforehand, predicted", figures.beforehand))
     policies.append(("planned", "After: the plan, predicted", figures.planned))
     lines = [
-        (key, title, policy.steps[index], lay_out(scale.times(policy.steps[index]), info=info))
+        (key, title, policy.steps[index], step_timeline(scale.times(policy.steps[index]), info=info))
         for key, title, policy in policies
         if index < len(policy.steps)
     ]
     step = figures.record.steps[index]
     if is_measured(step):
-        lines.append(("measured", "After: measured", step, lay_out(step.seconds, info=info, with_bubble=False)))
+        lines.append(("measured", "After: measured", step, step_timeline(step.seconds, info=info, with_bubble=False)))
     return lines
 
 

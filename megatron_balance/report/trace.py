@@ -17,9 +17,9 @@ import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.record.judging import samples_of_slots
-from megatron_balance.report.figures import RunFigures
+from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import is_measured
-from megatron_balance.report.timeline import lay_out
+from megatron_balance.report.timeline import step_timeline
 
 _STEPS, _RANKS = 0, 1
 """Process ids: the track of steps, and the tracks of ranks."""
@@ -69,7 +69,7 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
     for index, step in enumerate(figures.record.steps):
         measured = is_measured(step)
         times = figures.scale.times(step)
-        timeline = lay_out(step.seconds if measured else times, info=figures.info, with_bubble=not measured)
+        timeline = step_timeline(step.seconds if measured else times, info=figures.info, with_bubble=not measured)
         begins = begin + timeline.starts * per_unit
         ends = begin + (timeline.starts + timeline.durations) * per_unit
         end = begin + timeline.total * per_unit

@@ -13,9 +13,9 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.cost.model import CostModel
 from megatron_balance.record.judging import imbalance, samples_of_slots, step_metrics, stock_step
 from megatron_balance.record.run_record import RunRecord
-from megatron_balance.report.figures import run_figures
 from megatron_balance.report.fit import cost_fit
 from megatron_balance.report.length_bins import length_bins
+from megatron_balance.report.run_figures import run_figures
 from megatron_balance.report.summary import NONE, amount, summarize
 from megatron_balance.report.timeline_data import MAX_STEPS, timeline_data
 

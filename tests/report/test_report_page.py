@@ -12,8 +12,8 @@ from report_runs import run_record, unmeasured
 
 from megatron_balance import BalanceError
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.report.figures import run_figures
 from megatron_balance.report.page import render, write_report
+from megatron_balance.report.run_figures import run_figures
 
 pytest.importorskip("plotly")
 

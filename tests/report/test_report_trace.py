@@ -12,7 +12,7 @@ from report_runs import run_info, run_record, unmeasured
 
 from megatron_balance import Topology
 from megatron_balance.record.run_record import RunRecord
-from megatron_balance.report.figures import run_figures
+from megatron_balance.report.run_figures import run_figures
 from megatron_balance.report.trace import write_trace
 
 

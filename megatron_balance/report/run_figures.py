@@ -18,7 +18,7 @@ from megatron_balance.record.judging import imbalance, recosted, step_metrics, s
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 from megatron_balance.report.time_scale import TimeScale, in_one_unit, is_measured, time_scale
-from megatron_balance.report.timeline import lay_out
+from megatron_balance.report.timeline import step_timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,5 +138,5 @@ def _policy(steps: tuple[StepRecord, ...], *, scale: TimeScale) -> PolicyFigures
         steps=steps,
         metrics=metrics,
         imbalance=np.array([imbalance(step.cost_grid, info=info) for step in steps]),
-        times=np.array([lay_out(scale.times(step), info=info).total for step in steps]),
+        times=np.array([step_timeline(scale.times(step), info=info).total for step in steps]),
     )
