@@ -42,7 +42,7 @@ completion of commands and flags, with the package argcomplete (pip install 'meg
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong flag as every other error is reported: in one line."""
+    """Reports a wrong flag in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
         raise BalanceError(f"{message} (see {self.prog} --help)")
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks what may follow; argcomplete ends the process then."""
+    """Answer a shell's request for completions; argcomplete then ends the process."""
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader went away (`| head`): nobody is left to tell. What is buffered goes nowhere at exit.
+        # The reader has closed the pipe (`| head`): buffered output is dropped at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

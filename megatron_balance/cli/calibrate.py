@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _quieten_megatron() -> None:
-    """What Megatron says of missing kernels when it is imported is not about this command."""
+    """Silences warnings about missing kernels on import, which do not concern this command."""
     warnings.filterwarnings("ignore", category=UserWarning)
     logging.getLogger("megatron").setLevel(logging.ERROR)
 

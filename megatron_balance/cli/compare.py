@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--efficiency",
         type=float,
         metavar="E",
-        help=f"part of it that your training reaches (default: {DEFAULT_EFFICIENCY}, an assumption)",
+        help=f"fraction of it that your training reaches (default: {DEFAULT_EFFICIENCY}, an assumption)",
     )
     planning = add_planning_flags(parser, objective_default="auto, from the ranks; of a record, the run's")
     planning.add_argument(

@@ -18,7 +18,7 @@ _EPILOG = """\
 examples:
   megatron-balance doctor
   megatron-balance doctor --no-smoke -- --num-layers 32 … --use-dynamic-batch-size --balance-by-flops
-      what follows -- are the flags of your training script; conflicts among them are told
+      flags after -- are those of your training script; conflicts among them are reported
 
 It trains nothing of yours and changes nothing: the run is a tiny model on this machine's CPU, about ten seconds.
 """
@@ -52,13 +52,13 @@ def _print(title: str, findings: Iterable[Finding], *, details: bool) -> int:
     """Print findings as they come.
 
     Returns:
-        How many are problems.
+        The number of problems.
     """
     num_problems = 0
     print(f"\n{title}")
     for finding in findings:
         num_problems += not finding.ok
-        # One line whatever a library put into its part of it.
+        # One line, whatever line breaks a library has put into its message.
         print(f"  {'ok' if finding.ok else 'problem':8} {' '.join(finding.says.split())}", flush=True)
         if details and finding.details:
             print(finding.details, flush=True)
@@ -87,7 +87,7 @@ def _print_rules() -> None:
 
 
 def _quieten_imports() -> None:
-    """What packages say of missing kernels when they are imported is told by the checks themselves."""
+    """Silences warnings of packages on import: the checks report missing kernels themselves."""
     warnings.simplefilter("ignore")
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -87,12 +87,12 @@ def add_rank_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--microbatch-multiple",
         type=int,
         metavar="G",
-        help="num_microbatches must be a multiple of it, as under interleaved pipelines (default: 1)",
+        help="num_microbatches must be a multiple of G, as under interleaved pipelines (default: 1)",
     )
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """What a sample costs."""
+    """Flags for the cost of a sample."""
     group = parser.add_argument_group("cost")
     group.add_argument(
         "--model", metavar="MODEL", help="preset name, or a Hugging Face config.json; its FLOPs are the cost"
@@ -106,7 +106,7 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def add_planning_flags(parser: argparse.ArgumentParser, *, objective_default: str) -> argparse._ArgumentGroup:
-    """How plans are made and judged."""
+    """Flags for planning and judging."""
     group = parser.add_argument_group("planning")
     group.add_argument(
         "--objective",

@@ -1,4 +1,4 @@
-"""What a plan takes of a GPU's memory, from the flags of a command."""
+"""Estimates the GPU memory that a plan needs, from the flags of a command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_balance.topology import Limits, Topology
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    """What a GPU holds, and what is kept there."""
+    """Flags for the memory of a GPU and the state kept there."""
     group = parser.add_argument_group("memory, estimated from --model in bf16")
     group.add_argument(
         "--memory-gib",
@@ -70,7 +70,7 @@ def memory_of_flags(args: argparse.Namespace, *, topology: Topology) -> MemoryMo
 
 
 def limits_of_flags(args: argparse.Namespace, *, topology: Topology, memory: MemoryModel | None) -> Limits:
-    """The cap that flags give, or that follows from memory; what followed is printed.
+    """The cap that flags give, or that is derived from memory and printed.
 
     Raises:
         BalanceError: there is no budget, or nothing fits it.
@@ -128,7 +128,7 @@ def shapes_of(result: PolicyResult, *, setting: RunInfo, shape_bucket: int) -> S
 def print_memory(
     memory: MemoryModel, *, names: Sequence[str], shapes: Sequence[Shapes], budget_gib: float | None
 ) -> None:
-    """One line on the fullest micro-batch of the last policy; with a budget the terms and every policy."""
+    """Print the memory of the fullest micro-batch of the last policy; with a budget, of every policy."""
     peak = shapes[-1].peak_tokens
     stage = memory.fullest(peak)
     print(

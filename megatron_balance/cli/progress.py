@@ -1,4 +1,4 @@
-"""How far a long command is: a bar by rich on a terminal, nothing in a pipe or a log."""
+"""Shows the progress of a long command: a bar by rich on a terminal, nothing in a pipe or a log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 Progress = Callable[[int, int], None]
-"""Called with how much is done, and of how much."""
+"""Called with the amount done and the total."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Show a run, or a plan, as one HTML page that opens offline, and as a trace for Perfetto.
 
-What a step looked like on every rank before and after, who waited, what was predicted and what was measured.
+It draws each step on every rank, stock and balanced, with waiting times, predictions and measurements.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _runs(paths: list[Path]) -> tuple[RunRecord, RunRecord | None]:
-    """What ran, and what was planned beforehand where both are given."""
+    """The recorded run, or a plan; and the plan made beforehand where both are given."""
     from megatron_balance.record.plan_file import read_plan, read_run
 
     records = [path for path in paths if path.is_dir()]

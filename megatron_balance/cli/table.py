@@ -1,4 +1,4 @@
-"""A table on the terminal: drawn by rich where it is installed, plain text in a pipe or a log."""
+"""Prints a table: drawn by rich on a terminal where it is installed, plain text in a pipe or a log."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def print_table(
     Args:
         columns: names of the columns.
         rows: cells, as many in a row as there are columns.
-        emphasized: index of the row to read, which a terminal shows in bold; the last one by default.
-        file: where to; standard output by default.
+        emphasized: index of the row that a terminal shows in bold; the last one by default.
+        file: standard output by default.
     """
     target = sys.stdout if file is None else file
     if target.isatty() and importlib.util.find_spec("rich") is not None:

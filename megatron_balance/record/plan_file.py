@@ -1,6 +1,6 @@
-"""The file that `megatron-balance plan --json` writes, read as a run that was planned and not measured.
+"""Reads the file of `megatron-balance plan --json` as a run that was planned and not measured.
 
-Invariant: what is read is judged anew by the file's cost model, so that it compares with any other record.
+Invariant: costs are computed again by the file's cost model, so that the plan compares with any other record.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of a run: every step's lengths, plan and measured seconds, in a folder of small files.
+"""Reads and describes the record of a run: every step's lengths, plan and measured seconds, in a folder of small files.
 
     run.json                     ranks, limits, cost model, what it ran on
     plans_00000.npz              of many steps: lengths, where each sample ran, predicted costs, time spent planning
@@ -32,12 +32,12 @@ from megatron_balance.record.step_checks import check_seconds, check_step, cut
 from megatron_balance.topology import Limits, Topology
 
 FORMAT = "megatron_balance record 1"
-"""What run.json says it is; the number rises when its meaning changes."""
+"""The format named in run.json; the number rises when its meaning changes."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is the same in all steps of a run.
+    """The properties that all steps of a run share.
 
     Attributes:
         topology: the ranks.

@@ -1,4 +1,4 @@
-"""Whether a step that a file tells of could have run.
+"""Checks that a step read from a file is possible.
 
 Invariant: a step that passes can be judged and drawn: every index in it is one of an array in it, and every size is
 that of an array that the file holds.
@@ -50,7 +50,7 @@ def check_step(step: StepRecord, *, topology: Topology) -> None:
 
 
 def cut(values: NDArray[Any], *, sizes: NDArray[Any]) -> list[NDArray[Any]]:
-    """Arrays that were joined end to end, apart again.
+    """Splits arrays that were joined end to end.
 
     Args:
         values: `[sum(sizes)]`.
@@ -67,10 +67,10 @@ def cut(values: NDArray[Any], *, sizes: NDArray[Any]) -> list[NDArray[Any]]:
 
 
 def check_seconds(seconds: NDArray[Any]) -> None:
-    """What the micro-batches of one rank took in one step.
+    """Check the measured seconds of one rank's micro-batches in one step.
 
     Raises:
-        ValueError: they are no seconds; NaN stands where none were measured.
+        ValueError: they are not seconds, or NaN where none were measured.
     """
     if seconds.dtype.kind != "f" or seconds.ndim != 1 or not (np.isnan(seconds) | (seconds >= 0)).all():
         raise ValueError(f"seconds are {seconds.dtype} of shape {seconds.shape}, or below 0")

@@ -1,4 +1,4 @@
-"""Writes the record of a run while it runs, a chunk of steps a file (`record.py` says what the files hold).
+"""Writes the record of a run while it runs, a chunk of steps a file (`run_record.py` describes the files).
 
 Invariants: a file is written once and whole; steps that are in none yet are written by `flush()`; no thread, no
 communication.
@@ -92,7 +92,7 @@ class PlanWriter(_ChunkWriter[StepRecord]):
 
 
 def _set_aside(folder: Path, *, info: RunInfo) -> None:
-    """Keep what other ranks recorded, before the run resumed on these, as a record of its own: `earlier_N`.
+    """Move the record of the same run on other ranks, before it was resumed, to a record of its own: `earlier_N`.
 
     A record is of one topology. Other ranks may be listing the folder meanwhile; none writes yet.
     """
@@ -110,7 +110,7 @@ def _set_aside(folder: Path, *, info: RunInfo) -> None:
 
 
 class SecondsWriter(_ChunkWriter[tuple[int, NDArray[np.float64]]]):
-    """Writes what one data-parallel rank's micro-batches took.
+    """Writes the measured seconds of one data-parallel rank's micro-batches.
 
     Args:
         folder: of the record.

@@ -1,7 +1,6 @@
-"""The charts of the page, as plotly figures: imbalance and packing over steps, lengths, how well costs foretell time.
+"""Draws the charts of the page with plotly: imbalance and packing over steps, lengths, predicted against measured.
 
-Invariant: every number drawn is in `RunFigures` or in a calibration; what is thinned out for size says so in its
-caption.
+Invariant: every number drawn is in `RunFigures` or in a calibration; captions name what is left out for size.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 MAX_POINTS = 150
-"""Steps a line shows one by one; of a longer run it shows means of as many stretches, which can be told apart."""
+"""Most points of a line; a longer run is shown as the means of as many stretches of steps."""
 
 _DASHES = {"stock": "dot", "planned": "solid", "measured": "solid", "beforehand": "dash", "idle": "dot"}
 _SECONDS = "%{x:.3s}s predicted, %{y:.3s}s measured"
@@ -88,7 +87,7 @@ def packing_chart(figures: RunFigures) -> Chart:
 
 
 def lengths_chart(bins: LengthBins) -> Chart:
-    """How samples and costs spread over lengths."""
+    """Distribution of samples and costs over lengths."""
     from plotly import graph_objects as go
 
     figure = go.Figure(layout=_layout(x_title="tokens of a sequence", y_title=""))
@@ -111,7 +110,7 @@ def fit_chart(fit: CostFit) -> Chart:
         x_title="predicted seconds",
         y_title="measured seconds",
     )
-    return Chart("fit", "Does the cost model foretell the time?", fit.summary, figure)
+    return Chart("fit", "Does the cost model predict the time?", fit.summary, figure)
 
 
 def calibration_chart(calibration: Calibration) -> Chart:
@@ -124,9 +123,11 @@ def calibration_chart(calibration: Calibration) -> Chart:
         rows = [row for row in calibration.measurements if bool(row["held_out"]) == held_out]
         points[name] = ([row["predicted"] for row in rows], [row["seconds"] for row in rows], colour, symbol)
     error = calibration.held_out_error
-    told = "" if error is None else f" On those held out it is off by {error:.1%} (median)."
+    errors = "" if error is None else f" On those held out it is off by {error:.1%} (median)."
     device = calibration.origin.get("device", "an unnamed device")
-    caption = f"{len(calibration.measurements)} micro-batches measured on {device}, and what was fitted to them.{told}"
+    caption = (
+        f"{len(calibration.measurements)} micro-batches measured on {device}, and what was fitted to them.{errors}"
+    )
     figure = _against(points, x_title="fitted seconds", y_title="measured seconds")
     return Chart("calibration", "The calibration", caption, figure)
 

@@ -1,4 +1,4 @@
-"""How well predicted costs foretold what micro-batches took."""
+"""Compares predicted costs with measured seconds of micro-batches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import TimeScale, is_measured, is_slowest
 
 MAX_POINTS = 1500
-"""Micro-batches that are drawn; the figures are of all."""
+"""Most micro-batches drawn; the figures count all."""
 
 
 @dataclass(frozen=True, eq=False)
 class CostFit:
-    """Micro-batches that were measured.
+    """Measured micro-batches beside their predictions.
 
     Attributes:
         predicted: `[num_points]` seconds, of micro-batches spread evenly over all.

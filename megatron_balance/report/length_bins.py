@@ -1,4 +1,4 @@
-"""How sequences, and what they cost, spread over lengths."""
+"""Bins sequences and their costs by length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as one HTML file that opens offline, plotly.js and all data within.
+"""Writes the report as one HTML file that opens offline and contains plotly.js and all data.
 
 Invariants: the page loads nothing from elsewhere, and its Content-Security-Policy forbids it; text from the run
 is escaped; what charts show is in its captions and tables as well.

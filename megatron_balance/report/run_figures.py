@@ -1,4 +1,4 @@
-"""What a run comes to, step by step and on the whole: the numbers behind every chart and table of the report.
+"""Computes the figures of a run, step by step and in total, for the charts and tables of the report.
 
 Invariant: stock and plan are judged by the same cost model in each step, and by the same formula as what was
 measured.
@@ -26,7 +26,7 @@ class PolicyFigures:
     """One policy over all steps.
 
     Attributes:
-        steps: `[num_steps]` where samples were, or would have been.
+        steps: `[num_steps]` with the slots of this policy.
         metrics: `[num_steps]` judged by each step's cost model.
         imbalance: `[num_steps]` slowest over mean, by the objective.
         times: `[num_steps]` predicted step times, in the unit of the time scale.
@@ -40,7 +40,7 @@ class PolicyFigures:
 
 @dataclass(frozen=True, eq=False)
 class RunFigures:
-    """A run, with what it is compared to.
+    """A run, and the policies it is compared with.
 
     Attributes:
         record: the run, its costs in one unit.
@@ -62,12 +62,12 @@ class RunFigures:
 
     @property
     def info(self) -> RunInfo:
-        """What is the same in all steps."""
+        """The properties that all steps share."""
         return self.record.info
 
     @property
     def is_measured(self) -> bool:
-        """Whether any step was."""
+        """Whether any step was measured."""
         return not bool(np.isnan(self.measured_imbalance).all())
 
     @cached_property
@@ -92,7 +92,7 @@ def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> Ru
 
     Args:
         record: the run. Steps without samples are left out.
-        beforehand: a plan of as many data-parallel ranks; step i of it goes beside step i of the run.
+        beforehand: a plan for the same number of data-parallel ranks; its step i is shown beside step i of the run.
 
     Raises:
         BalanceError: no step holds a sample.

@@ -1,4 +1,4 @@
-"""The table of figures and the sentences above it: the report for those who read and do not look."""
+"""Writes the table of figures and the sentences around it: the report as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Summary:
-    """The run in words and figures.
+    """The text of a report.
 
     Attributes:
         title: policy and hardware.
@@ -26,7 +26,7 @@ class Summary:
         tiles: the few figures to see first: name, value, what it means.
         columns: of the table.
         rows: `[num_rows]` name of a figure, then its value in each column.
-        notes: what to know when reading it.
+        notes: how to read it.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Summary:
 
 
 def summarize(figures: RunFigures, *, fit: CostFit | None) -> Summary:
-    """Say what a run comes to."""
+    """The text of a run's report."""
     policies: list[tuple[str, PolicyFigures]] = [("stock, predicted", figures.stock)]
     if figures.beforehand is not None:
         policies.append(("planned beforehand", figures.beforehand))
@@ -55,7 +55,7 @@ def summarize(figures: RunFigures, *, fit: CostFit | None) -> Summary:
 
 
 def amount(value: float, *, unit: str) -> str:
-    """A time or a cost as people say it: 12.3 ms, 4.56 PFLOP, 8,192 tokens."""
+    """A time or a cost with a readable unit: 12.3 ms, 4.56 PFLOP, 8,192 tokens."""
     if math.isnan(value):
         return NONE
     if unit == "tokens":

@@ -1,11 +1,11 @@
-"""What a predicted cost is on the time axis: seconds where that is known, else the cost's own unit.
+"""Converts predicted costs to the time axis: seconds where they are known, else the cost's own unit.
 
     costs are seconds (a calibration)      predicted seconds are shown as they are
     costs are tokens or FLOPs, measured    scaled by one number, the median over steps of measured / predicted
     costs are tokens or FLOPs, planned     shown in tokens or FLOPs
 
-A pipeline stage is what is measured, so it is what is shown; a calibration is of the whole model, and is
-scaled there too. Where ranks wait for one another inside a micro-batch, only the costliest says what it took.
+Measurements are of one pipeline stage, so one stage is shown; a calibration is of the whole model, and is
+scaled to a stage. Where ranks wait for one another inside a micro-batch, only the slowest rank's time is its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNITS = {"tokens": "tokens", "flops": "FLOP"}
 
 @dataclass(frozen=True)
 class TimeScale:
-    """From costs to what the time axis shows, on one pipeline stage.
+    """Factors from costs to the unit of the time axis, on one pipeline stage.
 
     Attributes:
         unit: `s`, `tokens` or `FLOP`.
@@ -58,7 +58,7 @@ def is_learned(step: StepRecord, *, info: RunInfo) -> bool:
 
 
 def is_measured(step: StepRecord) -> bool:
-    """Whether every rank's micro-batches were."""
+    """Whether the micro-batches of every rank were measured."""
     return not np.isnan(step.seconds).any()
 
 
@@ -103,7 +103,10 @@ def time_scale(record: RunRecord) -> TimeScale:
 
 
 def is_slowest(step: StepRecord, *, info: RunInfo) -> NDArray[np.bool_]:
-    """`[dp_size, num_microbatches]` micro-batches whose measured seconds are their own, not waiting for others."""
+    """`[dp_size, num_microbatches]` whether the rank is the costliest of those it waits for, and was measured.
+
+    Its seconds are its own; those of the other ranks contain waiting.
+    """
     groups = step.cost_grid.reshape(-1, sync_group_size(info.objective, topology=info.topology), step.num_microbatches)
     own = (groups == groups.max(axis=1, keepdims=True)).reshape(step.cost_grid.shape)
     return own & (step.seconds > 0)

@@ -1,4 +1,4 @@
-"""When each micro-batch of a step begins and ends, on every rank, and who waits for whom.
+"""Computes when each micro-batch of a step begins and ends on every rank.
 
     step        a rank's micro-batches follow one another; ranks wait at the end
     microbatch  a slot begins when every rank that meets there has ended the one before
@@ -21,7 +21,7 @@ from megatron_balance.planner.problem import is_makespan
 from megatron_balance.record.run_record import RunInfo
 
 _WHOLE = 2**40
-"""Times are counted in this part of the longest row, where integers are asked for."""
+"""Integer times are in units of the longest row over this."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
-"""The timelines of some steps as compact numbers, which the page turns into drawings.
+"""Encodes the timelines of chosen steps as compact numbers, which the page draws.
 
-A run of a thousand steps is not shown step by step: those that tell most are, the rest evenly, as many as fit.
+Of a long run the most instructive steps are shown, and others at even distances, until the page is full.
 
 Invariant: times are whole parts of the step (`RESOLUTION` of the longest timeline), so that a step of 64 ranks
 takes tens of kilobytes.
@@ -23,7 +23,7 @@ from megatron_balance.report.time_scale import is_measured
 from megatron_balance.report.timeline import Timeline, step_timeline
 
 RESOLUTION = 50_000
-"""Parts of the longest timeline of a step that times are counted in."""
+"""Times are integers from 0 to this, the longest timeline of a step."""
 
 MAX_STEPS = 40
 MAX_BYTES = 3_500_000
@@ -35,12 +35,12 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class TimelineData:
-    """What the page draws timelines from.
+    """Timelines of the page.
 
     Attributes:
         steps: one mapping a step, in order of iterations.
         first_shown: index of the one to begin with.
-        text: all of it as JSON.
+        text: the steps as JSON.
         note: which steps and ranks these are, in words.
     """
 
@@ -51,7 +51,7 @@ class TimelineData:
 
 
 def timeline_data(figures: RunFigures) -> TimelineData:
-    """Timelines of the steps that tell most, as far as they fit."""
+    """Timelines of the most instructive steps, within `MAX_BYTES`."""
     chosen: dict[int, tuple[str, str]] = {}
     size = 0
     for index, label in _by_interest(figures):

@@ -1,4 +1,4 @@
-"""A run as a trace that chrome://tracing and ui.perfetto.dev open: one track a rank, one slice a micro-batch.
+"""Writes a run as a trace for chrome://tracing and ui.perfetto.dev: one track a rank, one slice a micro-batch.
 
 The format is Google's "Trace Event Format": complete events (`ph: X`) with `ts` and `dur` in microseconds. What
 was measured is shown where every rank's micro-batches of a step were; else the prediction. Gaps are waiting.
@@ -110,7 +110,7 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
 
 
 def _span(begin: float, end: float) -> dict[str, float]:
-    """Both ends are rounded alike, so that what touched before touches still; nanoseconds are kept."""
+    """Both ends are rounded to nanoseconds in the same way, so that slices that touched still touch."""
     first, last = round(begin * 1e3), round(end * 1e3)
     return {"ts": first / 1e3, "dur": (last - first) / 1e3}
 

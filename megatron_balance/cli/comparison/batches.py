@@ -1,4 +1,4 @@
-"""The global batches that a command plans: cut from lengths, or those that a run recorded.
+"""Makes the global batches that a command plans, from lengths or from a recorded run.
 
 Invariant: batches are in the order of training; samples keep the rank that loaded them, where that is known.
 """
@@ -18,7 +18,6 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import read_lengths, synthetic_lengths
 from megatron_balance.lengths.text import count_text_tokens
-from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.planner.selection.lookahead import LookAhead
 from megatron_balance.record.run_record import RunRecord
 from megatron_balance.record.step import StepRecord
@@ -66,7 +65,7 @@ class GlobalBatch:
 
 
 def read_flagged_lengths(args: argparse.Namespace, *, global_batch_size: int) -> NDArray[np.int64]:
-    """Lengths that flags name: of a file, counted in a text, or drawn. Returns `[num_samples]` int64, tokens."""
+    """Lengths read from a file, counted in a text, or drawn, as flags ask: `[num_samples]` int64, tokens."""
     if args.seed < 0:
         raise BalanceError(f"--seed is {args.seed}: it must be 0 or more.")
     source: str = args.lengths
@@ -126,14 +125,14 @@ def recorded_batches(record: RunRecord, *, dp_size: int) -> list[GlobalBatch]:
 
     Args:
         record: the run.
-        dp_size: ranks they are planned for; where the run had others, samples are dealt out anew.
+        dp_size: ranks they are planned for; where the run had another number, samples go to ranks in turn.
     """
     kept = record.info.topology.dp_size == dp_size
     return [
         GlobalBatch(
             step.segment_lengths,
             num_segments=None if (step.num_segments == 1).all() else step.num_segments,
-            # A run whose homes nobody noted has zeros.
+            # Home ranks that were not recorded are zeros.
             loaded_by=step.home_ranks if kept and step.home_ranks.any() else None,
         )
         for step in recorded_steps(record)
@@ -153,7 +152,7 @@ def look_ahead(
     Args:
         batches: all of one size.
         window: global batches to choose from.
-        cost_model: what samples are compared by.
+        cost_model: cost of a sample.
         topology: the ranks.
     """
     pool = LookAhead(window, batch_size=batches[0].num_samples, dp_size=topology.dp_size)
@@ -199,11 +198,6 @@ def _of_samples(
     whole = segments.size == counts.size
     lengths = segments[samples] if whole else np.concatenate([segments[ends[s] - counts[s] : ends[s]] for s in samples])
     return GlobalBatch(lengths, num_segments=None if whole else counts[samples], loaded_by=homes[samples])
-
-
-def whole_lengths(batch: GlobalBatch) -> NDArray[np.int64]:
-    """`[num_samples]` original tokens of each sample."""
-    return sum_segments(batch.segment_lengths, num_segments=batch.num_segments)
 
 
 def is_record(source: str) -> bool:

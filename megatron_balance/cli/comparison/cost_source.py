@@ -1,8 +1,8 @@
-"""Which cost judges a comparison, and what a unit of it takes: from flags, or from a recorded run.
+"""Resolves the cost that judges a comparison, and the seconds of a unit of it, from flags or a recorded run.
 
-    --cost tokens | flops | calibration.json     as told
+    --cost tokens | flops | calibration.json     that cost
     --model                                      its FLOPs
-    a recorded run                               what the run planned with
+    a recorded run                               the cost that the run planned with
     nothing                                      tokens
 
 Invariant: seconds are shown only where they were measured, or follow from a speed that the user stated.
@@ -32,19 +32,19 @@ from megatron_balance.report.time_scale import is_measured, time_scale
 from megatron_balance.topology import Topology
 
 DEFAULT_EFFICIENCY = 0.4
-"""Part of a GPU's peak, where none is stated: what is often reached, and said to be assumed."""
+"""Fraction of a GPU's peak where none is given: often reached, and shown as an assumption."""
 
 
 @dataclass(frozen=True, eq=False)
 class CostSource:
-    """What a sample costs at any ranks that are asked about.
+    """The cost of a sample on any number of ranks.
 
     Attributes:
         cost: `--cost`, or None.
         model: `--model`, or None.
         record: the recorded run, or None.
         peak_tflops: of one GPU, or None.
-        efficiency: part of it that is reached, or None for the default.
+        efficiency: fraction of it that is reached, or None for the default.
     """
 
     cost: str | None
@@ -79,10 +79,10 @@ class CostSource:
         return "tokens" if self.record is None else self.record.info.cost_name
 
     def cost_model(self, topology: Topology) -> CostModel:
-        """What judges.
+        """The cost model that judges on these ranks.
 
         Raises:
-            BalanceError: the model is unknown or missing, or the run's own costs do not hold at these ranks.
+            BalanceError: the model is unknown or missing, or the run's own costs are not valid on these ranks.
         """
         if self.cost is not None or self.model is not None or self.record is None:
             return self._chosen(self.cost, topology)
@@ -94,7 +94,7 @@ class CostSource:
         return self.record.info.cost_model
 
     def holds_at(self, topology: Topology) -> bool:
-        """Whether the cost is known at these ranks; a recorded run's own is known where it ran."""
+        """Whether the cost is known on these ranks; a recorded run's own is known only on its own."""
         if self.cost is not None or self.model is not None or self.record is None or self.cost_name == "tokens":
             return True
         ran_on = self.record.info.topology
@@ -104,17 +104,17 @@ class CostSource:
         return self.cost_name == "flops" or same_sharing
 
     def flops_model(self, topology: Topology) -> CostModel | None:
-        """What `--balance-by-flops` counts; None where the model is not known."""
+        """The cost model of `--balance-by-flops`; None where the model is unknown."""
         if self.model is not None:
             return self._chosen("flops", topology)
         return self.cost_model(topology) if self.cost_name == "flops" else None
 
     def calibrated_model(self, topology: Topology) -> CostModel | None:
-        """What `--balance-calibration` counts; None without one."""
+        """The cost model of `--balance-calibration`; None without a calibration."""
         return self.cost_model(topology) if self.cost_name == "seconds" else None
 
     def rate(self, topology: Topology) -> CostRate:
-        """What a unit of the cost takes."""
+        """Seconds of a unit of the cost."""
         if self.cost_name == "seconds" and self._seconds_of_run is None:
             return rate_of_calibration()
         if self._seconds_of_run is not None and self.peak_tflops is None:
@@ -126,7 +126,7 @@ class CostSource:
         return rate_of_tokens(topology)
 
     def text(self, topology: Topology) -> str:
-        """The cost and its speed, for people."""
+        """The cost and its speed as text."""
         source = self.rate(topology).source
         if self.model is not None and self.cost_name == "flops":
             source = source.replace("FLOPs", f"FLOPs of {self.model}", 1)

@@ -1,4 +1,4 @@
-"""What `compare --help` says below its flags: sources, examples, policies, and what each number is."""
+"""The text below the flags of `compare --help`: sources, examples, policies and columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do, in a few sentences, from the figures of a comparison.
+"""Recommends a policy, in a few sentences, from the figures of a comparison.
 
     1. the policy with the fewest flags that is within WORTH of the fastest
     2. stock, where that gains nothing
@@ -21,16 +21,16 @@ from megatron_balance.planner.floor_advice import FloorAdvice, floor_advice
 from megatron_balance.topology import Limits, Topology
 
 WORTH = 0.01
-"""A policy that gains less than this part is not worth its flags."""
+"""A policy must gain at least this fraction to be worth its flags."""
 
 NOTABLE_FLOOR = 1.01
-"""A sample that outweighs a rank's share by less is not worth a word."""
+"""A sample that costs less than this times a rank's even share is not mentioned."""
 
 CAP_MULTIPLE = 256
-"""Caps are advised in multiples of so many tokens."""
+"""Recommended caps are multiples of it, tokens."""
 
 MOST_CAP_GROWTH = 2
-"""A GPU that was given a cap is not expected to hold more than so many times that."""
+"""A GPU is not expected to hold more than this times its present cap."""
 
 PLANNED_AGAIN = 8
 """Steps that advice is planned again for."""
@@ -38,12 +38,12 @@ PLANNED_AGAIN = 8
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What the figures speak for.
+    """The recommended policy and its gains.
 
     Attributes:
         policy: its name.
-        flags: what asks for it; empty for stock.
-        objective: that it was planned for.
+        flags: training flags that select it; empty for stock.
+        objective: the objective it was planned for.
         max_tokens_per_gpu: the cap to set.
         speedup: over stock.
         speedup_over_packed: over packing what each rank loaded.
@@ -51,7 +51,7 @@ class Recommendation:
         floor_mean: mean over the steps.
         cp_size: context parallelism that lifts the floor on the same GPUs; None where none does or none has to.
         cp_speedup: what that gains on top, predicted without its communication; None where it was not planned.
-        sentences: all of it, for people.
+        sentences: the recommendation as text.
     """
 
     policy: str
@@ -177,7 +177,7 @@ def _seconds(
 
 
 def _on_floor(advice: FloorAdvice, *, floor_mean: float, cp_speedup: float | None) -> list[str]:
-    """What the single-sample floor costs and what lifts it."""
+    """Sentences on the single-sample floor: its cost, and the ways to lower it."""
     sentences = [
         f"One sample outweighs a rank's share, {advice.floor:.2f}x in the worst step and {floor_mean:.2f}x on average, "
         f"and no plan goes below that."

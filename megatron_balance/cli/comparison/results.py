@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def waiting(self) -> str:
-        """Which imbalance the predicted time follows: the objective's, or a pipeline's where it is a makespan."""
+        """The imbalance that the predicted time follows: the objective's, or a pipeline's where it is a makespan."""
         objective = self.setting.objective
         return "pipeline" if is_makespan(objective, topology=self.setting.topology) else objective
 
@@ -205,12 +205,12 @@ class Question:
 
 
 def can_look_ahead(batches: Sequence[GlobalBatch]) -> bool:
-    """Whether steps could be chosen from several batches: they must be of one size."""
+    """Whether look-ahead is possible: several batches, all of one size."""
     return len(batches) > 1 and len({batch.num_samples for batch in batches}) == 1
 
 
 def as_it_ran(record: RunRecord, *, batches: Sequence[GlobalBatch], setting: RunInfo) -> PolicyResult:
-    """The recorded run's own plans, judged as the others are. `batches`: the first of its steps."""
+    """The recorded run's own plans for these batches, judged as the other policies are."""
     steps = tuple(
         recosted(step, cost_model=setting.cost_model, info=setting)
         for step, _ in zip(recorded_steps(record), batches, strict=False)

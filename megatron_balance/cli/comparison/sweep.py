@@ -1,4 +1,4 @@
-"""The same lengths at other ranks or caps: `--sweep dp_size=2,4,8`, one or two of them.
+"""Compares policies at several ranks or caps: `--sweep dp_size=2,4,8`, once or twice.
 
 Throughput is per GPU, so that points with different numbers of GPUs compare. The global batch stays as it is.
 
@@ -18,10 +18,10 @@ from megatron_balance.planner.throughput import num_gpus
 from megatron_balance.topology import Limits, Topology
 
 SWEPT = ("dp_size", "cp_size", "max_tokens_per_gpu")
-"""What can be swept."""
+"""Sizes that can be swept."""
 
-ALIKE = 0.005
-"""Throughputs that differ by less than this part are alike: the smaller size or cap is then the better one."""
+EQUAL_WITHIN = 0.005
+"""Throughputs within this fraction count as equal: the smaller size or cap then wins."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One place of a sweep.
+    """One point of a sweep.
 
     Attributes:
         values: of the axes, in their order.
         num_gpus: of the whole run there.
-        waiting: which imbalance the times follow there.
+        waiting: the imbalance that the times follow there.
         floor_worst: single-sample floor of the worst step.
         policies: figures of each.
     """
@@ -81,7 +81,7 @@ def parse_sweeps(texts: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def num_points(axes: Sequence[Axis]) -> int:
-    """Places of the sweep; 1 without one."""
+    """Points of the sweep; 1 without one."""
     points = 1
     for axis in axes:
         points *= len(axis.values)
@@ -100,9 +100,9 @@ def run_sweep(
     """Compare at every combination of the axes' values, the last axis changing fastest.
 
     Args:
-        axes: what is swept.
+        axes: the swept sizes.
         batches: `[num_steps]`.
-        question: what is compared; without look-ahead.
+        question: the comparison, without look-ahead.
         topology: the ranks, where they are not swept.
         limits: likewise.
         after_step: called after every planned step.
@@ -128,12 +128,12 @@ def run_sweep(
 
 
 def relative_to(points: Sequence[SweepPoint]) -> float:
-    """The throughput that others are shown relative to, where no speed is known: stock's at the first point."""
+    """The unit of throughput where no speed is known: stock's at the first point."""
     return points[0].policies[0].tokens_per_second_per_gpu
 
 
 def best_point(points: Sequence[SweepPoint]) -> SweepPoint:
-    """The highest throughput per GPU; of points that are alike the one with the smallest sizes."""
+    """The point with the highest throughput per GPU; of equal ones the one with the smallest sizes."""
     highest = max(point.best.tokens_per_second_per_gpu for point in points)
-    alike = [point for point in points if point.best.tokens_per_second_per_gpu >= highest * (1 - ALIKE)]
-    return min(alike, key=lambda point: point.values)
+    equal = [point for point in points if point.best.tokens_per_second_per_gpu >= highest * (1 - EQUAL_WITHIN)]
+    return min(equal, key=lambda point: point.values)
