@@ -1,4 +1,4 @@
-"""Run a Megatron training script with the balance flags, unedited.
+"""Runs an unedited Megatron training script with the balance flags.
 
     torchrun --nproc-per-node 8 -m megatron_balance.launch pretrain_gpt.py ARGS
     torchrun --nproc-per-node 2 -m megatron_balance.launch --cpu -m megatron_balance.devkit.pretrain_sft ARGS

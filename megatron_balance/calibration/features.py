@@ -1,9 +1,9 @@
-"""What a rank's micro-batches hold, as far as their time depends on it.
+"""Features of a rank's micro-batches on which their seconds depend.
 
     seconds ≈ per_microbatch*1 + per_sequence*num_sequences + linear*tokens + attention*core
 
 `core` is the attention of the cost model: `Σ quadratic*L² + Σ_w window_w*pairs(L, w)`. Its parts are left in the
-proportions that the model's shape gives, since lengths seen in training seldom tell them apart.
+proportions that the model's shape gives, since lengths seen in training seldom separate them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def slot_features(schedule: DataSchedule, *, rank: int, cost_model: CostModel) -
     Args:
         schedule: the plan.
         rank: data-parallel rank.
-        cost_model: FLOPs, or whatever tells the parts of the attention and of routed experts.
+        cost_model: FLOPs or seconds: gives the shares of attention kinds and of routed experts.
 
     Returns:
         `[num_microbatches, 4]` float64: 1, sequences, padded tokens, core.

@@ -3,7 +3,7 @@
 Each rank keeps what it measured. On a fixed schedule of steps rank 0 of the group gathers the newest
 measurements of all ranks, fits them (`cost/fitting.py`), and broadcasts four coefficients, which every
 rank turns into the same integers. The fit must prove itself: it is made on every other measurement and
-must tell the rest better than the prior, scaled, does; otherwise the scaled prior stays.
+must predict the rest better than the scaled prior does; otherwise the scaled prior stays.
 
 Invariants: ranks agree on the cost model at every step; between refits it does not change; with the same
 state and no new measurements, a resumed run plans as the one that saved it.
@@ -41,7 +41,7 @@ MAX_MEASUREMENTS = 16384
 MAX_MEASUREMENTS_OF_RANK = 512
 
 MIN_MEASUREMENTS = 16
-"""Fewer do not tell four coefficients apart."""
+"""Fewer do not determine four coefficients."""
 
 
 _FILE = "online_calibration.json"
@@ -108,7 +108,7 @@ class OnlineCalibration:
     """One rank's part.
 
     Args:
-        prior: FLOPs or an earlier calibration: what plans until there is a fit, and what tells the parts of
+        prior: FLOPs or an earlier calibration: plans until there is a fit, and gives the shares of
             attention and of routed experts apart.
         group: all ranks that plan; CPU tensors travel over it.
     """
@@ -152,7 +152,7 @@ class OnlineCalibration:
     def _refit(self) -> tuple[tuple[float, ...], float] | None:
         """Coefficients and held-out error, from all ranks' measurements; None where there are too few."""
         rows = self._gather()
-        # The last entry says whether there is a fit: every rank must go on alike.
+        # The last entry says whether there is a fit: every rank must take the same branch.
         message = np.zeros(NUM_FEATURES + 2)
         if rows is not None and len(rows) >= MIN_MEASUREMENTS:
             coefficients, error = _fit(rows, prior=self.prior)

@@ -1,4 +1,4 @@
-"""The next packed micro-batch on this rank, by the functions of the Megatron that is installed.
+"""Gets the next packed micro-batch on this rank, by the functions of the installed Megatron.
 
 Read once a tensor-parallel group, handed to its other ranks, split over context parallelism. Three releases, three
 interfaces:
@@ -7,7 +7,7 @@ interfaces:
 * 0.18 takes a batch and calls packed sequences `is_sft`;
 * from 0.19 the parameter is `has_cu_seqlens`, and rows are joined by `flatten_batch_for_packed_sequences`.
 
-Which one is there is told by the functions' parameters, not by a version.
+The functions' parameters, not a version, decide which form is used.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -96,7 +96,7 @@ def _get_batch_of_0_17(data_iterator: Iterator[dict[str, Tensor]] | None, *, arg
     tp_and_pp = args.tensor_model_parallel_size > 1 and args.pipeline_model_parallel_size > 1
     if args.context_parallel_size > 1 or tp_and_pp:
         raise BalanceError(
-            "Megatron 0.17 does not tell every rank where packed sequences start when --context-parallel-size is "
+            "Megatron 0.17 does not send every rank where packed sequences start when --context-parallel-size is "
             f"{args.context_parallel_size}, --tensor-model-parallel-size {args.tensor_model_parallel_size} and "
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: use one of TP or PP alone, or "
             "Megatron 0.18 or newer."

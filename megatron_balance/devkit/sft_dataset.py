@@ -1,4 +1,4 @@
-"""Samples of supervised fine-tuning for Megatron's data loader, one packed (thd) sequence each.
+"""A data set of supervised fine-tuning for Megatron's data loader, one packed (thd) sequence a sample.
 
 A sample is a row of tokens of which only the response is learned. It comes from the built-in corpus or
 from a jsonl file whose lines hold `prompt` and `response`, or `messages`, or `tokens` (with an optional

@@ -1,4 +1,4 @@
-"""The GPT model that Megatron's flags describe, for releases whose `pretrain()` wants to be told how to build it.
+"""Builds the GPT model that Megatron's flags describe, for releases whose `pretrain()` takes a model provider.
 
 From 0.19 `pretrain()` builds the model from a GPTModelConfig; 0.17 and 0.18 call a provider, which their own scripts
 bring along and the wheel does not hold.

@@ -1,4 +1,4 @@
-"""A small training run on this machine's CPU, which shows that everything fits together.
+"""Runs a small training on this machine's CPU, to check that everything works together.
 
 The flags here are also those of the quickstart, the tests and the benchmarks (scripts/training_run.py).
 """
@@ -45,7 +45,7 @@ _SMOKE_FLAGS = (
 
 @dataclass(frozen=True)
 class SmokeRun:
-    """What came of it.
+    """The outcome of a run.
 
     Attributes:
         problem: what went wrong, in one line; None where every step was balanced.
@@ -76,7 +76,7 @@ def smoke_run(*, timeout_seconds: float = TIMEOUT_SECONDS) -> SmokeRun:
         try:
             output, _ = process.communicate(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its workers when it is told to end
+            process.terminate()  # torchrun ends its workers when it gets SIGTERM
             output, _ = process.communicate()
             return SmokeRun(f"no end after {timeout_seconds:.0f} s: a rank hangs, or the machine is overloaded", output)
     if process.returncode:

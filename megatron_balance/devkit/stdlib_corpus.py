@@ -1,4 +1,4 @@
-"""A real corpus that needs no download: the top-level functions and classes of Python's standard library.
+"""Reads a corpus that needs no download: the top-level functions and classes of Python's standard library.
 
 Prompt = signature and docstring, response = the rest, as bytes. About 6,000 samples whose lengths are as
 uneven as those of an SFT set (median some 400 bytes, 99th percentile some 18 kB). Which samples there

@@ -1,6 +1,6 @@
-"""The checked patch engine: a table of hooks, installed together or not at all, and undone.
+"""Installs a table of hooks together or not at all, after checking each, and undoes them.
 
-A hook is a row: what is wrapped, what of it is relied on, where its name is bound, why, and when the row
+A hook is a row: the target, the parameters relied on, where its name is bound, why, and when the row
 can go. Installing checks every row first. A target that is missing, has other parameters, or was bound
 by value somewhere the row does not name, fails on every rank before training, with the version seen.
 

@@ -1,4 +1,4 @@
-"""One line in a training script, before it parses arguments: `import megatron_balance.mcore.autoinstall`."""
+"""Installs the hooks on import: put `import megatron_balance.mcore.autoinstall` before a script parses arguments."""
 
 from megatron_balance.mcore.hooks import install
 

@@ -1,8 +1,8 @@
 """State saved with each checkpoint: samples that wait under `--balance-lookahead`, and the online calibration.
 
-It lies in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
+It is saved in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
 to write into one that is not empty. It is written before Megatron says that the checkpoint is complete, so a
-complete checkpoint has all of it.
+complete checkpoint has its whole state.
 
 Invariants: a save leaves nothing there that it did not write, such as an earlier run's samples; what one rank cannot
 read is raised on every rank.
@@ -51,7 +51,7 @@ def restore_state(prefetcher: StepPrefetcher, *, folder: Path, lookahead: int, t
         timeout: after which a rank that has not come is named.
 
     Raises:
-        BalanceError: on every rank alike. The state is damaged, or not all of it is there; samples wait, and this run
+        BalanceError: on every rank. The state is damaged, or not all of it is there; samples wait, and this run
             has no look-ahead.
     """
     problem = None

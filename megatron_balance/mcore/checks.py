@@ -122,7 +122,7 @@ def check_hooks() -> Iterator[Finding]:
 
 
 def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
-    """Whether the flags of a training script go together, as far as that can be told before Megatron validates them.
+    """Check the flags of a training script together, as far as possible before Megatron validates them.
 
     Args:
         flags: as they follow the script on its command line.
@@ -130,7 +130,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     try:
         command_line = parse_command_line(flags)
     except BalanceError as error:
-        yield Finding(False, f"Megatron's parser refuses: {error} Its --help tells what it takes.")
+        yield Finding(False, f"Megatron's parser refuses: {error} See its --help.")
         return
     except ImportError as error:
         yield Finding(False, f"flags were not read: {error}. Mend megatron-core first, see above.")
@@ -149,7 +149,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     yield from (Finding(True, caution) for caution in cautions(args))
     # A checkpoint's own arguments are read when the run begins.
     if not broken and not args.use_checkpoint_args:
-        args.vocab_size = args.vocab_size or 1  # in a run the tokenizer tells it
+        args.vocab_size = args.vocab_size or 1  # in a run the tokenizer sets it
         try:
             cost_model_from_megatron_args(args, config=config)
         except BalanceError as error:
@@ -158,7 +158,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
 
 
 def _unknown(unknown: Sequence[str], *, known: Sequence[str]) -> Iterator[Finding]:
-    """Flags that nobody here knows: a misspelt one of ours is a problem, others are the script's."""
+    """Unknown flags: a misspelt balance flag is a problem, others belong to the script."""
     for flag in unknown:
         if not flag.startswith("--"):
             continue

@@ -4,7 +4,7 @@ The wrapper pulls what the step would have read, balances it, and calls the sche
 another iterator and another number of micro-batches. `get_num_microbatches()` is left alone: the learning
 rate, consumed samples and resuming count what was loaded.
 
-Invariants: whatever of Megatron's state is changed for a step is restored after it, also when it fails;
+Invariants: Megatron's state that is changed for a step is restored after it, also when it fails;
 evaluation (`forward_only`) passes through.
 """
 
@@ -52,7 +52,7 @@ class BalancedForwardBackward:
     Attributes:
         last_step: the data of the newest step, for logs and tests.
         in_step: Megatron's schedule runs balanced micro-batches now.
-        observer: watches the run, or None where nobody does.
+        observer: watches the run on this rank, or None.
         pipeline_shapes: of the messages of the step that runs, or None where Megatron's stages exchange them.
     """
 
@@ -180,7 +180,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         args: Megatron's validated arguments.
 
     Raises:
-        BalanceError: on every rank alike: ranks that were started differently, or one that cannot begin.
+        BalanceError: on every rank: ranks were started differently, or one cannot begin.
     """
     if not hasattr(args, "balance_data"):  # a script that parses no Megatron arguments
         return None

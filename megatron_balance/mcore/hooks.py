@@ -40,7 +40,7 @@ SUPPORTED_VERSIONS = ("0.17", "0.18", "0.19")
 """Megatron Core releases on which the tests run."""
 
 ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
-"""Set to 1 in the environment of every rank, it lets another release through; hooks are checked as ever."""
+"""Set to 1 in the environment of every rank, it allows another release; hooks are still checked."""
 
 
 HOOKS = (
@@ -89,7 +89,7 @@ HOOKS = (
         bound_in=("megatron.training.training",),
         parameters=(),
         wrap=with_figures_logged,
-        why="tells the figures of balancing after Megatron's own, when the device has just been waited for",
+        why="logs the figures of balancing after Megatron's own, when the device has just been waited for",
         until="Megatron has callbacks around a step",
     ),
     Hook(
@@ -169,7 +169,7 @@ def supported_version() -> str:
     """The version of Megatron Core in this environment.
 
     Raises:
-        BalanceError: there is none, or it is not one of SUPPORTED_VERSIONS and nobody asked for another.
+        BalanceError: there is none, or it is not one of SUPPORTED_VERSIONS and ANY_VERSION is not set.
     """
     version = _megatron_version()
     supported = version.startswith(tuple(f"{release}." for release in SUPPORTED_VERSIONS))

@@ -1,4 +1,4 @@
-"""The balanced schedule as one of Megatron's own packing schedulers, where Megatron has them (main and dev, 0.20).
+"""Registers the balanced schedule as a packing scheduler of Megatron, where it has them (main and dev, 0.20).
 
     config.sequence_packing_scheduler = "megatron_balance"     # then Megatron's wrap_data_iterator chooses it
 

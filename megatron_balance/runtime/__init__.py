@@ -1,4 +1,4 @@
-"""The samples follow the schedule: torch.distributed moves them, nothing here decides where they go.
+"""Moves samples between ranks by a given schedule, over torch.distributed.
 
 In a step: `split_packed` (what the dataloader yields → samples), `gather_lengths` (every rank learns all lengths),
 the planner, `check_same_schedule`, `reroute_samples`, `pack_microbatch`. Process groups are arguments and only

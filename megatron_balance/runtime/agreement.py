@@ -1,7 +1,7 @@
-"""All ranks of a run agree that they may begin, before any of them makes a process group.
+"""Lets all ranks of a run agree on settings before any of them makes a process group.
 
-A process group is made by ranks that all mean to make it: one that does not come is waited for until the timeout, and
-nobody learns why. So ranks meet in the key-value store that they were introduced to each other by. It can tell who has
+Making a process group waits for every member: a rank that does not come is waited for until the timeout, and no error
+names it. So ranks meet in the key-value store of init_process_group. It can name the ranks that have
 not come, and it needs neither a group nor a device. Rank 0 reads what every rank wrote, and writes one verdict.
 
 Texts travel, as JSON; nothing that arrives is executed. A rank writes once and reads once; rank 0 reads once a rank.
@@ -59,7 +59,7 @@ def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem:
         problem: why this rank cannot go on, or None.
 
     Raises:
-        BalanceError: on every rank alike: what differs, with which value on which ranks; the problem; or who is
+        BalanceError: on every rank: what differs, with which value on which ranks; the problem; or who is
             missing. PeerError where rank 0 did not come or the store is gone.
     """
     _meet(json.dumps({"settings": dict(settings), "problem": problem}), meeting=meeting, topic=topic, judge=_judge)
@@ -74,7 +74,7 @@ def gather_texts(text: str, *, meeting: Meeting, topic: str) -> list[str]:
         topic: as for `agree`.
 
     Raises:
-        BalanceError: on every rank alike: who is missing. PeerError as for `agree`.
+        BalanceError: on every rank: who is missing. PeerError as for `agree`.
     """
     return json.loads(_meet(text, meeting=meeting, topic=topic, judge=lambda texts: _Verdict(answer=json.dumps(texts))))
 
@@ -145,7 +145,7 @@ def _judge(texts: list[str]) -> _Verdict:
 def differences(settings: Sequence[Mapping[str, str]]) -> str:
     """What differs between ranks: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
 
-    What some ranks lack is told only where nothing else differs: it follows from what does.
+    A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
     """
     names = dict.fromkeys(name for of_rank in settings for name in of_rank)
     common = [name for name in names if all(name in of_rank for of_rank in settings)]

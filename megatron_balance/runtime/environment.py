@@ -13,7 +13,7 @@ PACKAGES = ("megatron-balance", "torch", "megatron-core", "transformer-engine", 
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What seconds on this device are measured on, and with.
+    """The hardware and the packages, for the record of a measurement.
 
     Args:
         device: `cuda` or `cpu`.
@@ -37,7 +37,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
+    """The processor's name from Linux, or from Python."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Samples move to the ranks that compute them: one all_to_all of bytes."""
+"""Moves samples to the ranks that compute them, in one all_to_all of bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reroute_samples(
         Sample id → sample, for this rank's ids in rising order.
 
     Raises:
-        BalanceError: destinations of another shape or out of range (on every rank alike), or samples that are not those
+        BalanceError: destinations of another shape or out of range (on every rank), or samples that are not those
             whose lengths were gathered (a caller's mistake).
     """
     rank = group.rank()

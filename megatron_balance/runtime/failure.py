@@ -1,10 +1,10 @@
-"""An error of one rank that its peers learn before it is raised.
+"""Raises an error of one rank on every rank of its group.
 
 A rank that raised alone would leave the others in a collective that it never comes to. So an error is caught, its text
 travels in the next collective, and then every rank raises: the rank where it happened the original with its traceback,
 the others a BalanceError that names the rank and the error.
 
-`attempt` is the one place of this package that catches every Exception: a data loader is code of somebody else, and
+`attempt` is the one place of this package that catches every Exception: a data loader is other code, and
 may raise anything. KeyboardInterrupt and SystemExit pass.
 """
 
@@ -52,7 +52,7 @@ class Failure:
 
 
 class AgreedError(BalanceError):
-    """An error on this rank that is none of this package's, after every rank of the group has learned of it.
+    """An error of other code on this rank, raised after every rank of the group has learned of it.
 
     Args:
         text: as the other ranks raise it.
@@ -68,7 +68,7 @@ def attempt(work: Callable[P, T], *positional: P.args, **keywords: P.kwargs) -> 
     """Call a function; its outcome, or the error that it raised."""
     try:
         return work(*positional, **keywords)
-    except Exception as error:  # noqa: BLE001 - code of somebody else may raise anything, and peers must learn of it
+    except Exception as error:  # noqa: BLE001 - other code may raise anything, and peers must learn of it
         return Failure(error)
 
 
@@ -96,8 +96,8 @@ def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: s
         what: the peers are to say, for the error of one that does not answer.
 
     Raises:
-        BalanceError: on every rank alike, naming the ranks that failed.
-        AgreedError: likewise, where an error was raised that is no BalanceError.
+        BalanceError: on every rank, naming the ranks that failed.
+        AgreedError: on every rank, where the error is not a BalanceError.
     """
     text = b"" if failure is None else failure.problem.encode()
     row = np.array([-1 if failure is None else len(text)], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Every rank learns the lengths of all samples, and all agree that they may go on.
+"""Gathers the lengths of all samples on every rank, and checks that all may go on.
 
 What one rank finds wrong with its own data it must not raise alone: its peers would wait for it for ever. So it
 travels in the header, and every rank raises the same error. Ranks that gather for different steps find out here too.
@@ -8,7 +8,7 @@ values where some rank has more than `INLINE_LENGTHS`. One more carries schemas 
 samples or is at fault. All ranks decide on these from the same header.
 
 The values of a rank are the lengths of its samples. Where any of them has several sequences, they are the number of
-sequences of each sample and then the lengths of all sequences: more values than samples, which tells the two apart.
+sequences of each sample and then the lengths of all sequences: more values than samples, which distinguishes the two.
 """
 
 from __future__ import annotations
@@ -122,16 +122,16 @@ def gather_lengths(
         num_segments: `[num_local_samples]`, sequences of each sample, at least 1; None where each is one sequence.
         schema: of this rank's samples; None only where it has none, and then the others' is adopted.
         fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
-        packed: whether this rank's data tells where its sequences begin (`cu_seqlens`); equal on all ranks.
+        packed: whether this rank's data marks where its sequences begin (`cu_seqlens`); equal on all ranks.
         step: that the samples are for, counted by the caller; equal on all ranks.
         new_source: whether they come from elsewhere than this rank's last ones.
         problem: what this rank found wrong with its own data. It raises here, on every rank.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
-        BalanceError: on every rank alike, naming the ranks: a problem on some rank, different fingerprints, different
+        BalanceError: on every rank, naming the ranks: a problem on some rank, different fingerprints, different
             schemas, packed data on some ranks only.
-        OutOfStepError: likewise: different steps.
+        OutOfStepError: on every rank: different steps.
     """
     lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
     counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
@@ -234,7 +234,7 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
-        BalanceError: on every rank alike, naming the ranks that differ from the first.
+        BalanceError: on every rank, naming the ranks that differ from the first.
     """
     row = np.array([digest], dtype=np.int64)
     digests = all_gather_row(row, group=group, device=device, what="the plans of all ranks (compare)")[:, 0]

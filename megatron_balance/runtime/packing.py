@@ -1,4 +1,4 @@
-"""Samples → one packed (`thd`) micro-batch, as Megatron 0.19's `get_batch` expects it from a data iterator.
+"""Packs samples into one `thd` micro-batch, as Megatron 0.19's `get_batch` expects it from a data iterator.
 
 Every tensor has a leading batch dimension of 1. Each sequence, and a sample may have several, is padded to a multiple
 of `token_multiple`:
@@ -61,7 +61,7 @@ def pack_microbatch(
     Returns:
         Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
         where the samples have none; per-sample keys `[num_samples, *shape]`, without samples of length 0; `cu_seqlens`
-        int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded`, likewise; `max_seqlen` int32 `[1]`.
+        int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded` too; `max_seqlen` int32 `[1]`.
 
     Raises:
         BalanceError: no samples, padding in samples without loss_mask (it would be trained on), or num_tokens that are
@@ -91,7 +91,7 @@ def pack_microbatch(
         pieces += [pieces[0][:0]] * len(filler)
         widths = padded_lengths + filler
         batch[name] = _padded(name, pieces, padded_lengths=widths, pad_token_id=pad_token_id).unsqueeze(0)
-    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask tells.
+    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
     lengths, padded_lengths = lengths + filler, padded_lengths + filler
     if (filler or lengths != padded_lengths) and "loss_mask" not in batch:
         raise BalanceError(

@@ -1,4 +1,4 @@
-"""What every data-parallel rank's steps took, gathered on one rank.
+"""Gathers the measured seconds of every data-parallel rank's steps on one rank.
 
 Invariants: every rank of the group takes part, with the same number of steps; what one rank has not measured is
 unknown (NaN) for its whole model replica, never zero.
@@ -43,7 +43,7 @@ def gather_rank_seconds(
 
 
 def busiest_over_mean(seconds: NDArray[np.float64]) -> float:
-    """How uneven ranks were: the busiest rank's seconds over the mean rank's, the mean over the steps.
+    """The measured imbalance: the busiest rank's seconds over the mean rank's, the mean over the steps.
 
     Args:
         seconds: `[dp_size, num_steps]`; a step that is not known of every rank is left out.

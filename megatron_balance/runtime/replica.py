@@ -1,4 +1,4 @@
-"""The ranks of one model replica go on alike: with the same plan, or all with the same error.
+"""Gives all ranks of one model replica the same plan, or the same error.
 
 Some of them made the plan, each with its own data-parallel group (pipeline stages, context-parallel ranks); the others
 learn from the first what they need of it (tensor-parallel ranks that read no data).
@@ -26,14 +26,14 @@ def share_counts(
     Args:
         counts: what this rank planned; None where it reads no data, or has a problem.
         group: the ranks of the replica; its first rank reads data; gloo.
-        digest: of all that must be equal besides, in [0, 2**63).
+        digest: of everything else that must be equal, in [0, 2**63).
         problem: why this rank cannot go on. It raises here, on every rank of the replica.
 
     Returns:
         `counts` of the first rank.
 
     Raises:
-        BalanceError: on every rank alike: a problem on one of them, or different plans.
+        BalanceError: on every rank: a problem on one of them, or different plans.
     """
     message = b"" if problem is None else problem.encode()
     row = np.array([LISTENS, 0, 0], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""One sample, and what all samples of a run have in common.
+"""A sample's tensors, and the schema that all samples of a run share.
 
 A rank that knows a sample's length and the schema knows the size and the place of every byte of it, so that no sizes
 travel with the samples.

@@ -1,9 +1,9 @@
-"""Measured seconds of the micro-batches of one step, without making anything wait.
+"""Times the micro-batches of one step without making anything wait.
 
 On a GPU a mark is an event in the stream that computes, read once the GPU has passed it; on a CPU it is the
 thread's own CPU time, which other jobs of the machine do not lengthen.
 
-Invariant: what is not measured whole (a forward pass without its backward pass) is not reported.
+Invariant: a forward pass without its backward pass is not reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a Megatron dataloader yields → samples: the inverse of packing.
+"""Splits a batch of a Megatron data loader into samples: the inverse of packing.
 
 A row of a batch holds one or more sequences. Each becomes one Sample, without its trailing padding, or the row stays
 together as one.
@@ -24,7 +24,7 @@ _INTEGER_KEYS = ("tokens", "labels", "position_ids", "cu_seqlens", "cu_seqlens_p
 
 
 class RowError(BalanceError):
-    """What is wrong with one row of a batch.
+    """An error in one row of a batch.
 
     Attributes:
         row: of the batch.
@@ -45,9 +45,9 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
     Args:
         batch: `tokens` `[micro_batch_size, padded_seq_len]`; `cu_seqlens` `[micro_batch_size, k]`, rising from 0 and
             right-padded with copies of the last value (without it a row is one sequence); `cu_seqlens_padded`,
-            likewise, where sequences start when `cu_seqlens` counts real tokens; `max_seqlen`, ignored. Another key is
-            per token where its shape begins like that of tokens, else per sample, with one entry a row or one a
-            sequence. Keys that are None are dropped.
+            of the same shape, where sequences start when `cu_seqlens` counts real tokens; `max_seqlen`, ignored.
+            Another key is per token where its shape begins like that of tokens, else per sample, with one entry a row
+            or one a sequence. Keys that are None are dropped.
         unit: `segment`, one Sample a sequence, or `sample`, one a row: its sequences follow one another without their
             padding, as `segment_lengths` says. A row without tokens makes no Sample.
 

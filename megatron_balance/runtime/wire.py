@@ -1,4 +1,4 @@
-"""Samples as bytes: the layout that sender and receiver both compute from lengths and schema.
+"""Layout of samples as bytes, which sender and receiver both compute from lengths and schema.
 
 A block holds the samples that go from one rank to another. It has one region a key, in the schema's order, and a
 region holds that key of all samples, one after the other. So a key costs one copy a block, however many samples there

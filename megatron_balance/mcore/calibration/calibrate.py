@@ -1,4 +1,4 @@
-"""Seconds of a model's micro-batches on this device, measured layer by layer and fitted.
+"""Measures the seconds of a model's micro-batches on this device, layer by layer, and fits a cost model.
 
 Each kind of layer that the model has runs by itself, a few layers deep, and so do embedding and output layer;
 the model is their sum. So a model that does not fit one device can be calibrated on it.
@@ -6,10 +6,10 @@ the model is their sum. So a model that does not fit one device can be calibrate
     1. a grid of micro-batches (number of sequences x length) is timed for every part
     2. of each part, seconds = per_microbatch + per_sequence*n + linear*ΣL + quadratic*Σpairs(L), fitted robustly
     3. parts are added up, as often as the model has them
-    4. micro-batches of mixed lengths that were not fitted tell how far off the sum is
+    4. the error of the sum is measured on micro-batches of mixed lengths that were not fitted
 
 Invariants: the shapes of a round are timed in a shuffled order, so that a slow phase of the machine disturbs
-all alike; the first round warms up and is not kept; a time is the median of its rounds.
+all equally; the first round warms up and is not kept; a time is the median of its rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Part:
-    """What is timed by itself.
+    """A part of the model that is timed by itself.
 
     Attributes:
         name: for people.
@@ -152,7 +152,7 @@ def grid_of(max_tokens: int) -> list[Lengths]:
 
 
 def mixed_microbatches(max_tokens: int, *, rng: np.random.Generator) -> list[Lengths]:
-    """`NUM_HELD_OUT` micro-batches of lognormal lengths, filled to between an eighth of `max_tokens` and all of it.
+    """`NUM_HELD_OUT` micro-batches of lognormal lengths, filled to between an eighth of `max_tokens` and `max_tokens`.
 
     None holds one sequence alone, as the grid does.
     """

@@ -1,4 +1,4 @@
-"""A ModelShape → Megatron's configuration and layer specs, to run the model's own layers alone.
+"""Converts a ModelShape to Megatron's configuration and layer specs, to run the model's own layers alone.
 
     stack = shape.stack_of(layer, num_layers=2)
     config = transformer_config_of(stack)
@@ -54,7 +54,7 @@ def transformer_config_of(
 
     Args:
         shape: the model.
-        num_layers: the first so many layers only; all by default.
+        num_layers: only the first num_layers layers; all by default.
         params_dtype: type of weights and activations.
         recompute: every layer is recomputed in the backward pass (`--recompute-granularity full`).
         **overrides: further fields of TransformerConfig, such as `qk_layernorm=True`.

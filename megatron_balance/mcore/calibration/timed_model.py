@@ -34,7 +34,7 @@ from megatron_balance.mcore.calibration.model_config import block_spec_of, trans
 from megatron_balance.model.shape import ModelShape
 
 Part = Literal["whole", "layers", "ends"]
-"""`layers`: what lies between hidden states. `ends`: embedding, output layer and loss. `whole`: both."""
+"""`layers`: from hidden states to hidden states. `ends`: embedding, output layer and loss. `whole`: both."""
 
 
 @contextlib.contextmanager
@@ -59,11 +59,11 @@ class TimedModel:
 
     Args:
         shape: the model.
-        num_layers: its first so many layers; all by default.
+        num_layers: only its first num_layers layers; all by default.
         device: `cuda` or `cpu`.
         dtype: of weights and activations.
         recompute: layers are recomputed in the backward pass.
-        part: what of it runs.
+        part: the part that runs.
 
     Raises:
         BalanceError: Megatron cannot build a kind of layer here.

@@ -1,4 +1,4 @@
-"""Attention and layers: what takes packed sequences, and what does not."""
+"""Options of attention and layers: their support for packed sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The balance flags among themselves: what cannot work is refused, whether or not a run balances."""
+"""Options of balancing: combinations of balance flags that cannot work are refused in every run."""
 
 from __future__ import annotations
 

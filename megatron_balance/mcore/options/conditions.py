@@ -1,4 +1,4 @@
-"""Conditions on Megatron's namespace, parsed or validated, of any release: an option that it lacks is not given."""
+"""Conditions on Megatron's namespace, parsed or validated; an option that a release lacks counts as not given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: how tokens reach their experts, and what is computed from how many went where."""
+"""Options of mixture of experts: token dispatch, router losses and expert bias."""
 
 from __future__ import annotations
 

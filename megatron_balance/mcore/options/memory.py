@@ -1,4 +1,4 @@
-"""Memory and graphs: what is recomputed, moved to the host, or sized by the shapes of micro-batches."""
+"""Options of memory and graphs: recomputation, offloading, and buffers sized by micro-batch shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row of the tables: options of Megatron, in a case that matters, and what becomes of a run that balances.
+"""One row of the option tables: Megatron options, the case, and its support under balancing.
 
 There are three kinds and no fourth: a test trains or checks the case, the run ends before its first step, or it stays
 stock and says so.
@@ -47,8 +47,8 @@ class Option:
             needs none.
         because: why it is refused or left stock; empty where it is supported.
         remedy: what to set in its place.
-        test: the test that trains or checks it, `tests/…py::name`; of what is supported.
-        caution: what a run is told once although it is supported, or empty.
+        test: the test that trains or checks it, `tests/…py::name`; of a supported option.
+        caution: a warning logged once although the option is supported, or empty.
         first: the first release that has the option, as `(major, minor)`.
         last: the last release that has it.
         of_scripts: no release has it; scripts bring it along.
@@ -76,7 +76,7 @@ class Option:
 
     @property
     def rule(self) -> str:
-        """The row of what is not supported, in one line."""
+        """The row of an unsupported option, in one line."""
         return f"{flag_of(self.names[0])} {self.case or 'set'}: {self.because}; {self.remedy}"
 
     def applies(self, args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Parallelism: who holds which part of the model, and what ranks send each other."""
+"""Options of parallelism: how the model is split, and what ranks send each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision: number formats, and what they ask of the number of tokens."""
+"""Options of precision: number formats, and the token counts that they require."""
 
 from __future__ import annotations
 

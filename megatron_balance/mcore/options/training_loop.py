@@ -1,4 +1,4 @@
-"""The loop and its data: which batches come, in which form, and what is kept so that a run can go on."""
+"""Options of the training loop and its data: order and form of batches, and resuming."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class BalanceConfig:
         use_dynamic_batch_size: pack by tokens.
         max_tokens_per_gpu: the cap, tokens; None without dynamic batching, or where it is yet to be derived.
         auto_cap: the cap is derived from memory (memory_cap.py).
-        memory_gib: what it may fill, or None for what the device has.
-        shape_bucket: micro-batches are padded to a multiple of it on each GPU, tokens; 1 for none.
+        memory_gib: memory that the cap may fill, or None for the device's own.
+        shape_bucket: micro-batches are padded to a multiple of this on each GPU, tokens; 1 for none.
         balance_data: move samples between ranks.
         balance_by_flops: FLOPs are the cost.
         calibration: path of a calibration.json whose seconds are the cost in place of FLOPs, or None.

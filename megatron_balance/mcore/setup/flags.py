@@ -1,4 +1,4 @@
-"""The flags of a training script, among Megatron's own.
+"""Adds the balance flags to Megatron's own.
 
     --use-dynamic-batch-size   pack what a rank loaded into micro-batches of at most max_tokens_per_gpu*cp_size tokens
     --balance-data             move samples between data-parallel ranks, so that each carries the same cost
@@ -131,7 +131,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="W",
-        help="Choose each step's samples from W global batches, so that steps are alike; a sample waits at most W-1 "
+        help="Choose each step's samples from W global batches, so that steps are even; a sample waits at most W-1 "
         "steps. 1 keeps the order of the data. Rows move as a whole.",
     )
     group.add_argument(

@@ -1,11 +1,11 @@
-"""This rank's place in Megatron's parallel layout, and process groups that are the package's own.
+"""Makes the package's own process groups, from this rank's place in Megatron's parallel layout.
 
 A group of our own: a thread may use it while training uses Megatron's, and no GPU waits for it (gloo).
 
 Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
 the number of groups that the process has made before, also under `use_local_synchronization`: ranks that have made
 different numbers of them never meet, or meet in the wrong group. Megatron knows on each rank the groups of that rank
-alone, so ranks tell each other; this holds for any order of ranks.
+alone, so ranks exchange them first; this holds for any order of ranks.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -57,7 +57,7 @@ def split_world(color: int | None, *, timeout: timedelta) -> dist.ProcessGroup |
         A gloo group of this rank, or None where it has no color.
 
     Raises:
-        BalanceError: on every rank alike: a rank did not come. PeerError where it did not make its group.
+        BalanceError: on every rank: a rank did not come. PeerError where it did not make its group.
     """
     own = None
     for ranks in ranks_by_color(color, timeout=timeout):

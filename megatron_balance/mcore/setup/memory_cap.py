@@ -1,4 +1,4 @@
-"""`--max-tokens-per-gpu auto` in a run: the cap that the run's own arguments and its GPUs' memory allow.
+"""Derives the token cap of `--max-tokens-per-gpu auto` from the run's arguments and its GPUs' memory.
 
 Invariant: every rank has the same cap, that of the rank with the least memory.
 """
@@ -23,7 +23,7 @@ from megatron_balance.runtime.agreement import gather_texts
 
 
 def training_memory(args: Any) -> TrainingMemory:
-    """How a run keeps what it must, from validated arguments.
+    """How a run keeps weights, optimizer state and activations, from validated arguments.
 
     Optimizers of lower precision, offloading and fp8 take less than is counted here.
     """
@@ -77,7 +77,7 @@ def derived_cap(config: BalanceConfig, *, args: Any) -> DerivedCap | None:
         budget = budget_of_device(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         if not budget:
             raise BalanceError(
-                "--max-tokens-per-gpu is auto, and this device tells no memory (the CPU): give --balance-memory-gib, "
+                "--max-tokens-per-gpu is auto, and this device reports no memory (the CPU): give --balance-memory-gib, "
                 "or the cap in tokens."
             )
     return derive_cap(

@@ -21,7 +21,7 @@ class RunLog:
         """Print a warning the first time.
 
         Args:
-            message: what is said.
+            message: text of the warning.
             topic: messages of one topic count as one; the message itself by default.
         """
         topic = topic or message

@@ -1,9 +1,9 @@
 """Builds this rank's settings and checks that all ranks agree.
 
 Ranks agree before any of them makes a process group (`runtime/agreement.py`), those of a stock run too: a rank cannot
-know that the others mean to balance.
+know that others balance.
 
-Invariant: what is wrong with the flags or files of one rank is raised on every rank of the world.
+Invariant: an error in the flags or files of one rank is raised on every rank of the world.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RunSetup:
 
 @dataclass(frozen=True)
 class _LocalDecision:
-    """What this rank would do: balance, stay stock for a reason (empty where no flag asks), or end."""
+    """This rank's decision before ranks agree: balance, stay stock for a reason (empty where no flag asks), or end."""
 
     setup: RunSetup | None = None
     stock_because: str = ""
@@ -132,12 +132,12 @@ def timeout_of(args: Any) -> timedelta:
 
 @dataclass(frozen=True)
 class AgreedRun:
-    """What all ranks of the run do.
+    """The decision of all ranks.
 
     Attributes:
         setup: None where they stay stock.
         stock_because: why, although flags ask for balancing; empty where none does.
-        cautions: what to know of the options that it has, where it balances.
+        cautions: warnings about its options, where it balances.
     """
 
     setup: RunSetup | None
@@ -146,13 +146,13 @@ class AgreedRun:
 
 
 def agreed_run(args: Any) -> AgreedRun:
-    """What this run does, once all ranks of the world have said the same.
+    """The decision of the run, once all ranks of the world agree.
 
     Args:
         args: Megatron's validated arguments.
 
     Raises:
-        BalanceError: on every rank alike; names the settings that differ, or the ranks that did not come.
+        BalanceError: on every rank; names the settings that differ, or the ranks that did not come.
     """
     local = _decide_locally(args)
     meeting = meeting_of_world(timeout=timeout_of(args))
@@ -193,7 +193,7 @@ def _decide_locally(args: Any) -> _LocalDecision:
 
 
 def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
-    """Everything that must be equal on all ranks, by name. A stock run says no more than that it is one."""
+    """Everything that must be equal on all ranks, by name. A stock run sends only that it is stock."""
     setup = local.setup
     if setup is None:
         return {"balancing": f"off ({local.stock_because or 'no balance flag'})"}
@@ -206,7 +206,7 @@ def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
         del settings["max_tokens_per_gpu"]
     settings["record"] = "off" if setup.config.record is None else "on"  # ranks may name the folder differently
     if setup.config.calibration is not None:
-        settings["calibration"] = "a file"  # likewise; what it says is in the cost model
+        settings["calibration"] = "a file"  # ranks may name the file differently; its content is in the cost model
     settings |= {name: str(getattr(args, name, None)) for name in MEGATRON_SETTINGS}
     settings |= {"topology": str(setup.topology), "cost model": str(setup.cost_model)}
     return settings

@@ -8,7 +8,7 @@ own share before sequence parallelism gathers it, and weight gradients are GEMMs
 | `delayed`, `tensorwise` | 16 | the leading dimension of FP8 GEMMs; the 8 that layers check holds for outputs only |
 | `mxfp8` | 32 | a block of scales, without which nothing is quantized |
 | `blockwise` | 128 | a block of scales: 16 would do for GEMMs, but then gathers are in high precision |
-| `nvfp4` | 128 | kernels refuse what is no multiple of 32, fuse at 64, and 128 is what Megatron pads experts to |
+| `nvfp4` | 128 | kernels refuse other than multiples of 32, fuse at 64, and 128 is what Megatron pads experts to |
 
 Source: Transformer Engine 2.3 to 2.20, common/gemm/cublaslt_gemm.cu, common/cast/nvfp4, pytorch/csrc/quantizer.cpp and
 `is_quantizable` in pytorch/tensor; Megatron 0.17 to 0.19, `get_fp8_align_size`, `get_fp4_align_size`.
@@ -38,7 +38,7 @@ def token_alignment(settings: Any) -> int:
         settings: Megatron's arguments, or a TransformerConfig: they share these names.
 
     Raises:
-        BalanceError: a recipe that is not known here, so that its kernels might refuse what is packed.
+        BalanceError: a recipe that is not known here, so that its kernels might refuse the packed sizes.
     """
     recipe = recipe_of(settings)
     if recipe is None:

@@ -58,7 +58,7 @@ class BalancedStep:
         microbatch_tokens: `[num_microbatches]`, tokens of this replica's micro-batches as they run, filler included.
         step_tokens: those of all replicas; 0 on a rank that reads no data.
         sequence_lengths: `[num_microbatches]`, tokens of each sequence of theirs, without padding and filler; None on a
-            rank that reads no data and was not told.
+            rank that reads no data and was not sent them.
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
         fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
@@ -95,7 +95,7 @@ class StepPlanner:
         topology: the ranks.
         limits: what a micro-batch may hold.
         cost_model: tokens, FLOPs or seconds.
-        dp_group: ranks that load different samples and are otherwise alike (no context parallelism); gloo.
+        dp_group: ranks that load different samples and are otherwise equal (no context parallelism); gloo.
         calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
             compares samples that arrived in different steps.
         origin: which sample of the data set a row is, or None where that is not known.
@@ -148,7 +148,7 @@ class StepPlanner:
             first_item: of these, counted from the loader's first.
 
         Raises:
-            BalanceError: on every rank of the group alike.
+            BalanceError: on every rank of the group.
             AgreedError: the same, on a rank where code raised another error.
         """
         started = time.perf_counter()
@@ -254,7 +254,7 @@ class StepPlanner:
         )
 
     def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
-        """The samples of all items on the CPU, or what is wrong with one."""
+        """The samples of all items on the CPU, or the failure of one item."""
         samples: list[Sample] = []
         schema: SampleSchema | None = None
         for index, item in enumerate(items):

@@ -1,9 +1,9 @@
 """The files of samples that wait (`sample_pool.py`) in a checkpoint: a share for each data-parallel rank.
 
-Every share tells how many there are and holds the state of the choice, which is the same on all ranks; so a share that
-another run left in the folder, or that a killed run did not come to replace, is told from those it does not belong to.
+Every share holds the number of shares and the state of the choice, which is the same on all ranks; so a share that
+another run left in the folder, or that a killed run did not replace, is recognised.
 
-Invariants: what is read is what one save wrote, every sample that waits once; else a BalanceError names the file and
+Invariants: a read returns what one save wrote, every waiting sample once; else a BalanceError names the file and
 what to do.
 """
 

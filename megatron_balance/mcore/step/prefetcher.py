@@ -1,7 +1,7 @@
 """Pulls a step's data from the loader, balances it, and hands it to every rank of the model replica.
 
 The ranks that read data are the first of every tensor-parallel group, in every pipeline stage and
-context-parallel rank alike: each makes steps with its own data-parallel group (`planner.py`). The other
+context-parallel rank: each makes steps with its own data-parallel group (`planner.py`). The other
 ranks of a model replica learn the number of micro-batches and their lengths from its first (`replica.py`). The
 next step is made by a thread while this one runs: what a step then waits for is what is not ready yet.
 
@@ -12,7 +12,7 @@ is made at its beginning. Ranks that decide differently find out when they gathe
 
 Invariants: every rank of a step gets the same num_microbatches; every rank makes the same steps in the same
 order; a step that Megatron runs again gets the very same data; an item that was pulled ahead is handed out by the
-iterator it came from, once; what goes wrong with the data of one rank is raised on every rank of its data-parallel
+iterator it came from, once; what fails in the data of one rank is raised on every rank of its data-parallel
 group and its model replica.
 """
 
@@ -86,7 +86,7 @@ class StepPrefetcher:
             num_microbatches: items of a global batch that this rank loads.
 
         Raises:
-            BalanceError: on every rank of the data-parallel group and of the model replica alike.
+            BalanceError: on every rank of the data-parallel group and of the model replica.
             Exception: what the data loader raised, on the rank where it did; BalanceError on all others.
         """
         started = time.perf_counter()
@@ -115,8 +115,8 @@ class StepPrefetcher:
         Args:
             data_iterator: as in `balance`.
             num_microbatches: as the next step is expected to ask.
-            on_lost: told at once, by the thread, when peers do not answer or make another step: the step that asks may
-                never come.
+            on_lost: called at once by the thread when peers do not answer or make another step: the step that asks
+                may never come.
         """
         if data_iterator is None or self._prepared is not None or self._last is None or self._last.new_iterator:
             return
@@ -169,7 +169,7 @@ class StepPrefetcher:
 
     def _next_step(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> BalancedStep:
         preparation, self._prepared = self._prepared, None
-        prepared = None if preparation is None else preparation.result()  # waits: nobody else may pull meanwhile
+        prepared = None if preparation is None else preparation.result()  # waits: no other thread may pull meanwhile
         iterator, ahead = self._sources.of(data_iterator)
         new_iterator, self._newest = ahead is not self._newest, ahead
         fetched = self._pull(iterator, num_microbatches=num_microbatches)
@@ -208,7 +208,7 @@ class StepPrefetcher:
         raise error
 
     def _counts(self, step: BalancedStep) -> list[int]:
-        """What ranks that read no data must know of a step: its shape, and where padding is if somebody asks."""
+        """The numbers sent to ranks that read no data: a step's shape, and where routers need them its lengths."""
         counts = [step.num_microbatches, *step.microbatch_tokens]
         if self._shares_lengths:
             assert step.sequence_lengths is not None, "this rank packed the step"

@@ -1,4 +1,4 @@
-"""Items of the next step, pulled from the data loader while this step runs.
+"""Pulls the items of the next step from the data loader while this step runs.
 
 Megatron's rerun machine replays a step from what `RerunDataIterator` handed out in it. So items are pulled
 ahead behind that iterator, from what it iterates over, and handed out through it when their step begins:
@@ -6,7 +6,7 @@ replaying and checkpointing see what they would have seen.
 
 Invariants: items come in the loader's order, each once, from the iterator that they were pulled from, also where
 another iterator came in between; what the loader raises comes once, in its place among the items; what a thread was
-told to fetch it gets, however early somebody else asks for the next item.
+told to fetch it gets, however early another thread asks for the next item.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PullAhead(Iterator[Any]):
         return 0 if self._ended else len(self._waiting)
 
     def begin_fetch(self) -> None:
-        """Announce a `fetch` that another thread will do; until it has, nobody gets an item."""
+        """Announce a `fetch` that another thread will do; until it has, no thread gets an item."""
         self._fetching.acquire()
 
     def fetch(self, num_items: int) -> Fetched:
@@ -126,7 +126,7 @@ def next_items(iterator: Iterator[Any], num_items: int) -> Fetched:
 
 
 def _fetched(items: list[Any]) -> Fetched:
-    """A failure at the end is told from the items before it."""
+    """A failure at the end does not hide the items before it."""
     if not items or not isinstance(items[-1], Failure):
         return Fetched(items)
     *items, failure = items

@@ -1,8 +1,8 @@
-"""MoE routers count real tokens only: not padding, not filler, not dummies.
+"""Masks padding, filler and dummies from MoE routers, which then count real tokens only.
 
 Megatron's models take a `padding_mask` and hand it to the routers, through recomputation too, where it is left out of
 auxiliary losses, z-loss and the counts behind the expert bias. No script passes one, so a forward pre-hook on the model
-adds that of the micro-batch. What is not right in Megatron 0.17 to 0.19 once there is a mask is mended here:
+adds that of the micro-batch. Errors of Megatron 0.17 to 0.19 with a mask are mended here:
 
 * the model expects the tokens of its context-parallel rank, and GPTModel splits them over sequence-parallel ranks on
   the first pipeline stage only;
@@ -65,7 +65,7 @@ class RouterPadding:
 
         One copy to the device serves the step.
         """
-        assert step.sequence_lengths is not None, "ranks that read no data are told"
+        assert step.sequence_lengths is not None, "ranks that read no data are sent them"
         masks = [
             padding_mask(
                 lengths,
@@ -106,7 +106,7 @@ def check_takes_mask(chunks: Any) -> None:
         chunks: the model, or a list of its chunks under a virtual pipeline.
 
     Raises:
-        BalanceError: on every rank alike; names the class.
+        BalanceError: on every rank; names the class.
     """
     for chunk in chunks if isinstance(chunks, Sequence) else [chunks]:
         inner = _unwrapped(chunk)

@@ -1,4 +1,4 @@
-"""Which sample of the data set a row is, so that a person can look it up.
+"""Maps a row of a batch to its sample in the data set, so that a person can look it up.
 
 Megatron's `single` sampler deals the data set out in order: `micro_batch_size` consecutive samples to each
 data-parallel rank in turn, beginning where the run or its checkpoint left off. Another sampler's order is not known

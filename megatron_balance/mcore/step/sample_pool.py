@@ -1,6 +1,6 @@
-"""Samples that were loaded and wait for their step, under `--balance-lookahead`.
+"""Keeps loaded samples until their step, under `--balance-lookahead`.
 
-Every rank knows the lengths and homes of all samples that wait, and chooses the next batch alike
+Every rank knows the lengths and homes of all samples that wait, and chooses the same next batch
 (`planner/selection/lookahead.py`); the samples themselves stay with the rank that loaded them. A checkpoint holds the
 pool, each rank its share, in a file that any number of ranks can read again (`pool_files.py`).
 

@@ -71,7 +71,7 @@ class RunObserver:
 
     Args:
         watchers: in the order in which they are called.
-        times_passes: False on a rank that reads no data, and where passes cannot be told apart.
+        times_passes: False on a rank that reads no data, and where passes overlap.
         on_gpu: whether micro-batches run on a GPU.
     """
 
@@ -100,7 +100,7 @@ class RunObserver:
         return contextlib.nullcontext() if self._timer is None else self._timer.backward()
 
     def end(self) -> None:
-        """The step's passes are over: what runs from now on (evaluation) is no part of it."""
+        """The step's passes are over: passes from now on (evaluation) are not timed."""
         self._timer = None
 
     def logged(self, iteration: int) -> None:

@@ -1,4 +1,4 @@
-"""`--balance-record DIR`: what every step planned and took, written while the run goes on (`record/run_record.py`).
+"""Writes the plan and the seconds of every step during a run (`--balance-record DIR`, `record/run_record.py`).
 
 The first rank of the run writes the plans; the first rank of every model replica (tensor-, pipeline- and
 context-parallel rank 0) writes its seconds. Files are written every 64 steps, with every checkpoint, and when the

@@ -1,6 +1,6 @@
-"""The figures of a run, collected step by step and told every `--log-interval` steps.
+"""Collects the figures of a run step by step and logs them every `--log-interval` steps.
 
-    every step         what was planned and, once the device has finished it, what it took: kept on each rank
+    every step         the plan and, once the device has finished, the measured seconds: kept on each rank
     every log interval  seconds gathered → figures on the first rank → one line there, scalars on the last rank
 
 Ranks that read data (the first of every tensor-parallel group) measure. They and the last rank of the world, which
@@ -49,7 +49,7 @@ class RunMetrics(Watcher):
         self._objective = ""
         self._steps: dict[int, Figures] = {}  # by iteration; every rank has the same iterations
         self._seconds: dict[int, float] = {}
-        self._shapes: set[int] = set()  # no more than a cap holds: it stays small however long the run is
+        self._shapes: set[int] = set()  # at most one a token of the cap: it stays small however long the run is
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """Note what a step plans."""
@@ -68,7 +68,7 @@ class RunMetrics(Watcher):
             self._seconds[timed.iteration] = float(timed.seconds.sum())
 
     def logged(self, iteration: int) -> None:
-        """Tell the figures, where Megatron has told its own. Call after every step."""
+        """Log the figures right after Megatron's own. Call after every step."""
         if iteration % self._log_interval or not self._steps:
             return
         seconds = np.array([self._seconds.get(step, np.nan) for step in self._steps])

@@ -1,4 +1,4 @@
-"""The figures as TensorBoard and W&B scalars, through Megatron's own writers, under `balance/`.
+"""Writes the figures as TensorBoard and W&B scalars under `balance/`, through Megatron's own writers.
 
 Megatron makes its writers on the last rank of the world (training/global_vars.py), and only where it was asked for
 them (`--tensorboard-dir`, `--wandb-project`).
@@ -33,7 +33,7 @@ def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Fig
 
 
 def write_scalars(figures: Figures, *, iteration: int) -> None:
-    """Write what is known, where Megatron has writers.
+    """Write the known figures, where Megatron has writers.
 
     Args:
         figures: means over the steps since the last time.

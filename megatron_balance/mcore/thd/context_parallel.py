@@ -1,4 +1,4 @@
-"""Sequences split over context-parallel ranks and brought together again, without Transformer Engine.
+"""Splits sequences over context-parallel ranks and gathers them again, without Transformer Engine.
 
 A packed sequence is cut into `2*cp_size` chunks; rank r holds chunks r and `2*cp_size-1-r`, so that
 causal attention weighs the same on every rank. A rank keeps its chunks sequence by sequence, in order.
