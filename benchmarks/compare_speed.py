@@ -1,4 +1,4 @@
-"""How long `megatron-balance compare` takes on 100,000 lengths: CPU and wall seconds of whole commands.
+"""Measures how long `megatron-balance compare` takes on 100,000 lengths: CPU and wall seconds of whole commands.
 
     .venv/bin/python -m benchmarks.compare_speed [--repeats 3]
 

@@ -1,4 +1,4 @@
-"""Train with pretrain_sft and write what every step did, rank by rank: for the quickstart, tests and benchmarks.
+"""Trains with pretrain_sft and records every step, rank by rank: for the quickstart, tests and benchmarks.
 
     torchrun … -m megatron_balance.launch [--cpu] scripts/record_steps.py RECORD_DIR ARGS
 

@@ -1,4 +1,4 @@
-"""One recorded training run on this machine's CPU: the quickstart, the tests and the benchmarks start theirs here."""
+"""Starts one recorded training run on this machine: for the quickstart, the tests and the benchmarks."""
 
 from __future__ import annotations
 

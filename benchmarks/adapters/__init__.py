@@ -1,1 +1,1 @@
-"""The figures that adapters are held to; run as `python -m benchmarks.adapters.NAME`."""
+"""Figures that adapters are held to; run as `python -m benchmarks.adapters.NAME`."""

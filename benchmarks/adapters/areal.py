@@ -1,4 +1,4 @@
-"""How even AReaL's ranks come out: `python -m benchmarks.adapters.areal [--seeds 50]`, where AReaL is installed.
+"""Measures the balance of AReaL's ranks: `python -m benchmarks.adapters.areal [--seeds 50]`, with AReaL installed.
 
 The setting is that of the pull request that asked for `balance_batch`: every row has a prompt of 1 to 511 tokens and an
 answer of 1 to max_answer_len - 1, both uniform, and each rank has a padded batch of `num_rows / dp_size` rows. The

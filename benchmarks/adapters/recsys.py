@@ -1,4 +1,4 @@
-"""What a shuffle of recsys-examples costs as data-parallel ranks grow: the gather, the plan, both ways to move rows.
+"""Measures the cost of a recsys-examples shuffle as ranks grow: the gather, the plan, both ways to move rows.
 
     .venv-recsys/bin/python -m benchmarks.adapters.recsys [--dp-size 1 2 4 8] [--batch-size 128] [--repeats 15]
 

@@ -1,4 +1,4 @@
-"""slime's own schedule and the adapter's, on the rollout batches of one setup; FLOPs by this package's model.
+"""Compares slime's own schedule with the adapter's on the rollout batches of one setup; FLOPs by this package's model.
 
     python -m benchmarks.adapters.slime [--checkout DIR]
 

@@ -1,4 +1,4 @@
-"""What TorchSpec's ranks wait for, stock and balanced. Run by `python -m benchmarks.adapters.torchspec`.
+"""Measures the waiting of TorchSpec's ranks, stock and balanced: `python -m benchmarks.adapters.torchspec`.
 
 A padded trainer is modelled: a rank's time in a dispatch is `micro_batch_size` times its longest sample, and all
 ranks wait for the slowest. Ideal is every token computed once, spread evenly over the ranks. Lengths are lognormal(7.5,

@@ -1,10 +1,10 @@
-"""Does planning with measured seconds beat planning with FLOPs? The quickstart's training, both ways, in one run.
+"""Compares training planned with measured seconds against FLOPs: the quickstart's training, both ways, in one run.
 
     scripts/bench_calibration.sh --out benchmarks/results
 
 Calibrates each model on this machine's CPU, then trains it by FLOPs, by the calibration and with online calibration
 in turn, several rounds. A round's ratio is the CPU seconds of the busiest rank over those by FLOPs in the same round:
-rounds that the machine disturbed disturb both. Beside it stands what the calibration itself foretells of the plans.
+rounds that the machine disturbed disturb both. Beside it stands the ratio that the calibration itself predicts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_balance.topology import Limits
 
 MODEL_FLAGS = ["--group-query-attention", "--swiglu", "--vocab-size", "257", "--make-vocab-size-divisible-by", "1"]
 NARROW = ["--hidden-size", "64", "--kv-channels", "16", "--ffn-hidden-size", "192"]
-"""Half the quickstart's width: a model whose FLOPs do not tell its seconds on a CPU."""
+"""Half the quickstart's width: a model whose seconds on a CPU do not follow its FLOPs."""
 
 MODELS = {"quickstart": FLAGS, "quickstart at half the width": [*FLAGS, *NARROW]}
 BY_FLOPS = [*PACKED.split(), "--balance-data", "--balance-by-flops"]
@@ -108,7 +108,7 @@ def _busiest(run: Recorded) -> list[float]:
 
 
 def _foretold(run: Recorded, *, calibration: Calibration) -> list[float]:
-    """Seconds of the busiest rank as the calibration tells them from the plan, step by step."""
+    """Seconds of the busiest rank as the calibration predicts them from the plan, step by step."""
     metrics = [
         assignment_metrics(
             step["ranks"],

@@ -1,4 +1,4 @@
-"""Train with and without balancing in every layout, precision and optimizer, and compare loss and gradient norm.
+"""Trains with and without balancing in every layout, precision and optimizer, and compares loss and gradient norm.
 
     scripts/equality_matrix.sh                  goes on where it was interrupted; rarer policies on three layouts only
     scripts/equality_matrix.sh --whole          every policy in every cell: what is committed

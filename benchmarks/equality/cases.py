@@ -1,4 +1,4 @@
-"""What is compared: layouts of ranks × precisions × optimizers × ways to train.
+"""Cases of the equality matrix: layouts of ranks × precisions × optimizers × ways to train.
 
 Every cell (layout, precision, optimizer) has a stock run, which the others of that cell are compared with. Three more
 stock runs show how far rounding goes without this package: one that shuffles the rows within each global batch, so that

@@ -1,4 +1,4 @@
-"""Training runs whose ranks are forks of one process that has imported torch and Megatron already.
+"""Starts training runs whose ranks are forks of one process that has imported torch and Megatron already.
 
 A rank spends most of its time on imports, and a run of eight steps of a tiny model hardly any. So this process imports
 once and forks every rank of every run. A rank is then a process of its own, as under torchrun: it reads its flags and

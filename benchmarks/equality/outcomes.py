@@ -1,4 +1,4 @@
-"""What the runs came to, kept in a file to which each run appends a line, so that an interrupted matrix goes on.
+"""Keeps the outcomes of runs in a file to which each run appends a line, so that an interrupted matrix can continue.
 
 Invariant: a run that did not end well, or was not balanced although it was to be, is an outcome too, and says so.
 """

@@ -1,4 +1,4 @@
-"""Reports of the runs: a summary on the screen, a page of tables, every run for those who look closer.
+"""Reports the equality matrix: a summary on the screen, a page of tables, and a table of every run.
 
 A balanced run equals stock where loss and gradient norm of every step differ from it by at most what the number format
 allows (scripts/rounding.py), or SPREAD times what another order or grouping of the same rows changes in stock runs, at

@@ -1,4 +1,4 @@
-"""The data: as many rows of the built-in corpus as a run trains on, no two of one length, in any order.
+"""Makes the data: as many rows of the built-in corpus as a run trains on, no two of one length, in any order.
 
 A row is known by its length, so that a plan's lengths tell which rows a step took. SftDataset shuffles a file; the
 rows lie in it so that the shuffle yields the order that is wanted. Megatron then reads them as any other data.

@@ -1,4 +1,4 @@
-"""Trains with every fault, and prints a table of what came of it.
+"""Trains with every fault, and prints a table of the outcomes.
 
     scripts/check_faults.sh                       all of them, a quarter of an hour
     scripts/check_faults.sh killed-computing      some

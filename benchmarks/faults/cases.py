@@ -1,4 +1,4 @@
-"""The faults: what happens, and what every rank that is left must say."""
+"""Cases of faults, and the error that every surviving rank must end with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are forks of this process, which has imported torch and Megatron: a run then costs what its steps cost.
+"""Forks ranks from a process that has imported torch and Megatron: a run then costs only its steps.
 
     python -m benchmarks.faults.nursery
 

@@ -1,4 +1,4 @@
-"""One run with a fault, rank by rank: nothing ends a rank but itself, so that what it says and when it ends is its own.
+"""Runs one training with a fault, rank by rank; nothing ends a rank from outside, so its error and its end are its own.
 
 Ranks are not started by torchrun, which would end them all as soon as it sees one that has failed.
 """

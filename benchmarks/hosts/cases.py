@@ -1,4 +1,4 @@
-"""What happens on the link, and what a run must make of it."""
+"""Cases of trouble on the link between two hosts, and the outcome that is required of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link on which packets take their time: `python -m benchmarks.hosts.delayed_link MILLISECONDS PID PID`.
+"""Delays the packets of a link: `python -m benchmarks.hosts.delayed_link MILLISECONDS PID PID`.
 
 Makes a TAP device in the network namespace of each process and carries frames between them, in order, each after
 the delay. Says a line once both devices are there.

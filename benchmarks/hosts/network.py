@@ -1,4 +1,4 @@
-"""Two hosts and the link between them, made of network namespaces; nothing of them is seen outside.
+"""Makes two hosts and the link between them from network namespaces, invisible from outside.
 
 Run in a network and process namespace of its own (scripts/check_hosts.sh): when its first process ends, the kernel
 ends whatever runs on the hosts and removes hosts and links.

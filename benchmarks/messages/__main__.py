@@ -1,4 +1,4 @@
-"""Count messages between pipeline stages: shapes exchanged by Megatron before every message against shapes planned.
+"""Counts messages between pipeline stages: shapes exchanged by Megatron before each message against planned shapes.
 
     scripts/count_messages.sh                              a minute
     scripts/count_messages.sh --out benchmarks/results     what is committed

@@ -1,4 +1,4 @@
-"""Train and count the messages between pipeline stages: what a rank runs under __main__.py and in the tests.
+"""Trains and counts the messages between pipeline stages: run by __main__.py and by the tests.
 
 Each rank writes RECORD_DIR/rankN.jsonl, a line a step: what `P2PCommunicator._communicate` sent and waited for in it.
 """

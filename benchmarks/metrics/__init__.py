@@ -1,4 +1,4 @@
-"""What watching a run costs."""
+"""Benchmark: the cost of watching a run."""
 
 WATCHED = (True, False, False, True)
-"""Whether a step is watched, in turn, so that what drifts slowly meets both alike."""
+"""The order of watched and unwatched steps, in which slow drift affects both equally."""

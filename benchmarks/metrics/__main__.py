@@ -1,4 +1,4 @@
-"""What the figures and the record cost a training run: watched against unwatched steps, in turn, in one run.
+"""Measures the cost of figures and record in training: watched against unwatched steps, in turn, in one run.
 
     scripts/bench_metrics.sh --out benchmarks/results
 
@@ -28,7 +28,7 @@ from benchmarks.results_file import made_by, page_head, versions_of, write_resul
 
 WARM_UP_STEPS = len(WATCHED)
 LOG_INTERVAL = 5
-"""Prime to the turn, so that Megatron's own log falls on watched and unwatched steps alike."""
+"""Prime to the turn, so that Megatron's own log falls on watched and unwatched steps equally."""
 
 LIMIT = 0.005
 """Watching must cost less than half a percent of a step."""

@@ -1,4 +1,4 @@
-"""Train with the same global batch in every step, watched in some steps and unwatched in others: run by __main__.py.
+"""Trains with the same global batch in every step, watched in some steps and unwatched in others: run by __main__.py.
 
     torchrun … -m megatron_balance.launch --cpu benchmarks/metrics/watched.py RECORD_DIR ARGS
 

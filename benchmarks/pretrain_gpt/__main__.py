@@ -1,4 +1,4 @@
-"""Train with Megatron's pretrain_gpt.py, unedited, stock and balanced, in many layouts, and compare.
+"""Trains with Megatron's pretrain_gpt.py, unedited, stock and balanced, in many layouts, and compares.
 
     scripts/upstream/check_megatron.sh CHECKOUT                   every layout, both kinds of data
     scripts/upstream/check_megatron.sh CHECKOUT --only 'DP2 CP2 / --sft' EP2     those whose name holds one of these

@@ -24,7 +24,7 @@ NUM_SAMPLES = 400
 
 MAX_PROMPT_BYTES = 100
 MAX_RESPONSE_BYTES = 300
-"""What is longer is cut: a row of 512 tokens is to hold several documents, and few of one length."""
+"""Longer documents are cut, so that a row of 512 tokens holds several, of different lengths."""
 
 CONVERSATIONS_IN_A_ROW = (1, 3, 2)
 """In turn, so that rows differ in how much of them is padding."""

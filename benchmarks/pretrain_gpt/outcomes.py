@@ -1,4 +1,4 @@
-"""Outcomes of the runs, and what a balanced one comes to beside its reference.
+"""Judges the outcomes of runs: a balanced run against its reference.
 
 A balanced run is right where every step was balanced and its loss and gradient norm differ from the reference by
 rounding alone (scripts/rounding.py). The reference is the stock run of the layout; where that fails, one rank.

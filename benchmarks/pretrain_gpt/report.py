@@ -1,4 +1,4 @@
-"""The verdicts, for people and for programs."""
+"""Writes the verdicts as JSON and Markdown."""
 
 from __future__ import annotations
 

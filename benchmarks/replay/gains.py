@@ -1,4 +1,4 @@
-"""Which lengths the published gains need: predicted, without a device.
+"""Predicts the gains of plans on several length sets, to find which the published gains need; no device runs.
 
     gain = 1 - (step time of our plan) / (step time of token-sum Karmarkar-Karp's plan)
 

@@ -1,4 +1,4 @@
-"""The predicted gains as JSON and as Markdown, and which length sets reach the published ones."""
+"""Writes the predicted gains as JSON and Markdown, and the length sets that reach the published ones."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from megatron_balance import build_data_schedule
 from megatron_balance.cost.calibration import Calibration
 
 TOKEN_SUM_KK = "first-fit + KK on tokens (slime --balance-data)"
-"""What every other way is compared with, as in slime's pull request."""
+"""The baseline, as in slime's pull request."""
 
 OURS_FLOPS = "ours, FLOPs"
 OURS_CALIBRATED = "ours, calibrated"

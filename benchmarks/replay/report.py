@@ -1,4 +1,4 @@
-"""The replay as JSON, for programs, and as Markdown, for people: measured step times beside the predicted ones."""
+"""Writes the replay as JSON and Markdown: measured step times beside the predicted ones."""
 
 from __future__ import annotations
 

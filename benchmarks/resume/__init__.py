@@ -1,1 +1,1 @@
-"""Training runs that are killed, and go on from their newest checkpoint."""
+"""Benchmark: training runs that are killed and resumed from their newest checkpoint."""

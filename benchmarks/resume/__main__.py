@@ -1,4 +1,4 @@
-"""Kill training runs with SIGKILL at random steps, resume them, and hold them against runs that were not killed.
+"""Kills training runs with SIGKILL at random steps, resumes them, and compares them with runs that were not killed.
 
     scripts/check_resume.sh                        every case
     scripts/check_resume.sh --only 'DP2→DP4'       cases whose name holds this

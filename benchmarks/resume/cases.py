@@ -1,4 +1,4 @@
-"""What is killed and resumed: each policy, with and without overlap, on the same and on other numbers of ranks."""
+"""Cases to kill and resume: each policy, with and without overlap, on the same and on other numbers of ranks."""
 
 from __future__ import annotations
 

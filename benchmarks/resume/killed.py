@@ -1,4 +1,4 @@
-"""One run killed with SIGKILL in the middle of a step, and one that goes on from its newest checkpoint."""
+"""Kills a run with SIGKILL in the middle of a step, and resumes it from its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else happens to checkpoints: a rank dies while it writes, files are damaged, folders are used again.
+"""Other mishaps of checkpoints: a rank dies while it writes, files are damaged, folders are used again.
 
 Each of `MISHAPS` trains in an empty folder and returns what is wrong, empty where nothing is.
 """

@@ -1,4 +1,4 @@
-"""Soak: a long run with everything on, held against a stock run, and what balancing adds to a step.
+"""Soak: a long run with everything on, compared with a stock run, and the work that balancing adds to a step.
 
     scripts/soak.sh --out benchmarks/results
 
@@ -32,10 +32,10 @@ MIN_STEPS = 2 * (STEPS_PER_SWING + SAMPLE_STEPS)
 """Growth is of the second half, between samples that are a whole swing of the lengths apart."""
 
 MAX_BYTES_PER_STEP = 100
-"""What malloc has given out may grow by so much more than stock's: 100 MB in a million steps."""
+"""Memory given out by malloc may grow by this much more than stock's: 100 MB in a million steps."""
 
 MAX_RSS_BYTES = 16 * 2**20
-"""Resident memory may grow by so much more than stock's in half of the run: malloc's arenas still find their size."""
+"""Resident memory may grow by this much more than stock's in half of the run: malloc's arenas still settle."""
 
 
 def main() -> int:

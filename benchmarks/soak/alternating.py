@@ -1,4 +1,4 @@
-"""Train on one global batch again and again, its steps prepared by turns: run by overhead.py.
+"""Trains on one global batch again and again, its steps prepared by turns: run by overhead.py.
 
     torchrun … -m megatron_balance.launch --cpu benchmarks/soak/alternating.py RECORD_DIR ARGS
 

@@ -1,4 +1,4 @@
-"""A data set without end whose lengths change from row to row and drift over a run."""
+"""An endless data set whose lengths change from row to row and drift over a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process held over a run → how fast it grew, in its second half, when caches and pools are full.
+"""Measures how fast the memory of a process grew in the second half of a run, when caches and pools are full.
 
 Lengths swing up and down, and what is held swings with them. So samples are compared that are whole swings apart: the
 slope is the median of those pairs' slopes (H. Theil 1950; P. K. Sen 1968; by season, R. M. Hirsch 1982), which a few

@@ -1,4 +1,4 @@
-"""What balancing adds to a step of the quickstart's model: steps with and without its work, by turns, in one run.
+"""Measures what balancing adds to a step of the quickstart's model: with and without its work, by turns, in one run.
 
 Every step runs the same micro-batches (`alternating.py`). Two figures say what the work adds: the seconds and CPU
 seconds of *on* against *off* steps, pair by pair; and the meter, which other jobs of the machine do not move: CPU

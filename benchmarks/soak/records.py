@@ -1,4 +1,4 @@
-"""Records of an earlier run, also of one that was ended early."""
+"""Reads records of a run, also of one that was ended early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a soak as a page."""
+"""Writes the page of a soak."""
 
 from __future__ import annotations
 

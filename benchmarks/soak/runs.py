@@ -1,4 +1,4 @@
-"""The two runs of a soak: with everything of balancing on, and stock, which says what Megatron itself holds on to."""
+"""Runs the two long trainings of a soak: balanced with everything on, and stock, which shows Megatron's own growth."""
 
 from __future__ import annotations
 

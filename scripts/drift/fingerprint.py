@@ -1,4 +1,4 @@
-"""What of a definition is compared between releases: its parameters, and a fingerprint of what it does.
+"""Fingerprints a definition, to compare releases: its parameters and a hash of its body.
 
 Comments, docstrings, annotations and layout do not count; decorators and defaults do. The fingerprint is the same on
 every Python that parses the source.

@@ -1,4 +1,4 @@
-"""What recsys-examples wants of a GPU, on a machine without one: `stand_in()` before any of it is imported.
+"""Replaces the GPU code of recsys-examples on a machine without one: call `stand_in()` before importing any of it.
 
 dynamicemb          its CUDA extension, imported by the data sets: a package that has whatever name is asked of it
 fbgemm              has no CPU kernel for `keyed_jagged_index_select_dim1`: one in plain torch is registered

@@ -1,4 +1,4 @@
-"""What slime imports and this machine lacks: `sglang`, as a package that has whatever name is asked of it.
+"""Replaces `sglang`, which slime imports and this machine lacks, by a package that has every name.
 
 slime's RolloutManager imports SGLang's engine, which it starts only where there are GPUs. Ray's workers import
 it too: `ray.init(runtime_env={"worker_process_setup_hook": "slime_cpu.stand_in_for_sglang"})`.
