@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.planner.problem import OBJECTIVES
+from megatron_balance.planner.objectives import objective_names
 from megatron_balance.runtime.collectives import all_gather_row
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
@@ -163,7 +163,7 @@ def _draw(rng: np.random.Generator, *, num_ranks: int) -> _Round:
             microbatch_multiple=int(rng.choice([1, 1, 2])),
         ),
         limits=Limits(int(rng.integers(24, 200))) if by_tokens else Limits(micro_batch_size=int(rng.integers(1, 4))),
-        objective=str(rng.choice(OBJECTIVES)) if planned else None,
+        objective=str(rng.choice(objective_names())) if planned else None,
         algorithm=str(rng.choice(ALGORITHMS)) if by_tokens else "auto",
         move_samples=move_samples,
         tell_homes=bool(rng.random() < 0.7),

@@ -23,6 +23,7 @@ from benchmarks.replay.setups import ReplaySetup
 from megatron_balance import CostModel
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.planner.metrics import assignment_metrics
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.problem import build_problem
 
 TICKS_PER_SECOND = 10**12
@@ -162,7 +163,7 @@ def step_seconds(grid: Sequence[Sequence[float]], *, setup: ReplaySetup) -> floa
         cost_model=CostModel.tokens(),
         topology=setup.topology,
         limits=setup.limits,
-        objective=setup.objective,
+        objective=OBJECTIVES[setup.objective],
     )
     ticks = np.rint(np.array(grid) * TICKS_PER_SECOND).astype(np.int64)
     return problem.predicted_cost(ticks) / TICKS_PER_SECOND

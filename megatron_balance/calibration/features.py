@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.problem import meeting_ranks
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.schedule import DataSchedule
 
 NUM_FEATURES = 4
@@ -95,8 +95,10 @@ def is_slowest(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
     topology = schedule.topology
     if topology.ep_span == 1 and not topology.fully_sharded:
         return np.ones(schedule.num_microbatches, dtype=np.bool_)
-    grid = schedule.cost_grid.reshape(-1, meeting_ranks(topology), schedule.num_microbatches)
-    slowest = grid.max(axis=1)[rank // meeting_ranks(topology)]
+    # Whatever the objective, those that wait for one another where ranks meet in micro-batches.
+    span = OBJECTIVES["microbatch"].sync_group_size(topology)
+    grid = schedule.cost_grid.reshape(-1, span, schedule.num_microbatches)
+    slowest = grid.max(axis=1)[rank // span]
     return schedule.cost_grid[rank] == slowest
 
 

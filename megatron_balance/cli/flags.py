@@ -14,7 +14,7 @@ from megatron_balance.lengths.read import SYNTHETIC_LENGTHS
 from megatron_balance.lengths.text import TOKENS_PER_MESSAGE
 from megatron_balance.mcore.setup.flags import token_cap
 from megatron_balance.model.presets import PRESETS
-from megatron_balance.planner.problem import OBJECTIVES
+from megatron_balance.planner.objectives import objective_names
 from megatron_balance.topology import Topology
 
 LENGTHS_HELP = f"""\
@@ -110,7 +110,7 @@ def add_planning_flags(parser: argparse.ArgumentParser, *, objective_default: st
     group = parser.add_argument_group("planning")
     group.add_argument(
         "--objective",
-        choices=OBJECTIVES,
+        choices=objective_names(),
         help="when ranks wait for one another: once a step, in every micro-batch (expert parallelism, FSDP), in a "
         f"pipeline (default: {objective_default})",
     )

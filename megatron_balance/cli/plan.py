@@ -43,6 +43,7 @@ from megatron_balance.cli.table import print_table
 from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.metrics import ScheduleMetrics
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.record.judging import samples_of_ranks
 from megatron_balance.record.run_record import RunInfo
 
@@ -150,7 +151,7 @@ def _label(result: PolicyResult) -> str:
 
 def _cells(result: PolicyResult, shapes: Shapes) -> list[str]:
     """One row of the table: means over the steps."""
-    by_slots = result.metrics[0].objective == "microbatch"
+    by_slots = OBJECTIVES[result.metrics[0].objective].waits_in_slots()
     return [
         _label(result),
         f"{result.mean(lambda figures: figures.microbatch_imbalance if by_slots else figures.step_imbalance):.3f}",

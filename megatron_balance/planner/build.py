@@ -26,9 +26,10 @@ from megatron_balance.planner.dynamic_cp.build import build_dynamic_cp_schedule
 from megatron_balance.planner.grouping import KEEP_GROUPS, assign_groups, groups_that_split
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, number_groups, sum_segments
 from megatron_balance.planner.locality.relabel import Homes, keep_local
+from megatron_balance.planner.objectives import OBJECTIVES, resolve_objective
 from megatron_balance.planner.packing.place import place
 from megatron_balance.planner.partition import ALGORITHMS
-from megatron_balance.planner.problem import build_problem, resolve_objective
+from megatron_balance.planner.problem import build_problem
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
@@ -126,7 +127,7 @@ def build_data_schedule(
         cost_model=cost_model,
         topology=topology,
         limits=limits,
-        objective=objective,
+        objective=OBJECTIVES[objective],
         num_segments=counts,
     )
     bound_to = homes if not move_samples else None

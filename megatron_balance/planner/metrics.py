@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.bounds.time import lower_bound, single_sample_floor
+from megatron_balance.planner.bounds.time import single_sample_floor
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, sum_segments
 from megatron_balance.planner.locality.relabel import Homes
 from megatron_balance.planner.makespan import pipeline_makespans
-from megatron_balance.planner.problem import build_problem, meeting_ranks, resolve_objective
+from megatron_balance.planner.objectives import OBJECTIVES, resolve_objective
+from megatron_balance.planner.problem import build_problem
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
@@ -176,11 +177,11 @@ def _figures(
         cost_model=cost_model,
         topology=topology,
         limits=limits,
-        objective=objective,
+        objective=OBJECTIVES[objective],
         num_segments=num_segments,
     )
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
-    predicted, bound = problem.predicted_cost(grid), lower_bound(problem)
+    predicted, bound = problem.predicted_cost(grid), problem.lower_bound()
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
     counts = np.bincount(slot_of, minlength=num_slots)
@@ -237,7 +238,7 @@ def slowest_over_mean(grid: NDArray[np.int64] | NDArray[np.float64], *, objectiv
 
 def sync_group_size(objective: str, *, topology: Topology) -> int:
     """Neighbouring ranks that wait for one another in every micro-batch; 1 where ranks meet once a step."""
-    return meeting_ranks(topology) if objective == "microbatch" else 1
+    return OBJECTIVES[objective].sync_group_size(topology, shares_work=False)
 
 
 def _pipeline_imbalance(grid: NDArray[np.int64], *, topology: Topology) -> float:

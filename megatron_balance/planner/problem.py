@@ -1,20 +1,10 @@
-"""The planning problem as integers: what each sample costs, what a micro-batch holds, who waits for whom.
-
-Objectives, in the words of the time they stand for:
-
-    step        ranks meet once, at the gradient reduction: the largest sum over slots of a rank
-    microbatch  ranks meet in every micro-batch (experts spread over ranks, FSDP, ZeRO-3): the sum over
-                slots of the costliest rank, for the slowest group of ranks that meet
-    pipeline    one-forward-one-backward over `pp_size` stages: the largest makespan of a rank
-
-With expert-parallel groups over several ranks and pipeline stages both, `microbatch` and `pipeline` mean the same:
-in each slot a stage waits for its expert-parallel group, so the time is the largest makespan of a group's
-costliest micro-batches.
-"""
+"""The planning problem as integers: what each sample costs, what a micro-batch holds, and which objective it has."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,36 +15,61 @@ from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.topology import Limits, Topology
 
-OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
 
+class Objective(ABC):
+    """What a plan is judged by: which ranks wait for one another when, and how long a step takes for it.
 
-def resolve_objective(objective: str, *, topology: Topology) -> str:
-    """Chooses the objective that fits the topology where it is `auto`.
-
-    Raises:
-        BalanceError: there is no such objective.
+    Instances hold no state. They are found by name in `planner.objectives.OBJECTIVES`.
     """
-    if objective not in OBJECTIVES:
-        raise BalanceError(f"objective is {objective!r}: it must be one of {', '.join(OBJECTIVES)}.")
-    if objective != "auto":
-        return objective
-    if topology.ep_span > 1 or topology.fully_sharded:
-        return "microbatch"
-    return "pipeline" if topology.pp_size > 1 else "step"
 
+    name: ClassVar[str]
+    """What flags and files call it."""
 
-def meeting_ranks(topology: Topology) -> int:
-    """Neighbouring ranks that meet in every micro-batch, if any do: an expert-parallel group, else all."""
-    span = topology.ep_span
-    return topology.dp_size if topology.fully_sharded or span == 1 else span
+    slopes: ClassVar[tuple[int, ...]] = (0,)
+    """Steepness of the targets that are tried where ranks do not meet in micro-batches, see `packing.rank_levels`."""
 
+    trials: ClassVar[tuple[str, ...]] = ()
+    """Partition algorithms that are tried besides on small batches."""
 
-def is_makespan(objective: str, *, topology: Topology) -> bool:
-    """Whether an objective's value is a pipeline's makespan: under `pipeline`, and where expert-parallel groups meet
-    in a pipeline. Any other value is the work of all stages together.
-    """
-    expert_pipeline = topology.ep_span > 1 and topology.pp_size > 1
-    return objective == "pipeline" or (objective == "microbatch" and expert_pipeline)
+    @abstractmethod
+    def suits(self, topology: Topology) -> bool:
+        """`auto` chooses the first objective that suits the topology."""
+
+    def waits_in_slots(self) -> bool:
+        """Ranks wait for one another in every micro-batch whatever they compute: reports draw slots aligned."""
+        return False
+
+    def sync_group_size(self, topology: Topology, *, shares_work: bool = True) -> int:
+        """Neighbouring ranks that wait for one another in every micro-batch; 1 where ranks meet once a step.
+
+        Args:
+            topology: the ranks.
+            shares_work: expert-parallel ranks share work, which makes them meet.
+        """
+        return 1
+
+    def is_makespan(self, topology: Topology) -> bool:
+        """The time is a pipeline's makespan; any other is the work of all stages together."""
+        return False
+
+    def time(self, of_groups: NDArray[np.int64], *, topology: Topology) -> int:
+        """Predicted time of a step, in the costs' units.
+
+        In a pipeline each stage waits for the ranks that meet there, so a group runs the pipeline of its costliest
+        micro-batches.
+
+        Args:
+            of_groups: `[num_groups, num_microbatches]` the costliest micro-batch of each slot of the ranks that meet.
+            topology: the ranks.
+        """
+        if self.is_makespan(topology):
+            makespans = pipeline_makespans(of_groups, pp_size=topology.pp_size, vpp_size=topology.vpp_size)
+            return int(makespans.max())
+        return int(of_groups.sum(axis=1).max())
+
+    @abstractmethod
+    def lower_bound(self, problem: Problem) -> int:
+        """A time that no plan which may move samples can beat, in the problem's units."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,7 @@ class Problem:
         per_microbatch: cost of a micro-batch whatever it holds, in the units of `costs`.
         cost_shift: costs are in units of `2**cost_shift` of the cost model's.
         topology: the ranks.
-        objective: `step`, `microbatch` or `pipeline`.
+        objective: what plans are judged by.
     """
 
     costs: NDArray[np.int64]
@@ -83,7 +98,7 @@ class Problem:
     per_microbatch: int
     cost_shift: int
     topology: Topology
-    objective: str
+    objective: Objective
 
     @property
     def num_samples(self) -> int:
@@ -91,17 +106,18 @@ class Problem:
         return self.costs.size
 
     @property
-    def sync_span(self) -> int:
+    def sync_group_size(self) -> int:
         """Neighbouring data-parallel ranks that wait for one another in every micro-batch."""
-        if self.objective == "microbatch":
-            return meeting_ranks(self.topology)
-        # Under `pipeline` groups meet where they share work; `auto` chooses `microbatch` for all of them.
-        return self.topology.ep_span if self.objective == "pipeline" and self.shared_costs.any() else 1
+        return self.objective.sync_group_size(self.topology, shares_work=bool(self.shared_costs.any()))
 
     @property
     def in_pipeline(self) -> bool:
-        """Whether time is a makespan: under `pipeline`, and where expert-parallel groups meet in a pipeline."""
-        return is_makespan(self.objective, topology=self.topology)
+        """Whether time is a makespan."""
+        return self.objective.is_makespan(self.topology)
+
+    def lower_bound(self) -> int:
+        """A time that no plan which may move samples can beat."""
+        return self.objective.lower_bound(self)
 
     def cost_grid(self, slot_of: NDArray[np.int64], *, num_microbatches: int) -> NDArray[np.int64]:
         """Cost of every micro-batch.
@@ -128,17 +144,9 @@ class Problem:
         return grid
 
     def predicted_cost(self, grid: NDArray[np.int64]) -> int:
-        """The objective's value for a cost grid `[dp_size, num_microbatches]`, in its units.
-
-        In each slot every rank waits for the costliest of those it meets. In a pipeline each stage waits so
-        (its expert-parallel group holds the same stage of other ranks), hence the group runs the pipeline of
-        its costliest micro-batches.
-        """
-        of_groups = grid.reshape(-1, self.sync_span, grid.shape[1]).max(axis=1)
-        if self.in_pipeline:
-            makespans = pipeline_makespans(of_groups, pp_size=self.topology.pp_size, vpp_size=self.topology.vpp_size)
-            return int(makespans.max())
-        return int(of_groups.sum(axis=1).max())
+        """The objective's time for a cost grid `[dp_size, num_microbatches]`, in its units."""
+        of_groups = grid.reshape(-1, self.sync_group_size, grid.shape[1]).max(axis=1)
+        return self.objective.time(of_groups, topology=self.topology)
 
 
 def build_problem(
@@ -147,7 +155,7 @@ def build_problem(
     cost_model: CostModel,
     topology: Topology,
     limits: Limits,
-    objective: str,
+    objective: Objective,
     num_segments: NDArray[np.int64] | None = None,
 ) -> Problem:
     """Turns lengths, a cost model, ranks and limits into integers.
@@ -157,7 +165,7 @@ def build_problem(
         cost_model: what a sample costs.
         topology: the ranks.
         limits: what a micro-batch holds.
-        objective: `step`, `microbatch` or `pipeline`.
+        objective: what plans are judged by.
         num_segments: `[num_samples]` int64 segments of each sample, whose tokens and cost are sums over them.
 
     Raises:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.grouping import groups_that_split
 from megatron_balance.planner.inputs import sum_segments
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.problem import Problem, build_problem
 from megatron_balance.topology import Limits, Topology
 
@@ -150,7 +151,7 @@ class DataSchedule:
             cost_model=self.cost_model,
             topology=self.topology,
             limits=self.limits,
-            objective=self.objective,
+            objective=OBJECTIVES[self.objective],
             num_segments=self.num_segments,
         )
 

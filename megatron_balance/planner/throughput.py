@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.problem import is_makespan
+from megatron_balance.planner.objectives import is_makespan
 from megatron_balance.topology import Topology
 
 

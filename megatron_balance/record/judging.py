@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, slowest_over_mean
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord
@@ -35,7 +36,7 @@ def assigned_step(
         cost_model=cost_model,
         topology=info.topology,
         limits=info.limits,
-        objective=info.objective,
+        objective=OBJECTIVES[info.objective],
         num_segments=num_segments,
     )
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)

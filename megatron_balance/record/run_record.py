@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import opened_archive, parse_json
-from megatron_balance.planner.problem import resolve_objective
+from megatron_balance.planner.objectives import resolve_objective
 from megatron_balance.record.step import StepRecord
 from megatron_balance.record.step_checks import check_seconds, check_step, cut
 from megatron_balance.topology import Limits, Topology

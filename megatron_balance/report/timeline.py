@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.planner.metrics import sync_group_size
-from megatron_balance.planner.problem import is_makespan
+from megatron_balance.planner.objectives import OBJECTIVES, is_makespan
 from megatron_balance.record.run_record import RunInfo
 
 _WHOLE = 2**40
@@ -66,8 +66,9 @@ def step_timeline(durations: NDArray[np.float64], *, info: RunInfo, with_bubble:
 
 def _makespan(durations: NDArray[np.float64], *, info: RunInfo) -> float:
     topology = info.topology
-    meet = info.objective == "microbatch" or bool(info.cost_model.expert_linear)
-    of_groups = durations.reshape(-1, topology.ep_span if meet else 1, durations.shape[1]).max(axis=1)
+    shares_work = bool(info.cost_model.expert_linear)
+    span = OBJECTIVES[info.objective].sync_group_size(topology, shares_work=shares_work)
+    of_groups = durations.reshape(-1, span, durations.shape[1]).max(axis=1)
     longest = float(of_groups.sum(axis=1).max())
     # A micro-batch costs all stages together what it costs one of them, times their number.
     costs = np.rint(of_groups / longest * _WHOLE).astype(np.int64) * topology.pp_size

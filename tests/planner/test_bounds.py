@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.bounds.time import lower_bound, min_num_microbatches, single_sample_floor, slot_floor
+from megatron_balance.planner.bounds.time import min_num_microbatches, single_sample_floor, slot_floor
 from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.topology import Limits, Topology
 
@@ -34,7 +35,11 @@ TOPOLOGIES = {
 
 def problem_of(lengths, *, cost_model, topology, limits, objective):
     return build_problem(
-        np.array(lengths, dtype=np.int64), cost_model=cost_model, topology=topology, limits=limits, objective=objective
+        np.array(lengths, dtype=np.int64),
+        cost_model=cost_model,
+        topology=topology,
+        limits=limits,
+        objective=OBJECTIVES[objective],
     )
 
 
@@ -89,7 +94,7 @@ def test_no_assignment_beats_the_bound_and_no_plan_beats_brute_force(objective, 
     for num_microbatches in range(fewest, min(fewest + 2, 6 // topology.dp_size + 1)):
         best = best_by_brute_force(problem, num_microbatches)
         if best is not None:
-            assert lower_bound(problem) <= best
+            assert problem.lower_bound() <= best
             if num_microbatches == schedule.num_microbatches:
                 assert best <= schedule.predicted_cost
 
@@ -105,7 +110,7 @@ def test_step_within_a_third_of_brute_force_on_seven_samples(lengths, cost_model
         for choice in groupings([0] * len(lengths), 1, dp_size)
     )
     schedule = build_data_schedule(lengths, **inputs).check()
-    assert lower_bound(problem) <= best <= schedule.predicted_cost
+    assert problem.lower_bound() <= best <= schedule.predicted_cost
     assert 3 * schedule.predicted_cost <= 4 * best
 
 
@@ -124,7 +129,7 @@ def test_microbatch_against_brute_force_on_seven_samples(lengths, cost_model):
         cost = int(np.sort(heights)[::-1][::2].sum()) + count * problem.per_microbatch
         best = cost if best is None else min(best, cost)
     assert best is not None
-    assert lower_bound(problem) <= best <= schedule.predicted_cost
+    assert problem.lower_bound() <= best <= schedule.predicted_cost
     assert 2 * schedule.predicted_cost <= 3 * best
 
 
@@ -132,7 +137,7 @@ def test_the_pigeonhole_bound_sees_three_equal_samples_on_two_ranks():
     problem = problem_of(
         [6, 6, 6], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(99), objective="step"
     )
-    assert lower_bound(problem) == 12
+    assert problem.lower_bound() == 12
 
 
 def test_large_samples_that_cannot_share_force_slots_apart():
@@ -140,9 +145,9 @@ def test_large_samples_that_cannot_share_force_slots_apart():
     problem = problem_of(
         [10, 10, 10], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(10), objective="microbatch"
     )
-    floor = slot_floor(problem, sync_span=2)
+    floor = slot_floor(problem, sync_group_size=2)
     assert floor.forced_heights == (10, 10)
-    assert lower_bound(problem) == 20
+    assert problem.lower_bound() == 20
 
 
 def test_least_number_of_microbatches():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_balance.cost.model import CostModel
 from megatron_balance.lengths.read import synthetic_lengths
 from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.packing.rank_levels import target_heights
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.topology import Limits, Topology
@@ -95,7 +96,7 @@ def test_steep_targets_fall_evenly_and_hold_what_there_is():
         cost_model=CostModel.tokens(),
         topology=Topology(2, pp_size=4),
         limits=Limits(CAP),
-        objective="pipeline",
+        objective=OBJECTIVES["pipeline"],
     )
     heights = target_heights(problem, num_microbatches=20, steepness=5)
     steps = -np.diff(heights)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner.problem import resolve_objective
+from megatron_balance.planner.objectives import resolve_objective
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.memory.budget import AUTO
-from megatron_balance.planner.problem import OBJECTIVES
+from megatron_balance.planner.objectives import objective_names
 
 UNITS = ("segment", "sample")
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
@@ -109,7 +109,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--balance-objective",
-        choices=OBJECTIVES,
+        choices=objective_names(),
         default="auto",
         help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP), or in "
         "a pipeline. auto reads it from the parallel sizes.",

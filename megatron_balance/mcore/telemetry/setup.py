@@ -24,7 +24,7 @@ from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.telemetry.observer import RunObserver, TimedStep, Watcher
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
-from megatron_balance.planner.problem import resolve_objective
+from megatron_balance.planner.objectives import resolve_objective
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.runtime.device import device_kind
 from megatron_balance.runtime.environment import environment

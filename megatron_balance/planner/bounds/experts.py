@@ -54,7 +54,7 @@ class _Knapsack:
 
 def expert_bound(problem: Problem, *, at_least: int) -> int:
     """Lower bound on the slowest group's time without `per_microbatch`, at least `at_least`."""
-    dp_size, span = problem.topology.dp_size, problem.sync_span
+    dp_size, span = problem.topology.dp_size, problem.sync_group_size
     if span != problem.topology.ep_span or span in (1, dp_size) or not problem.shared_costs.any():
         return at_least
     total = int(problem.costs.sum()) + int(problem.shared_costs.sum())

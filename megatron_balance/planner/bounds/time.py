@@ -55,26 +55,26 @@ def min_num_microbatches(problem: Problem) -> int:
     return -(-num_bins // (problem.topology.dp_size * multiple)) * multiple
 
 
-def slot_floor(problem: Problem, *, sync_span: int) -> SlotFloor:
+def slot_floor(problem: Problem, *, sync_group_size: int) -> SlotFloor:
     """Bounds the mean over groups of the sum over slots of the costliest rank's own cost.
 
-    With e = `sync_span`, T the capacity, B[i] the height that the i-th highest slot is forced to, C the total
+    With e = `sync_group_size`, T the capacity, B[i] the height that the i-th highest slot is forced to, C the total
     cost and U(i) the most that i slots of e ranks can hold, a fractional knapsack of i*e*T, the bound is max
     over i of `sum(B[:i]) + (C - U(i)) / e` over all groups together.
 
     Args:
         problem: the global batch.
-        sync_span: ranks that meet in every micro-batch.
+        sync_group_size: ranks that meet in every micro-batch.
 
     Returns:
         SlotFloor: the best i, and what it says.
     """
-    forced = _forced_heights(problem, sync_span=sync_span)
+    forced = _forced_heights(problem, sync_group_size=sync_group_size)
     total = int(problem.costs.sum())
-    capacities = [num_high * sync_span * problem.capacity for num_high in range(len(forced) + 1)]
+    capacities = [num_high * sync_group_size * problem.capacity for num_high in range(len(forced) + 1)]
     held = _most_cost_within(problem, capacities)
     values = [
-        sync_span * forced_cost + total - kept
+        sync_group_size * forced_cost + total - kept
         for forced_cost, kept in zip(accumulate(forced, initial=0), held, strict=True)
     ]
     num_high = max(range(len(values)), key=lambda i: (values[i], -i))
@@ -87,34 +87,41 @@ def slot_floor(problem: Problem, *, sync_span: int) -> SlotFloor:
     )
 
 
-def lower_bound(problem: Problem) -> int:
-    """Lower bound on the objective's value over all plans that may move samples.
-
-    Returns:
-        Cost, in the units of the problem.
-    """
-    dp_size, span = problem.topology.dp_size, problem.topology.ep_span
+def even_work(problem: Problem) -> int:
+    """Work of the fullest rank at least: an even share of all, or the largest sample."""
     own, shared = int(problem.costs.sum()), int(problem.shared_costs.sum())
-    overhead = min_num_microbatches(problem) * problem.per_microbatch if problem.per_microbatch else 0
-    # A sample runs whole on one rank, and its shared part is split over the expert-parallel group.
-    single = int((problem.costs + -(-problem.shared_costs // span)).max(initial=0))
-    work = max(-(-(own + shared) // dp_size), single)
-    if problem.sync_span > 1 or problem.objective == "microbatch":
-        spread = slot_floor(problem, sync_span=problem.sync_span).total_cost
-        work = expert_bound(problem, at_least=max(-(-(spread + shared) // dp_size), work))
-    if problem.objective != "microbatch":
-        work = max(work, _pigeonhole(problem.costs, num_parts=dp_size))
-    work += overhead
-    if not problem.in_pipeline:
-        return work
+    return max(-(-(own + shared) // problem.topology.dp_size), _largest_sample(problem))
+
+
+def meeting_work(problem: Problem) -> int:
+    """Time of the slowest group of ranks that meet in every micro-batch at least, without `per_microbatch`."""
+    spread = slot_floor(problem, sync_group_size=problem.sync_group_size).total_cost
+    shared = int(problem.shared_costs.sum())
+    even = max(-(-(spread + shared) // problem.topology.dp_size), even_work(problem))
+    return expert_bound(problem, at_least=even)
+
+
+def launch_cost(problem: Problem) -> int:
+    """`per_microbatch` of as many micro-batches as a rank needs at least."""
+    return min_num_microbatches(problem) * problem.per_microbatch if problem.per_microbatch else 0
+
+
+def in_stages(problem: Problem, work: int) -> int:
+    """Makespan of a pipeline whose stages do `work` together, at least."""
     pp_size, vpp_size = problem.topology.pp_size, problem.topology.vpp_size
-    # A stage works step/p; at both ends it idles for at least an empty micro-batch on the other stages.
+    # A stage works work/p; at both ends it idles for at least an empty micro-batch on the other stages.
     idle = (pp_size - 1) * problem.per_microbatch
-    in_stages = -(-(work * vpp_size + idle) // (pp_size * vpp_size))
-    return max(in_stages, single + problem.per_microbatch)
+    stage = -(-(work * vpp_size + idle) // (pp_size * vpp_size))
+    return max(stage, _largest_sample(problem) + problem.per_microbatch)
 
 
-def _forced_heights(problem: Problem, *, sync_span: int) -> list[int]:
+def _largest_sample(problem: Problem) -> int:
+    """A sample runs whole on one rank, and its shared part is split over the expert-parallel group."""
+    span = problem.topology.ep_span
+    return int((problem.costs + -(-problem.shared_costs // span)).max(initial=0))
+
+
+def _forced_heights(problem: Problem, *, sync_group_size: int) -> list[int]:
     """Falling heights below which the i-th highest slot of all ranks that meet cannot be, `[num_forced]`.
 
     At most k of the samples heavier than T/(k+1) share a micro-batch, so i slots of e ranks hold at most
@@ -124,7 +131,7 @@ def _forced_heights(problem: Problem, *, sync_span: int) -> list[int]:
     forced = [largest] if problem.num_samples else []
     for most in range(1, _MOST_SHARING + 1):
         heavy = np.sort(problem.costs[(most + 1) * problem.weights > problem.capacity])[::-1]
-        for index, height in enumerate(heavy[:: most * sync_span].tolist()):
+        for index, height in enumerate(heavy[:: most * sync_group_size].tolist()):
             if index < len(forced):
                 forced[index] = max(forced[index], height)
             else:
@@ -142,7 +149,7 @@ def single_sample_floor(problem: Problem) -> float:
     return max(1.0, largest * problem.topology.dp_size / total) if total else 1.0
 
 
-def _pigeonhole(costs: NDArray[np.int64], *, num_parts: int) -> int:
+def pigeonhole(costs: NDArray[np.int64], *, num_parts: int) -> int:
     """Max over k of the k+1 smallest of the k*num_parts + 1 costliest: some part holds k+1 of these."""
     falling = np.sort(costs)[::-1]
     sums = np.concatenate([[0], np.cumsum(falling)])

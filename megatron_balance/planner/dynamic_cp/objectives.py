@@ -26,7 +26,7 @@ from megatron_balance.planner.dynamic_cp.rows import place_in_rows
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.dynamic_cp.tree import place_on_tree
 from megatron_balance.planner.makespan import pipeline_makespans
-from megatron_balance.planner.problem import is_makespan
+from megatron_balance.planner.objectives import is_makespan
 from megatron_balance.topology import Topology
 
 

@@ -93,9 +93,9 @@ def _permute(
     """Permutes groups of ranks, and inside them ranks or the micro-batches of a slot."""
     dp_size = problem.topology.dp_size
     # Ranks that meet in every micro-batch wait for the costliest of a slot, whichever of them runs it.
-    meet = problem.sync_span > 1
+    meet = problem.sync_group_size > 1
     per_slot = meet and not whole_ranks
-    span = problem.sync_span if meet else dp_size
+    span = problem.sync_group_size if meet else dp_size
     if problem.shared_costs.any():
         span = problem.topology.ep_span
     # Parts are micro-batches where slots are permuted by themselves, else ranks.

@@ -37,7 +37,7 @@ def fill_empty(
         return bin_of
     bin_of = bin_of.copy()
     enough = problem.num_samples >= num_bins
-    if not (problem.sync_span > 1 and across and enough):
+    if not (problem.sync_group_size > 1 and across and enough):
         for part in np.flatnonzero((counts.reshape(num_parts, bins_per_part) == 0).any(axis=1)).tolist():
             _split_bins(problem, bin_of, bins=range(part * bins_per_part, (part + 1) * bins_per_part))
     if across and enough:

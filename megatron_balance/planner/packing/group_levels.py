@@ -84,7 +84,7 @@ class _GroupPacking:
 
     def __init__(self, problem: Problem, *, num_rows: int, capacity: int, bound: int) -> None:
         self.problem, self.capacity = problem, capacity
-        self.span = problem.sync_span
+        self.span = problem.sync_group_size
         self.num_groups = problem.topology.dp_size // self.span
         # Samples that cost nothing are to be spread as well.
         self.costs = np.maximum(problem.costs, 1)
@@ -146,7 +146,7 @@ class _GroupPacking:
 
 def _row_limit(problem: Problem, *, bound: int) -> int | None:
     """Time that a row may take, its expert work included."""
-    if problem.sync_span == problem.topology.dp_size:
+    if problem.sync_group_size == problem.topology.dp_size:
         # A single group computes all expert work, whatever its rows hold.
         return None
     # In a pipeline a high row holds nothing but the samples that make it high: full ones took 2 % longer.
@@ -193,7 +193,7 @@ def _laid_out(
     problem: Problem, bin_of: NDArray[np.int64], *, num_microbatches: int
 ) -> tuple[Placement, NDArray[np.int64]]:
     """The placement of a packing whose empty bins were filled, and that packing."""
-    span = problem.sync_span
+    span = problem.sync_group_size
     bin_of = fill_empty(
         problem,
         bin_of,
@@ -206,7 +206,7 @@ def _laid_out(
 
 def _excess(problem: Problem, placement: Placement, *, at_most: int) -> NDArray[np.int64] | None:
     """Time of each group above their mean; None where groups of the mean would cost `at_most` or more all the same."""
-    of_groups = placement.cost_grid.reshape(-1, problem.sync_span, placement.num_microbatches)
+    of_groups = placement.cost_grid.reshape(-1, problem.sync_group_size, placement.num_microbatches)
     times = of_groups.max(axis=1).sum(axis=1)
     mean = int(times.sum()) // times.size
     # A makespan is no sum of micro-batches: there, nothing is known before it is tried.

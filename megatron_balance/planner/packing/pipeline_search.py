@@ -19,9 +19,6 @@ from megatron_balance.planner.bounds.time import min_num_microbatches
 from megatron_balance.planner.packing.slot_layout import Placement
 from megatron_balance.planner.problem import Problem
 
-STEEPNESSES = (0, 5)
-"""The highest micro-batch is as costly as the lowest, or six times so; slopes between hardly ever gave less."""
-
 MAX_TIMES_FEWEST = 4
 """Micro-batches beyond the fewest that are tried where they cost nothing besides: with a cost that is free of launches
 nothing else would end it."""
@@ -34,7 +31,7 @@ def search_pipeline(problem: Problem, *, bound: int, pack: Callable[[int, int], 
     """The least predicted cost over counts and slopes; the fewest micro-batches of those.
 
     Args:
-        problem: the global batch, of ranks that do not meet in micro-batches.
+        problem: the global batch, whose time is a makespan.
         bound: no plan costs less.
         pack: packs into (num_microbatches, or more where it takes more; steepness).
     """
@@ -47,7 +44,7 @@ def search_pipeline(problem: Problem, *, bound: int, pack: Callable[[int, int], 
         if best is not None and _least_cost(problem, num_microbatches=num_microbatches) >= best.predicted_cost:
             break
         lost += 1
-        for steepness in STEEPNESSES:
+        for steepness in problem.objective.slopes if problem.sync_group_size == 1 else (0,):
             found = pack(num_microbatches, steepness)
             # Where the cap asked for more, the counts between were tried.
             reached = max(reached, found.num_microbatches)

@@ -25,7 +25,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.bounds.time import lower_bound, min_num_microbatches
+from megatron_balance.planner.bounds.time import min_num_microbatches
 from megatron_balance.planner.packing.by_rank import assign_ranks, place_by_ranks
 from megatron_balance.planner.packing.group_levels import place_groups
 from megatron_balance.planner.packing.pipeline_search import search_pipeline
@@ -41,9 +41,6 @@ GOOD_ENOUGH = 1024
 
 MAX_NAMED_SAMPLES = 2048
 """Samples up to which algorithms by name are tried: they take ten times as long, and are better on few samples only."""
-
-TRIALS = {"step": ("karmarkar_karp",), "pipeline": ("first_fit", "greedy", "karmarkar_karp")}
-"""Algorithms by name that are tried where ranks do not meet in micro-batches, by objective."""
 
 WORTH_TRIALS = 16384
 """A plan further than one part in this many from its bound is compared with algorithms by name."""
@@ -75,7 +72,7 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
     if algorithm != "level_packing" or problem.num_samples > MAX_NAMED_SAMPLES:
         return found
     bound = found.lower_bound
-    for name in TRIALS.get(problem.objective, ()):
+    for name in problem.objective.trials:
         if found.predicted_cost > bound + bound // WORTH_TRIALS:
             by_name = _place_by_ranks(problem, algorithm=name, home_ranks=home_ranks)
             found = min(found, by_name, key=lambda placement: placement.predicted_cost)
@@ -84,10 +81,10 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
 
 def _place_by_levels(problem: Problem) -> Placement:
     """The micro-batches of all ranks together."""
-    bound = lower_bound(problem)
+    bound = problem.lower_bound()
 
     def pack(num_microbatches: int, steepness: int) -> Placement:
-        if problem.sync_span > 1:
+        if problem.sync_group_size > 1:
             return place_groups(problem, num_microbatches=num_microbatches, bound=bound)
         return place_ranks(problem, num_microbatches=num_microbatches, bound=bound, steepness=steepness)
 
@@ -97,7 +94,7 @@ def _place_by_levels(problem: Problem) -> Placement:
 
 def _place_by_ranks(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None) -> Placement:
     """Each rank by itself, with the samples that it loaded or that the algorithm gives it."""
-    bound = lower_bound(problem)
+    bound = problem.lower_bound()
     if home_ranks is None:
         samples_of = assign_ranks(problem, algorithm=algorithm)
     else:
@@ -152,7 +149,7 @@ def _search(problem: Problem, *, bound: int, pack: _Pack, at_home: int = 0) -> P
 
 def _largest_at_home(problem: Problem, home_ranks: NDArray[np.int64]) -> int:
     """The costliest rank's samples where they were loaded; 0 where the time is more than sums of ranks."""
-    if problem.sync_span > 1 or problem.in_pipeline or problem.shared_costs.any():
+    if problem.sync_group_size > 1 or problem.in_pipeline or problem.shared_costs.any():
         return 0
     loads = np.zeros(problem.topology.dp_size, dtype=np.int64)
     np.add.at(loads, home_ranks, problem.costs)

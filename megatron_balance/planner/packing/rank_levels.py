@@ -84,7 +84,7 @@ def target_heights(problem: Problem, *, num_microbatches: int, steepness: int = 
         `[num_microbatches]` falling costs.
     """
     dp_size = problem.topology.dp_size
-    floor = slot_floor(problem, sync_span=dp_size)
+    floor = slot_floor(problem, sync_group_size=dp_size)
     # Whole numbers that fall in even steps, each in the middle of its own.
     last = 2 * num_microbatches - 1
     profile = [2 * num_microbatches + steepness * (last - 2 * row) for row in range(num_microbatches)]

@@ -48,7 +48,7 @@ def lay_out(
         num_microbatches: rows of a group.
         span: ranks of a group, where they are not those that meet.
     """
-    span = span or problem.sync_span
+    span = span or problem.sync_group_size
     if span == 1:
         return in_order(problem, bin_of, num_microbatches=num_microbatches)
     num_groups = problem.topology.dp_size // span

@@ -1,0 +1,40 @@
+"""Ranks meet in every micro-batch (experts spread over ranks, FSDP, ZeRO-3).
+
+The time is the sum over slots of the costliest rank that meets there, of the slowest group of ranks. With
+expert-parallel groups over several ranks and pipeline stages both, a stage waits for its group in each slot, so the
+time is the largest makespan of a group's costliest micro-batches.
+"""
+
+from __future__ import annotations
+
+from megatron_balance.planner.bounds.time import in_stages, launch_cost, meeting_work
+from megatron_balance.planner.problem import Objective, Problem
+from megatron_balance.topology import Topology
+
+
+class Microbatch(Objective):
+    """See the module."""
+
+    name = "microbatch"
+
+    def suits(self, topology: Topology) -> bool:
+        """Experts spread over data-parallel ranks, or weights gathered in every micro-batch."""
+        return topology.ep_span > 1 or topology.fully_sharded
+
+    def waits_in_slots(self) -> bool:
+        """Always."""
+        return True
+
+    def sync_group_size(self, topology: Topology, *, shares_work: bool = True) -> int:
+        """An expert-parallel group, if those are the only ranks that meet, else all ranks."""
+        span = topology.ep_span
+        return topology.dp_size if topology.fully_sharded or span == 1 else span
+
+    def is_makespan(self, topology: Topology) -> bool:
+        """Where expert-parallel groups meet in a pipeline."""
+        return topology.ep_span > 1 and topology.pp_size > 1
+
+    def lower_bound(self, problem: Problem) -> int:
+        """What the highest slots are forced to, and the rest spread evenly."""
+        work = meeting_work(problem) + launch_cost(problem)
+        return in_stages(problem, work) if problem.in_pipeline else work
