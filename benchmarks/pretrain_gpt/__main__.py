@@ -2,7 +2,8 @@
 
     scripts/upstream/check_megatron.sh CHECKOUT                   every layout, both kinds of data
     scripts/upstream/check_megatron.sh CHECKOUT --only 'DP2 CP2 / --sft' EP2     those whose name holds one of these
-    scripts/upstream/check_megatron.sh CHECKOUT --publish         also writes benchmarks/results/pretrain_gpt.*
+    scripts/upstream/check_megatron.sh CHECKOUT --speed           seconds of --sft, stock and by flag, instead
+    scripts/upstream/check_megatron.sh CHECKOUT --publish         also writes benchmarks/results/pretrain_gpt*
 
 The exit status is 1 where a balanced run is not as it must be, 0 else.
 """
@@ -16,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training_run import ROOT, RunFailed, train
+from training_run import ROOT, Recorded, RunFailed, train
 
 from benchmarks.equality.forked import import_once, train_forked
-from benchmarks.pretrain_gpt.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases
+from benchmarks.pretrain_gpt import speed
+from benchmarks.pretrain_gpt.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases, data_flags
 from benchmarks.pretrain_gpt.data import PretrainData, write_data
 from benchmarks.pretrain_gpt.outcomes import Outcome, Verdict, judge, judge_refusal, last_error
 from benchmarks.pretrain_gpt.report import Row, line, publish, row_of, table_of
@@ -34,8 +36,11 @@ def main() -> int:
     parser.add_argument("tree", type=Path, help="a copy of the checkout, its dataset helpers built")
     parser.add_argument("--name", required=True, help="of the checkout, for the report")
     parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="runs whose name holds one of these")
-    parser.add_argument("--publish", action="store_true", help="write benchmarks/results/pretrain_gpt.*")
+    parser.add_argument("--publish", action="store_true", help="write benchmarks/results/pretrain_gpt*")
+    parser.add_argument("--speed", action="store_true", help="time --sft, stock and with each flag, instead")
     args = parser.parse_args()
+    if args.speed:
+        return _speed(args)
     runs = Runs(args.tree, folder=args.tree.parent / "runs")
     rows: list[Row] = []
     for case in cases(args.only):
@@ -48,6 +53,26 @@ def main() -> int:
 
         publish(rows, checkout=f"{args.name} ({__version__})", folder=ROOT / "benchmarks" / "results")
     return 0 if rows and all(row["good"] for row in rows) else 1
+
+
+def _speed(args: argparse.Namespace) -> int:
+    """Time `--sft` and report."""
+    folder = args.tree.parent / "speed"
+    shutil.rmtree(folder, ignore_errors=True)
+    data = write_data(folder / "data", whole=True)
+
+    def run(flags: Sequence[str]) -> Recorded:
+        script = {"TRAINING_SCRIPT": str(args.tree / "pretrain_gpt.py")}
+        every = [*data_flags("--sft", data), "--split", "100,0,0", "--vocab-size", "258", *flags]
+        return train(folder / "run", every, num_ranks=2, environment=script, timeout_seconds=TIMEOUT_SECONDS)
+
+    result = speed.measure(run)
+    sys.stdout.write(speed.table(result))
+    if args.publish:
+        from megatron.core.package_info import __version__
+
+        speed.publish(result, checkout=f"{args.name} ({__version__})", folder=ROOT / "benchmarks" / "results")
+    return 0 if speed.is_equal(result) else 1
 
 
 @dataclass

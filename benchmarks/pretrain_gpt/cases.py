@@ -109,7 +109,7 @@ class Case:
 
     def flags(self, data: PretrainData) -> list[str]:
         """All but those of the weights."""
-        parts = [COMMON, MODELS[self.model], _data_flags(self.data, data)]
+        parts = [COMMON, MODELS[self.model], *data_flags(self.data, data)]
         parts += [LAYOUTS[self.layout].flags] if self.layout != ONE_RANK else []
         parts += [BALANCED] if self.balanced else []
         return " ".join(parts).split()
@@ -123,9 +123,16 @@ def cases(only: Sequence[str] = ()) -> Iterator[Case]:
         yield from (case for case in every if not only or any(text in case.name for text in only))
 
 
-def _data_flags(kind: str, data: PretrainData) -> str:
+def data_flags(kind: str, data: PretrainData) -> list[str]:
+    """Flags of the data set.
+
+    Args:
+        kind: one of DATA.
+        data: its files.
+    """
     cache = f"--data-cache-path {data.documents.parent / 'cache'}"
     if kind == "--sft":
         tokenizer = f"--tokenizer-type SFTTokenizer --tokenizer-model {data.tokenizer}"
-        return f"{kind} --data-path {data.conversations} {tokenizer} --sft-tokenizer-prompt-format default {cache}"
-    return f"{kind} --data-path {data.documents} {cache}"
+        files = f"--data-path {data.conversations} {tokenizer} --sft-tokenizer-prompt-format default"
+        return f"{kind} {files} {cache}".split()
+    return f"{kind} --data-path {data.documents} {cache}".split()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,31 +47,39 @@ class PretrainData:
     documents: Path
 
 
-def write_data(folder: Path) -> PretrainData:
-    """Write all data of a check into a folder; megatron.core must be importable."""
+def write_data(folder: Path, *, whole: bool = False) -> PretrainData:
+    """Write all data of a check into a folder; megatron.core must be importable.
+
+    Args:
+        folder: made where it is missing.
+        whole: conversations are not cut and lie one in a row.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data = PretrainData(folder / "conversations.jsonl", folder / "tokenizer", folder / "documents")
-    _write_conversations(data.conversations)
+    samples = _samples(whole=whole)
+    _write_conversations(data.conversations, samples=samples, in_a_row=(1,) if whole else CONVERSATIONS_IN_A_ROW)
     _write_tokenizer(data.tokenizer)
-    _write_documents(data.documents)
+    _write_documents(data.documents, samples=samples)
     return data
 
 
-def _samples() -> list[PromptResponse]:
+def _samples(*, whole: bool) -> list[PromptResponse]:
     """In an order of their own: the corpus' neighbours come from one file and resemble one another."""
     corpus = stdlib_samples()
     chosen = np.random.default_rng(0).permutation(len(corpus))[:NUM_SAMPLES]
+    if whole:
+        return [corpus[index] for index in chosen]
     return [
         PromptResponse(corpus[index].prompt[:MAX_PROMPT_BYTES], corpus[index].response[:MAX_RESPONSE_BYTES])
         for index in chosen
     ]
 
 
-def _write_conversations(path: Path) -> None:
+def _write_conversations(path: Path, *, samples: Sequence[PromptResponse], in_a_row: Sequence[int]) -> None:
     """A system message begins a conversation; SFTDataset makes each a sequence of its row."""
-    conversations = iter([_conversation(sample) for sample in _samples()])
+    conversations = iter([_conversation(sample) for sample in samples])
     with path.open("w", encoding="utf-8") as out:
-        for num_conversations in itertools.cycle(CONVERSATIONS_IN_A_ROW):
+        for num_conversations in itertools.cycle(in_a_row):
             row = list(itertools.islice(conversations, num_conversations))
             if not row:
                 return
@@ -97,11 +105,11 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": _TEMPLATE}))
 
 
-def _write_documents(prefix: Path) -> None:
+def _write_documents(prefix: Path, *, samples: Sequence[PromptResponse]) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for sample in _samples():
+    for sample in samples:
         document = torch.tensor([*sample.prompt, *sample.response, END_OF_DOCUMENT])
         builder.add_document(document, [len(document)])
     builder.finalize(f"{prefix}.idx")
