@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -31,6 +32,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+import megatron_balance
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import build_parser, main
 from megatron_balance.mcore.setup.flags import add_balance_args
@@ -245,3 +247,19 @@ def test_objectives_are_drawn_from_todays_plans(monkeypatch: pytest.MonkeyPatch)
             assert panel.title.rsplit(" ", 1)[1] in page
         before, after = (float(panel.title.rsplit(" ", 1)[1]) for panel in picture.panels)
         assert after < before
+
+
+def test_rooms_are_drawn_from_the_import_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
+    architecture = importlib.import_module("architecture")
+    assert architecture.PICTURE.read_text() == architecture.picture(), "stale: run python docs/pictures/architecture.py"
+    assert sorted(architecture.PURPOSE) == sorted(itertools.chain.from_iterable(architecture.rooms()))
+
+
+def test_python_page_has_every_public_name() -> None:
+    named = re.findall(r"^::: megatron_balance\.([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    assert {name.rpartition(".")[2] for name in named} >= set(megatron_balance.__all__) - {"__version__"}
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        if not module.startswith("adapters"):  # needs the other system
+            assert hasattr(importlib.import_module(f"megatron_balance.{module}"), attribute), f"there is no {name}"
