@@ -67,6 +67,7 @@ class TakesTurns:
         out: where lines go.
 
     Attributes:
+        planner: of the prefetcher.
         hand_observer: makes its argument the run's observer.
     """
 
@@ -80,8 +81,8 @@ class TakesTurns:
         self._last: BalancedStep | None = None
         self._began = (0.0, 0.0)
         self._cpu_seconds = 0.0
-        make = prefetcher.planner.make
-        prefetcher.planner.make = self._metered(make)  # type: ignore[method-assign]
+        self.planner = prefetcher.planner
+        self.planner.make = self._metered(self.planner.make)  # type: ignore[method-assign]
 
     def balance(self, data_iterator: Any, *, num_microbatches: int) -> Any:
         """As the prefetcher's, or the last step again."""
