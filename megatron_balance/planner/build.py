@@ -4,8 +4,8 @@
     2. the cost model turns them into integer costs
     3. the objective is chosen from the topology, unless it is given
     4. groups that must share a rank are given to ranks (`grouping.py`)
-    5. samples are placed (`placement.py`)
-    6. what is interchangeable is exchanged so that fewer tokens move (`locality.py`)
+    5. samples are placed (`packing/place.py`)
+    6. what is interchangeable is exchanged so that fewer tokens move (`locality/`)
     7. the plan is frozen with its cost grid and its lower bound
 
 `DataSchedule.check` asserts the invariants of the plan (`schedule.py`). An empty global batch is

@@ -1,20 +1,24 @@
-"""Which micro-batch of which rank runs each sample: from a planning problem to slot numbers.
+"""Which micro-batch of which rank runs each sample: from a planning problem to slot numbers, in ten lines.
 
-    1. num_microbatches starts at the least that could hold the samples
-    2. pack; where a sample finds no room, raise num_microbatches by microbatch_multiple and pack again
-    3. fill empty slots (`empty_slots.py`)
-    4. refine small batches
-    5. put the slots of each rank in order
-    6. try the next larger num_microbatches as well, keep the least predicted cost
+    1. samples are sorted by cost, so that the order of arrival changes nothing
+    2. the objective says which ranks wait for one another in every micro-batch: none, a group of ranks, or all
+    3. the number of micro-batches starts at the least that could hold the samples, and the next two are tried as well;
+       for a pipeline, rising counts until two in a row are no better (`pipeline_search.py`)
+    4. ranks that do not meet: samples go, costliest first, to the least loaded rank, there to the micro-batch
+       furthest below its target (`rank_levels.py`)
+    5. groups that meet: rows that a large sample makes high are packed first and full, each micro-batch with the
+       costliest samples that fit (`group_levels.py`)
+    6. high rows are dealt to the groups, the longest to the group with the least time
+    7. the time left is poured over the other rows like water, and the samples left go, costliest first, to the
+       micro-batch furthest below its target
+    8. what a group takes above the mean is taken off its targets, and step 7 is done again, three times at most
+    9. an empty micro-batch takes a sample from elsewhere (`empty_slots.py`), and batches of up to 1,024 samples are
+       refined by moves and swaps that relieve the slowest group (`partition/refine.py`)
+    10. the plan of least predicted time is kept; small batches of ranks that do not meet are compared with plans of the
+        algorithms by name
 
-Level packing looks at the micro-batches of all ranks together: `rank_levels.py` where ranks meet at the end of the step
-only, `group_levels.py` where groups of ranks meet in every micro-batch. An algorithm by name gives samples to ranks
-first and then packs each rank by itself (`by_rank.py`); so does a plan whose samples may not leave their rank.
-
-Where time is a makespan, the counts of step 6 reach further, with targets of several slopes (`pipeline_search.py`), and
-the plans of the algorithms by name are looked at as well: a makespan follows no sum that level packing could aim at.
-
-Rule of the file: `slot_of` is `[num_samples]` `rank * num_microbatches + slot`.
+An algorithm by name gives samples to ranks first and then packs each rank by itself (`by_rank.py`), and so does a plan
+whose samples may not leave their rank. `slot_of` is `[num_samples]` `rank * num_microbatches + slot`.
 """
 
 from __future__ import annotations
