@@ -29,8 +29,11 @@ from megatron_balance.planner.makespan import mountain_order, pipeline_makespans
 _MAX_WORK = 3_000_000
 """Work (`Packs.work`) after which no further outline is filled: about 25 ms."""
 
-_MAX_RAISES = 5
-"""Heights that are tried for an outline."""
+_MAX_RAISES = 2
+"""Heights that are tried for an outline: many outlines are worth more than many heights of one."""
+
+_RAISED_WITHIN = 400
+"""A second height is tried where the first came within this part of the best plan."""
 
 
 def place_in_rows(samples: SizedSamples, *, floor: int, multiple: int, pp_size: int = 1, vpp_size: int = 1) -> Groups:
@@ -60,7 +63,7 @@ def place_in_rows(samples: SizedSamples, *, floor: int, multiple: int, pp_size: 
             time = int(pipeline_makespans(heights[:, in_order[0]], pp_size=pp_size, vpp_size=vpp_size)[0])
             if best is None or time < best_time:
                 best, best_time, order = shelves, time, in_order[0]
-            if not area_left or work > _MAX_WORK:
+            if not area_left or work > _MAX_WORK or time > best_time + best_time // _RAISED_WITHIN:
                 break
             height += max(area_left // (outline.num_rows * samples.num_leaves), height // 256) + 1
     assert best is not None, "there is an outline for any samples"
