@@ -1,0 +1,158 @@
+"""Times of plans over the ideal: all work, spread evenly over all ranks, without communication or padding."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.dynamic_cp.dev_scheduler import Rows
+from benchmarks.dynamic_cp.setups import OBJECTIVES, DynamicSetup, cost_model
+from benchmarks.planner.measure import median_timing, timed
+from megatron_balance import build_data_schedule
+from megatron_balance.planner.dynamic_cp.samples import SizedSamples
+from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Plans of one setup at one cost of communication, for one objective: means over batches.
+
+    Attributes:
+        setup: its name.
+        exchange: cost of receiving a token, as part of its linear cost.
+        objective: `step` or `microbatch`.
+        ours: time over the ideal.
+        bound: what no plan can beat, over the ideal.
+        dev: time of Megatron dev's scheduler, or None where there is no checkout.
+        fixed: a perfect plan in which every sample runs at the setup's context-parallel size.
+        worst: the batch whose plan is farthest above the bound: time over bound.
+        mean_size: ranks that share a token, mean over tokens.
+        num_over_cap: micro-batches of several samples over the cap.
+    """
+
+    setup: str
+    exchange: float
+    objective: str
+    ours: float
+    bound: float
+    dev: float | None
+    fixed: float
+    worst: float
+    mean_size: float
+    num_over_cap: int
+
+
+@dataclass(frozen=True)
+class PlanningTime:
+    """Time of one plan.
+
+    Attributes:
+        setup: its name.
+        objective: `step` or `microbatch`.
+        cpu_ms: median of this process's computing, lengths to schedule.
+        over_bound: predicted time over the bound.
+    """
+
+    setup: str
+    objective: str
+    cpu_ms: float
+    over_bound: float
+
+
+def plan(batch: NDArray[np.int64], *, setup: DynamicSetup, exchange: float, objective: str) -> DynamicCpSchedule:
+    """This package's plan."""
+    schedule = build_data_schedule(
+        batch,
+        cost_model=cost_model(exchange),
+        topology=replace(setup.topology, **OBJECTIVES[objective]),
+        limits=setup.limits,
+    )
+    assert isinstance(schedule, DynamicCpSchedule)
+    return schedule
+
+
+def measure_cell(
+    setup: DynamicSetup,
+    *,
+    exchange: float,
+    objective: str,
+    planned: list[tuple[NDArray[np.int64], Rows | None]],
+) -> Cell:
+    """Plans every batch. `planned`: batches, each with the rows of dev's scheduler."""
+    ours: list[float] = []
+    bounds: list[float] = []
+    devs: list[float] = []
+    fixed: list[float] = []
+    sizes: list[float] = []
+    num_over_cap = 0
+    for batch, rows in planned:
+        schedule = plan(batch, setup=setup, exchange=exchange, objective=objective).check()
+        samples = schedule.samples()
+        ideal = sum(cost_model(0)(length) for length in batch.tolist()) / samples.num_leaves
+        ideal /= 1 << schedule.cost_shift
+        level = setup.topology.cp_size.bit_length() - 1
+        ours.append(schedule.predicted_cost / ideal)
+        bounds.append(schedule.lower_bound / ideal)
+        fixed.append((int(samples.costs[level].sum()) << level) / samples.num_leaves / ideal)
+        if rows is not None:
+            devs.append(time_of_rows(rows, samples=samples, objective=objective) / ideal)
+        levels = schedule.cp_groups.levels[schedule.cp_groups.group_of]
+        sizes.append(float((batch << levels).sum() / batch.sum()))
+        num_over_cap += over_cap(schedule)
+    return Cell(
+        setup.name,
+        exchange,
+        objective,
+        ours=statistics.fmean(ours),
+        bound=statistics.fmean(bounds),
+        dev=statistics.fmean(devs) if devs else None,
+        fixed=statistics.fmean(fixed),
+        worst=max(time / bound for time, bound in zip(ours, bounds, strict=True)),
+        mean_size=statistics.fmean(sizes),
+        num_over_cap=num_over_cap,
+    )
+
+
+def over_cap(schedule: DynamicCpSchedule) -> int:
+    """Micro-batches of several samples whose ranks hold more tokens than the cap."""
+    counts, tokens = schedule.slot_counts(), schedule.slot_tokens()
+    sizes = np.zeros((schedule.topology.num_leaves, schedule.num_microbatches), dtype=np.int64)
+    for leaf, of_leaf in enumerate(schedule.cp_sizes):
+        sizes[leaf, : len(of_leaf)] = of_leaf
+    cap = schedule.limits.max_tokens_per_gpu or 0
+    return int(((counts > 1) & (tokens > cap * sizes.reshape(-1))).sum())
+
+
+def time_of_rows(rows: Rows, *, samples: SizedSamples, objective: str) -> int:
+    """Time of rows in which a sample's size is the number of ranks that hold it.
+
+    Under `step` the fullest rank's work: waiting inside groups, of which these rows have some, is not counted.
+    """
+    of_ranks = np.zeros((len(rows), samples.num_leaves), dtype=np.int64)
+    for row, ranks in enumerate(rows):
+        sizes = Counter(sample for ids in ranks for sample in ids)
+        costs = {sample: int(samples.costs[size.bit_length() - 1, sample]) for sample, size in sizes.items()}
+        of_ranks[row] = [sum(costs[sample] for sample in ids) for ids in ranks]
+    return int(of_ranks.sum(axis=0).max() if objective == "step" else of_ranks.max(axis=1).sum())
+
+
+def measure_time(
+    batch: NDArray[np.int64], *, setup: DynamicSetup, exchange: float, announce: Callable[[str], None]
+) -> list[PlanningTime]:
+    """Times both objectives, five plans each after one that warms caches."""
+    times: list[PlanningTime] = []
+    for objective in OBJECTIVES:
+        schedule = plan(batch, setup=setup, exchange=exchange, objective=objective)
+        timings = [
+            timed(lambda kind=objective: plan(batch, setup=setup, exchange=exchange, objective=kind))[1]
+            for _ in range(5)
+        ]
+        over_bound = schedule.predicted_cost / schedule.lower_bound
+        times.append(PlanningTime(setup.name, objective, median_timing(timings).cpu_ms, over_bound))
+        announce(f"{setup.name}, {objective}: {times[-1].cpu_ms:.0f} ms")
+    return times
