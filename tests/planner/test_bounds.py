@@ -176,3 +176,24 @@ def test_one_sample_heavier_than_the_mean_rank_sets_the_floor():
     assert single_sample_floor(problem_of([10] * 8, **inputs)) == 1.0
     assert single_sample_floor(problem_of([0, 0], **inputs)) == 1.0
     assert single_sample_floor(problem_of([], **inputs)) == 1.0
+
+
+def test_nothing_beside_a_giant_makes_up_for_the_other_rank():
+    # Two ranks that meet: beside the 100 the other rank holds at most 60 tokens, so 40 are lost in that slot.
+    options = {"cost_model": CostModel(linear=1), "topology": Topology(2, fully_sharded=True), "limits": Limits(60)}
+    giant = CostModel(linear=1, quadratic=1)
+    problem = problem_of([60] + [1] * 300, objective="microbatch", **{**options, "cost_model": giant})
+    # The giant costs 60 + 60**2; sixty ones cost 120. The slot loses the difference, whatever joins it.
+    assert problem.lower_bound() == -(-(3660 + 600 + 3660 - 120) // 2)
+
+
+def test_two_that_share_no_micro_batch_do_not_both_count_for_one():
+    # Samples of 51 of 100 tokens stand alone, so the highest slot of two ranks holds two of them, not four.
+    problem = problem_of(
+        [51] * 6,
+        cost_model=CostModel.tokens(),
+        topology=Topology(2, fully_sharded=True),
+        limits=Limits(100),
+        objective="microbatch",
+    )
+    assert problem.lower_bound() == 153

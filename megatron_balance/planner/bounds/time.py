@@ -14,7 +14,7 @@ arithmetic is on integers; where a fraction has to be rounded, it is rounded to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -22,7 +22,10 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.bounds.bins import min_num_bins
 from megatron_balance.planner.bounds.experts import expert_bound
-from megatron_balance.planner.problem import Problem
+from megatron_balance.planner.problem import Problem, restrict
+
+_PARTS = 4
+"""Means of two weights are taken in quarters."""
 
 _MOST_SHARING = 4
 """Forced heights look at samples of which at most so many share a micro-batch."""
@@ -55,7 +58,7 @@ def min_num_microbatches(problem: Problem) -> int:
     return -(-num_bins // (problem.topology.dp_size * multiple)) * multiple
 
 
-def slot_floor(problem: Problem, *, sync_group_size: int) -> SlotFloor:
+def slot_floor(problem: Problem, *, sync_group_size: int, in_bins: bool = False) -> SlotFloor:
     """Bounds the mean over groups of the sum over slots of the costliest rank's own cost.
 
     With e = `sync_group_size`, T the capacity, B[i] the height that the i-th highest slot is forced to, C the total
@@ -65,6 +68,7 @@ def slot_floor(problem: Problem, *, sync_group_size: int) -> SlotFloor:
     Args:
         problem: the global batch.
         sync_group_size: ranks that meet in every micro-batch.
+        in_bins: U(i) also takes into account that samples are not cut, which costs five times the time.
 
     Returns:
         SlotFloor: the best i, and what it says.
@@ -73,6 +77,14 @@ def slot_floor(problem: Problem, *, sync_group_size: int) -> SlotFloor:
     total = int(problem.costs.sum())
     capacities = [num_high * sync_group_size * problem.capacity for num_high in range(len(forced) + 1)]
     held = _most_cost_within(problem, capacities)
+    if in_bins:
+        held = [min(several) for several in zip(held, *_most_cost_in_bins(problem, capacities), strict=True)]
+        if forced:
+            # What stands beside the costliest sample of all only makes the highest slot higher.
+            others = np.delete(np.arange(problem.num_samples), int(problem.costs.argmax()))
+            rest = restrict(problem, others, topology=problem.topology)
+            beside = _most_cost_within(rest, [(sync_group_size - 1) * problem.capacity])[0]
+            held[1] = min(held[1], forced[0] + beside)
     values = [
         sync_group_size * forced_cost + total - kept
         for forced_cost, kept in zip(accumulate(forced, initial=0), held, strict=True)
@@ -95,7 +107,7 @@ def even_work(problem: Problem) -> int:
 
 def meeting_work(problem: Problem) -> int:
     """Time of the slowest group of ranks that meet in every micro-batch at least, without `per_microbatch`."""
-    spread = slot_floor(problem, sync_group_size=problem.sync_group_size).total_cost
+    spread = slot_floor(problem, sync_group_size=problem.sync_group_size, in_bins=True).total_cost
     shared = int(problem.shared_costs.sum())
     even = max(-(-(spread + shared) // problem.topology.dp_size), even_work(problem))
     return expert_bound(problem, at_least=even)
@@ -156,6 +168,32 @@ def pigeonhole(costs: NDArray[np.int64], *, num_parts: int) -> int:
     ends = np.arange(num_parts + 1, costs.size + 1, num_parts)
     held = np.arange(2, ends.size + 2)
     return int((sums[ends] - sums[ends - held]).max(initial=0))
+
+
+def _most_cost_in_bins(problem: Problem, capacities: list[int]) -> list[list[int]]:
+    """The most cost that so many micro-batches can hold, samples whole: knapsacks of other weights.
+
+    A dual feasible function (S. P. Fekete and J. Schepers, 2001) gives the samples of any micro-batch that keeps its
+    capacity weights of at most 1 in sum: their own over the capacity T; steps, floor((k+1)w/T)/k; and any mean of two.
+    So a knapsack of such weights is a bound as well.
+
+    Returns:
+        for each function, `[num_queries]` costs.
+    """
+    capacity, weights = problem.capacity, np.minimum(problem.weights, problem.capacity)
+    if capacity * _PARTS * 2 * max(weights.size, 1) >= 2**61:
+        return []
+    held: list[list[int]] = []
+    for steps in (1, 2):
+        whole, rest = np.divmod((steps + 1) * weights, capacity)
+        stepped = np.where(rest == 0, weights * steps, whole * capacity)
+        for parts in (1, 2):
+            # In units of 1/(steps * _PARTS * T).
+            mixed = (_PARTS - parts) * steps * weights + parts * stepped
+            unit = steps * _PARTS
+            other = replace(problem, weights=mixed, capacity=capacity * unit)
+            held.append(_most_cost_within(other, [room * unit for room in capacities]))
+    return held
 
 
 def _most_cost_within(problem: Problem, capacities: list[int]) -> list[int]:
