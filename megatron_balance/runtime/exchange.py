@@ -48,28 +48,63 @@ def reroute_samples(
         BalanceError: destinations of another shape or out of range (on every rank), or samples that are not those
             whose lengths were gathered (a caller's mistake).
     """
+    destinations = _checked_destinations(destinations, gathered=gathered, group_size=group.size())
+    return send_copies(
+        samples,
+        sample_ids=np.arange(destinations.size, dtype=np.int64),
+        destinations=destinations,
+        gathered=gathered,
+        group=group,
+        schema=schema,
+        device=device,
+    )
+
+
+def send_copies(
+    samples: Sequence[Sample],
+    *,
+    sample_ids: NDArray[np.int64],
+    destinations: NDArray[np.int64],
+    gathered: GatheredLengths,
+    group: dist.ProcessGroup,
+    schema: SampleSchema | None = None,
+    device: torch.device | str | None = None,
+) -> dict[int, Sample]:
+    """`reroute_samples` where a sample goes to several ranks, or to none.
+
+    Args:
+        samples: as there.
+        sample_ids: int64 `[num_copies]`, the sample of each copy, rising; the same on all ranks.
+        destinations: int64 `[num_copies]`, the rank in the group that it goes to; no two copies to one rank.
+        gathered: as there, and so are the others.
+        group: the ranks that exchange.
+
+    Returns:
+        Sample id → sample, for the copies that go to this rank, ids rising.
+
+    Raises:
+        BalanceError: samples that are not those whose lengths were gathered.
+    """
     rank = group.rank()
     schema = schema or gathered.schema
-    destinations = _checked_destinations(destinations, gathered=gathered, group_size=group.size())
     if schema is None:
         return {}
     _check_samples(samples, gathered=gathered, rank=rank, schema=schema)
     home_device = samples[0].device if samples else torch.device(device or "cpu")
     device = torch.device(device or home_device)
 
-    homes = gathered.home_ranks
+    homes = gathered.home_ranks[sample_ids]
     moves = homes != destinations
     arrived: dict[int, Sample] = {}
-    stay = np.flatnonzero((homes == rank) & ~moves)
+    stay = sample_ids[(homes == rank) & ~moves]
     if len(stay):
         kept = [samples[index] for index in (stay - gathered.offset).tolist()]
         arrived.update(zip(stay.tolist(), _on_device(kept, schema=schema, device=device), strict=True))
 
     if moves.any():
-        leaving = np.flatnonzero((homes == rank) & moves)
-        coming = np.flatnonzero((destinations == rank) & moves)
-        ids_to = _by_rank(leaving, ranks=destinations, group_size=group.size())
-        ids_from = _by_rank(coming, ranks=homes, group_size=group.size())
+        leaving, coming = (homes == rank) & moves, (destinations == rank) & moves
+        ids_to = _by_rank(sample_ids[leaving], ranks=destinations[leaving], group_size=group.size())
+        ids_from = _by_rank(sample_ids[coming], ranks=homes[coming], group_size=group.size())
         lengths_from = [gathered.lengths[ids].tolist() for ids in ids_from]
         samples_to = [[samples[index] for index in (ids - gathered.offset).tolist()] for ids in ids_to]
 
@@ -127,8 +162,8 @@ def _check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank
 
 def _by_rank(ids: NDArray[np.int64], *, ranks: NDArray[np.int64], group_size: int) -> list[NDArray[np.int64]]:
     """The ids (rising) in one array for each rank (rising in each): the order both sides keep."""
-    order = np.argsort(ranks[ids], kind="stable")
-    counts = np.bincount(ranks[ids], minlength=group_size)
+    order = np.argsort(ranks, kind="stable")
+    counts = np.bincount(ranks, minlength=group_size)
     return np.split(ids[order], np.cumsum(counts)[:-1])
 
 

@@ -16,7 +16,7 @@ from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import exchange
-from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.exchange import reroute_samples, send_copies
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
 from megatron_balance.runtime.rank_seconds import gather_rank_seconds
 from megatron_balance.runtime.replica import share_counts
@@ -158,6 +158,21 @@ def stay_on_another_device() -> list:
     gathered = gather_sample_lengths(samples, group=group)
     here = reroute_samples(samples, destinations=[0, 0], gathered=gathered, group=group, device="meta")
     return [(str(sample.device), sample.segment_lengths) for sample in here.values()]
+
+
+def send_to_several(lengths, copies, seed=0) -> list[int]:
+    """Every copy arrives, with equal bits: `copies` lists the ranks that each sample goes to."""
+    group, rng = _group(), np.random.default_rng(seed)
+    everything = [[small_sample(length, rng) for length in of_rank] for of_rank in lengths]
+    flat = [sample for of_rank in everything for sample in of_rank]
+    mine = everything[group.rank()]
+    pairs = [(sample, rank) for sample, ranks in enumerate(copies) for rank in ranks]
+    sample_ids, destinations = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    gathered = gather_sample_lengths(mine, group=group)
+    arrived = send_copies(mine, sample_ids=sample_ids, destinations=destinations, gathered=gathered, group=group)
+    for index, sample in arrived.items():
+        assert checksum(sample) == checksum(flat[index]), f"sample {index}"
+    return list(arrived)
 
 
 def reroute_in_subgroup(ranks, lengths, destinations) -> dict | None:

@@ -29,6 +29,21 @@ def test_two_ranks(world2, lengths, destinations):
     world2.run("reroute", lengths=lengths, destinations=destinations)
 
 
+@pytest.mark.parametrize(
+    "copies",
+    [
+        pytest.param([[0, 1, 2, 3], [1], [], [2, 3], [0, 3]], id="to several, to one, to none"),
+        pytest.param([[], [], [], [], []], id="nothing goes anywhere"),
+        pytest.param([[0], [0], [1], [3], [3]], id="all stay"),
+        pytest.param([[0, 1, 2, 3]] * 5, id="all to all"),
+    ],
+)
+def test_samples_that_several_ranks_share(world4, copies):
+    arrived = world4.run("send_to_several", lengths=[[3, [4, 2]], [5], [], [0, 7]], copies=copies)
+    for rank, ids in enumerate(arrived):
+        assert ids == [sample for sample, ranks in enumerate(copies) if rank in ranks]
+
+
 def test_all_to_one_rank(world4):
     results = world4.run("reroute", lengths=[[3, 1], [4], [1, 5], [9]], destinations=[2] * 6)
     assert [result["ids"] for result in results] == [[], [], [0, 1, 2, 3, 4, 5], []]
