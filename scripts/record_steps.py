@@ -96,6 +96,8 @@ def _plan() -> dict[str, Any]:
     plan: dict[str, Any] = {"num_microbatches": step.num_microbatches, "plan_seconds": step.plan_seconds}
     plan |= {"exchange_seconds": step.exchange_seconds, "exposed_seconds": step.exposed_seconds}
     plan["microbatch_tokens"] = step.microbatch_tokens
+    if step.cp_sizes is not None:
+        plan["cp_sizes"] = step.cp_sizes
     if step.schedule is not None:
         plan["lengths"] = step.schedule.lengths.tolist()
         plan["ranks"] = [[list(slot) for slot in slots] for slots in step.schedule.ranks]

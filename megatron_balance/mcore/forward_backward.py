@@ -28,6 +28,9 @@ from torch import Tensor
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.mcore.checkpoint import restore_state, state_folder
+from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention, restore_engine_attention
+from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
+from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.setup.groups import own_group, reads_data, replica_group, split_world
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.memory_cap import log_cap
@@ -54,6 +57,7 @@ class BalancedForwardBackward:
         in_step: Megatron's schedule runs balanced micro-batches now.
         observer: watches the run on this rank, or None.
         pipeline_shapes: of the messages of the step that runs, or None where Megatron's stages exchange them.
+        context: switches between context-parallel groups, or None where all micro-batches have the same size.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class BalancedForwardBackward:
         log: RunLog,
         observer: RunObserver | None,
         router_padding: RouterPadding | None = None,
+        context: MicrobatchContext | None = None,
     ) -> None:
         self.prefetcher = prefetcher
+        self.context = context
         self._router_padding = router_padding
         self.observer = observer
         self._overlap = overlap
@@ -118,7 +124,10 @@ class BalancedForwardBackward:
             "forward_step_func": forward_step,
         }
         self.pipeline_shapes = planned_shapes(
-            step.microbatch_tokens, topology=self.prefetcher.planner.topology, arguments=arguments
+            step.microbatch_tokens,
+            topology=self.prefetcher.planner.topology,
+            arguments=arguments,
+            cp_sizes=step.cp_sizes,
         )
         self.in_step = True
         try:
@@ -127,6 +136,8 @@ class BalancedForwardBackward:
         finally:
             self.in_step = False
             self.pipeline_shapes = None
+            if self.context is not None:
+                restore_engine_attention(arguments["model"], groups=self.context.groups)
             if self.observer is not None:
                 self.observer.end()
 
@@ -149,13 +160,17 @@ class BalancedForwardBackward:
         def forward_step(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
             slot = slots[id(model)]
             slots[id(model)] += 1
+            cp_size = None if step.cp_sizes is None else step.cp_sizes[slot]
+            run = forward_step_func
+            if self.context is not None and cp_size is not None:
+                run = functools.partial(self.context.forward_step, forward_step_func, size=cp_size)
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self._state.microbatch_of(step.microbatch_tokens[slot]))
+                stack.enter_context(self._state.microbatch_of(step.microbatch_tokens[slot], cp_size=cp_size))
                 if padding is not None:
                     stack.enter_context(padding.given(masks[slot], model=model))
                 if self.observer is not None:
                     stack.enter_context(self.observer.forward(slot))
-                return forward_step_func(data_iterator, model, *rest, **keywords)
+                return run(data_iterator, model, *rest, **keywords)
 
         return forward_step
 
@@ -201,13 +216,17 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
             cap=setup.cap,
             tokens=config.max_tokens_per_gpu,
             seq_length=setup.seq_length,
-            cp_size=setup.topology.cp_size,
+            cp_size=setup.topology.dynamic_cp_sizes[-1],
         )
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     prefetcher = _prefetcher(setup)
     if setup.resumed_from is not None:
         folder = state_folder(*setup.resumed_from)
         restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
+    context = None
+    if config.dynamic_cp:
+        context = MicrobatchContext(make_context_groups(setup.topology.dynamic_cp_sizes, timeout=setup.timeout))
+        prepare_engine_attention()
     observer = build_watchers(setup, planner=prefetcher.planner, log=log)
     return BalancedForwardBackward(
         prefetcher,
@@ -216,6 +235,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log=log,
         observer=observer,
         router_padding=padding,
+        context=context,
     )
 
 
@@ -249,6 +269,7 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         limits=setup.limits,
         cost_model=setup.cost_model,
         dp_group=dp_group,
+        cp_rank=parallel_state.get_context_parallel_rank(),
         calibration=calibration,
         origin=origin,
         pin_memory=torch.cuda.is_available(),

@@ -29,6 +29,7 @@ from megatron_balance.mcore.wrappers import (
     with_balanced_schedule,
     with_documents_split,
     with_figures_logged,
+    with_group_of_the_microbatch,
     with_packs_kept,
     with_planned_shapes,
     with_state_saved,
@@ -99,6 +100,15 @@ HOOKS = (
         wrap=while_balancing(with_documents_split),
         why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
+        first=(0, 19),
+    ),
+    Hook(
+        target="megatron.core.transformer.attention:Attention.forward",
+        bound_in=("megatron.core.transformer.attention:Attention",),
+        parameters=("packed_seq_params",),
+        wrap=with_group_of_the_microbatch,
+        why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
+        until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
         first=(0, 19),
     ),
     Hook(

@@ -103,6 +103,20 @@ def with_planned_shapes(communicate_shapes: Function) -> Function:
     return wrapper
 
 
+def with_group_of_the_microbatch(attention_forward: Function) -> Function:
+    """`Attention.forward` that rotates by positions in the micro-batch's own context-parallel group."""
+
+    @functools.wraps(attention_forward)
+    def wrapper(attention: Any, *positional: Any, **keywords: Any) -> Any:
+        balanced = current()
+        if balanced is None or balanced.context is None:
+            return attention_forward(attention, *positional, **keywords)
+        with balanced.context.rotary_group(attention, keywords.get("packed_seq_params")):
+            return attention_forward(attention, *positional, **keywords)
+
+    return wrapper
+
+
 def with_packs_kept(merge_rows: Function) -> Function:
     """Return cu_seqlens as they are: packs have no padding there."""
 

@@ -183,6 +183,34 @@ MEGATRON = (
         )
     ),
     *(
+        Relied(
+            f"{_PARALLEL_STATE}:{name}", "reads what is swapped while a micro-batch runs", names=(state,), first=(0, 19)
+        )
+        for name, state in (
+            ("get_context_parallel_global_ranks", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+            ("get_context_parallel_world_size", "get_context_parallel_group"),
+        )
+    ),
+    Relied(
+        "megatron.core.packed_seq_params:PackedSeqParams",
+        "names the context-parallel group of a micro-batch",
+        names=("cp_group", "local_cp_size"),
+        first=(0, 19),
+    ),
+    Relied(
+        "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
+        "switches to the group that packed sequences name, and back to the one that is set after the step",
+        names=(".set_context_parallel_group", ".local_cp_size", ".cp_stream", ".cp_comm_type"),
+        body=True,
+        first=(0, 19),
+    ),
+    Relied(
+        f"{_TRAINING}:consume_seqlen_stats_in_iteration",
+        "divides what micro-batches counted by the static context-parallel size",
+        names=("_seqlen_stats_in_iteration", ".get_context_parallel_world_size"),
+        first=(0, 19),
+    ),
+    *(
         Relied(f"megatron.core.{target}", "sizes of micro-batches under FP8 and FP4 follow from it", body=True)
         for target in (
             "enums:Fp8Recipe",

@@ -99,7 +99,7 @@ def samples() -> list[Sample]:
 
 def run(model: GPTModel, microbatches: list[Microbatch], masks: list[torch.Tensor | None]) -> list[float]:
     """Sums of the routers' gradients and token counts after a forward and backward pass of each micro-batch."""
-    padding = RouterPadding(Topology(1), cp_rank=0, tp_rank=0)
+    padding = RouterPadding(Topology(1), leaf=0, tp_rank=0)
     for microbatch, mask in zip(microbatches, masks, strict=True):
         starts, longest = microbatch["cu_seqlens"][0], int(microbatch["max_seqlen"])
         packed = PackedSeqParams(
@@ -137,7 +137,7 @@ def cases(**settings: Any) -> dict[str, Any]:
     ]
     lengths = [sequence_lengths([row]) for row in rows] + [[]]
     step = BalancedStep(len(padded), [pack["tokens"].shape[1] for pack in padded], sequence_lengths=lengths)
-    masks = RouterPadding(Topology(1, tp_size=TOKEN_MULTIPLE, sequence_parallel=True), cp_rank=0, tp_rank=0).masks(step)
+    masks = RouterPadding(Topology(1, tp_size=TOKEN_MULTIPLE, sequence_parallel=True), leaf=0, tp_rank=0).masks(step)
     none: list[torch.Tensor | None] = [None] * len(padded)
     return {
         "reference": run(model_of(**settings), apart, none[:-1]),
@@ -154,7 +154,7 @@ def main() -> None:
         parallel_state.initialize_model_parallel()
         patch_megatron()
         install()
-        wrappers.current = lambda: SimpleNamespace(in_step=True)  # type: ignore[assignment, return-value]
+        wrappers.current = lambda: SimpleNamespace(in_step=True, context=None)  # type: ignore[assignment, return-value]
         print(json.dumps({name: cases(**settings) for name, settings in STATISTICS.items()}))
         dist.destroy_process_group()
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = [row for subject in SUBJECTS.values() for row in subject]
 BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
+SIZED = "--balance-context-parallel --use-dynamic-batch-size --max-tokens-per-gpu 4096"
 FLEX = "--num-experts 4 --moe-token-dispatcher-type flex"
 
 REFUSED = [
@@ -76,9 +77,25 @@ REFUSED = [
     "--perform-rl-step",
     "--logits-load-dir teacher",
     "--yaml-cfg options.yaml",
+    f"--multi-latent-attention {SIZED}",
+    f"--mtp-num-layers 1 {SIZED}",
+    f"--window-size 64,0 {SIZED}",
+    f"--cp-comm-type a2a {SIZED}",
+    f"--moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
+    f"--moe-z-loss-coeff 0.01 {SIZED} {EXPERTS}",
+    f"--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2 "
+    f"--context-parallel-size 2 {SIZED}",
+    f"--use-megatron-fsdp {SIZED}",
+    f"--use-torch-fsdp2 {SIZED}",
+    f"--balance-record folder {SIZED}",
+    f"--balance-calibrate-online --balance-by-flops {SIZED}",
+    f"--balance-objective step {SIZED}",
+    f"--balance-shape-bucket 3 {SIZED}",
+    f"--balance-algorithm greedy {SIZED}",
 ]
 STOCK = ["--hybrid-context-parallel", "--cuda-graph-impl local", "--enable-cuda-graph", "--external-cuda-graph"]
 CAUTIONED = [
+    f"--transformer-impl transformer_engine {SIZED}",
     "--moe-token-dispatcher-type flex --num-experts 4",
     f"--moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs {FLEX}",
     f"--moe-aux-loss-coeff 0.01 {EXPERTS}",
@@ -96,6 +113,8 @@ CAUTIONED = [
 ]
 ORDINARY = [
     "",
+    f"{SIZED} --transformer-impl local --spec my_layers spec",
+    f"{SIZED} --transformer-impl local --spec my_layers spec {EXPERTS} --expert-model-parallel-size 2",
     "--context-parallel-size 2",
     "--cp-comm-type a2a",
     "--window-size 64,0",
@@ -117,6 +136,14 @@ ORDINARY = [
     "--sft --dataloader-inter-document-masking --context-parallel-size 2 --pipeline-model-parallel-size 4",
     "--hybrid-layer-pattern *-*-",
 ]
+NO_BALANCE_FLAGS: dict[str, Any] = {
+    "balance_by_flops": False,
+    "balance_calibrate_online": False,
+    "balance_context_parallel": None,
+    "balance_lookahead": 1,
+    "balance_record": None,
+    "balance_shape_bucket": 1,
+}
 OTHER_RELEASES: list[dict[str, Any]] = [
     {"cp_partition_mode": "contiguous", "context_parallel_size": 2},
     {"sequence_packing_scheduler": "dp_balanced"},
@@ -181,7 +208,7 @@ def test_ordinary_runs_are_left_alone(flags: str) -> None:
 
 @pytest.mark.parametrize("flags", [*REFUSED, *STOCK, *CAUTIONED])
 def test_a_run_that_does_not_balance_is_none_of_our_business(flags: str) -> None:
-    args = parsed(flags, balance_data=False, balance_lookahead=1, balance_shape_bucket=1)
+    args = parsed(flags, balance_data=False, use_dynamic_batch_size=False, **NO_BALANCE_FLAGS)
     assert (problems(args), why_stock(args), cautions(args)) == ([], None, [])
 
 
@@ -208,6 +235,8 @@ def test_every_row_that_says_something_was_shown_to_say_it(monkeypatch: pytest.M
     for engine in ("2.2.0", "2.3.0"):
         monkeypatch.setattr(conditions.metadata, "version", lambda name, engine=engine: engine)
         silent = [row for row in silent if not row.applies(parsed(""))]
+    monkeypatch.setattr(conditions.metadata, "version", lambda name: "0.18.2")
+    silent = [row for row in silent if not row.applies(parsed(SIZED))]
     assert [f"{flag_of(row.names[0])} {row.case}" for row in silent] == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_balance.mcore.options.conditions import BALANCING, above, both, given, negated
+from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP_FLAGS
 from megatron_balance.mcore.options.option import Option, Support
 from megatron_balance.memory.budget import AUTO
 
@@ -33,6 +34,14 @@ def _budget_is_no_size(args: Any) -> bool:
 def _bucket_is_over_the_cap(args: Any) -> bool:
     cap = _cap(args)
     return cap is not None and args.balance_shape_bucket > max(cap, 1)
+
+
+def _has_cp_sizes(args: Any) -> bool:
+    return args.balance_context_parallel is not None
+
+
+def _limits_cp_size(args: Any) -> bool:
+    return isinstance(args.balance_context_parallel, int)
 
 
 BALANCE_FLAGS = (
@@ -79,6 +88,23 @@ BALANCE_FLAGS = (
         )
         for name in ("balance_calibration", "balance_calibrate_online")
     ),
+    Option(
+        names=("balance_context_parallel",),
+        case="without --balance-data and --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(_has_cp_sizes, negated(both(given("balance_data"), given("use_dynamic_batch_size")))),
+        because="samples must move to the ranks that share them, in micro-batches of a number of tokens",
+        remedy="add them, and --max-tokens-per-gpu, or drop it",
+    ),
+    Option(
+        names=("balance_context_parallel",),
+        case="below 1",
+        support=Support.REFUSED,
+        when=both(_limits_cp_size, negated(above("balance_context_parallel", 0))),
+        because="it counts ranks",
+        remedy="set a power of two, or give no number for all ranks",
+    ),
+    *DYNAMIC_CP_FLAGS,
     Option(
         names=("max_tokens_per_gpu",),
         case="missing or below 1",

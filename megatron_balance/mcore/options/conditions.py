@@ -55,6 +55,19 @@ def engine_before(*release: int) -> Condition:
     return holds
 
 
+def megatron_before(*release: int) -> Condition:
+    """The release of Megatron Core installed here is older, as `(major, minor)`."""
+
+    def holds(_: Any) -> bool:
+        try:
+            installed = metadata.version("megatron-core")
+        except metadata.PackageNotFoundError:
+            return False  # a checkout on the search path; hooks look at its version
+        return tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < release
+
+    return holds
+
+
 def both(*conditions: Condition) -> Condition:
     """Every one of these holds."""
     return lambda args: all(condition(args) for condition in conditions)
@@ -80,6 +93,12 @@ def experts_span_replicas(args: Any) -> bool:
     Megatron forms expert groups of `etp*ep` consecutive ranks; `tp*cp` consecutive ranks share a micro-batch.
     """
     return _expert_group_spans_replicas(args, _expert_tensor_size(args) * _size(args, "expert_model_parallel_size"))
+
+
+def experts_span_ranks(args: Any) -> bool:
+    """Experts are spread over more ranks than share every token: tensor-parallel ones."""
+    group_size = _expert_tensor_size(args) * _size(args, "expert_model_parallel_size")
+    return bool(getattr(args, "num_experts", None)) and _size(args, "tensor_model_parallel_size") % group_size != 0
 
 
 def expert_tensors_span_replicas(args: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_balance.mcore.options.attention import ATTENTION
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 from megatron_balance.mcore.options.conditions import BALANCING
+from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP
 from megatron_balance.mcore.options.experts import EXPERTS
 from megatron_balance.mcore.options.memory import MEMORY
 from megatron_balance.mcore.options.option import Option, Support
@@ -20,6 +21,7 @@ from megatron_balance.mcore.options.training_loop import TRAINING_LOOP
 
 SUBJECTS: dict[str, tuple[Option, ...]] = {
     "Parallelism": PARALLELISM,
+    "Context parallelism of each micro-batch": DYNAMIC_CP,
     "Mixture of experts": EXPERTS,
     "Attention and layers": ATTENTION,
     "Precision": PRECISION,

@@ -19,6 +19,9 @@ from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
+ALL_RANKS = "all"
+"""`--balance-context-parallel` without a limit."""
+
 
 @dataclass(frozen=True)
 class BalanceConfig:
@@ -31,6 +34,8 @@ class BalanceConfig:
         memory_gib: memory that the cap may fill, or None for the device's own.
         shape_bucket: micro-batches are padded to a multiple of this on each GPU, tokens; 1 for none.
         balance_data: move samples between ranks.
+        dynamic_cp: each micro-batch has a context-parallel size of its own.
+        max_cp_size: the largest such size, or None for as large as the ranks allow.
         balance_by_flops: FLOPs are the cost.
         calibration: path of a calibration.json whose seconds are the cost in place of FLOPs, or None.
         calibrate_online: seconds measured in the run are the cost, once there are some.
@@ -48,6 +53,8 @@ class BalanceConfig:
     memory_gib: float | None = None
     shape_bucket: int = 1
     balance_data: bool = False
+    dynamic_cp: bool = False
+    max_cp_size: int | None = None
     balance_by_flops: bool = False
     calibration: str | None = None
     calibrate_online: bool = False
@@ -83,6 +90,8 @@ class BalanceConfig:
             memory_gib=args.balance_memory_gib,
             shape_bucket=args.balance_shape_bucket,
             balance_data=args.balance_data,
+            dynamic_cp=args.balance_context_parallel is not None,
+            max_cp_size=_max_cp_size(args),
             balance_by_flops=args.balance_by_flops,
             calibration=args.balance_calibration,
             calibrate_online=args.balance_calibrate_online,
@@ -122,6 +131,7 @@ class BalanceConfig:
         flags = {
             "--use-dynamic-batch-size": self.use_dynamic_batch_size,
             "--balance-data": self.balance_data,
+            f"--balance-context-parallel {self.max_cp_size or ''}".rstrip(): self.dynamic_cp,
             "--balance-by-flops": self.balance_by_flops,
             "--balance-calibration": self.calibration is not None,
             "--balance-calibrate-online": self.calibrate_online,
@@ -160,9 +170,11 @@ def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostMo
     if not config.balance_by_flops:
         return CostModel.tokens()
     if config.calibration is not None:
+        # Where sizes differ, the planner shares a sample's cost among its context-parallel ranks itself.
+        cp_size = 1 if config.dynamic_cp else args.context_parallel_size
         return Calibration.read(Path(config.calibration)).cost_model(
             ep_size=args.expert_model_parallel_size,
-            model_parallel_size=args.tensor_model_parallel_size * args.context_parallel_size,
+            model_parallel_size=args.tensor_model_parallel_size * cp_size,
         )
     return flops_from_megatron_args(args)
 
@@ -197,4 +209,11 @@ def topology_from_megatron_args(args: Any) -> Topology:
         sequence_parallel=bool(args.sequence_parallel),
         fully_sharded=bool(args.use_megatron_fsdp or args.use_torch_fsdp2),
         token_alignment=token_alignment(args),
+        dynamic_cp=getattr(args, "balance_context_parallel", None) is not None,
+        max_cp_size=_max_cp_size(args),
     )
+
+
+def _max_cp_size(args: Any) -> int | None:
+    limit = getattr(args, "balance_context_parallel", None)
+    return None if limit == ALL_RANKS else limit

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.arguments import ALL_RANKS, BalanceConfig
 from megatron_balance.memory.budget import AUTO
 from megatron_balance.planner.objectives import objective_names
 
@@ -89,6 +89,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Move samples between data-parallel ranks within a step, so that every rank carries the same cost.",
     )
     group.add_argument(
+        "--balance-context-parallel",
+        nargs="?",
+        type=_context_parallel_limit,
+        const=ALL_RANKS,
+        default=None,
+        metavar="SIZE",
+        help="Give each micro-batch a context-parallel size of its own, a power of two up to SIZE or all data- and "
+        "context-parallel ranks: many ranks share a long sample, and short ones wait for no exchange. "
+        "--context-parallel-size is then the size of evaluation. Requires --balance-data and --use-dynamic-batch-size.",
+    )
+    group.add_argument(
         "--balance-by-flops",
         action="store_true",
         help="Count FLOPs of this run's model in place of tokens, and pack micro-batches by number partitioning "
@@ -147,6 +158,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Write every step's lengths, plan and measured seconds to this folder, for megatron-balance report and "
         "compare. A run that begins anew replaces the record there; a resumed one goes on with it.",
     )
+
+
+def _context_parallel_limit(text: str) -> int | str:
+    return text if text == ALL_RANKS else int(text)
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:

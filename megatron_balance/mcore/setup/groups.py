@@ -46,15 +46,16 @@ def _split_into_groups(ranks: list[int], *, timeout: timedelta) -> dist.ProcessG
     return own
 
 
-def split_world(color: int | None, *, timeout: timedelta) -> dist.ProcessGroup | None:
+def split_world(color: int | None, *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup | None:
     """The ranks of the world that have this rank's color, as MPI_Comm_split does. Every rank of the world calls it.
 
     Args:
         color: any number; None to be in no group.
         timeout: of the group's collectives.
+        backend: of the group.
 
     Returns:
-        A gloo group of this rank, or None where it has no color.
+        A group of this rank, or None where it has no color.
 
     Raises:
         BalanceError: on every rank: a rank did not come. PeerError where it did not make its group.
@@ -62,7 +63,7 @@ def split_world(color: int | None, *, timeout: timedelta) -> dist.ProcessGroup |
     own = None
     for ranks in ranks_by_color(color, timeout=timeout):
         with waiting_for(f"world {named_ranks(ranks)} to make a process group"):
-            group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+            group = dist.new_group(ranks, backend=backend, timeout=timeout)
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup), "this rank is a member"
             _follow_later_timeouts(group)

@@ -29,16 +29,22 @@ class MegatronState:
         return last is None or self.iteration < last
 
     @contextlib.contextmanager
-    def microbatch_of(self, num_tokens: int) -> Iterator[None]:
+    def microbatch_of(self, num_tokens: int, *, cp_size: int | None = None) -> Iterator[None]:
         """Give Megatron's arguments the shape of one micro-batch while it runs.
 
         Tensor-parallel ranks allocate their receive buffers by them (`get_batch_on_this_tp_rank`), and MoE layers view
         activations by seq_length.
+
+        Args:
+            num_tokens: over all its context-parallel ranks.
+            cp_size: these ranks, None for as many as the run has.
         """
         args = self._args
-        stock = args.seq_length, args.micro_batch_size
+        stock = args.seq_length, args.micro_batch_size, args.context_parallel_size
         args.seq_length, args.micro_batch_size = num_tokens, 1
+        if cp_size is not None:
+            args.context_parallel_size = cp_size
         try:
             yield
         finally:
-            args.seq_length, args.micro_batch_size = stock
+            args.seq_length, args.micro_batch_size, args.context_parallel_size = stock

@@ -39,10 +39,12 @@ class RunLog:
         if not schedule.oversized:
             return
         longest = int(schedule.padded_lengths.max())
-        cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)
+        topology = schedule.topology.at_cp_size(schedule.topology.dynamic_cp_sizes[-1])
+        cap = schedule.limits.max_tokens_per_microbatch(topology)
         self.warn_once(
             f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
-            "--context-parallel-size). Such samples run alone; raise the cap or shorten them if memory runs out.",
+            f"{topology.cp_size} context-parallel ranks). Such samples run alone; raise the cap or shorten them if "
+            "memory runs out.",
             topic="oversized",
         )
 

@@ -40,6 +40,7 @@ class PipelineShapes:
         topology: the ranks.
         stage: of this rank, from 0.
         hidden_size: of an activation.
+        cp_sizes: `[num_microbatches]` context-parallel ranks of each, where they differ.
     """
 
     def __init__(
@@ -50,9 +51,13 @@ class PipelineShapes:
         topology: Topology,
         stage: int,
         hidden_size: int,
+        cp_sizes: Sequence[int] | None = None,
     ) -> None:
-        num_shares = topology.cp_size * (topology.tp_size if topology.sequence_parallel else 1)
-        shapes = [[tokens // num_shares, 1, hidden_size] for tokens in microbatch_tokens]
+        sp_size = topology.tp_size if topology.sequence_parallel else 1
+        sizes = cp_sizes or [topology.cp_size] * len(microbatch_tokens)
+        shapes = [
+            [tokens // (size * sp_size), 1, hidden_size] for tokens, size in zip(microbatch_tokens, sizes, strict=True)
+        ]
         every = [shapes[microbatch] for microbatch, _ in order]
         around = [shapes[microbatch] for microbatch, chunk in order if chunk > 0]
         of_previous = around if stage == 0 else every
@@ -105,7 +110,11 @@ class PipelineShapes:
 
 
 def planned_shapes(
-    microbatch_tokens: Sequence[int], *, topology: Topology, arguments: Mapping[str, Any]
+    microbatch_tokens: Sequence[int],
+    *,
+    topology: Topology,
+    arguments: Mapping[str, Any],
+    cp_sizes: Sequence[int] | None = None,
 ) -> PipelineShapes | None:
     """The shapes of a step's messages, or None where stages exchange them as in stock Megatron.
 
@@ -116,6 +125,7 @@ def planned_shapes(
         microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
         topology: the ranks.
         arguments: of the schedule.
+        cp_sizes: as for PipelineShapes.
     """
     if topology.pp_size == 1:
         return None
@@ -136,6 +146,7 @@ def planned_shapes(
         topology=topology,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         hidden_size=config.hidden_size,
+        cp_sizes=cp_sizes,
     )
 
 

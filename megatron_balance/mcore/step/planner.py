@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,22 +25,19 @@ from megatron_balance.calibration.online import CalibrationState, OnlineCalibrat
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.step.leaf_slots import LeafSlots
+from megatron_balance.mcore.step.own_slots import Microbatch, bring_samples, checksum, pack_slots
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.step.sample_pool import SamplePool
-from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
 from megatron_balance.topology import Limits, Topology
-
-Microbatch = dict[str, Tensor]
 
 NOT_PACKED = (
     "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
@@ -69,6 +65,9 @@ class BalancedStep:
         exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
         new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
         num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
+        cp_sizes: `[num_microbatches]` context-parallel ranks of each, or None where all have the run's. Other ranks may
+            then have another num_microbatches.
+        leaves: what each context-parallel rank of this replica runs, where sizes differ; None elsewhere.
     """
 
     num_microbatches: int
@@ -85,6 +84,8 @@ class BalancedStep:
     exposed_seconds: float = 0.0
     new_iterator: bool = False
     num_left: int = 0
+    cp_sizes: list[int] | None = None
+    leaves: tuple[LeafSlots, ...] | None = None
 
 
 class StepPlanner:
@@ -96,6 +97,7 @@ class StepPlanner:
         limits: what a micro-batch may hold.
         cost_model: tokens, FLOPs or seconds.
         dp_group: ranks that load different samples and are otherwise equal (no context parallelism); gloo.
+        cp_rank: context-parallel rank of this one.
         calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
             compares samples that arrived in different steps.
         origin: which sample of the data set a row is, or None where that is not known.
@@ -110,6 +112,7 @@ class StepPlanner:
         limits: Limits,
         cost_model: CostModel,
         dp_group: dist.ProcessGroup,
+        cp_rank: int = 0,
         calibration: OnlineCalibration | None = None,
         origin: SampleOrigin | None = None,
         pin_memory: bool = False,
@@ -119,6 +122,7 @@ class StepPlanner:
         self.limits = limits
         self.cost_model = cost_model
         self.dp_group = dp_group
+        self.cp_rank = cp_rank
         self.calibration = calibration
         self._origin = origin
         self._pin_memory = pin_memory
@@ -126,6 +130,11 @@ class StepPlanner:
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+    @property
+    def leaf(self) -> int:
+        """This rank among data- and context-parallel ranks, context-parallel ones innermost."""
+        return self.dp_group.rank() * self.topology.cp_size + self.cp_rank
 
     def make(
         self,
@@ -187,27 +196,29 @@ class StepPlanner:
         schedule = self._plan(gathered)
         planned = time.perf_counter()
         check_same_schedule(schedule.digest(), group=self.dp_group)
-        mine = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=self.dp_group)
-        sizes = filled_tokens(
-            schedule.slot_tokens(),
-            topology=self.topology,
-            limits=self.limits,
+        own = bring_samples(
+            samples,
+            schedule=schedule,
+            gathered=gathered,
+            dp_group=self.dp_group,
+            cp_rank=self.cp_rank,
             shape_bucket=self.config.shape_bucket,
         )
-        of_this_rank = sizes.reshape(self.topology.dp_size, -1)[self.dp_group.rank()].tolist()
-        slots = [[mine[sample] for sample in slot] for slot in schedule.ranks[self.dp_group.rank()]]
-        packs = attempt(self._pack, slots, sizes=of_this_rank, schema=gathered.schema)
+        packs = attempt(pack_slots, own, topology=self.topology, schema=gathered.schema, pin_memory=self._pin_memory)
         failure = replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None
         raise_together(failure, group=self.dp_group, what="that all ranks have packed their micro-batches")
         assert not isinstance(packs, Failure), "raised"
         return BalancedStep(
-            num_microbatches=schedule.num_microbatches,
-            microbatch_tokens=of_this_rank,
-            sequence_lengths=[sequence_lengths(slot) for slot in slots],
-            step_tokens=int(sizes.sum()),
+            num_microbatches=len(own.slots),
+            microbatch_tokens=own.num_tokens,
+            sequence_lengths=[sequence_lengths(slot) for slot in own.slots],
+            step_tokens=own.step_tokens,
             microbatches=packs,
             schedule=schedule,
-            fingerprint=(schedule.digest() ^ _checksum(packs)) & (2**63 - 1),
+            # Leaves of a replica run different packs, made from what all of them loaded.
+            fingerprint=(schedule.digest() ^ checksum(samples if own.leaves else packs)) & (2**63 - 1),
+            cp_sizes=own.cp_sizes if own.leaves else None,
+            leaves=own.leaves,
             pool=pool,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
@@ -224,21 +235,6 @@ class StepPlanner:
             "every step brings a new one, set --balance-lookahead 1."
         )
 
-    def _pack(
-        self, slots: Sequence[Sequence[Sample]], *, sizes: Sequence[int], schema: SampleSchema
-    ) -> list[Microbatch]:
-        """Micro-batches of these sizes."""
-        token_multiple, cp_size = self.topology.token_multiple, self.topology.cp_size
-        packs = [
-            pack_microbatch(slot, token_multiple=token_multiple, cp_size=cp_size, num_tokens=size)
-            if slot
-            else dummy_microbatch(schema, token_multiple=token_multiple, cp_size=cp_size, num_tokens=size)
-            for slot, size in zip(slots, sizes, strict=True)
-        ]
-        if not self._pin_memory:
-            return packs
-        return [{name: tensor.pin_memory() for name, tensor in pack.items()} for pack in packs]
-
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         whole = len(gathered.segment_lengths) == len(gathered.lengths)
         return build_data_schedule(
@@ -248,7 +244,7 @@ class StepPlanner:
             topology=self.topology,
             limits=self.limits,
             objective=self.config.objective,
-            algorithm=self.config.partition_algorithm,
+            algorithm="auto" if self.topology.dynamic_cp else self.config.partition_algorithm,
             home_ranks=gathered.home_ranks,
             move_samples=self.config.balance_data,
         )
@@ -283,12 +279,3 @@ class StepPlanner:
         rows = [error.row] if isinstance(error, RowError) else [0, self._origin.micro_batch_size - 1]
         samples = [str(self._origin.sample_of(first_item + index, row=row)) for row in rows]
         return f"{name} (in the data set: sample {' to '.join(dict.fromkeys(samples))})"
-
-
-def _checksum(microbatches: Sequence[Microbatch]) -> int:
-    """Of the tokens and their places."""
-    total = 0
-    for microbatch in microbatches:
-        tokens = microbatch["tokens"].flatten().long()
-        total = 31 * total + int((tokens * torch.arange(1, tokens.numel() + 1)).sum())
-    return total

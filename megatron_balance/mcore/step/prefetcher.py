@@ -33,6 +33,7 @@ import torch.distributed as dist
 from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step import pool_files
+from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched, PullAhead, Sources, next_items
 from megatron_balance.mcore.step.sample_pool import SamplePool
@@ -209,6 +210,8 @@ class StepPrefetcher:
 
     def _counts(self, step: BalancedStep) -> list[int]:
         """The numbers sent to ranks that read no data: a step's shape, and where routers need them its lengths."""
+        if step.leaves is not None:
+            return [number for leaf in step.leaves for number in leaf.to_numbers()]
         counts = [step.num_microbatches, *step.microbatch_tokens]
         if self._shares_lengths:
             assert step.sequence_lengths is not None, "this rank packed the step"
@@ -217,6 +220,17 @@ class StepPrefetcher:
 
     def _learned(self, counts: list[int]) -> BalancedStep:
         """The step that another rank's `_counts` describe."""
+        if self.planner.topology.dynamic_cp:
+            numbers = iter(counts)
+            leaves = tuple(LeafSlots.from_numbers(numbers) for _ in range(self.planner.topology.cp_size))
+            own = leaves[self.planner.cp_rank]
+            return BalancedStep(
+                len(own.cp_sizes),
+                own.num_tokens,
+                sequence_lengths=own.sequence_lengths,
+                cp_sizes=own.cp_sizes,
+                leaves=leaves,
+            )
         num_microbatches, *rest = counts
         tokens, numbers = rest[:num_microbatches], iter(rest[num_microbatches:])
         if not self._shares_lengths:

@@ -41,12 +41,12 @@ class RouterPadding:
 
     Attributes:
         topology: the ranks.
-        cp_rank: context-parallel rank of this one.
+        leaf: rank of this one among data- and context-parallel ranks, context-parallel ones innermost.
         tp_rank: tensor-parallel rank of this one.
     """
 
     topology: Topology
-    cp_rank: int
+    leaf: int
     tp_rank: int
 
     @classmethod
@@ -54,9 +54,10 @@ class RouterPadding:
         """The masks of this rank, by Megatron's groups."""
         from megatron.core import parallel_state
 
+        dp_group: Any = parallel_state.get_data_parallel_group()
         return cls(
             topology,
-            cp_rank=parallel_state.get_context_parallel_rank(),
+            leaf=dp_group.rank() * topology.cp_size + parallel_state.get_context_parallel_rank(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         )
 
@@ -66,15 +67,16 @@ class RouterPadding:
         One copy to the device serves the step.
         """
         assert step.sequence_lengths is not None, "ranks that read no data are sent them"
+        sizes = step.cp_sizes or [self.topology.cp_size] * step.num_microbatches
         masks = [
             padding_mask(
                 lengths,
                 num_tokens=num_tokens,
-                token_multiple=self.topology.token_multiple,
-                cp_size=self.topology.cp_size,
-                cp_rank=self.cp_rank,
+                token_multiple=self.topology.at_cp_size(size).token_multiple,
+                cp_size=size,
+                cp_rank=self.leaf % size,
             )
-            for lengths, num_tokens in zip(step.sequence_lengths, step.microbatch_tokens, strict=True)
+            for lengths, num_tokens, size in zip(step.sequence_lengths, step.microbatch_tokens, sizes, strict=True)
         ]
         whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
         return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))

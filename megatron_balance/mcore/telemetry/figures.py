@@ -33,7 +33,8 @@ class Figures:
         num_microbatches: slots of every rank.
         num_shapes: distinct lengths of this rank's micro-batches since it started, filled up as they run.
         padding_fraction: padding, filler and dummies over all tokens that ran.
-        moved_fraction: tokens that ran off the rank that loaded them, over all tokens.
+        moved_fraction: tokens that ran off the rank that loaded them, over all tokens; unknown where samples are shared
+            by several data-parallel ranks.
         moved_fraction_unlabelled: the same, had interchangeable ranks not been exchanged.
         plan_seconds, exchange_seconds, exposed_seconds: see BalancedStep.
         drift: of the samples that wait under look-ahead.
@@ -65,7 +66,7 @@ class Figures:
         """
         tokens = int(schedule.lengths.sum())
         moved = _UNKNOWN
-        if schedule.home_ranks is not None:
+        if schedule.home_ranks is not None and not schedule.topology.dynamic_cp:
             moved = int(schedule.lengths[schedule.destinations() != schedule.home_ranks].sum()) / max(tokens, 1)
         unlabelled = schedule.moved_tokens_before_relabel
         error = None if step.calibration is None else step.calibration.error
@@ -108,9 +109,13 @@ def log_line(figures: Figures) -> str:
         *([] if math.isnan(figures.drift) else [f"drift {figures.drift:.3f}"]),
         *([] if math.isnan(figures.calibration_error) else [f"calibrated, off by {figures.calibration_error:.1%}"]),
         f"padding {figures.padding_fraction:.1%}",
-        f"moved {figures.moved_fraction:.0%} of tokens, not {figures.moved_fraction_unlabelled:.0%}",
+        *([] if math.isnan(figures.moved_fraction) else [_moved(figures)]),
         f"plan {figures.plan_seconds * 1e3:.1f} ms",
         f"exchange {figures.exchange_seconds * 1e3:.1f} ms",
         f"exposed {figures.exposed_seconds * 1e3:.1f} ms",
     ]
     return " | ".join(parts)
+
+
+def _moved(figures: Figures) -> str:
+    return f"moved {figures.moved_fraction:.0%} of tokens, not {figures.moved_fraction_unlabelled:.0%}"

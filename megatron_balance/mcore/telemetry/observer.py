@@ -41,8 +41,8 @@ class TimedStep:
     Attributes:
         iteration: Megatron's count of it, from 1.
         schedule: the plan.
-        seconds: `[num_microbatches]` forward and backward; or `[1]`, their sum, where a rank holds several model
-            chunks (virtual pipeline) and only the step as a whole is known.
+        seconds: `[num_microbatches]` of this rank, forward and backward; or `[1]`, their sum, where a rank holds
+            several model chunks (virtual pipeline) and only the step as a whole is known.
     """
 
     iteration: int
@@ -79,7 +79,7 @@ class RunObserver:
         self._watchers = tuple(watchers)
         self._times_passes = times_passes
         self._on_gpu = on_gpu
-        self._unread: deque[tuple[int, DataSchedule, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
+        self._unread: deque[tuple[int, DataSchedule, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
@@ -87,7 +87,7 @@ class RunObserver:
         self._read_finished()
         if self._times_passes and step.schedule is not None:
             self._timer = StepTimer(on_gpu=self._on_gpu)
-            self._unread.append((iteration, step.schedule, self._timer))
+            self._unread.append((iteration, step.schedule, step.num_microbatches, self._timer))
         for watcher in self._watchers:
             watcher.begin(step, iteration=iteration)
 
@@ -117,9 +117,9 @@ class RunObserver:
 
     def _read_finished(self) -> None:
         """Hand over every step that the device has finished."""
-        while self._unread and self._unread[0][2] is not self._timer and self._unread[0][2].finished:
-            iteration, schedule, timer = self._unread.popleft()
-            seconds = timer.seconds(schedule.num_microbatches)
+        while self._unread and self._unread[0][-1] is not self._timer and self._unread[0][-1].finished:
+            iteration, schedule, num_microbatches, timer = self._unread.popleft()
+            seconds = timer.seconds(num_microbatches)
             if seconds is not None:
                 for watcher in self._watchers:
                     watcher.measured(TimedStep(iteration, schedule, seconds))

@@ -49,13 +49,15 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
     group = split_world(0 if measures or writes else None, timeout=setup.timeout)
     if group is None:
         return None
-    dp_rank = planner.dp_group.rank()
+    dp_rank, dp_size = planner.dp_group.rank(), planner.topology.dp_size
+    if planner.topology.dynamic_cp:  # ranks of a model replica run different micro-batches: each stands for itself
+        dp_rank, dp_size = planner.leaf, planner.topology.num_leaves
     metrics = RunMetrics(
         log,
         log_interval=setup.log_interval,
         group=group,
         dp_rank=dp_rank if measures else NOT_MEASURING,
-        dp_size=planner.topology.dp_size,
+        dp_size=dp_size,
     )
     watchers: list[Watcher] = [metrics]
     if config.record is not None:

@@ -131,8 +131,9 @@ class ThdAttention(MegatronModule):
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return out.permute(2, 0, 1, 3).flatten(2)
         cu_seqlens = packed_seq_params.cu_seqlens_q
-        if self.cp_group is not None:
-            return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), self.cp_group)
+        cp_group = self._group_of(packed_seq_params)
+        if cp_group is not None:
+            return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), cp_group)
         if query.is_cuda:
             return self._attend_varlen(query, key, value, cu_seqlens, int(packed_seq_params.max_seqlen_q))
         # The last sequence may end before the micro-batch does: what follows is padding, cut off below.
@@ -143,6 +144,12 @@ class ThdAttention(MegatronModule):
             for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         ]
         return torch.cat(pieces).flatten(1)
+
+    def _group_of(self, packed_seq_params: PackedSeqParams) -> dist.ProcessGroup | None:
+        """The ranks that share this micro-batch, None for one rank; those of the configuration where it names none."""
+        if getattr(packed_seq_params, "local_cp_size", None) is None:
+            return self.cp_group
+        return packed_seq_params.cp_group
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Whole sequences, `[b, n, s, d]` of queries and `[b, g, s, d]` of keys and values: `[b, n, s, d]`."""

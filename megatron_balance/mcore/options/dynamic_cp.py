@@ -1,0 +1,147 @@
+"""`--balance-context-parallel`, where each micro-batch runs in a context-parallel group of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.mcore.options.conditions import (
+    among,
+    both,
+    experts_span_ranks,
+    given,
+    megatron_before,
+    negated,
+)
+from megatron_balance.mcore.options.option import Option, Support
+
+_DYNAMIC = given("balance_context_parallel")
+_TEST = "tests/megatron/test_dynamic_context_parallel.py"
+_WITH = "with --balance-context-parallel"
+
+
+def _has_router_loss(args: Any) -> bool:
+    """Routers add a loss over the tokens of a context-parallel group."""
+    weights = getattr(args, "moe_aux_loss_coeff", None) or 0.0
+    has_aux_loss = any(weights if isinstance(weights, list) else [weights])
+    return bool(getattr(args, "num_experts", None)) and (has_aux_loss or given("moe_z_loss_coeff")(args))
+
+
+def _bucket_splits_unevenly(args: Any) -> bool:
+    bucket = args.balance_shape_bucket
+    return bucket > 1 and bucket % (2 * (getattr(args, "tensor_model_parallel_size", None) or 1)) != 0
+
+
+DYNAMIC_CP = (
+    Option(
+        names=("context_parallel_size", "balance_context_parallel"),
+        case=f"{_WITH}: the size of evaluation",
+        support=Support.SUPPORTED,
+        test=f"{_TEST}::test_random_plans",
+    ),
+    Option(
+        names=("transformer_impl", "balance_context_parallel"),
+        case=f"transformer_engine, {_WITH}",
+        support=Support.SUPPORTED,
+        when=both(_DYNAMIC, negated(among("transformer_impl", "local"))),
+        test=f"{_TEST}::test_random_plans",
+        caution="it needs several GPUs, and the tests run it on CPU ranks alone, with another attention: compare the "
+        "first losses with those of a run without it",
+    ),
+    Option(
+        names=("multi_latent_attention", "balance_context_parallel"),
+        case=_WITH,
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, given("multi_latent_attention")),
+        because="its rotary angles are those of the static context-parallel group",
+        remedy="drop --balance-context-parallel",
+    ),
+    Option(
+        names=("mtp_num_layers", "balance_context_parallel"),
+        case=_WITH,
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, given("mtp_num_layers")),
+        because="tokens are shifted within the static context-parallel group",
+        remedy="drop --balance-context-parallel",
+    ),
+    Option(
+        names=("window_size", "balance_context_parallel"),
+        case=_WITH,
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, given("window_size")),
+        because="Transformer Engine takes no window where context-parallel ranks pass keys on (p2p)",
+        remedy="drop one of them",
+    ),
+    Option(
+        names=("cp_comm_type", "balance_context_parallel"),
+        case=f"a2a, all_gather or a2a+p2p, {_WITH}",
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, among("cp_comm_type", "a2a", "all_gather", "allgather", "a2a+p2p")),
+        because="no test here runs packed sequences with it",
+        remedy="set --cp-comm-type p2p",
+    ),
+    Option(
+        names=("moe_aux_loss_coeff", "moe_z_loss_coeff", "balance_context_parallel"),
+        case=_WITH,
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, _has_router_loss),
+        because="routers reduce these losses over the static context-parallel group",
+        remedy="set them to 0, with --moe-router-enable-expert-bias to spread tokens, or drop "
+        "--balance-context-parallel",
+    ),
+    Option(
+        names=("moe_token_dispatcher_type", "balance_context_parallel"),
+        case=f"allgather (the default), with experts spread over ranks, {_WITH}",
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, among("moe_token_dispatcher_type", "allgather"), experts_span_ranks),
+        because="its all-gathers are of equal sizes, and context-parallel ranks hold different micro-batches",
+        remedy="set --moe-token-dispatcher-type alltoall",
+    ),
+    Option(
+        names=("use_megatron_fsdp", "use_torch_fsdp2", "balance_context_parallel"),
+        case=_WITH,
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, given("use_megatron_fsdp", "use_torch_fsdp2")),
+        because="no test here runs them together",
+        remedy="set --use-distributed-optimizer in place of FSDP, or drop --balance-context-parallel",
+    ),
+)
+"""Megatron's options."""
+
+DYNAMIC_CP_FLAGS = (
+    Option(
+        names=("balance_shape_bucket", "balance_context_parallel"),
+        case=f"no multiple of 2 * --tensor-model-parallel-size, {_WITH}",
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, _bucket_splits_unevenly),
+        because="a rank that shares a sequence holds two chunks, each of which tensor-parallel ranks may split",
+        remedy="set such a multiple",
+    ),
+    Option(
+        names=("balance_context_parallel",),
+        case="on Megatron Core before 0.19",
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, megatron_before(0, 19)),
+        because="packed sequences name no context-parallel group there",
+        remedy="install megatron-core 0.19, or drop it",
+    ),
+    Option(
+        names=("balance_calibrate_online", "balance_record", "balance_context_parallel"),
+        case=_WITH,
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, given("balance_calibrate_online", "balance_record")),
+        because="they count every micro-batch at the static context-parallel size",
+        remedy="drop one of them",
+    ),
+    *(
+        Option(
+            names=(name, "balance_context_parallel"),
+            case=f"other than auto, {_WITH}",
+            support=Support.REFUSED,
+            when=both(_DYNAMIC, negated(among(name, "auto"))),
+            because="it has one algorithm, and which plans run at all follows from who waits for whom",
+            remedy="set auto",
+        )
+        for name in ("balance_objective", "balance_algorithm")
+    ),
+)
+"""The balance flags among themselves; part of BALANCE_FLAGS."""

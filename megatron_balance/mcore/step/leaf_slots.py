@@ -1,0 +1,106 @@
+"""The micro-batches of one replica's ranks where each micro-batch has a context-parallel size of its own.
+
+A *leaf* is one context-parallel rank of one data-parallel rank: `dp_rank * cp_size + cp_rank`. A micro-batch of size s
+is packed alike on the s leaves that share it, its sequences padded for s, and each computes its part.
+
+Every rank of a model replica knows the micro-batches of all its leaves, so that the replica agrees on them as one.
+Leaves of one replica may run different numbers of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.memory.shape_buckets import filled_tokens
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.runtime.gather import GatheredLengths
+
+
+@dataclass(frozen=True)
+class LeafSlots:
+    """What one leaf runs, slot by slot.
+
+    Attributes:
+        cp_sizes: leaves that share the micro-batch.
+        num_tokens: of the whole micro-batch, padding and filler included.
+        sequence_lengths: of the whole micro-batch, without padding and filler.
+    """
+
+    cp_sizes: list[int]
+    _: KW_ONLY
+    num_tokens: list[int]
+    sequence_lengths: list[list[int]]
+
+    def to_numbers(self) -> list[int]:
+        """For ranks that read no data."""
+        numbers = [len(self.cp_sizes), *self.cp_sizes, *self.num_tokens]
+        return numbers + [number for lengths in self.sequence_lengths for number in (len(lengths), *lengths)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Iterator[int]) -> LeafSlots:
+        """The inverse, taken from the front."""
+        num_slots = next(numbers)
+        cp_sizes, num_tokens = (list(islice(numbers, num_slots)) for _ in range(2))
+        lengths = [list(islice(numbers, next(numbers))) for _ in range(num_slots)]
+        return cls(cp_sizes, num_tokens=num_tokens, sequence_lengths=lengths)
+
+
+def tokens_of_leaves(schedule: DataSchedule, *, shape_bucket: int) -> list[list[int]]:
+    """Tokens of every leaf's micro-batches once they are filled up, over all ranks that share them.
+
+    Args:
+        schedule: the plan.
+        shape_bucket: `--balance-shape-bucket`.
+    """
+    tokens = schedule.slot_tokens().reshape(len(schedule.cp_sizes), -1)
+    rows = [list(slots) + [0] * (schedule.num_microbatches - len(slots)) for slots in schedule.cp_sizes]
+    sizes = np.array(rows, dtype=np.int64)  # 0 where a leaf has no such slot
+    for size in sorted({size for slots in schedule.cp_sizes for size in slots}):
+        here, topology = sizes == size, schedule.topology.at_cp_size(size)
+        tokens[here] = filled_tokens(tokens[here], topology=topology, limits=schedule.limits, shape_bucket=shape_bucket)
+    return [of_leaf[: len(slots)] for of_leaf, slots in zip(tokens.tolist(), schedule.cp_sizes, strict=True)]
+
+
+def leaf_slots(schedule: DataSchedule, *, leaf: int, num_tokens: list[int], gathered: GatheredLengths) -> LeafSlots:
+    """What a leaf runs.
+
+    Args:
+        schedule: the plan.
+        leaf: of which.
+        num_tokens: its row of `tokens_of_leaves`.
+        gathered: lengths of the samples that the plan places.
+    """
+    slots = schedule.ranks[leaf]
+    return LeafSlots(
+        list(schedule.cp_sizes[leaf]),
+        num_tokens=num_tokens,
+        sequence_lengths=[_sequence_lengths(slot, gathered=gathered) for slot in slots],
+    )
+
+
+def copies_of_lane(schedule: DataSchedule, *, cp_rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Who needs what among the data-parallel ranks of one context-parallel rank, which load every sample once.
+
+    Args:
+        schedule: the plan.
+        cp_rank: context-parallel rank of these ranks.
+
+    Returns:
+        Sample ids, rising, and the data-parallel rank that each goes to: `[num_copies]` both.
+    """
+    lane = schedule.ranks[cp_rank :: schedule.topology.cp_size]
+    pairs = sorted((sample, dp_rank) for dp_rank, slots in enumerate(lane) for slot in slots for sample in slot)
+    flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return flat[:, 0], flat[:, 1]
+
+
+def _sequence_lengths(sample_ids: Sequence[int], *, gathered: GatheredLengths) -> list[int]:
+    ids = np.array(sample_ids, dtype=np.int64)
+    segments = gathered.segments_of(ids)
+    lengths = gathered.lengths[ids].tolist() if segments is None else [n for of_one in segments for n in of_one]
+    return [length for length in lengths if length]

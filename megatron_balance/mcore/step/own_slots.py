@@ -1,0 +1,144 @@
+"""The micro-batches that this rank runs: their samples are brought here, and packed.
+
+Where each micro-batch has a context-parallel size of its own, a sample goes to every rank that shares it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, leaf_slots, tokens_of_leaves
+from megatron_balance.memory.shape_buckets import filled_tokens
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.runtime.exchange import reroute_samples, send_copies
+from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.topology import Topology
+
+Microbatch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class OwnSlots:
+    """The micro-batches of this rank, not packed yet.
+
+    Attributes:
+        slots: samples of each; none for a dummy.
+        num_tokens: of each, over its context-parallel ranks, filler included.
+        cp_sizes: context-parallel ranks of each.
+        step_tokens: of all micro-batches of the step.
+        leaves: as in BalancedStep.
+    """
+
+    slots: list[list[Sample]]
+    _: KW_ONLY
+    num_tokens: list[int]
+    cp_sizes: list[int]
+    step_tokens: int
+    leaves: tuple[LeafSlots, ...] | None = None
+
+
+def bring_samples(
+    samples: Sequence[Sample],
+    *,
+    schedule: DataSchedule,
+    gathered: GatheredLengths,
+    dp_group: dist.ProcessGroup,
+    cp_rank: int,
+    shape_bucket: int,
+) -> OwnSlots:
+    """Send this rank's samples to where they run, and receive those that run here.
+
+    Args:
+        samples: that this rank loaded, as gathered.
+        schedule: the plan.
+        gathered: lengths of all samples.
+        dp_group: ranks that load different samples; gloo.
+        cp_rank: context-parallel rank of this one. All of a replica's load the same samples.
+        shape_bucket: `--balance-shape-bucket`.
+    """
+    if schedule.topology.dynamic_cp:
+        return _by_leaf(
+            samples,
+            schedule=schedule,
+            gathered=gathered,
+            dp_group=dp_group,
+            cp_rank=cp_rank,
+            shape_bucket=shape_bucket,
+        )
+    topology, rank = schedule.topology, dp_group.rank()
+    mine = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=dp_group)
+    tokens = filled_tokens(schedule.slot_tokens(), topology=topology, limits=schedule.limits, shape_bucket=shape_bucket)
+    return OwnSlots(
+        [[mine[sample] for sample in slot] for slot in schedule.ranks[rank]],
+        num_tokens=tokens.reshape(topology.dp_size, -1)[rank].tolist(),
+        cp_sizes=[topology.cp_size] * schedule.num_microbatches,
+        step_tokens=int(tokens.sum()),
+    )
+
+
+def _by_leaf(
+    samples: Sequence[Sample],
+    *,
+    schedule: DataSchedule,
+    gathered: GatheredLengths,
+    dp_group: dist.ProcessGroup,
+    cp_rank: int,
+    shape_bucket: int,
+) -> OwnSlots:
+    sample_ids, destinations = copies_of_lane(schedule, cp_rank=cp_rank)
+    mine = send_copies(samples, sample_ids=sample_ids, destinations=destinations, gathered=gathered, group=dp_group)
+    tokens = tokens_of_leaves(schedule, shape_bucket=shape_bucket)
+    cp_size = schedule.topology.cp_size
+    first = dp_group.rank() * cp_size
+    leaves = tuple(
+        leaf_slots(schedule, leaf=leaf, num_tokens=tokens[leaf], gathered=gathered)
+        for leaf in range(first, first + cp_size)
+    )
+    own = leaves[cp_rank]
+    return OwnSlots(
+        [[mine[sample] for sample in slot] for slot in schedule.ranks[first + cp_rank]],
+        num_tokens=own.num_tokens,
+        cp_sizes=own.cp_sizes,
+        step_tokens=sum(
+            of_slot // size
+            for of_leaf, sizes in zip(tokens, schedule.cp_sizes, strict=True)
+            for of_slot, size in zip(of_leaf, sizes, strict=True)
+        ),
+        leaves=leaves,
+    )
+
+
+def pack_slots(own: OwnSlots, *, topology: Topology, schema: SampleSchema, pin_memory: bool) -> list[Microbatch]:
+    """The micro-batches.
+
+    Args:
+        own: what they hold.
+        topology: the ranks.
+        schema: of all samples.
+        pin_memory: they go to a GPU.
+    """
+    packs: list[Microbatch] = []
+    for slot, num_tokens, cp_size in zip(own.slots, own.num_tokens, own.cp_sizes, strict=True):
+        pack = functools.partial(pack_microbatch, slot) if slot else functools.partial(dummy_microbatch, schema)
+        token_multiple = topology.at_cp_size(cp_size).token_multiple
+        packs.append(pack(token_multiple=token_multiple, cp_size=cp_size, num_tokens=num_tokens))
+    if not pin_memory:
+        return packs
+    return [{name: tensor.pin_memory() for name, tensor in pack.items()} for pack in packs]
+
+
+def checksum(parts: Sequence[Microbatch] | Sequence[Sample]) -> int:
+    """Of the tokens of micro-batches or samples, and their places."""
+    total = 0
+    for part in parts:
+        tokens = (part.per_token if isinstance(part, Sample) else part)["tokens"].flatten().long()
+        total = 31 * total + int((tokens * torch.arange(1, tokens.numel() + 1)).sum())
+    return total

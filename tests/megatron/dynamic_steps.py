@@ -1,0 +1,24 @@
+"""record_steps with random plans of dynamic context parallelism in place of the planner's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import record_steps
+from dynamic_plans import random_schedule
+
+from megatron_balance.mcore.step import planner
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.topology import Limits, Topology
+
+
+def main() -> None:
+    """Train."""
+    planner.build_data_schedule = _plan  # type: ignore[assignment]
+    record_steps.main()
+
+
+def _plan(lengths: Any, *, topology: Topology, limits: Limits, **rest: Any) -> DataSchedule:
+    rows = topology.microbatch_multiple if topology.has_even_slots else 0
+    known = {name: rest[name] for name in ("cost_model", "num_segments", "home_ranks")}
+    return random_schedule(lengths, topology=topology, limits=limits, rows=rows, **known)
