@@ -236,6 +236,25 @@ def test_an_empty_batch_is_a_dummy_on_every_leaf():
     assert schedule.cp_sizes == ((1, 1),) * 4
 
 
+def test_the_cap_holds_where_a_cheaper_sample_has_more_tokens():
+    # By samples alone an over-long sample costs no more than an empty one.
+    by_samples = CostModel(per_sequence=5)
+    schedule = plan(
+        [0] * 8 + [9, 8], topology=Topology(1, dynamic_cp=True), cost_model=by_samples, cap=8, objective="microbatch"
+    )
+    check_invariants(schedule)
+    # Many short segments hold more tokens than one long segment of the same cost.
+    rng = np.random.default_rng(0)
+    lengths, counts = [], []
+    for sample in range(300):
+        counts.append(1 if sample % 2 else 8)
+        lengths += rng.integers(150, 240, 1).tolist() if sample % 2 else rng.integers(8, 32, 8).tolist()
+    for objective in ("step", "microbatch", "pipeline"):
+        schedule = plan(
+            lengths, topology=Topology(4, cp_size=2, dynamic_cp=True), cap=256, objective=objective, num_segments=counts
+        ).check()
+
+
 def test_one_size_for_all_is_said_in_the_same_words():
     schedule = plan([5, 6, 7], topology=Topology(2, cp_size=2))
     assert schedule.cp_sizes == ((2,) * schedule.num_microbatches,) * 2

@@ -79,6 +79,11 @@ class Packs:
             (near,) = (free >= free.max() - cost).nonzero()
             chosen = fitting[near[(-free[near]).argsort(kind="stable")[: end - at]]]
             now = slice(at, at + chosen.size)
+            # A sample that costs less than the first may hold more tokens: those before it are placed in this round.
+            fit = (room[chosen] >= tokens[now]) & (slack[chosen] >= costs[now])
+            if not fit.all():
+                chosen = chosen[: int(fit.argmin())]
+                now = slice(at, at + chosen.size)
             slack[chosen] -= costs[now]
             room[chosen] -= tokens[now]
             self.pack_of[ids[now]] = packs[chosen]
@@ -92,7 +97,7 @@ def _num_without_room(
 ) -> int:
     """Samples at the front that fit no pack, of the first few; the first is known to fit none."""
     costs, tokens = costs[:_SCANNED], tokens[:_SCANNED]
-    (able,) = ((slack >= costs[-1]) & (room >= tokens.min())).nonzero()
+    (able,) = ((slack >= costs.min()) & (room >= tokens.min())).nonzero()
     if not able.size:
         return costs.size
     able = able[(-slack[able]).argsort(kind="stable")]
