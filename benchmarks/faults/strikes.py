@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import megatron_balance
 from megatron_balance.devkit import sft_dataset
+from megatron_balance.mcore.step import own_slots
 from megatron_balance.mcore.step import planner as step_planner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime import exchange
@@ -159,14 +160,14 @@ def _during_exchange(number: signal.Signals) -> Callable[[Strike], None]:
         def arm() -> None:
             exchange.dist.all_to_all_single = begin_and_stop
 
-        _at_call(step_planner, "reroute_samples", call=strike.step, before=arm)
+        _at_call(own_slots, "reroute_samples", call=strike.step, before=arm)
 
     return set_up
 
 
 def _after_exchange(number: signal.Signals) -> Callable[[Strike], None]:
     def set_up(strike: Strike) -> None:
-        _at_call(step_planner, "reroute_samples", call=strike.step, after=lambda: strike.send(number))
+        _at_call(own_slots, "reroute_samples", call=strike.step, after=lambda: strike.send(number))
 
     return set_up
 
@@ -198,7 +199,7 @@ def _loader_raises_its_own(strike: Strike) -> None:
     _of_rows(fail, of_sample=strike.sample)
 
 
-def _bug(name: str) -> Callable[[Strike], None]:
+def _bug(name: str, *, module: Any) -> Callable[[Strike], None]:
     """What makes a step fails, and again where it is tried again."""
 
     def set_up(strike: Strike) -> None:
@@ -212,7 +213,7 @@ def _bug(name: str) -> Callable[[Strike], None]:
             nonlocal calls
             calls += 1
             if calls == strike.step - (name == "split_packed"):  # samples are split before their lengths are gathered
-                setattr(step_planner, name, fail)
+                setattr(module, name, fail)
             return original(*positional, **keywords)
 
         step_planner.gather_sample_lengths = count
@@ -273,8 +274,8 @@ STRIKES: dict[str, Callable[[Strike], None]] = {
     "terminated": _while_computing(signal.SIGTERM),
     "loader-raises": _loader_raises,
     "loader-raises-its-own": _loader_raises_its_own,
-    "bug-in-splitting": _bug("split_packed"),
-    "bug-in-packing": _bug("pack_microbatch"),
+    "bug-in-splitting": _bug("split_packed", module=step_planner),
+    "bug-in-packing": _bug("pack_microbatch", module=own_slots),
     "other-iterator": _other_iterator,
     "time-is-up": _time_is_up,
 }

@@ -243,14 +243,14 @@ def test_an_error_pulled_ahead_is_not_raised_where_nobody_asks_for_it(group: dis
     assert train(ours, iter([numbered(7), numbered(8)])) == [7, 8]
 
 
-@pytest.mark.parametrize("name", ["split_packed", "pack_microbatch"])
+@pytest.mark.parametrize("name", ["planner.split_packed", "own_slots.pack_microbatch"])
 def test_an_error_of_other_code_in_making_a_step_is_raised_as_it_was(
     group: dist.ProcessGroup, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no host memory")
 
-    monkeypatch.setattr(f"megatron_balance.mcore.step.planner.{name}", fail)
+    monkeypatch.setattr(f"megatron_balance.mcore.step.{name}", fail)
     with pytest.raises(MemoryError, match="no host memory") as caught:
         prefetcher(group).balance(iter([numbered(0)]), num_microbatches=1)
     assert any("packing" in note or "item 0" in note for note in caught.value.__notes__)
