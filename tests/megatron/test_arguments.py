@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_balance import BalanceError
+from megatron_balance import BalanceError, ModelShape
 from megatron_balance.mcore import add_balance_args, hooks
 from megatron_balance.mcore.options.table import problems, why_stock
-from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
 
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
@@ -160,3 +160,22 @@ class TestTheDefaultDispatcherOfExperts:
     )
     def test_is_left_alone_within_a_replica(self, parser: argparse.ArgumentParser, layout: str) -> None:
         parser.parse_args(f"{self.FLAGS} {layout}".split())
+
+
+@pytest.mark.parametrize(("ranks_of_node", "part_of_linear"), [("8", 0.0087), ("4", 0.078)])
+def test_sizes_of_their_own_cost_the_exchange(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, ranks_of_node: str, part_of_linear: float
+) -> None:
+    """A run over several nodes counts the link between them: about 1 % of a token's linear cost, or 8 %."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_node)
+    shape = ModelShape.preset("Qwen3-8B")
+    flags = f"{PER_TOKEN} {PACKED} --balance-data --balance-by-flops --bf16 --swiglu --group-query-attention"
+    flags += f" --num-layers {shape.num_layers} --hidden-size {shape.hidden_size} --kv-channels {shape.kv_channels}"
+    flags += f" --num-attention-heads {shape.num_attention_heads} --num-query-groups {shape.num_query_groups}"
+    flags += f" --ffn-hidden-size {shape.ffn_hidden_size} --vocab-size {shape.padded_vocab_size}"
+    args = parser.parse_args([*flags.split(), "--untie-embeddings-and-output-weights"])
+    args.world_size, args.padded_vocab_size = 8, shape.padded_vocab_size
+    assert cost_model_from_megatron_args(args, config=BalanceConfig.from_megatron_args(args)).cp_exchange == 0
+    args.balance_context_parallel = "all"
+    model = cost_model_from_megatron_args(args, config=BalanceConfig.from_megatron_args(args))
+    assert model.cp_exchange / model.linear == pytest.approx(part_of_linear, rel=0.02)

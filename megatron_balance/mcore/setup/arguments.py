@@ -5,11 +5,13 @@ Megatron's namespace goes no further than this file and those that set a run up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.communication import BETWEEN_NODES, WITHIN_NODE, exchange_flops_per_token
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options.table import problems
@@ -176,7 +178,19 @@ def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostMo
             ep_size=args.expert_model_parallel_size,
             model_parallel_size=args.tensor_model_parallel_size * cp_size,
         )
-    return flops_from_megatron_args(args)
+    flops = flops_from_megatron_args(args)
+    return replace(flops, cp_exchange=_cp_exchange_from_megatron_args(args)) if config.dynamic_cp else flops
+
+
+def _cp_exchange_from_megatron_args(args: Any) -> int:
+    """Receiving one token's keys and values, in FLOPs; torchrun says how many ranks a node has."""
+    on_one_node = args.world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return exchange_flops_per_token(
+        ModelShape.from_megatron_args(args),
+        link=WITHIN_NODE if on_one_node else BETWEEN_NODES,
+        bytes_per_number=2 if args.bf16 or args.fp16 else 4,
+        recompute=args.recompute_granularity == "full",
+    )
 
 
 def flops_from_megatron_args(args: Any) -> CostModel:
