@@ -152,6 +152,81 @@ def test_the_solver_finds_little_that_is_better(objective, most):
     assert sum(ratios) / len(ratios) <= most
 
 
+def pipeline_solver_value(schedule, *, num_microbatches, seconds=4.0):
+    """Makespan of the best pipeline that the solver finds with so many micro-batches a rank, and its bound."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
+    model = cp_model.CpModel()
+    lengths = schedule.padded_lengths.tolist()
+    costs = [schedule.cost_model(length) for length in lengths]
+    dp_size, stages = schedule.topology.dp_size, schedule.topology.pp_size
+    cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)
+    largest = 3 * stages * sum(costs)
+    inside = [
+        [[model.new_bool_var("") for _ in range(num_microbatches)] for _ in range(dp_size)] for _ in range(len(lengths))
+    ]
+    for choices in inside:
+        model.add_exactly_one(choice for of_rank in choices for choice in of_rank)
+    longest = model.new_int_var(0, largest, "longest")
+    for rank in range(dp_size):
+        held = [[choices[rank][slot] for choices in inside] for slot in range(num_microbatches)]
+        for here in held:
+            model.add(sum(tokens * is_in for tokens, is_in in zip(lengths, here, strict=True)) <= cap)
+        own = [sum(cost * is_in for cost, is_in in zip(costs, here, strict=True)) for here in held]
+        ends = {
+            (stage, slot, backward): model.new_int_var(0, largest, "")
+            for stage, slot, backward in product(range(stages), range(num_microbatches), (False, True))
+        }
+        for stage in range(stages):
+            # A stage's own order; then the neighbour that hands it each pass.
+            order = one_forward_one_backward(stage, stages=stages, num_microbatches=num_microbatches)
+            for before, (slot, backward) in zip([None, *order], order, strict=False):
+                end, cost = ends[stage, slot, backward], own[slot] * (2 if backward else 1)
+                model.add(end >= cost + (0 if before is None else ends[(stage, *before)]))
+                neighbour = stage + 1 if backward else stage - 1
+                if 0 <= neighbour < stages:
+                    model.add(end >= cost + ends[neighbour, slot, backward])
+            model.add(longest >= ends[(stage, *order[-1])])
+    model.minimize(longest)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return solver.objective_value / (3 * stages), solver.best_objective_bound / (3 * stages)
+
+
+def one_forward_one_backward(stage, *, stages, num_microbatches):
+    """The passes of a stage in their order, as pairs of slot and whether it is a backward pass."""
+    ahead = min(stages - 1 - stage, num_microbatches)
+    order = [(slot, False) for slot in range(ahead)]
+    for slot in range(num_microbatches - ahead):
+        order += [(slot + ahead, False), (slot, True)]
+    return order + [(slot, True) for slot in range(num_microbatches - ahead, num_microbatches)]
+
+
+@pytest.mark.slow
+def test_the_solver_finds_little_that_is_better_in_a_pipeline():
+    """How far plans are from the best there is, where they are far from their bound. Every count of micro-batches."""
+    pytest.importorskip("ortools")
+    over_best, over_bound = [], []
+    for case in range(4):
+        schedule = build_data_schedule(
+            long_tailed(10 + case, seed=case + 401),
+            cost_model=QUADRATIC,
+            topology=Topology(2, pp_size=2 + case % 2),
+            limits=Limits(CAP),
+        ).check()
+        counts = range(max(1, schedule.num_microbatches - 2), schedule.num_microbatches + 2)
+        found = [pipeline_solver_value(schedule, num_microbatches=count) for count in counts]
+        best = min(value for value, _ in filter(None, found))
+        assert schedule.lower_bound <= best * (1 + 1e-9)
+        over_best.append(schedule.predicted_cost / best)
+        over_bound.append(schedule.predicted_cost / schedule.lower_bound)
+    print(f"over the best found: {over_best}, over the bound: {over_bound}")
+    assert sum(over_best) / len(over_best) <= 1.05
+
+
 def test_least_number_of_bins_is_never_above_the_best_packing():
     num_exact = 0
     for seed in range(60):
