@@ -18,7 +18,7 @@ settings_of_pool = st.fixed_dictionaries(
         "window": st.integers(1, 5),
         "batch_size": st.integers(1, 9),
         "dp_size": st.integers(1, 6),
-        "choice": st.sampled_from(["gather", "spread", "uniform"]),
+        "choice": st.sampled_from(["gather", "spread"]),
     }
 )
 
@@ -147,33 +147,10 @@ def test_the_batch_costs_what_the_pool_costs_on_average():
     assert all(batches[0].count(2 * pair) + batches[0].count(2 * pair + 1) == 1 for pair in range(32))
 
 
-def test_uniform_takes_the_oldest_neighbours_then_the_costliest():
-    assert all_batches([1, 2, 3, 4, 5, 6, 7, 8], window=2, batch_size=4, choice="uniform")[1][0] == [0, 1, 2, 3]
-    assert all_batches([8, 1, 7, 2, 6, 3, 5, 4], window=2, batch_size=4, choice="uniform")[1][0] == [0, 2, 4, 6]
-
-
 def test_without_giants_the_two_are_the_same():
     costs = np.random.default_rng(5).integers(90, 110, size=16 * 12)
     options = {"window": 3, "batch_size": 16, "dp_size": 4}
     assert all_batches(costs, choice="gather", **options)[1] == all_batches(costs, choice="spread", **options)[1]
-
-
-def padded_tokens(lengths, batches, *, micro_batch_size):
-    """Tokens of all micro-batches, each of neighbours by length and padded to its longest."""
-    batches = np.sort(np.array([lengths[batch] for batch in batches if len(batch) == len(batches[0])]))
-    return batches.reshape(-1, micro_batch_size).max(axis=1).sum() * micro_batch_size
-
-
-def test_uniform_batches_pad_less():
-    lengths = np.random.default_rng(4).lognormal(6, 1, size=32 * 60).astype(np.int64) + 1
-    padded = {
-        window: padded_tokens(
-            lengths, all_batches(lengths, window=window, batch_size=32, choice="uniform")[1], micro_batch_size=4
-        )
-        / lengths.sum()
-        for window in (1, 2, 4)
-    }
-    assert padded[4] < padded[2] < padded[1]
 
 
 def test_more_giants_than_a_batch_all_leave_in_time():

@@ -1,14 +1,13 @@
-"""Which samples form the next global batch: a pool of `window` global batches, of which one leaves each step.
+"""Chooses the samples of the next global batch: a pool of `window` global batches, of which one leaves each step.
 
     1. samples arrive one by one and are numbered; sample `a` would leave at step `a // batch_size` in arrival order
     2. step `t` chooses among the arrivals below `(t + window) * batch_size` that have not left
     3. what would otherwise be late must leave: all of arrival step `t - window + 1`
-    4. the rest is chosen by `pool_choice.py`: batches that are all alike (`gather`, `spread`), or each of samples
-       that are alike (`uniform`)
+    4. the rest is chosen by `pool_choice.py`, so that batches have similar costs
 
 Invariants: every sample leaves exactly once, at most `window - 1` steps before or after its step in arrival order; a
 batch has `batch_size` samples, but the last one at the end of data may have fewer; `window=1` is arrival order; what
-leaves depends on costs and arrival numbers alone, not on how they were pushed, so every rank chooses alike.
+leaves depends on costs and arrival numbers alone, not on how they were pushed, so every rank makes the same choice.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class LookAhead:
         window: global batches in the pool; 1 is arrival order.
         batch_size: samples of a global batch (`global_batch_size`).
         dp_size: ranks that share a batch; says which sample is too long for an even share. At 1 none is.
-        choice: `gather`, `spread` or `uniform`: a name in `CHOICES`.
+        choice: `gather` or `spread`: a name in `CHOICES`.
 
     Raises:
         BalanceError: a number is below 1, or `choice` is unknown.

@@ -1,8 +1,7 @@
-"""Which samples of a pool leave next: one function for each aim, by name in `CHOICES`.
+"""Chooses the samples of a pool that leave next: one function for each aim, by name in `CHOICES`.
 
-    gather   alike batches, but giants leave together. For packed (thd) trainers.
-    spread   alike batches, each with its share of giants. The most alike steps.
-    uniform  batches of samples of like cost. For trainers that pad a micro-batch to its longest sample.
+    gather   even batches, but giants leave together. For packed (thd) trainers.
+    spread   even batches, each with its share of giants. The most even steps.
 
 A *giant* costs more than a rank's even share of a batch: its rank is late whatever the plan. Giants side by side on
 several ranks cost one wait, giants in different steps one each.
@@ -19,7 +18,7 @@ from typing import Protocol
 
 
 class Choice(Protocol):
-    """What `CHOICES` holds."""
+    """A function of `CHOICES`."""
 
     def __call__(self, pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
         """`count` arrival numbers of the pool, all of `must` among them."""
@@ -53,25 +52,12 @@ def spread_evenly(pool: Mapping[int, int], *, must: Sequence[int], count: int, d
     for stratum, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         arrival = fixed.get(stratum)
         if arrival is None:
-            # The mean of what came so far, times len(order); strata with one of `must` leave an error to mend.
+            # The mean of what came so far, times len(order); strata with one of `must` leave an error to correct.
             goal = sums[stop] * count - total * len(order)
             arrival = min(order[start:stop], key=lambda a: (abs(goal - pool[a] * len(order)), a))
         chosen.append(arrival)
         total += pool[arrival]
     return chosen
-
-
-def uniform_costs(pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
-    """Neighbours in the order of cost: those that have waited longest in sum, the costliest where that is equal.
-
-    Steps are very unlike, in cost and in length.
-    """
-    leaving = set(must)
-    rest = sorted((arrival for arrival in pool if arrival not in leaving), key=lambda a: (-pool[a], a))
-    newest, more = max(pool) // count, count - len(must)
-    waits = [0, *accumulate(newest - arrival // count + 1 for arrival in rest)]
-    start = max(range(len(rest) - more + 1), key=lambda first: (waits[first + more] - waits[first], -first))
-    return [*must, *rest[start : start + more]]
 
 
 def _strata_of_must(order: Sequence[int], *, must: frozenset[int], count: int) -> dict[int, int]:
@@ -89,4 +75,4 @@ def _strata_of_must(order: Sequence[int], *, must: frozenset[int], count: int) -
     return {stratum: arrival for stratum, (_, arrival) in zip(strata, fixed, strict=True)}
 
 
-CHOICES: dict[str, Choice] = {"gather": gather_giants, "spread": spread_evenly, "uniform": uniform_costs}
+CHOICES: dict[str, Choice] = {"gather": gather_giants, "spread": spread_evenly}
