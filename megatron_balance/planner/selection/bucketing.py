@@ -1,15 +1,15 @@
-"""Batches of samples of like lengths: sort into buckets, shuffle within them, shuffle the batches.
+"""Batches of samples of similar lengths: sort into buckets, shuffle within them, shuffle the batches.
 
-For trainers that pad every sample of a micro-batch to its longest, at any micro-batch size: a batch whose samples are
-alike has little padding and no straggler, with nothing to move at run time.
+For trainers that pad every sample of a micro-batch to its longest, at any micro-batch size: a batch of similar samples
+has little padding and no straggler, with nothing to move at run time.
 
     1. the samples that no whole batch needs are drawn at random and come last
     2. samples are shuffled and then sorted by length, so that equal lengths are in random order
     3. the order is cut into buckets of whole batches; each bucket is shuffled and cut into batches
     4. the batches are shuffled
 
-Bias: a batch is no longer a fair draw. Its mean length drifts from that of the data (`length_drift` says how far),
-and with it whatever goes with length: the number of tokens a step, the kind of text, the gradient's scale. A bucket of
+Bias: a batch is no longer a fair draw. Its mean length drifts from that of the data, and with it
+what goes with length: the number of tokens a step, the kind of text, the gradient's scale. A bucket of
 more batches drifts less and pads more; one bucket is a plain shuffle. With `--calculate-per-token-loss` each token
 still counts the same over an epoch.
 
@@ -20,7 +20,6 @@ consumed n samples resumes at `order[n:]`; all batches but the last are whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,21 +27,6 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.inputs import as_integers
-
-
-@dataclass(frozen=True)
-class LengthDrift:
-    """How far the mean length of a batch is from that of all samples; 1.0 is no drift.
-
-    Attributes:
-        smallest: least mean length of a batch over the mean of all.
-        largest: greatest, likewise.
-        cv: standard deviation of the batches' mean lengths over the mean of all.
-    """
-
-    smallest: float
-    largest: float
-    cv: float
 
 
 def bucketed_order(
@@ -99,22 +83,3 @@ def bucketed_order(
     ]
     batches = np.concatenate([*buckets, whole[:0]]).reshape(num_batches, batch_size)
     return np.concatenate([batches[random.permutation(num_batches)].reshape(-1), rest]).astype(np.int64)
-
-
-def length_drift(
-    lengths: Sequence[int] | NDArray[Any], *, order: Sequence[int] | NDArray[Any], batch_size: int
-) -> LengthDrift:
-    """How far the batches of an order drift from the mean length. A last batch that is not whole is left out.
-
-    Args:
-        lengths: `[num_samples]` tokens.
-        order: `[num_samples]` sample ids.
-        batch_size: samples of a batch.
-    """
-    tokens = as_integers(lengths, name="lengths")
-    order = np.asarray(order, dtype=np.int64)
-    num_batches = order.size // batch_size
-    if not num_batches or not tokens.any():
-        return LengthDrift(smallest=1.0, largest=1.0, cv=0.0)
-    means = tokens[order[: num_batches * batch_size]].reshape(num_batches, batch_size).mean(axis=1) / tokens.mean()
-    return LengthDrift(smallest=float(means.min()), largest=float(means.max()), cv=float(means.std()))
