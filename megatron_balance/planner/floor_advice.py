@@ -1,4 +1,4 @@
-"""When one sample outweighs a rank's even share, no plan helps: what would.
+"""Advice where one sample costs more than a rank's even share, which no plan helps.
 
 At a fixed number of GPUs, context parallelism of c over d data-parallel ranks keeps `d * c` constant. The
 largest sample of cost m is shared by c GPUs, the total cost C by all, so that the step lasts at least

@@ -1,4 +1,4 @@
-"""What a caller gives, as checked arrays: lengths, segments, home ranks, groups.
+"""Turns the arguments of a caller into checked arrays: lengths, segments, home ranks, groups.
 
 A sample may be made of several segments, documents packed into one sequence. Attention does not cross
 from one to the next and each is padded by itself, so a sample's tokens and its cost are sums over segments.

@@ -1,4 +1,4 @@
-"""How long a pipeline takes over micro-batches of different cost, and in which order it takes them best.
+"""The time of a pipeline over micro-batches of different cost, and a good order for them.
 
 One-forward-one-backward (D. Narayanan et al., "Efficient large-scale language model training on GPU
 clusters using Megatron-LM", 2021): stage s of p runs p-1-s forwards, then one forward and one backward in

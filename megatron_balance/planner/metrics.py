@@ -1,4 +1,4 @@
-"""How good a plan is: imbalance, padding, room under the cap, samples moved.
+"""Figures of a plan: imbalance, padding, room under the cap, samples moved.
 
 A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs), and an
 assignment that is no schedule at all, such as the stock order, can be judged beside it.
@@ -38,7 +38,7 @@ class ScheduleMetrics:
         step_imbalance: costliest rank over the mean rank.
         microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
             over the sum of the means.
-        pipeline_imbalance: longest makespan over that of as many micro-batches that are all alike, so that the bubble
+        pipeline_imbalance: longest makespan over that of as many micro-batches of equal cost, so that the bubble
             that even these have is not counted; step_imbalance where there is one stage.
         padding_fraction: padding over padded tokens.
         peak_tokens: padded tokens of the fullest micro-batch.

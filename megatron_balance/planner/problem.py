@@ -17,13 +17,13 @@ from megatron_balance.topology import Limits, Topology
 
 
 class Objective(ABC):
-    """What a plan is judged by: which ranks wait for one another when, and how long a step takes for it.
+    """The measure of a plan: which ranks wait for one another when, and how long a step takes.
 
     Instances hold no state. They are found by name in `planner.objectives.OBJECTIVES`.
     """
 
     name: ClassVar[str]
-    """What flags and files call it."""
+    """Its name in flags and files."""
 
     slopes: ClassVar[tuple[int, ...]] = (0,)
     """Steepness of the targets that are tried where ranks do not meet in micro-batches, see `packing.rank_levels`."""
@@ -36,7 +36,7 @@ class Objective(ABC):
         """`auto` chooses the first objective that suits the topology."""
 
     def waits_in_slots(self) -> bool:
-        """Ranks wait for one another in every micro-batch whatever they compute: reports draw slots aligned."""
+        """Ranks wait for one another in every micro-batch even without shared work: reports draw slots aligned."""
         return False
 
     def sync_group_size(self, topology: Topology, *, shares_work: bool = True) -> int:
@@ -83,7 +83,7 @@ class Problem:
             are counted. An over-long sample weighs `capacity + 1`: it runs alone.
         capacity: room of a micro-batch, tokens or samples.
         counts_samples: `capacity` is a number of samples.
-        per_microbatch: cost of a micro-batch whatever it holds, in the units of `costs`.
+        per_microbatch: fixed cost of a micro-batch, in the units of `costs`.
         cost_shift: costs are in units of `2**cost_shift` of the cost model's.
         topology: the ranks.
         objective: what plans are judged by.
@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def in_pipeline(self) -> bool:
-        """Whether time is a makespan."""
+        """True where time is a makespan."""
         return self.objective.is_makespan(self.topology)
 
     def lower_bound(self) -> int:

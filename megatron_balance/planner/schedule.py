@@ -54,7 +54,7 @@ class DataSchedule:
         lengths: `[num_samples]` int64 original tokens.
         padded_lengths: `[num_samples]` int64 padded tokens.
         num_segments: `[num_samples]` int64 segments of each sample, or None where each is one.
-        segment_lengths: `[sum(num_segments)]` int64 original tokens, or None likewise.
+        segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
         oversized: ids of the samples longer than the cap; each runs alone.
         home_ranks: `[num_samples]` rank that loaded each sample, or None where it is not known.
         move_samples: whether samples may leave their home rank.

@@ -23,7 +23,7 @@ from megatron_balance.topology import Topology
 
 @dataclass(frozen=True)
 class CostRate:
-    """What a unit of a cost model takes.
+    """The time that a unit of a cost model takes.
 
     Attributes:
         seconds_per_cost: on the GPUs that share a data-parallel rank's sample, those of one pipeline stage.

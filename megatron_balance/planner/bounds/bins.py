@@ -1,4 +1,4 @@
-"""How many bins a set of weights needs at least, whatever the packing.
+"""Lower bound on the number of bins that hold a set of weights.
 
 volume  the sum of the weights over the capacity
 pairs   for every a up to half the capacity: items above T-a stand alone, those above T/2 stand apart, and

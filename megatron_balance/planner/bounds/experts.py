@@ -87,7 +87,7 @@ def _loss(large: list[int], rising_shared: list[int], *, time: int, span: int, k
     together, shared = 0, 0
     for work in rising_shared:
         shared += work
-        # The cheapest of the costliest samples: any other so many make the slot no lower.
+        # The cheapest of the costliest samples: any other as many make the slot no lower.
         if span * large[-together - 1] + shared > span * time:
             break
         together += 1

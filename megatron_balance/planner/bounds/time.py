@@ -28,12 +28,12 @@ _PARTS = 4
 """Means of two weights are taken in quarters."""
 
 _MOST_SHARING = 4
-"""Forced heights look at samples of which at most so many share a micro-batch."""
+"""Forced heights look at samples of which at most this many share a micro-batch."""
 
 
 @dataclass(frozen=True)
 class SlotFloor:
-    """What bounds the slots of ranks that meet in every micro-batch.
+    """Bounds on the slots of ranks that meet in every micro-batch.
 
     Attributes:
         forced_heights: `[num_forced]` falling: the i-th highest slot costs at least this, because of
@@ -154,7 +154,7 @@ def _forced_heights(problem: Problem, *, sync_group_size: int) -> list[int]:
 def single_sample_floor(problem: Problem) -> float:
     """The largest sample over a rank's even share of the total cost, at least 1.0.
 
-    No plan brings max over mean below it: the rank of that sample ends last, whatever else moves.
+    No plan brings max over mean below it: the rank of that sample ends last in every plan.
     """
     total = int(problem.costs.sum())
     largest = int(problem.costs.max(initial=0))
@@ -171,7 +171,7 @@ def pigeonhole(costs: NDArray[np.int64], *, num_parts: int) -> int:
 
 
 def _most_cost_in_bins(problem: Problem, capacities: list[int]) -> list[list[int]]:
-    """The most cost that so many micro-batches can hold, samples whole: knapsacks of other weights.
+    """The most cost that a number of micro-batches can hold, samples whole: knapsacks of other weights.
 
     A dual feasible function (S. P. Fekete and J. Schepers, 2001) gives the samples of any micro-batch that keeps its
     capacity weights of at most 1 in sum: their own over the capacity T; steps, floor((k+1)w/T)/k; and any mean of two.

@@ -1,7 +1,7 @@
 """The samples of every node to micro-batches, and their slots from the root down.
 
 All leaves of a node have the same ancestors, so that they come to its micro-batches in the same slot and with the
-same time behind them: nobody waits inside a group. Two rules need dummies:
+same time behind them: no rank waits inside a group. Two rules need dummies:
 
     even counts   every leaf has as many slots as the fullest
     last slot     otherwise a micro-batch is the last of all its leaves or of none, since in its last one a rank
@@ -73,7 +73,7 @@ def pack_nodes(samples: SizedSamples, nodes: Nodes, *, even: bool, multiple: int
 
 
 def _end_together(num_slots: NDArray[np.int64], *, level: int, end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Adds a dummy to leaves that end with a node's last micro-batch where another leaf of it goes on.
+    """Adds a dummy to leaves that end with a node's last micro-batch where another of its leaves goes on.
 
     Args:
         num_slots: `[num_leaves]`, of all levels.

@@ -3,7 +3,7 @@
 An objective says who meets when, makes a plan, and gives a time that no plan can beat:
 
     step        leaves meet in their groups and at the gradient reduction: the fullest leaf. From the root down all
-                leaves of a group come to it at the same time, so that nobody waits.
+                leaves of a group come to it at the same time, so that none waits.
     microbatch  all leaves meet in every slot (experts spread over ranks, FSDP): the sum over slots of the costliest
                 group, and with experts in a pipeline the makespan of these. Expert-parallel groups of fewer
                 leaves meet one another through the groups that reach over several.

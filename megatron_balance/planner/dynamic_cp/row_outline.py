@@ -1,6 +1,6 @@
 """Outlines of rows: their number, which samples share more ranks than they must, and about how high rows become.
 
-In a row all leaves meet, so it takes as long as its costliest group. An outline says: so many rows, and no sample
+In a row all leaves meet, so it takes as long as its costliest group. An outline says: a number of rows, and no sample
 costs a rank more than a limit. Samples above the common height of rows open high rows, costliest first; the rest of
 the leaves is filled up. Here samples are cut at will, so that an outline takes microseconds and many are compared.
 """
@@ -23,7 +23,7 @@ _MORE_ROWS = (17, 18, 20, 22, 24)
 """Numbers of rows that are tried, in sixteenths of the least."""
 
 _FEW_ROWS = 8
-"""Below so many rows, every number up to five more than the least is tried."""
+"""Below this many rows, every number up to five more than the least is tried."""
 
 
 _PIPELINE_ROWS = (2, 3, 4, 6, 8, 12, 16)
@@ -57,7 +57,7 @@ def row_outlines(
     Args:
         samples: the global batch.
         floor: a lower bound on the time.
-        multiple: rows are a multiple of it.
+        multiple: rows are a multiple of this.
         idle_rows: rows during which a pipeline's stage idles at its ends.
     """
     profile = _Profile(samples, idle_rows=idle_rows)
@@ -86,14 +86,14 @@ class _Profile:
         self._order = np.argsort(-samples.least_costs, kind="stable")
         self._rising = -samples.least_costs[self._order]
         self._areas = _sums(samples.least_costs[self._order] << samples.least_levels[self._order])
-        # Of samples that one rank has room for: what so many tokens of the costliest of them cost.
+        # Of samples that one rank has room for: the cost of that many tokens of the costliest.
         alone = samples.least_levels[self._order] == 0
         self._num_alone = _sums(alone.astype(np.int64))
         self._costs = _sums(samples.costs[0, self._order[alone]])
         self._tokens = _sums(samples.tokens[0, self._order[alone]])
 
     def outline(self, num_rows: int, *, limit: int) -> RowOutline | None:
-        """The outline of so many rows under a limit, or None where high rows alone are more."""
+        """The outline of a number of rows under a limit, or None where high rows alone are more."""
         num_leaves = self._samples.num_leaves
         num_raised = self._num_above(limit)
         levels, costs = self._samples.raised(self._order[:num_raised], height=limit)
@@ -129,7 +129,7 @@ class _Profile:
         return int(np.searchsorted(self._rising, -cost))
 
     def _most_cost(self, height: int, *, leaves: int) -> int:
-        """Cost that so many leaves hold by tokens, of the costliest samples up to `height`."""
+        """Cost that a number of leaves hold by tokens, of the costliest samples up to `height`."""
         first = self._num_alone[self._num_above(height)]
         room = leaves * self._samples.capacity
         last = int(np.searchsorted(self._tokens, self._tokens[first] + room, side="right")) - 1

@@ -42,7 +42,7 @@ def place_in_rows(samples: SizedSamples, *, floor: int, multiple: int, pp_size: 
     Args:
         samples: the global batch.
         floor: a lower bound on the work of the fullest leaf.
-        multiple: rows are a multiple of it.
+        multiple: rows are a multiple of this.
         pp_size: stages that rows pass; 1 where stages do not matter.
         vpp_size: model chunks a stage.
     """

@@ -24,7 +24,7 @@ class SizedSamples:
         costs: `[num_levels, num_samples]` int64, cost on each of the `2**level` ranks that share a sample.
         tokens: `[num_levels, num_samples]` int64, padded tokens on each of them.
         capacity: tokens that a rank holds in one micro-batch.
-        per_microbatch: cost of a micro-batch on each of its ranks, whatever it holds.
+        per_microbatch: fixed cost of a micro-batch on each of its ranks.
         num_leaves: ranks that micro-batches are spread over.
     """
 

@@ -1,4 +1,4 @@
-"""Which part takes which place so that the sum of benefits is highest: the linear assignment problem.
+"""Solves the linear assignment problem: parts to places, so that the sum of benefits is highest.
 
     subsets    parts one by one over all sets of places (M. Held and R. M. Karp, 1962): exact, up to 8 parts,
                and many problems at once, since each step is one array operation
@@ -162,7 +162,7 @@ def assign_greedily(
 
     Args:
         parts: `[num_entries]` part of each benefit, numbered through all problems.
-        places: `[num_entries]` place of each benefit, numbered likewise.
+        places: `[num_entries]` place of each benefit, numbered from 0.
         benefits: `[num_entries]`.
         num_parts: parts of a problem, and places.
         num_problems: problems.

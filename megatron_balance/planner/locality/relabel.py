@@ -1,6 +1,6 @@
 """Samples stay where they were loaded, as far as the plan's cost allows it for nothing.
 
-Ranks are alike, so a plan says which samples run together and not where. What is interchangeable:
+Ranks are equal, so a plan says which samples run together and not where. What is interchangeable:
 
     where ranks meet once a step          whole ranks
     where they meet in every micro-batch  groups of ranks that meet, and in each slot the micro-batches of a group
@@ -54,7 +54,7 @@ class Homes:
         return int(self.tokens[ranks // self.ranks_per_node != self.ranks // self.ranks_per_node].sum())
 
     def better(self, slot_of: NDArray[np.int64], other: NDArray[np.int64], *, num_microbatches: int) -> bool:
-        """Whether `slot_of` moves fewer tokens than `other`; where as many, fewer between nodes."""
+        """True where `slot_of` moves fewer tokens than `other`; where as many, fewer between nodes."""
         one, two = slot_of // num_microbatches, other // num_microbatches
         return (self.moved_tokens(one), self.moved_off_node_tokens(one)) < (
             self.moved_tokens(two),
@@ -189,9 +189,9 @@ def _exchange_equal(
     kind_of = np.empty_like(numbers)
     kind_of[order] = numbers
     # Long samples choose first.
-    alike = np.flatnonzero(np.bincount(numbers)[kind_of] > 1)
-    samples = alike[np.argsort(-homes.tokens[alike], kind="stable")]
-    positions = alike
+    equal = np.flatnonzero(np.bincount(numbers)[kind_of] > 1)
+    samples = equal[np.argsort(-homes.tokens[equal], kind="stable")]
+    positions = equal
 
     slot_of = slot_of.copy()
     old = slot_of.copy()

@@ -21,7 +21,7 @@ _AUTO_ORDER = ("microbatch", "pipeline", "step")
 
 
 def objective_names() -> tuple[str, ...]:
-    """What `--balance-objective` takes."""
+    """The values of `--balance-objective`."""
     return ("auto", *OBJECTIVES)
 
 

@@ -35,6 +35,6 @@ class Microbatch(Objective):
         return topology.ep_span > 1 and topology.pp_size > 1
 
     def lower_bound(self, problem: Problem) -> int:
-        """What the highest slots are forced to, and the rest spread evenly."""
+        """The forced heights of the highest slots, and the rest spread evenly."""
         work = meeting_work(problem) + launch_cost(problem)
         return in_stages(problem, work) if problem.in_pipeline else work

@@ -95,6 +95,6 @@ def _pack_rank(
 
 
 def _fits(problem: Problem, bins: list[list[int]]) -> bool:
-    """Whether no bin of two samples or more is over the cap."""
+    """True where no bin of two samples or more is over the cap."""
     weights = problem.weights.tolist()
     return all(len(items) < 2 or sum(weights[item] for item in items) <= problem.capacity for items in bins)

@@ -5,7 +5,7 @@ computes the expert work of all its samples together.
 
     1. rows that a large sample makes high are packed full, costliest samples first (`partition/peeling.py`), but
        never beyond the time that no plan can beat: beside a giant, samples still cost their expert work
-    2. high rows are dealt to the groups, the longest to the group with the least so far
+    2. high rows are given to the groups, the longest to the group with the least so far
     3. the time that is left is poured over the other rows like water, so that all groups end together
     4. the samples that are left go, costliest first, to the micro-batch furthest below its target
     5. rows wait for their highest micro-batch, which targets do not foresee: what a group takes above the mean is
@@ -108,7 +108,7 @@ class _GroupPacking:
         self.bin_of[high] = row_of[row] * self.span + column
         self.left = np.flatnonzero(self.bin_of < 0)
         self.num_open = num_rows - num_high_of
-        # Row by row through all groups: where micro-batches are alike, the groups take turns.
+        # Row by row through all groups: where micro-batches are equal, the groups take turns.
         open_row, self.open_group = np.nonzero(np.arange(num_rows)[:, None] >= num_high_of)
         first_bin = (self.open_group * num_rows + open_row) * self.span
         self.open_bins = (first_bin[:, None] + np.arange(self.span)).reshape(-1)
@@ -147,7 +147,7 @@ class _GroupPacking:
 def _row_limit(problem: Problem, *, bound: int) -> int | None:
     """Time that a row may take, its expert work included."""
     if problem.sync_group_size == problem.topology.dp_size:
-        # A single group computes all expert work, whatever its rows hold.
+        # A single group computes all expert work, in whichever rows it lies.
         return None
     # In a pipeline a high row holds nothing but the samples that make it high: full ones took 2 % longer.
     return 0 if problem.in_pipeline else bound

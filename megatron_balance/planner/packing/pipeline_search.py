@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline runs, and how uneven they are.
+"""Searches the number of micro-batches of a pipeline, and how uneven they are.
 
 Of M even micro-batches of a rank's work W, each of which costs c besides, a pipeline of p stages makes
 
@@ -74,7 +74,7 @@ def _counts(problem: Problem, *, fewest: int) -> list[int]:
 
 
 def _least_cost(problem: Problem, *, num_microbatches: int) -> int:
-    """No plan with so many micro-batches costs less: its work in a stage, and the ends where a stage idles."""
+    """No plan with this number of micro-batches costs less: its work in a stage, and the ends where a stage idles."""
     topology = problem.topology
     work = -(-int(problem.costs.sum()) // topology.dp_size) + num_microbatches * problem.per_microbatch
     idle = (topology.pp_size - 1) * problem.per_microbatch

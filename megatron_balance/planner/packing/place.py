@@ -1,4 +1,4 @@
-"""Which micro-batch of which rank runs each sample: from a planning problem to slot numbers, in ten lines.
+"""Places every sample in a micro-batch of a rank: from a planning problem to slot numbers, in ten lines.
 
     1. samples are sorted by cost, so that the order of arrival changes nothing
     2. the objective says which ranks wait for one another in every micro-batch: none, a group of ranks, or all
@@ -8,7 +8,7 @@
        furthest below its target (`rank_levels.py`)
     5. groups that meet: rows that a large sample makes high are packed first and full, each micro-batch with the
        costliest samples that fit (`group_levels.py`)
-    6. high rows are dealt to the groups, the longest to the group with the least time
+    6. high rows are given to the groups, the longest to the group with the least time
     7. the time left is poured over the other rows like water, and the samples left go, costliest first, to the
        micro-batch furthest below its target
     8. what a group takes above the mean is taken off its targets, and step 7 is done again, three times at most

@@ -32,10 +32,10 @@ def place_ranks(problem: Problem, *, num_microbatches: int, bound: int, steepnes
     found = lay_out(problem, bin_of, num_microbatches=num_microbatches)
     if problem.num_samples > MAX_REFINED_SAMPLES:
         return found
-    # The same micro-batches dealt to the ranks anew, as rows: with few samples the ranks are often more alike.
-    dealt = lay_out(problem, bin_of, num_microbatches=num_microbatches, span=dp_size)
-    if dealt.predicted_cost < found.predicted_cost:
-        found, bin_of = dealt, dealt.slot_of
+    # The same micro-batches divided among the ranks anew, as rows: with few samples that is often more even.
+    as_rows = lay_out(problem, bin_of, num_microbatches=num_microbatches, span=dp_size)
+    if as_rows.predicted_cost < found.predicted_cost:
+        found, bin_of = as_rows, as_rows.slot_of
     refined = refine(
         problem.costs,
         weights=problem.weights,

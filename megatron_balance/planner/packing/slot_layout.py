@@ -1,6 +1,6 @@
 """From bins of samples to slots of ranks: the last step of every way to place samples.
 
-Bins come group by group. Those of a group are sorted into rows, and each row is dealt to the ranks of the group.
+Bins come group by group. Those of a group are sorted into rows, and each row is divided among the ranks of the group.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def lay_out(
 
 
 def in_order(problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int) -> Placement:
-    """Orders the slots of each rank: a mountain for a pipeline, else by falling cost so that ranks are alike."""
+    """Orders the slots of each rank: a mountain for a pipeline, else by falling cost so that ranks have equal slots."""
     dp_size = problem.topology.dp_size
     own = np.zeros(dp_size * num_microbatches, dtype=np.int64)
     np.add.at(own, slot_of, problem.costs)

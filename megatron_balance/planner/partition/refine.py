@@ -64,7 +64,7 @@ class _Bins:
         )
 
     def gains(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """What each item would take off its bin, and whether there is room for the exchange.
+        """The relief of each item to its bin, and whether there is room for the exchange.
 
         Args:
             items: `[num_items]` of the critical bins.

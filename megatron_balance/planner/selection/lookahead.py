@@ -25,7 +25,7 @@ from megatron_balance.planner.selection.pool_choice import CHOICES
 
 @dataclass(frozen=True)
 class LookAheadMetrics:
-    """What choosing ahead has done so far.
+    """Figures of choosing ahead so far.
 
     Attributes:
         num_steps: batches that left.
@@ -106,7 +106,7 @@ class LookAhead:
         """
         values = cast("list[Any]", costs.tolist() if isinstance(costs, np.ndarray) else list(costs))
         if self._drained and values:
-            raise BalanceError("LookAhead.push after drain(): the end of data was told already.")
+            raise BalanceError("LookAhead.push after drain(): the end of data is known already.")
         for index, value in enumerate(values):
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 0:
                 raise BalanceError(f"costs[{index}] is {value!r}: it must be an integer of at least 0.")

@@ -3,7 +3,7 @@
     gather   even batches, but giants leave together. For packed (thd) trainers.
     spread   even batches, each with its share of giants. The most even steps.
 
-A *giant* costs more than a rank's even share of a batch: its rank is late whatever the plan. Giants side by side on
+A *giant* costs more than a rank's even share of a batch: its rank is late in every plan. Giants side by side on
 several ranks cost one wait, giants in different steps one each.
 
 All take the pool (arrival number → cost, more than `count` samples), those that must leave now (at most `count`), the
