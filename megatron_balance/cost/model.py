@@ -26,7 +26,7 @@ from megatron_balance.model.shape import ModelShape
 MICROBATCH_TOKENS = 128
 """Tokens that a micro-batch costs besides its own, where nothing was measured: launches, weights read and gradients
 added once more. With FLOPs alone a plan takes more micro-batches than it needs, since they are free. The number hardly
-matters: 32 to 512 lose equally little on assumed devices where 0 loses up to 8 % (benchmarks/results/ablation.md)."""
+matters: 32 to 512 lose equally little on assumed devices where 0 loses up to 2 % (benchmarks/results/ablation.md)."""
 
 MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a handful of them never leaves int64."""
