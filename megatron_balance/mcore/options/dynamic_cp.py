@@ -36,14 +36,14 @@ DYNAMIC_CP = (
         names=("context_parallel_size", "balance_context_parallel"),
         case=f"{_WITH}: the size of evaluation",
         support=Support.SUPPORTED,
-        test=f"{_TEST}::test_random_plans",
+        test=f"{_TEST}::test_equal_to_static",
     ),
     Option(
         names=("transformer_impl", "balance_context_parallel"),
         case=f"transformer_engine, {_WITH}",
         support=Support.SUPPORTED,
         when=both(_DYNAMIC, negated(among("transformer_impl", "local"))),
-        test=f"{_TEST}::test_random_plans",
+        test=f"{_TEST}::test_equal_to_static",
         caution="it needs several GPUs, and the tests run it on CPU ranks alone, with another attention: compare the "
         "first losses with those of a run without it",
     ),
