@@ -10,10 +10,8 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.objectives import GROUP_OBJECTIVES, cost_grid
 from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
 from megatron_balance.planner.dynamic_cp.sizing import size_samples
-from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.topology import Limits, Topology
 
 
@@ -41,33 +39,20 @@ def random_schedule(
     draw = _Draw(samples, seed=seed)
     groups = draw.in_rows(rows) if rows else draw.on_tree()
     objective = "pipeline" if topology.pp_size > 1 else "microbatch" if rows else "step"
-    levels = groups.levels[groups.group_of]
-    num_microbatches = int(groups.num_slots.max())
-    schedule = DynamicCpSchedule(
-        slot_of=groups.first_leaves[groups.group_of] * num_microbatches + groups.slots[groups.group_of],
-        num_microbatches=num_microbatches,
-        cost_grid=cost_grid(samples, groups),
+    return DynamicCpSchedule.of_groups(
+        groups,
+        lengths=lengths,
+        num_segments=counts,
+        home_ranks=home_ranks,
+        samples=samples,
         cost_shift=shift,
-        predicted_cost=GROUP_OBJECTIVES[objective].time(samples, topology, groups),
-        lower_bound=0,
         objective=objective,
         algorithm="random",
-        lengths=sum_segments(lengths, num_segments=counts),
-        padded_lengths=samples.tokens[levels, np.arange(levels.size)] << levels,
-        num_segments=counts,
-        segment_lengths=None if counts is None else lengths,
-        oversized=tuple(np.flatnonzero(samples.oversized).tolist()),
-        home_ranks=home_ranks,
-        move_samples=True,
-        moved_tokens_before_relabel=None,
-        ranks_per_node=None,
-        groups=None,
+        lower_bound=0,
         topology=topology,
         limits=limits,
         cost_model=cost_model,
-        cp_groups=groups,
-    )
-    return schedule.check()
+    ).check()
 
 
 class _Draw:

@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.dynamic_cp.objectives import GROUP_OBJECTIVES, cost_grid, work_floor
+from megatron_balance.planner.dynamic_cp.objectives import group_objective
 from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
 from megatron_balance.planner.dynamic_cp.sizing import size_samples
-from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.topology import Limits, Topology
 
 
@@ -35,37 +34,24 @@ def build_dynamic_cp_schedule(
         home_ranks: `[num_samples]` rank that loaded each sample, or None; it changes nothing.
 
     Raises:
-        BalanceError: micro-batches are limited by samples instead of tokens.
+        BalanceError: micro-batches are limited by samples instead of tokens, or the objective plans at one size only.
     """
     samples, shift = size_samples(
         lengths, cost_model=cost_model, topology=topology, limits=limits, num_segments=num_segments
     )
-    chosen = GROUP_OBJECTIVES[objective]
-    floor = work_floor(samples, topology, objective=objective)
-    groups = chosen.place(samples, topology, floor)
-    num_microbatches = int(groups.num_slots.max())
-    levels = groups.levels[groups.group_of]
-    return DynamicCpSchedule(
-        slot_of=groups.first_leaves[groups.group_of] * num_microbatches + groups.slots[groups.group_of],
-        num_microbatches=num_microbatches,
-        cost_grid=cost_grid(samples, groups),
+    chosen = group_objective(objective)
+    floor = chosen.work_floor(samples, topology)
+    return DynamicCpSchedule.of_groups(
+        chosen.place(samples, topology, floor),
+        lengths=lengths,
+        num_segments=num_segments,
+        home_ranks=home_ranks,
+        samples=samples,
         cost_shift=shift,
-        predicted_cost=chosen.time(samples, topology, groups),
-        lower_bound=chosen.bound(samples, topology, floor),
         objective=objective,
         algorithm="level_packing",
-        lengths=sum_segments(lengths, num_segments=num_segments),
-        padded_lengths=samples.tokens[levels, np.arange(levels.size)] << levels,
-        num_segments=num_segments,
-        segment_lengths=None if num_segments is None else lengths,
-        oversized=tuple(np.flatnonzero(samples.oversized).tolist()),
-        home_ranks=home_ranks,
-        move_samples=True,
-        moved_tokens_before_relabel=None,
-        ranks_per_node=None,
-        groups=None,
+        lower_bound=chosen.bound(samples, topology, floor),
         topology=topology,
         limits=limits,
         cost_model=cost_model,
-        cp_groups=groups,
     )

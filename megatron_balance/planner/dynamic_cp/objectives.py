@@ -19,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.planner.dynamic_cp.bound import least_time
 from megatron_balance.planner.dynamic_cp.groups import Groups
 from megatron_balance.planner.dynamic_cp.node_packs import pack_nodes
@@ -38,17 +39,35 @@ class GroupObjective:
         place: makes a plan, given a lower bound on the work of the fullest leaf.
         time: predicted time of a plan.
         bound: lower bound on the time of any plan.
+        even_slots: all leaves have the same number of slots, on every topology.
     """
 
     place: Callable[[SizedSamples, Topology, int], Groups]
     _: KW_ONLY
     time: Callable[[SizedSamples, Topology, Groups], int]
     bound: Callable[[SizedSamples, Topology, int], int]
+    even_slots: bool
+
+    def has_even_slots(self, topology: Topology) -> bool:
+        """All leaves have the same number of slots, a multiple of `microbatch_multiple`."""
+        return self.even_slots or topology.has_even_slots
+
+    def work_floor(self, samples: SizedSamples, topology: Topology) -> int:
+        """Lower bound on the work of the fullest leaf, from which `place` and `bound` start."""
+        return least_time(samples, even=self.has_even_slots(topology))
 
 
-def work_floor(samples: SizedSamples, topology: Topology, *, objective: str) -> int:
-    """Lower bound on the work of the fullest leaf, from which objectives start."""
-    return least_time(samples, even=topology.has_even_slots or objective != "step")
+def group_objective(name: str) -> GroupObjective:
+    """The objective of this name.
+
+    Raises:
+        BalanceError: it plans at one context-parallel size only.
+    """
+    if name not in GROUP_OBJECTIVES:
+        raise BalanceError(
+            f"objective is {name!r}: with Topology.dynamic_cp it must be one of {', '.join(GROUP_OBJECTIVES)}."
+        )
+    return GROUP_OBJECTIVES[name]
 
 
 def cost_grid(samples: SizedSamples, groups: Groups) -> NDArray[np.int64]:
@@ -140,7 +159,7 @@ def _pipeline_bound(samples: SizedSamples, topology: Topology, floor: int) -> in
 
 
 GROUP_OBJECTIVES = {
-    "step": GroupObjective(_place_step, time=_step_time, bound=_work_bound),
-    "microbatch": GroupObjective(_place_rows, time=_row_time, bound=_row_bound),
-    "pipeline": GroupObjective(_place_pipeline, time=_pipeline_time, bound=_pipeline_bound),
+    "step": GroupObjective(_place_step, time=_step_time, bound=_work_bound, even_slots=False),
+    "microbatch": GroupObjective(_place_rows, time=_row_time, bound=_row_bound, even_slots=True),
+    "pipeline": GroupObjective(_place_pipeline, time=_pipeline_time, bound=_pipeline_bound, even_slots=True),
 }

@@ -22,13 +22,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.objectives import GROUP_OBJECTIVES, cost_grid
+from megatron_balance.planner.dynamic_cp.objectives import cost_grid, group_objective
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.dynamic_cp.sizing import size_samples
+from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.planner.problem import Problem
-from megatron_balance.planner.schedule import DataSchedule, Ranks
+from megatron_balance.planner.schedule import DataSchedule, Ranks, require
+from megatron_balance.topology import Limits, Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,66 @@ class DynamicCpSchedule(DataSchedule):
     """
 
     cp_groups: Groups
+
+    @classmethod
+    def of_groups(
+        cls,
+        groups: Groups,
+        *,
+        lengths: NDArray[np.int64],
+        num_segments: NDArray[np.int64] | None,
+        home_ranks: NDArray[np.int64] | None,
+        samples: SizedSamples,
+        cost_shift: int,
+        objective: str,
+        algorithm: str,
+        lower_bound: int,
+        topology: Topology,
+        limits: Limits,
+        cost_model: CostModel,
+    ) -> DynamicCpSchedule:
+        """The schedule of these groups; its costs and padded lengths follow from them.
+
+        Args:
+            groups: micro-batches with their leaves and slots.
+            lengths: `[num_samples]` original tokens; with `num_segments`, of every segment.
+            num_segments: `[num_samples]` segments of each sample, or None where each is one.
+            home_ranks: `[num_samples]` rank that loaded each sample, or None.
+            samples: their costs and tokens at every size.
+            cost_shift: costs are in units of `2**cost_shift` of the cost model's.
+            objective: `step`, `microbatch` or `pipeline`.
+            algorithm: name of the algorithm that made the groups.
+            lower_bound: a time that no plan can beat, in the units of the costs.
+            topology: the ranks, with `dynamic_cp`.
+            limits: tokens that a GPU holds in a micro-batch.
+            cost_model: what a sample costs.
+        """
+        num_microbatches = int(groups.num_slots.max())
+        levels = groups.levels[groups.group_of]
+        return cls(
+            slot_of=groups.first_leaves[groups.group_of] * num_microbatches + groups.slots[groups.group_of],
+            num_microbatches=num_microbatches,
+            cost_grid=cost_grid(samples, groups),
+            cost_shift=cost_shift,
+            predicted_cost=group_objective(objective).time(samples, topology, groups),
+            lower_bound=lower_bound,
+            objective=objective,
+            algorithm=algorithm,
+            lengths=sum_segments(lengths, num_segments=num_segments),
+            padded_lengths=samples.tokens[levels, np.arange(levels.size)] << levels,
+            num_segments=num_segments,
+            segment_lengths=None if num_segments is None else lengths,
+            oversized=tuple(np.flatnonzero(samples.oversized).tolist()),
+            home_ranks=home_ranks,
+            move_samples=True,
+            moved_tokens_before_relabel=None,
+            ranks_per_node=None,
+            groups=None,
+            topology=topology,
+            limits=limits,
+            cost_model=cost_model,
+            cp_groups=groups,
+        )
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -129,51 +192,47 @@ def check_invariants(schedule: DynamicCpSchedule) -> None:
     known = groups.group_of.shape == (schedule.lengths.size,) and bool(
         ((groups.group_of >= 0) & (groups.group_of < num_groups)).all()
     )
-    _require(known, "placed once", "a sample is missing, or its group is not there")
+    require(known, "placed once", "a sample is missing, or its group is not there")
     counts = np.bincount(groups.group_of, minlength=num_groups)
-    _require(bool((counts > 0).all()), "placed once", "a group holds no sample")
+    require(bool((counts > 0).all()), "placed once", "a group holds no sample")
 
     in_range = bool(((groups.levels >= 0) & (groups.levels < len(topology.dynamic_cp_sizes))).all())
-    _require(in_range, "aligned", "a size is none of the topology's")
+    require(in_range, "aligned", "a size is none of the topology's")
     sizes = 1 << groups.levels
     ends = groups.first_leaves + sizes
     aligned = bool(((groups.first_leaves % sizes == 0) & (groups.first_leaves >= 0) & (ends <= num_leaves)).all())
-    _require(aligned, "aligned", "a group does not start at a multiple of its size, or passes the last leaf")
+    require(aligned, "aligned", "a group does not start at a multiple of its size, or passes the last leaf")
 
     num_slots = groups.num_slots
-    _require(num_slots.shape == (num_leaves,) and bool((num_slots > 0).all()), "even slots", "a leaf has no slot")
-    if topology.has_even_slots or schedule.objective != "step":
+    require(num_slots.shape == (num_leaves,) and bool((num_slots > 0).all()), "even slots", "a leaf has no slot")
+    if group_objective(schedule.objective).has_even_slots(topology):
         even = bool((num_slots == num_slots[0]).all()) and int(num_slots[0]) % topology.microbatch_multiple == 0
-        _require(even, "even slots", "leaves have different numbers of slots, or no multiple of microbatch_multiple")
+        require(even, "even slots", "leaves have different numbers of slots, or no multiple of microbatch_multiple")
 
     last = np.repeat(groups.slots, sizes) == num_slots[_leaves(groups)] - 1
     there = np.repeat(groups.slots, sizes) < num_slots[_leaves(groups)]
-    _require(bool(there.all()) and bool((groups.slots >= 0).all()), "same slot", "a leaf lacks the slot of its group")
+    require(bool(there.all()) and bool((groups.slots >= 0).all()), "same slot", "a leaf lacks the slot of its group")
     grid = groups.group_grid()
-    _require(int((grid >= 0).sum()) == int(sizes.sum()), "same slot", "a leaf has two groups in one slot")
+    require(int((grid >= 0).sum()) == int(sizes.sum()), "same slot", "a leaf has two groups in one slot")
     num_last = np.zeros(num_groups, dtype=np.int64)
     np.add.at(num_last, np.repeat(np.arange(num_groups), sizes), last)
-    _require(
-        bool(((num_last == 0) | (num_last == sizes)).all()), "last slot", "a group is the last of some leaves only"
-    )
+    require(bool(((num_last == 0) | (num_last == sizes)).all()), "last slot", "a group is the last of some leaves only")
 
     levels = groups.levels[groups.group_of]
     held = np.zeros(num_groups, dtype=np.int64)
     np.add.at(held, groups.group_of, samples.tokens[levels, np.arange(levels.size)])
     over = np.zeros(num_groups, dtype=bool)
     over[groups.group_of[samples.oversized]] = True
-    _require(bool((counts[over] == 1).all()), "cap", "an over-long sample does not run alone")
+    require(bool((counts[over] == 1).all()), "cap", "an over-long sample does not run alone")
     largest = groups.levels == len(topology.dynamic_cp_sizes) - 1
     within = (held <= samples.capacity) | (over & largest)
-    _require(
-        bool(within.all()), "cap", f"a rank of groups {np.flatnonzero(~within)[:4].tolist()} holds too many tokens"
-    )
+    require(bool(within.all()), "cap", f"a rank of groups {np.flatnonzero(~within)[:4].tolist()} holds too many tokens")
 
     honest = np.array_equal(cost_grid(samples, groups), schedule.cost_grid)
-    time = GROUP_OBJECTIVES[schedule.objective].time(samples, topology, groups)
+    time = group_objective(schedule.objective).time(samples, topology, groups)
     honest = honest and time == schedule.predicted_cost
-    _require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the groups")
-    _require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
+    require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the groups")
+    require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
 
 
 def _leaves(groups: Groups) -> NDArray[np.int64]:
@@ -181,9 +240,3 @@ def _leaves(groups: Groups) -> NDArray[np.int64]:
     sizes = 1 << groups.levels
     starts = np.cumsum(sizes) - sizes
     return np.repeat(groups.first_leaves - starts, sizes) + np.arange(int(sizes.sum()))
-
-
-def _require(holds: bool, invariant: str, detail: str) -> None:
-    """Like `assert`, but not removed by `python -O`."""
-    if not holds:
-        raise AssertionError(f"DynamicCpSchedule breaks the invariant '{invariant}': {detail}.")
