@@ -15,11 +15,6 @@ def given(*names: str) -> Condition:
     return lambda args: any(bool(getattr(args, name, None)) for name in names)
 
 
-def turned_off(name: str) -> Condition:
-    """An option that is true by default is false."""
-    return lambda args: getattr(args, name, None) is False
-
-
 def among(name: str, *values: str) -> Condition:
     """The option has one of these values, or is a list that holds one."""
 
