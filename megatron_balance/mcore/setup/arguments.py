@@ -161,10 +161,11 @@ class BalanceConfig:
 
     @property
     def partition_algorithm(self) -> str:
-        """The planner's algorithm: number partitioning by FLOPs, first-fit by tokens, unless one is named."""
+        """The planner's algorithm: level packing by FLOPs, first fit by tokens, unless one is named."""
         if self.algorithm != "auto":
             return self.algorithm
-        return "auto" if self.balance_by_flops or not self.use_dynamic_batch_size else "first_fit"
+        by_level = self.balance_by_flops or self.dynamic_cp or not self.use_dynamic_batch_size
+        return "auto" if by_level else "first_fit"
 
 
 def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostModel:

@@ -50,7 +50,7 @@ class BalancedStep:
     """The data of one step on this rank.
 
     Attributes:
-        num_microbatches: the same on every rank.
+        num_microbatches: the same on every rank, unless `cp_sizes` are given.
         microbatch_tokens: `[num_microbatches]`, tokens of this replica's micro-batches as they run, filler included.
         step_tokens: those of all replicas; 0 on a rank that reads no data.
         sequence_lengths: `[num_microbatches]`, tokens of each sequence of theirs, without padding and filler; None on a
@@ -65,8 +65,8 @@ class BalancedStep:
         exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
         new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
         num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
-        cp_sizes: `[num_microbatches]` context-parallel ranks of each, or None where all have the run's. Other ranks may
-            then have another num_microbatches.
+        cp_sizes: `[num_microbatches]` context-parallel ranks of each, or None where all have the run's. With sizes,
+            other ranks may have another num_microbatches.
         leaves: what each context-parallel rank of this replica runs, where sizes differ; None elsewhere.
     """
 
@@ -244,7 +244,7 @@ class StepPlanner:
             topology=self.topology,
             limits=self.limits,
             objective=self.config.objective,
-            algorithm="auto" if self.topology.dynamic_cp else self.config.partition_algorithm,
+            algorithm=self.config.partition_algorithm,
             home_ranks=gathered.home_ranks,
             move_samples=self.config.balance_data,
         )
