@@ -51,7 +51,7 @@ def test_a_fourth_objective_plans_and_is_judged(monkeypatch):
         metrics = schedule_metrics(plan(other), objective="pairs")
         assert metrics.predicted_cost >= planned.predicted_cost
     assert schedule_metrics(planned).objective == "pairs"
-    with pytest.raises(BalanceError, match="objective is 'pairs': with Topology.dynamic_cp"):
+    with pytest.raises(BalanceError, match=r"objective is 'pairs': with Topology\.dynamic_cp"):
         plan("pairs", topology=Topology(8, dynamic_cp=True))
     # It is chosen by name only until it has a place among those that `auto` looks at.
     assert resolve_objective("auto", topology=Topology(8)) == "step"
