@@ -1,15 +1,30 @@
-"""The hardware and the packages that a measurement was made with."""
+"""The device that this process computes on, and the packages that a measurement is made with."""
 
 from __future__ import annotations
 
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+DeviceKind = Literal["cuda", "cpu"]
+
 PACKAGES = ("megatron-balance", "torch", "megatron-core", "transformer-engine", "apex")
+
+_device_kind: DeviceKind = "cuda"
+
+
+def set_device_kind(kind: DeviceKind) -> None:
+    """Declare what `cuda` names in this process from now on."""
+    global _device_kind
+    _device_kind = kind
+
+
+def device_kind() -> DeviceKind:
+    """`cuda` for a GPU, `cpu` where the CPU takes its place (`devkit/cpu.py`)."""
+    return _device_kind
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _stub_megatron(recorder: Recorder) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_balance.mcore.thd import attention
-    from megatron_balance.runtime.device import set_device_kind
+    from megatron_balance.runtime.environment import set_device_kind
 
     def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
