@@ -1,4 +1,4 @@
-"""Seconds of a micro-batch measured on a device: the content of a calibration.json.
+"""A calibration of a device: measured seconds of micro-batches, kept in calibration.json.
 
     seconds = per_microbatch + per_sequence*num_sequences + linear*ΣL + quadratic*ΣL² + Σ_w window_w*Σpairs(L, w)
 

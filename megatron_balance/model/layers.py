@@ -1,4 +1,4 @@
-"""Kinds of layers: a token mixer, an MLP, and the sizes that each requires."""
+"""A layer as FLOPs and memory see it: a token mixer, an MLP, and the sizes that each requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds this rank's settings and checks that all ranks agree.
+"""Collects the settings of a run on each rank, and compares them across ranks.
 
 Ranks agree before any of them makes a process group (`runtime/agreement.py`), those of a stock run too: a rank cannot
 know that others balance.
