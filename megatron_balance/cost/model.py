@@ -14,7 +14,7 @@ divided by a power of two, the same on every rank); a longer sample never costs 
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,6 +137,15 @@ class CostModel:
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
         )
+
+    def at_cp_size(self, cp_size: int) -> CostModel:
+        """Costs of samples that `cp_size` ranks share, with what these receive from one another.
+
+        Example:
+            >>> CostModel(linear=100, cp_exchange=8).at_cp_size(4)(10)
+            1240
+        """
+        return replace(self, linear=self.linear + self.cp_exchange * (cp_size - 1), cp_exchange=0)
 
     def __call__(self, length: int) -> int:
         """Cost of one sample of `length` tokens on its own rank, unscaled, exact."""

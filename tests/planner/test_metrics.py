@@ -7,6 +7,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.floor_advice import floor_advice
+from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.planner.metrics import assignment_metrics, schedule_metrics
 from megatron_balance.topology import Limits, Topology
 
@@ -147,3 +148,85 @@ class TestFloorAdvice:
         assert (advice.cp_size, advice.fitting_tokens) == (2, None)
         assert advice.message == "floor 2.00x at DP4: raise --context-parallel-size to 2"
         assert self.advice([10], dp_size=3).message.endswith("train on more samples a step, or on fewer ranks")
+
+
+SIZED = CostModel(linear=1000, quadratic=1, cp_exchange=10)
+
+
+def test_figures_of_sizes_of_their_own_by_hand():
+    schedule = build_data_schedule(
+        [2000, 500, 500, 500, 500],
+        cost_model=SIZED,
+        topology=Topology(2, cp_size=2, dynamic_cp=True),
+        limits=Limits(512),
+        home_ranks=[0, 1, 0, 1, 0],
+    )
+    metrics = schedule_metrics(schedule)
+    # Four ranks share the long sample and receive three quarters of it; then each runs a short one.
+    shared, alone = (2000 * 1000 + 2000**2 + 3 * 10 * 2000) // 4, 500 * 1000 + 500**2
+    assert metrics.predicted_cost == metrics.lower_bound == shared + alone
+    assert (metrics.over_bound, metrics.step_imbalance, metrics.microbatch_imbalance) == (1, 1, 1)
+    assert metrics.tokens_by_cp_size == ((1, 2000), (4, 2000))
+    assert metrics.mean_cp_size == (2000 * 4 + 2000) / 4000
+    assert (metrics.peak_tokens, metrics.cap_headroom) == (500, 1 - 500 / 512)
+    assert (metrics.num_microbatches, metrics.num_dummies, metrics.num_over_cap) == (2, 0, 0)
+    assert metrics.padding_fraction == 0
+    assert metrics.moved_tokens is None
+    free = schedule_metrics(schedule, cost_model=CostModel(linear=1000, quadratic=1))
+    assert free.predicted_cost == (2000 * 1000 + 2000**2) // 4 + alone
+
+
+def test_a_sample_too_dear_at_every_size_is_the_floor():
+    # At most two of four ranks share it: each pays 1010 of 2020 * 4 / 4.
+    schedule = build_data_schedule(
+        [100, 1, 1],
+        cost_model=CostModel(linear=10, cp_exchange=10),
+        topology=Topology(4, dynamic_cp=True, max_cp_size=2),
+        limits=Limits(64),
+    )
+    metrics = schedule_metrics(schedule)
+    assert metrics.single_sample_floor == pytest.approx(1000 * 4 / (2 * 1000 + 2 * 10))
+    assert metrics.step_imbalance == pytest.approx(metrics.single_sample_floor)
+
+
+@pytest.mark.parametrize("ranks", [{}, {"fully_sharded": True}, {"ep_size": 4}, {"pp_size": 2}])
+def test_imbalances_of_sizes_of_their_own_are_those_of_its_leaves(ranks):
+    rng = np.random.default_rng(1)
+    lengths = np.clip(np.exp(rng.normal(6.5, 1.2, 90)).astype(np.int64), 16, 16000)
+    topology = Topology(3, cp_size=2, dynamic_cp=True, **ranks)
+    schedule = build_data_schedule(lengths, cost_model=SIZED, topology=topology, limits=Limits(4096)).check()
+    metrics = schedule_metrics(schedule)
+    assert metrics.predicted_cost == schedule.predicted_cost << schedule.cost_shift
+    assert metrics.lower_bound == schedule.lower_bound << schedule.cost_shift
+    sums = schedule.cost_grid.sum(axis=1)
+    assert metrics.step_imbalance == pytest.approx(sums.max() / sums.mean())
+    assert metrics.microbatch_imbalance == pytest.approx(schedule.cost_grid.max(axis=0).sum() / sums.mean())
+    if topology.pp_size > 1:
+        even = np.full((1, schedule.num_microbatches), -(-int(sums.sum()) // schedule.cost_grid.size))
+        even_time = int(pipeline_makespans(even, pp_size=2)[0])
+        assert metrics.pipeline_imbalance == schedule.predicted_cost / even_time
+    sizes = {
+        sample: size
+        for ids_of, sizes_of in zip(schedule.ranks, schedule.cp_sizes, strict=True)
+        for ids, size in zip(ids_of, sizes_of, strict=True)
+        for sample in ids
+    }
+    assert metrics.mean_cp_size == pytest.approx(
+        sum(sizes[sample] * length for sample, length in enumerate(lengths.tolist())) / lengths.sum()
+    )
+    assert sum(tokens for _, tokens in metrics.tokens_by_cp_size) == lengths.sum()
+
+
+def test_one_size_is_the_mean_of_itself():
+    metrics = judge([[[0]], [[1]]], [5, 8], topology=Topology(2, cp_size=2))
+    assert (metrics.mean_cp_size, metrics.tokens_by_cp_size) == (2, ((2, 13),))
+    with pytest.raises(BalanceError, match="at_cp_size"):
+        judge([[[0]], [[1]]], [5, 8], topology=Topology(2, cp_size=2, dynamic_cp=True))
+
+
+def test_one_size_may_count_what_its_ranks_receive():
+    ranks, options = [[[0]], [[1]]], {"topology": Topology(2, cp_size=4), "limits": Limits(1024)}
+    model = SIZED.at_cp_size(4)
+    metrics = judge(ranks, [1000, 800], cost_model=model, **options)
+    assert metrics.predicted_cost == 1000 * 1000 + 1000**2 + 3 * 10 * 1000
+    assert judge(ranks, [1000, 800], cost_model=SIZED, **options).predicted_cost == 1000 * 1000 + 1000**2

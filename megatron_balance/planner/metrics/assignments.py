@@ -1,13 +1,9 @@
-"""Figures of a plan: imbalance, padding, room under the cap, samples moved.
-
-A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs), and an
-assignment that is no schedule at all, such as the stock order, can be judged beside it.
-"""
+"""Computes the figures of schedules, and of assignments of samples at one context-parallel size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,59 +12,16 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.bounds.time import single_sample_floor
+from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, sum_segments
 from megatron_balance.planner.locality.relabel import Homes
 from megatron_balance.planner.makespan import pipeline_makespans
+from megatron_balance.planner.metrics.figures import ScheduleMetrics, slowest_over_mean
+from megatron_balance.planner.metrics.groups import group_metrics
 from megatron_balance.planner.objectives import OBJECTIVES, resolve_objective
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
-
-
-@dataclass(frozen=True)
-class ScheduleMetrics:
-    """Figures of one plan.
-
-    Attributes:
-        objective: `step`, `microbatch` or `pipeline`.
-        predicted_cost: the objective's value, in units of the cost model (`2**cost_shift` taken back in).
-        lower_bound: what no plan can beat, same units.
-        over_bound: predicted_cost / lower_bound; 1.0 is perfect.
-        single_sample_floor: no plan brings step_imbalance below it, because of its largest sample.
-        step_imbalance: costliest rank over the mean rank.
-        microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
-            over the sum of the means.
-        pipeline_imbalance: longest makespan over that of as many micro-batches of equal cost, so that the bubble
-            that even these have is not counted; step_imbalance where there is one stage.
-        padding_fraction: padding over padded tokens.
-        peak_tokens: padded tokens of the fullest micro-batch.
-        cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
-        num_over_cap: micro-batches of two samples or more over the cap (tokens or samples); 0 in a schedule.
-        num_microbatches: slots of a rank.
-        num_dummies: empty micro-batches, run as masked dummies.
-        moved_tokens: original tokens of samples off their home rank; None where homes are not known.
-        moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
-        moved_tokens_before_relabel: moved_tokens before what is interchangeable was exchanged; None where it was
-            not, or homes are not known.
-    """
-
-    objective: str
-    predicted_cost: int
-    lower_bound: int
-    over_bound: float
-    single_sample_floor: float
-    step_imbalance: float
-    microbatch_imbalance: float
-    pipeline_imbalance: float
-    padding_fraction: float
-    peak_tokens: int
-    cap_headroom: float | None
-    num_over_cap: int
-    num_microbatches: int
-    num_dummies: int
-    moved_tokens: int | None
-    moved_off_node_tokens: int | None
-    moved_tokens_before_relabel: int | None
 
 
 def schedule_metrics(
@@ -81,16 +34,28 @@ def schedule_metrics(
         cost_model: judge by this one instead of the plan's own.
         objective: judge by this one instead of the plan's own; slots stay in their order.
     """
-    segments = schedule.segment_lengths
+    lengths = schedule.lengths if schedule.segment_lengths is None else schedule.segment_lengths
+    model, judged_by = cost_model or schedule.cost_model, objective or schedule.objective
+    judged_by = resolve_objective(judged_by, topology=schedule.topology)
+    if isinstance(schedule, DynamicCpSchedule):
+        return group_metrics(
+            schedule.cp_groups,
+            of_segments=lengths,
+            num_segments=schedule.num_segments,
+            cost_model=model,
+            topology=schedule.topology,
+            limits=schedule.limits,
+            objective=judged_by,
+        )
     figures = _figures(
         schedule.slot_of,
         num_microbatches=schedule.num_microbatches,
-        of_segments=schedule.lengths if segments is None else segments,
+        of_segments=lengths,
         num_segments=schedule.num_segments,
-        cost_model=cost_model or schedule.cost_model,
+        cost_model=model,
         topology=schedule.topology,
         limits=schedule.limits,
-        objective=resolve_objective(objective or schedule.objective, topology=schedule.topology),
+        objective=judged_by,
         home_ranks=schedule.home_ranks,
         ranks_per_node=schedule.ranks_per_node,
     )
@@ -165,8 +130,8 @@ def _figures(
     """The figures, once every sample has a slot. `of_segments`: original tokens, of samples or of segments."""
     if topology.dynamic_cp:
         raise BalanceError(
-            "Figures of a plan are those of one context-parallel size: with Topology.dynamic_cp read predicted_cost, "
-            "lower_bound and cost_grid of the schedule."
+            "Topology.dynamic_cp is set: the figures of an assignment are those of one context-parallel size. Judge it "
+            "at Topology.at_cp_size(cp_size), or a schedule by schedule_metrics."
         )
     padded_segments = topology.padded_seq_len(of_segments)
     original = sum_segments(of_segments, num_segments=num_segments)
@@ -215,30 +180,9 @@ def _figures(
         moved_tokens=moved,
         moved_off_node_tokens=off_node,
         moved_tokens_before_relabel=None,
+        mean_cp_size=float(topology.cp_size),
+        tokens_by_cp_size=((topology.cp_size, int(original.sum())),),
     )
-
-
-def slowest_over_mean(grid: NDArray[np.int64] | NDArray[np.float64], *, objective: str, topology: Topology) -> float:
-    """The slowest over the mean, of costs or of measured seconds.
-
-    Args:
-        grid: `[dp_size, num_microbatches]`.
-        objective: `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one
-            another there; any other objective compares sums of ranks.
-        topology: the ranks.
-
-    Returns:
-        1.0 where all are equal, or where nothing costs anything.
-    """
-    span = sync_group_size(objective, topology=topology)
-    of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)
-    mean = float(grid.sum()) / len(grid)
-    return float(of_groups.max()) / mean if mean else 1.0
-
-
-def sync_group_size(objective: str, *, topology: Topology) -> int:
-    """Neighbouring ranks that wait for one another in every micro-batch; 1 where ranks meet once a step."""
-    return OBJECTIVES[objective].sync_group_size(topology, shares_work=False)
 
 
 def _pipeline_imbalance(grid: NDArray[np.int64], *, topology: Topology) -> float:
