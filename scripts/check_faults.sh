@@ -5,5 +5,6 @@
 # PYTHON names the interpreter; .venv's is the default.
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH}
 exec "${PYTHON:-$folder/.venv/bin/python}" -m benchmarks.faults "$@"

@@ -10,11 +10,14 @@ of its process groups, and each must end with an error that says what was wrong.
 from __future__ import annotations
 
 import argparse
-import tempfile
+import shutil
 from pathlib import Path
 
+from training_run import ROOT
+
 from benchmarks.faults.cases import FAULTS, TIMEOUT_SECONDS, Fault
-from benchmarks.faults.run import Nursery, Outcome, run_with
+from benchmarks.faults.run import Outcome, run_with
+from benchmarks.forked import import_once
 from benchmarks.markdown import table, table_row
 
 MAX_WORDS = 150
@@ -32,12 +35,14 @@ def main() -> None:
     columns = "fault | ranks | what happens | ranks ended with | last after | the first of those left says"
     print(table(columns, (), align="llllll"))
     failures: list[str] = []
-    with tempfile.TemporaryDirectory() as temporary, Nursery() as nursery:
-        folder = chosen.logs or Path(temporary)
-        for name in chosen.faults or FAULTS:
-            outcome = run_with(FAULTS[name], folder=folder / name, nursery=nursery)
-            print(_row(name, FAULTS[name], outcome), flush=True)
-            failures += [f"{name}: {what}" for what in outcome.wrong]
+    import_once()
+    folder = chosen.logs or ROOT / "build" / "bench" / "runs" / "faults"
+    if chosen.logs is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in chosen.faults or FAULTS:
+        outcome = run_with(FAULTS[name], folder=folder / name)
+        print(_row(name, FAULTS[name], outcome), flush=True)
+        failures += [f"{name}: {what}" for what in outcome.wrong]
     print(f"\nProcess groups time out after {TIMEOUT_SECONDS} s, and until the first step is done after minutes.")
     if failures:
         raise SystemExit("\n".join(["NOT as it must be:", *failures]))

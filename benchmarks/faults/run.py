@@ -5,23 +5,19 @@ Ranks are not started by torchrun, which would end them all as soon as it sees o
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from training_run import search_path
-
-from benchmarks.equality.forked import free_port
-from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
-from megatron_balance.devkit.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
+from benchmarks.faults.cases import FAULTS, GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
+from benchmarks.forked import fork_rank, free_port, rank_environment
+from megatron_balance.devkit import pretrain_sft
+from megatron_balance.devkit.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore import hooks
 
 LIMIT_SECONDS = 600
 """After which a rank counts as hanging. The machine may be busy."""
@@ -54,7 +50,8 @@ class RankEnd:
     @property
     def last_word(self) -> str:
         """What this package said of the fault, else the error that ended the rank, else its last line."""
-        lines = [line.strip() for line in self.output.splitlines() if line.strip() and "nanobind" not in line]
+        lines = [line.strip() for line in self.output.splitlines()]
+        lines = [line for line in lines if line and not line.startswith("- ") and "nanobind" not in line]
         ours = [line for line in lines if re.match(_OURS, line)]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|KeyboardInterrupt)\b", line)]
         return (ours or errors or lines or [""])[-1]
@@ -73,77 +70,50 @@ class Outcome:
     wrong: list[str]
 
 
-class Nursery:
-    """Starts ranks; see nursery.py. A context: ranks end with it."""
-
-    def __enter__(self) -> Nursery:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.faults.nursery"],
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path()},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None, "a pipe"
-        self._process.stdin.close()
-        self._process.wait()
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        """A request, and its answer."""
-        assert self._process.stdin is not None, "a pipe"
-        assert self._process.stdout is not None, "a pipe"
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-
-def run_with(fault: Fault, *, folder: Path, nursery: Nursery) -> Outcome:
-    """Train with a fault.
+def run_with(fault: Fault, *, folder: Path) -> Outcome:
+    """Train with a fault, in forks of this process.
 
     Args:
         fault: what happens.
         folder: for logs; must be new.
-        nursery: starts the ranks.
     """
     folder.mkdir(parents=True)
     port = free_port()
-    ranks = [_rank(fault, rank=rank, port=port, folder=folder) for rank in range(fault.num_ranks)]
-    rank_of = {pid: rank for rank, pid in enumerate(nursery.ask({"ranks": ranks}))}
+    running = {_start(fault, rank=rank, port=port, folder=folder): rank for rank in range(fault.num_ranks)}
     codes: dict[int, int] = {}
     ended: dict[int, float] = {}
     limit = time.monotonic() + LIMIT_SECONDS
     waited_for = set(range(fault.num_ranks)) - (set(fault.ranks) if fault.dies else set())
-
-    def poll() -> None:
-        for pid, code in nursery.ask({"poll": True}).items():
-            codes[rank_of[int(pid)]] = code
-            ended[rank_of[int(pid)]] = time.monotonic()
-
-    while waited_for - set(ended) and time.monotonic() < limit:
-        time.sleep(0.05)
-        poll()
-    in_time = dict(codes)
-    while len(ended) < fault.num_ranks:
-        for pid, rank in rank_of.items():
-            if rank not in ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # ends a stopped one too
-        time.sleep(0.05)
-        poll()
+    try:
+        while waited_for & set(running.values()) and time.monotonic() < limit:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in running:
+                rank = running.pop(pid)
+                codes[rank], ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+            else:
+                time.sleep(0.05)
+    finally:
+        for pid, rank in running.items():
+            os.kill(pid, signal.SIGKILL)  # ends a stopped one too
+            os.waitpid(pid, 0)
+            ended[rank] = time.monotonic()
     strikes = [float(path.read_text()) for path in folder.glob("strike*")]
     began = min([*strikes, *ended.values()])
     ends = [
         RankEnd(
-            in_time.get(rank),
+            codes.get(rank),
             seconds=max(ended[rank] - began, 0.0),
             output=(folder / f"rank{rank}.log").read_text(errors="replace"),
         )
         for rank in range(fault.num_ranks)
     ]
     return Outcome(ends, wrong=[what for rank in sorted(waited_for) for what in _wrong(ends[rank], rank, fault)])
+
+
+def problems_with(name: str, *, folder: str) -> list[str]:
+    """What is not as it must be in the run of a fault, and what each rank printed last; empty where all is well."""
+    outcome = run_with(FAULTS[name], folder=Path(folder))
+    return [*outcome.wrong, *(end.output[-2000:] for end in outcome.ends)] if outcome.wrong else []
 
 
 def _wrong(end: RankEnd, rank: int, fault: Fault) -> list[str]:
@@ -159,18 +129,26 @@ def _wrong(end: RankEnd, rank: int, fault: Fault) -> list[str]:
     return wrong
 
 
-def _rank(fault: Fault, *, rank: int, port: int, folder: Path) -> dict[str, Any]:
-    """What the nursery is asked for."""
+def _start(fault: Fault, *, rank: int, port: int, folder: Path) -> int:
     struck = rank in fault.ranks
     balance = fault.balance if fault.flags_there is None or not struck else fault.flags_there
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": fault.num_ranks, "MASTER_PORT": port}
-    return {
-        "argv": f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS} {FLAGS} {fault.flags} {balance}".split(),
-        "environment": {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()},
-        "log": str(folder / f"rank{rank}.log"),
-        "folder": str(folder),
-        "hooked": fault.hooked or not struck,
-        "strike": fault.strike if struck else "none",
-        "step": STEP,
-        "global_batch_size": GLOBAL_BATCH_SIZE,
-    }
+
+    def main() -> None:
+        if struck and not fault.hooked:
+            hooks.installation.undo()
+        if struck and fault.strike != "none":
+            from benchmarks.faults.strikes import STRIKES, Strike
+
+            STRIKES[fault.strike](Strike(STEP, global_batch_size=GLOBAL_BATCH_SIZE, rank=rank, folder=folder))
+        try:
+            pretrain_sft.main()
+        except BalanceError as error:
+            raise SystemExit(f"megatron_balance: {error}") from None
+
+    flags = f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS} {FLAGS} {fault.flags} {balance}"
+    return fork_rank(
+        main,
+        arguments=["pretrain_sft", *flags.split()],
+        environment=rank_environment(rank, num_ranks=fault.num_ranks, port=port),
+        log=folder / f"rank{rank}.log",
+    )

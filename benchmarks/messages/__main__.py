@@ -19,7 +19,7 @@ from typing import Any
 
 from training_run import ROOT
 
-from benchmarks.equality.forked import import_once, train_forked
+from benchmarks.forked import import_once, train_forked
 from benchmarks.markdown import table
 from benchmarks.messages.counted import FIGURES, WAY
 from benchmarks.results_file import made_by, page_head, versions_of, write_results

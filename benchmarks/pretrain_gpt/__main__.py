@@ -19,7 +19,7 @@ from pathlib import Path
 
 from training_run import ROOT, Recorded, RunFailed, train
 
-from benchmarks.equality.forked import import_once, train_forked
+from benchmarks.forked import import_once, train_forked
 from benchmarks.pretrain_gpt import speed
 from benchmarks.pretrain_gpt.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases, data_flags
 from benchmarks.pretrain_gpt.data import PretrainData, write_data

@@ -15,7 +15,7 @@ from rounding import ALLOWANCES
 from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
-from benchmarks.equality.forked import ForkedRun, train_forked
+from benchmarks.forked import ForkedRun, train_forked
 from benchmarks.resume.cases import RECORDED, SAVE_INTERVAL, Case
 from megatron_balance.record.run_record import read_record
 

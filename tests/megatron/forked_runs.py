@@ -1,6 +1,6 @@
 """`training_run.train` without the seconds that every rank spends on imports: its ranks are forks of one process.
 
-That process lives as long as the tests do; `benchmarks/equality/forked.py` says what a fork is. It has writers of
+That process lives as long as the tests do; `benchmarks/forked.py` says what a fork is. It has writers of
 scalars: `fake_tensorboard.py`, and W&B without a network. Tests of the launcher, of other scripts and of what torchrun
 does start theirs with `training_run.train`.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from training_run import Recorded, RunFailed, read_records, search_path
 
@@ -45,25 +47,47 @@ def train(
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
     """
+    call(
+        "forked_runs:train_here",
+        str(record),
+        list(flags),
+        num_ranks=num_ranks,
+        timeout_seconds=timeout_seconds,
+        module=module,
+        environment=dict(environment or {}),
+        leave_out=list(leave_out),
+    )
+    output = (record / "rank0.log").read_text(errors="replace")
+    return Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
+
+
+def call(function: str, *positional: Any, **keywords: Any) -> Any:
+    """Call a function in the process that ranks are forks of.
+
+    Args:
+        function: `MODULE:NAME`.
+        positional: its arguments, in JSON's types, as is what it returns.
+        keywords: likewise.
+
+    Raises:
+        RunFailed: as the function does.
+    """
     server = _server()
     assert server.stdin is not None, "a pipe"
     assert server.stdout is not None, "a pipe"
-    request = {
-        "record": str(record),
-        "flags": list(flags),
-        "num_ranks": num_ranks,
-        "timeout_seconds": timeout_seconds,
-        "module": module,
-        "environment": dict(environment or {}),
-        "leave_out": list(leave_out),
-    }
-    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.write(json.dumps([function, positional, keywords]) + "\n")
     server.stdin.flush()
-    problem = json.loads(server.stdout.readline())
+    answer, problem = json.loads(server.stdout.readline())
     if problem is not None:
         raise RunFailed(problem)
-    output = (record / "rank0.log").read_text(errors="replace")
-    return Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
+    return answer
+
+
+def train_here(record: str, flags: Sequence[str], **keywords: Any) -> None:
+    """`train` in the process that ranks are forks of."""
+    from benchmarks.forked import train_forked
+
+    train_forked(Path(record), flags, **keywords)
 
 
 @functools.cache
@@ -82,20 +106,21 @@ def _server() -> subprocess.Popen[str]:
 def _serve() -> None:
     from fake_tensorboard import install_fake_tensorboard
 
-    from benchmarks.equality.forked import import_once, train_forked
+    from benchmarks.forked import import_once
     from megatron_balance.devkit.sft_dataset import builtin_samples
 
     install_fake_tensorboard()
     import_once()
     builtin_samples()  # once for all
     for line in sys.stdin:
-        request = json.loads(line)
-        problem = None
+        function, positional, keywords = json.loads(line)
+        module, name = function.split(":")
+        answer = problem = None
         try:
-            train_forked(Path(request.pop("record")), request.pop("flags"), **request)
+            answer = getattr(importlib.import_module(module), name)(*positional, **keywords)
         except RunFailed as error:
             problem = str(error)
-        sys.stdout.write(json.dumps(problem) + "\n")
+        sys.stdout.write(json.dumps([answer, problem]) + "\n")
         sys.stdout.flush()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import itertools
@@ -23,7 +24,6 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
 from training_run import Recorded, RunFailed, read_records
@@ -31,6 +31,7 @@ from training_run import Recorded, RunFailed, read_records
 from megatron_balance.devkit.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
 
 _LAST_CHARACTERS = 3000
+_PR_SET_PDEATHSIG = 1
 
 PORTS = range(12_000, 32_000)
 """Below the range that Linux takes the ports of connections from (ip_local_port_range)."""
@@ -103,18 +104,20 @@ def train_forked(
     """
     record.mkdir(parents=True, exist_ok=True)
     common = (flag for flag in f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split() if flag not in leave_out)
-    command = [str(record), *common, *flags]
+    arguments = [str(record), *common, *flags]
     started, port = time.monotonic(), free_port()
-    sys.stdout.flush()
     running: dict[int, int] = {}
     failed: str | None = None
     cpu_seconds = 0.0
     try:
         for rank in range(num_ranks):
-            pid = os.fork()
-            if pid == 0:
-                os.environ |= dict(environment or {})
-                _run_rank(module, command, rank=rank, num_ranks=num_ranks, port=port, log=_log(record, rank))
+            pid = fork_rank(
+                lambda: importlib.import_module(module).main(),
+                arguments=[f"{module}.py", *arguments],
+                environment=dict(environment or {}) | rank_environment(rank, num_ranks=num_ranks, port=port),
+                log=_log(record, rank),
+                leave=_leave_at_once,
+            )
             running[pid] = rank
         while running and failed is None:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -164,32 +167,70 @@ def free_port() -> int:
     raise AssertionError("the numbers do not end")
 
 
-def _run_rank(module: str, command: Sequence[str], *, rank: int, num_ranks: int, port: int, log: Path) -> NoReturn:
-    """The life of a rank, as torchrun and the launcher would give it."""
+def rank_environment(rank: int, *, num_ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank of one machine."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    return {name: str(value) for name, value in values.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _leave_at_once(status: int) -> None:
+    atexit._run_exitfuncs()  # what Python does at its end, and os._exit does not
+    os._exit(status)
+
+
+def leave_as_python_does(status: int) -> None:
+    """Wait for threads, run what is registered for the end, and destroy all objects, as at the end of any program."""
+    ctypes.pythonapi.Py_Exit(status)
+
+
+def fork_rank(
+    main: Callable[[], object],
+    *,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    leave: Callable[[int], object] = leave_as_python_does,
+) -> int:
+    """Start a rank as torchrun and the launcher would.
+
+    Args:
+        main: trains.
+        arguments: of the process, its name first.
+        environment: variables beside those of this process.
+        log: file for what the rank prints.
+        leave: ends the rank with an exit status.
+
+    Returns:
+        Its process id. The rank is killed when this process ends.
+    """
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
     status = 1
     try:
-        with log.open("w") as out:
-            os.dup2(out.fileno(), 1)
-            os.dup2(out.fileno(), 2)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        sys.argv = [f"{module}.py", *command]
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
+        with log.open("w") as out, open(os.devnull) as nothing:
+            for target, source in ((0, nothing), (1, out), (2, out)):
+                os.dup2(source.fileno(), target)
+        os.environ |= environment
+        sys.argv = list(arguments)
         dist.set_debug_level_from_env()  # torch has read TORCH_DISTRIBUTED_DEBUG when it was imported
         try:
-            importlib.import_module(module).main()
+            main()
             status = 0
         except SystemExit as end:  # how Megatron ends at --exit-interval
-            status = int(end.code or 0)
-        atexit._run_exitfuncs()  # what Python does at its end, and os._exit does not
-    finally:  # nothing may leave a fork but by its status: it would go on as a second parent
-        if status:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                sys.stderr.write(f"{end.code}\n")
+        except BaseException:  # noqa: BLE001 - printed before what waits at the end
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+        leave(status)
+    finally:  # nothing may leave a fork but by its status: it would go on as a second parent
         os._exit(status)
