@@ -99,6 +99,7 @@ def _plan() -> dict[str, Any]:
     if step.cp_sizes is not None:
         plan["cp_sizes"] = step.cp_sizes
     if step.schedule is not None:
+        plan["ranks_per_node"] = step.schedule.ranks_per_node
         plan["lengths"] = step.schedule.lengths.tolist()
         plan["ranks"] = [[list(slot) for slot in slots] for slots in step.schedule.ranks]
     return plan

@@ -31,7 +31,7 @@ from megatron_balance.mcore.checkpoint import restore_state, state_folder
 from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention, restore_engine_attention
 from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
-from megatron_balance.mcore.setup.groups import own_group, reads_data, replica_group, split_world
+from megatron_balance.mcore.setup.groups import dp_ranks_per_node, own_group, reads_data, replica_group, split_world
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
@@ -272,6 +272,7 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         cp_rank=parallel_state.get_context_parallel_rank(),
         calibration=calibration,
         origin=origin,
+        ranks_per_node=dp_ranks_per_node(timeout=timeout),
         pin_memory=torch.cuda.is_available(),
     )
     return StepPrefetcher(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.mcore.setup.groups import own_group, reads_data, replica_group, split_world
+from megatron_balance.mcore.setup.groups import dp_ranks_per_node, own_group, reads_data, replica_group, split_world
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -31,8 +31,11 @@ def main() -> None:
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--local-world-sizes", type=int, nargs="+", default=[0], help="ranks take them in turn")
     args = vars(parser.parse_known_args(flags)[0])
     order = "tp-cp-ep-pp-dp" if args.pop("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp"
+    local_world_sizes = args.pop("local_world_sizes")
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_sizes[int(os.environ["RANK"]) % len(local_world_sizes)])
     dist.init_process_group("gloo", timeout=TIMEOUT)
     parallel_state.initialize_model_parallel(**args, order=order, create_gloo_process_groups=False)
 
@@ -46,6 +49,7 @@ def main() -> None:
         "data_rank": parallel_state.get_data_parallel_rank(),
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
         "megatron_data": dist.get_process_group_ranks(parallel_state.get_data_parallel_group()),
+        "ranks_per_node": dp_ranks_per_node(timeout=TIMEOUT),
         **{name: _met(group) for name, group in groups.items()},
     }
     (Path(folder) / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")

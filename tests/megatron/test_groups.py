@@ -88,6 +88,35 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(tmp_path: Path, flags:
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_ranks", "local_world_sizes", "expected"),
+    [
+        pytest.param("", 8, "4", 4, id="DP8"),
+        pytest.param("", 8, "8", None, id="one-node"),
+        pytest.param("", 6, "4", None, id="a-node-that-is-half-full"),
+        pytest.param("", 8, "4 2", None, id="ranks-that-do-not-agree"),
+        pytest.param("", 4, "0", None, id="not-known"),
+        pytest.param(TP2, 8, "4", 2, id="TP2-DP4"),
+        pytest.param(f"{TP2} {PP2}", 8, "4", None, id="TP2-PP2-DP2-each-stage-on-a-node"),
+        pytest.param(f"{TP2} {PP2} --use-tp-pp-dp-mapping", 8, "4", None, id="TP2-PP2-DP2-a-replica-a-node"),
+        pytest.param(f"{PP2} {CP2}", 16, "4", 2, id="PP2-CP2-DP4"),
+    ],
+)
+def test_data_parallel_ranks_of_a_node(
+    tmp_path: Path, flags: str, num_ranks: int, local_world_sizes: str, expected: int | None
+) -> None:
+    command = f"{flags} --local-world-sizes {local_world_sizes}".split()
+    ran = train(tmp_path, command, num_ranks=num_ranks, module="group_ranks", timeout_seconds=120)
+    assert [rank[0]["ranks_per_node"] for rank in ran.ranks] == [expected] * num_ranks
+
+
+def test_a_run_on_two_nodes_plans_for_them(tmp_path: Path) -> None:
+    flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"
+    flags += " --global-batch-size 8 --train-iters 2 --use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data"
+    ran = train(tmp_path, flags.split(), num_ranks=4, module="node_steps", timeout_seconds=120)
+    assert [[step["ranks_per_node"] for step in rank] for rank in ran.ranks] == [[2, 2]] * 4
+
+
 def test_a_group_that_is_made_while_a_run_balances_meets(tmp_path: Path) -> None:
     """The observer's group is of ranks that read data: torch 2.15 hung here when they alone had made it."""
     flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"

@@ -101,6 +101,7 @@ class StepPlanner:
         calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
             compares samples that arrived in different steps.
         origin: which sample of the data set a row is, or None where that is not known.
+        ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: micro-batches go to a GPU. Only from pinned memory are they copied while the host goes on.
     """
 
@@ -115,6 +116,7 @@ class StepPlanner:
         cp_rank: int = 0,
         calibration: OnlineCalibration | None = None,
         origin: SampleOrigin | None = None,
+        ranks_per_node: int | None = None,
         pin_memory: bool = False,
     ) -> None:
         self.config = config
@@ -125,6 +127,7 @@ class StepPlanner:
         self.cp_rank = cp_rank
         self.calibration = calibration
         self._origin = origin
+        self._ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
         self._calibrated_step = -1
         # Ranks that were started with different flags or versions would plan differently: they find out here.
@@ -247,6 +250,7 @@ class StepPlanner:
             algorithm=self.config.partition_algorithm,
             home_ranks=gathered.home_ranks,
             move_samples=self.config.balance_data,
+            ranks_per_node=self._ranks_per_node,
         )
 
     def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
