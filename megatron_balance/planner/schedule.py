@@ -100,7 +100,12 @@ class DataSchedule:
     @property
     def cp_sizes(self) -> tuple[tuple[int, ...], ...]:
         """`cp_sizes[dp_rank][slot]`: ranks that share a micro-batch by context parallelism."""
-        return ((self.topology.cp_size,) * self.num_microbatches,) * self.topology.dp_size
+        sizes: list[list[int]] = self.cp_size_grid().tolist()
+        return tuple(tuple(size for size in slots if size) for slots in sizes)
+
+    def cp_size_grid(self) -> NDArray[np.int64]:
+        """The same as an array, `[dp_size, num_microbatches]`; 0 where a rank has no such slot."""
+        return np.full((self.topology.dp_size, self.num_microbatches), self.topology.cp_size)
 
     def destinations(self) -> NDArray[np.int64]:
         """The rank that runs each sample, `[num_samples]`."""

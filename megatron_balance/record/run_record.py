@@ -4,6 +4,8 @@
     plans_00000.npz              of many steps: lengths, where each sample ran, predicted costs, time spent planning
     seconds_rank00003_00000.npz  what the micro-batches of one data-parallel rank took
 
+With dynamic context-parallel sizes ranks are leaves (`DynamicCpSchedule`), and plans have the array `cp_sizes`.
+
 One rank writes the plans, every rank its own seconds: nothing is sent for it. From a record a run can be
 planned again under another policy, and drawn.
 
@@ -126,9 +128,13 @@ def read_record(folder: Path) -> RunRecord:
             for iteration, seconds in zip(chunk["iteration"].tolist(), of_steps, strict=True):
                 check_seconds(seconds)
                 step = steps.get(iteration)
-                if step is not None and seconds.size == step.num_microbatches and 0 <= dp_rank < len(step.seconds):
-                    step.seconds[dp_rank] = seconds
+                if step is not None and 0 <= dp_rank < len(step.seconds) and seconds.size == _num_slots(step, dp_rank):
+                    step.seconds[dp_rank, : seconds.size] = seconds
     return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
+
+
+def _num_slots(step: StepRecord, rank: int) -> int:
+    return step.num_microbatches if step.cp_sizes is None else int((step.cp_sizes[rank] > 0).sum())
 
 
 @contextmanager
@@ -170,12 +176,16 @@ def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
     num_segments = np.array([counts.sum() for counts in of_samples["num_segments"]])
     segments = cut(chunk["segment_lengths"], sizes=num_segments)
     shapes = list(zip(chunk["dp_size"].tolist(), chunk["num_microbatches"].tolist(), strict=True))
-    grids = cut(chunk["cost_grid"], sizes=np.array([dp_size * slots for dp_size, slots in shapes]))
+    cells = np.array([num_ranks * slots for num_ranks, slots in shapes])
+    grids = cut(chunk["cost_grid"], sizes=cells)
+    cp_sizes = cut(chunk["cp_sizes"], sizes=cells) if "cp_sizes" in chunk else None
     steps: list[StepRecord] = []
     for index, shape in enumerate(shapes):
         values: dict[str, Any] = {name: chunk[name][index].item() for name in PER_STEP}
         values |= {name: of_sample[index] for name, of_sample in of_samples.items()}
         values |= {"segment_lengths": segments[index], "cost_grid": grids[index].reshape(shape)}
         values |= {"cost_model": _cost_model(parse_json(chunk["cost_model"][index].item()))}
+        if cp_sizes is not None:
+            values["cp_sizes"] = cp_sizes[index].reshape(shape)
         steps.append(StepRecord(**values, seconds=np.full(shape, np.nan)))
     return steps

@@ -17,7 +17,7 @@ class StepRecord:
 
     Attributes:
         iteration: Megatron's count of it, from 1.
-        num_microbatches: slots of every rank.
+        num_microbatches: slots of every rank, or the most of a leaf.
         segment_lengths: `[sum(num_segments)]` int64 original tokens of each sequence.
         num_segments: `[num_samples]` int64 sequences of each sample.
         slot_of: `[num_samples]` int64 `rank * num_microbatches + slot`.
@@ -28,6 +28,9 @@ class StepRecord:
             first, and counts attoseconds.
         plan_seconds, exchange_seconds, exposed_seconds: spent planning, moving, and waiting for both.
         seconds: `[dp_size, num_microbatches]` measured, forward and backward; NaN where it was not.
+        cp_sizes: `[num_leaves, num_microbatches]` int64 leaves that share each micro-batch, 1 for a dummy, 0 where a
+            leaf has no such slot; None where all have the run's size. With sizes, cost_grid and seconds have a row a
+            leaf too, and slot_of holds the first leaf of a sample's group as its rank (DynamicCpSchedule).
     """
 
     _: KW_ONLY
@@ -44,6 +47,7 @@ class StepRecord:
     exchange_seconds: float
     exposed_seconds: float
     seconds: NDArray[np.float64]
+    cp_sizes: NDArray[np.int64] | None = None
 
     @classmethod
     def of_schedule(
@@ -72,6 +76,7 @@ class StepRecord:
             exchange_seconds=exchange_seconds,
             exposed_seconds=exposed_seconds,
             seconds=np.full(schedule.cost_grid.shape, np.nan),
+            cp_sizes=schedule.cp_size_grid() if schedule.topology.dynamic_cp else None,
         )
 
     @property

@@ -29,11 +29,13 @@ def check_step(step: StepRecord, *, topology: Topology) -> None:
         ValueError: says which field is impossible.
     """
     num_samples = step.slot_of.size
-    num_slots = topology.dp_size * step.num_microbatches
-    if step.num_microbatches < 1 or step.cost_grid.shape != (topology.dp_size, step.num_microbatches):
+    num_ranks = topology.num_leaves if topology.dynamic_cp else topology.dp_size
+    num_slots = num_ranks * step.num_microbatches
+    if step.num_microbatches < 1 or step.cost_grid.shape != (num_ranks, step.num_microbatches):
         raise ValueError(
-            f"step {step.iteration} has costs of shape {step.cost_grid.shape}: the run has {topology.dp_size} "
-            f"data-parallel ranks, the step {step.num_microbatches} micro-batches"
+            f"step {step.iteration} has costs of shape {step.cost_grid.shape}: the run has {num_ranks} "
+            f"{'leaves' if topology.dynamic_cp else 'data-parallel ranks'}, the step {step.num_microbatches} "
+            "micro-batches"
         )
     _check(step.slot_of, name="slot_of", size=num_samples, below=num_slots)
     _check(step.home_ranks, name="home_ranks", size=num_samples, below=topology.dp_size)
@@ -42,11 +44,32 @@ def check_step(step: StepRecord, *, topology: Topology) -> None:
         step.segment_lengths, name="segment_lengths", size=int(step.num_segments.sum(dtype=np.int64)), below=_MAX_TOKENS
     )
     _check(step.cost_grid.ravel(), name="cost_grid", size=num_slots, below=2**62)
+    if (step.cp_sizes is not None) != topology.dynamic_cp:
+        raise ValueError(f"step {step.iteration} has {'no ' if step.cp_sizes is None else ''}cp_sizes")
+    if step.cp_sizes is not None:
+        _check_cp_sizes(step.cp_sizes, shape=step.cost_grid.shape, topology=topology)
+        first_leaves, of_samples = step.slot_of // step.num_microbatches, step.cp_sizes.ravel()[step.slot_of]
+        if not of_samples.all() or (first_leaves % of_samples).any():
+            raise ValueError("slot_of has a sample that is not on the first leaf of a group")
     if not 0 <= step.cost_shift <= _MAX_COST_SHIFT:
         raise ValueError(f"cost_shift is {step.cost_shift}")
     for name in ("plan_seconds", "exchange_seconds", "exposed_seconds"):
         if not 0 <= getattr(step, name) < float("inf"):
             raise ValueError(f"{name} is {getattr(step, name)}")
+
+
+def _check_cp_sizes(sizes: NDArray[Any], *, shape: tuple[int, ...], topology: Topology) -> None:
+    """Each group is whole: aligned leaves that share a slot; no leaf lacks a slot before its last."""
+    if sizes.dtype != np.int64 or sizes.shape != shape:
+        raise ValueError(f"cp_sizes is {sizes.dtype} of shape {sizes.shape}; it must be int64 of shape {shape}")
+    there = sizes > 0
+    if not np.isin(sizes, (0, *topology.dynamic_cp_sizes)).all() or (there[:, 1:] > there[:, :-1]).any():
+        raise ValueError(f"cp_sizes has a size that is none of {topology.dynamic_cp_sizes}, or a gap")
+    for size in topology.dynamic_cp_sizes:
+        held = sizes == size
+        of_nodes = held[: len(sizes) // size * size].reshape(-1, size, shape[1])
+        if size * of_nodes.all(axis=1).sum() != held.sum():
+            raise ValueError(f"cp_sizes has a group of {size} leaves that is not whole")
 
 
 def cut(values: NDArray[Any], *, sizes: NDArray[Any]) -> list[NDArray[Any]]:

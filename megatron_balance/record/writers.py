@@ -85,6 +85,9 @@ class PlanWriter(_ChunkWriter[StepRecord]):
     def _arrays(self, steps: list[StepRecord]) -> dict[str, Any]:
         arrays: dict[str, Any] = {name: np.array([getattr(step, name) for step in steps]) for name in PER_STEP}
         arrays |= {name: np.concatenate([getattr(step, name).ravel() for step in steps]) for name in RAGGED}
+        sizes = [step.cp_sizes.ravel() for step in steps if step.cp_sizes is not None]
+        if sizes:
+            arrays["cp_sizes"] = np.concatenate(sizes)
         arrays["num_samples"] = np.array([step.slot_of.size for step in steps])
         arrays["dp_size"] = np.array([step.cost_grid.shape[0] for step in steps])
         arrays["cost_model"] = np.array([json.dumps(asdict(step.cost_model)) for step in steps])
@@ -110,11 +113,11 @@ def _set_aside(folder: Path, *, info: RunInfo) -> None:
 
 
 class SecondsWriter(_ChunkWriter[tuple[int, NDArray[np.float64]]]):
-    """Writes the measured seconds of one data-parallel rank's micro-batches.
+    """Writes the measured seconds of one data-parallel rank's micro-batches, or of one leaf's.
 
     Args:
         folder: of the record.
-        dp_rank: of this rank.
+        dp_rank: of this rank; its leaf with dynamic context-parallel sizes.
         resume: as for PlanWriter, of this rank's files.
     """
 

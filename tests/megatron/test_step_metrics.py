@@ -283,12 +283,12 @@ class TestOneRank:
     def take(self, metrics: RunMetrics, iteration: int, *, seconds: float | None) -> None:
         metrics.begin(STEP, iteration=iteration)
         if seconds is not None:
-            metrics.measured(TimedStep(iteration, SCHEDULE, np.array([seconds])))
+            metrics.measured(TimedStep(iteration, SCHEDULE, 1, np.array([seconds])))
         metrics.logged(iteration)
 
     def test_a_step_that_runs_again_counts_once(self, metrics: RunMetrics, written: Written) -> None:
         metrics.begin(STEP, iteration=1)
-        metrics.measured(TimedStep(1, SCHEDULE, np.array([5.0])))
+        metrics.measured(TimedStep(1, SCHEDULE, 1, np.array([5.0])))
         self.take(metrics, 1, seconds=1.0)
         self.take(metrics, 2, seconds=2.0)
         [(iteration, figures)] = written
@@ -318,11 +318,11 @@ class TestOneRank:
 def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "record"
     recording = RunRecording(folder, info=None, dp_rank=0, resume=False)
-    recording.measured(TimedStep(1, SCHEDULE, np.ones(SCHEDULE.num_microbatches)))
+    recording.measured(TimedStep(1, SCHEDULE, SCHEDULE.num_microbatches, np.ones(SCHEDULE.num_microbatches)))
     shutil.rmtree(folder)
     folder.touch()  # where the folder was, nothing can be written
     recording.flush()
-    recording.measured(TimedStep(2, SCHEDULE, np.ones(SCHEDULE.num_microbatches)))
+    recording.measured(TimedStep(2, SCHEDULE, SCHEDULE.num_microbatches, np.ones(SCHEDULE.num_microbatches)))
     recording.flush()
     [line] = capsys.readouterr().out.splitlines()
     assert f"--balance-record {folder}: " in line

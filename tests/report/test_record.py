@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +25,10 @@ INFO = RunInfo(
     origin={"device": "a test"},
 )
 
+DYNAMIC = replace(INFO, topology=Topology(3, cp_size=2, dynamic_cp=True), objective="step")
 
-def plan(step: int) -> DataSchedule:
+
+def plan(step: int, info: RunInfo = INFO) -> DataSchedule:
     """Another number of samples, sequences and micro-batches in every step."""
     rng = np.random.default_rng(step)
     num_segments = rng.integers(0, 4, 20 + step % 7)
@@ -32,25 +36,28 @@ def plan(step: int) -> DataSchedule:
     return build_data_schedule(
         rng.integers(1, 3000, num_segments.sum()),
         num_segments=num_segments,
-        cost_model=INFO.cost_model,
-        topology=INFO.topology,
-        limits=INFO.limits,
-        home_ranks=rng.integers(0, 4, num_segments.size),
+        cost_model=info.cost_model,
+        topology=info.topology,
+        limits=info.limits,
+        home_ranks=rng.integers(0, info.topology.dp_size, num_segments.size),
     )
 
 
-def write(folder: Path, *, num_steps: int, flush: bool = True) -> list[StepRecord]:
-    plans = PlanWriter(folder, info=INFO)
-    ranks = [SecondsWriter(folder, dp_rank=rank) for rank in range(4)]
+def write(folder: Path, *, num_steps: int, flush: bool = True, info: RunInfo = INFO) -> list[StepRecord]:
+    plans = PlanWriter(folder, info=info)
     steps = [
-        StepRecord.of_schedule(plan(step), iteration=step + 1, plan_seconds=0.001 * step, exchange_seconds=0.5)
+        StepRecord.of_schedule(plan(step, info), iteration=step + 1, plan_seconds=0.001 * step, exchange_seconds=0.5)
         for step in range(num_steps)
     ]
+    ranks = [SecondsWriter(folder, dp_rank=rank) for rank in range(len(steps[0].seconds))]
     for step in steps:
         plans.add(step)
         step.seconds[:] = np.random.default_rng(step.iteration).random(step.seconds.shape).astype(np.float32)
+        if step.cp_sizes is not None:
+            step.seconds[step.cp_sizes == 0] = np.nan
         for rank, writer in enumerate(ranks):
-            writer.add(step.iteration, seconds=step.seconds[rank])
+            seconds = step.seconds[rank]
+            writer.add(step.iteration, seconds=seconds[~np.isnan(seconds)])
     if flush:
         plans.flush()
         for writer in ranks:
@@ -72,6 +79,44 @@ def test_what_was_written_reads_back(tmp_path: Path, num_steps: int) -> None:
     for ours, theirs in zip(record.steps, steps, strict=True):
         assert_same(ours, theirs)
     np.testing.assert_array_equal(record.steps[0].lengths, plan(0).lengths)
+
+
+def test_sizes_of_micro_batches_read_back(tmp_path: Path) -> None:
+    steps = write(tmp_path, num_steps=3, info=DYNAMIC)
+    record = read_record(tmp_path)
+    assert record.info == DYNAMIC
+    for index, (ours, theirs) in enumerate(zip(record.steps, steps, strict=True)):
+        assert_same(ours, theirs)
+        assert ours.cp_sizes is not None
+        assert [[size for size in sizes if size] for sizes in ours.cp_sizes.tolist()] == [
+            list(sizes) for sizes in plan(index, DYNAMIC).cp_sizes
+        ]
+    assert {size for step in steps if step.cp_sizes is not None for size in step.cp_sizes.flat} > {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda sizes: sizes[:-1], "values are cut by sizes"),
+        (lambda sizes: sizes.astype(np.float64), "must be int64"),
+        (lambda sizes: np.where(sizes == 2, 3, sizes), "none of"),
+        (lambda sizes: np.where(np.arange(sizes.size) == np.argmax(sizes > 1), 1, sizes), "not whole"),
+        (lambda sizes: np.where(np.arange(sizes.size) == 0, 0, sizes), "or a gap"),
+        (lambda sizes: np.zeros_like(sizes), "not on the first leaf"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, wrong: Callable[[Any], Any], error: str) -> None:
+    write(tmp_path, num_steps=1, info=DYNAMIC)
+    (path,) = tmp_path.glob("plans_*.npz")
+    with np.load(path) as chunk:
+        arrays = dict(chunk)
+    np.savez(path, **{**arrays, "cp_sizes": wrong(arrays["cp_sizes"])})
+    with pytest.raises(BalanceError, match=error):
+        read_record(tmp_path)
+    del arrays["cp_sizes"]
+    np.savez(path, **arrays)
+    with pytest.raises(BalanceError, match="has no cp_sizes"):
+        read_record(tmp_path)
 
 
 def test_a_run_that_was_killed_leaves_its_whole_chunks(tmp_path: Path) -> None:

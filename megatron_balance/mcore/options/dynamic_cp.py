@@ -125,11 +125,11 @@ DYNAMIC_CP_FLAGS = (
         remedy="install megatron-core 0.19, or drop it",
     ),
     Option(
-        names=("balance_calibrate_online", "balance_record", "balance_context_parallel"),
+        names=("balance_calibrate_online", "balance_context_parallel"),
         case=_WITH,
         support=Support.REFUSED,
-        when=both(_DYNAMIC, given("balance_calibrate_online", "balance_record")),
-        because="they count every micro-batch at the static context-parallel size",
+        when=both(_DYNAMIC, given("balance_calibrate_online")),
+        because="it counts every micro-batch at the static context-parallel size",
         remedy="drop one of them",
     ),
     *(

@@ -164,14 +164,14 @@ def replica_ranks() -> list[int]:
     return sorted(stage + share - here for stage in stages for share in shares)
 
 
-def is_first_of_replica() -> bool:
-    """Whether this rank is the one rank that stands for its model replica."""
+def is_first_of_replica(*, of_leaf: bool = False) -> bool:
+    """Whether this rank is the one rank that stands for its model replica, or for its context-parallel rank of it."""
     from megatron.core import parallel_state
 
     return not any(
         (
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_context_parallel_rank(),
+            0 if of_leaf else parallel_state.get_context_parallel_rank(),
         )
     )

@@ -57,13 +57,13 @@ def tokens_of_leaves(schedule: DataSchedule, *, shape_bucket: int) -> list[list[
         schedule: the plan.
         shape_bucket: `--balance-shape-bucket`.
     """
-    tokens = schedule.slot_tokens().reshape(len(schedule.cp_sizes), -1)
-    rows = [list(slots) + [0] * (schedule.num_microbatches - len(slots)) for slots in schedule.cp_sizes]
-    sizes = np.array(rows, dtype=np.int64)  # 0 where a leaf has no such slot
-    for size in sorted({size for slots in schedule.cp_sizes for size in slots}):
+    sizes = schedule.cp_size_grid()
+    tokens = schedule.slot_tokens().reshape(len(sizes), -1)
+    for size in np.unique(sizes[sizes > 0]).tolist():
         here, topology = sizes == size, schedule.topology.at_cp_size(size)
         tokens[here] = filled_tokens(tokens[here], topology=topology, limits=schedule.limits, shape_bucket=shape_bucket)
-    return [of_leaf[: len(slots)] for of_leaf, slots in zip(tokens.tolist(), schedule.cp_sizes, strict=True)]
+    num_slots: list[int] = (sizes > 0).sum(axis=1).tolist()
+    return [of_leaf[:count] for of_leaf, count in zip(tokens.tolist(), num_slots, strict=True)]
 
 
 def leaf_slots(schedule: DataSchedule, *, leaf: int, num_tokens: list[int], gathered: GatheredLengths) -> LeafSlots:

@@ -41,12 +41,14 @@ class TimedStep:
     Attributes:
         iteration: Megatron's count of it, from 1.
         schedule: the plan.
+        num_microbatches: that this rank ran.
         seconds: `[num_microbatches]` of this rank, forward and backward; or `[1]`, their sum, where a rank holds
             several model chunks (virtual pipeline) and only the step as a whole is known.
     """
 
     iteration: int
     schedule: DataSchedule
+    num_microbatches: int
     seconds: NDArray[np.float64]
 
 
@@ -122,4 +124,4 @@ class RunObserver:
             seconds = timer.seconds(num_microbatches)
             if seconds is not None:
                 for watcher in self._watchers:
-                    watcher.measured(TimedStep(iteration, schedule, seconds))
+                    watcher.measured(TimedStep(iteration, schedule, num_microbatches, seconds))

@@ -1,7 +1,8 @@
 """Writes the plan and the seconds of every step during a run (`--balance-record DIR`, `record/run_record.py`).
 
 The first rank of the run writes the plans; the first rank of every model replica (tensor-, pipeline- and
-context-parallel rank 0) writes its seconds. Files are written every 64 steps, with every checkpoint, and when the
+context-parallel rank 0) writes its seconds; with `--balance-context-parallel` that of every context-parallel rank, as
+these run different micro-batches. Files are written every 64 steps, with every checkpoint, and when the
 process ends.
 
 Invariants: nothing is sent between ranks for it; a run that begins anew replaces the record in the folder, a resumed
@@ -29,7 +30,7 @@ class RunRecording(Watcher):
     Args:
         folder: of the record.
         info: on the rank that writes plans; None on the others.
-        dp_rank: data-parallel rank of this one.
+        dp_rank: data-parallel rank of this one, or its leaf.
         resume: whether the run goes on from a checkpoint.
 
     Raises:
@@ -62,9 +63,9 @@ class RunRecording(Watcher):
 
     def measured(self, timed: TimedStep) -> None:
         """Take in what a step took; unknown for each micro-batch under a virtual pipeline."""
-        seconds, num_microbatches = timed.seconds, timed.schedule.num_microbatches
-        if len(seconds) != num_microbatches:
-            seconds = np.full(num_microbatches, np.nan)
+        seconds = timed.seconds
+        if len(seconds) != timed.num_microbatches:
+            seconds = np.full(timed.num_microbatches, np.nan)
         self._write(lambda: self._seconds.add(timed.iteration, seconds=seconds))
 
     def flush(self) -> None:

@@ -61,7 +61,9 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
     watchers: list[Watcher] = [metrics]
     if config.record is not None:
         resume = setup.resumed_from is not None
-        recording = _recording(config, folder=Path(config.record), planner=planner, resume=resume, group=group)
+        recording = _recording(
+            config, folder=Path(config.record), planner=planner, dp_rank=dp_rank, resume=resume, group=group
+        )
         if recording is not None:
             watchers.append(recording)
     if planner.calibration is not None:
@@ -88,23 +90,29 @@ class CalibrationWatcher(Watcher):
         """Learn from the micro-batches that waited for no other rank."""
         features = slot_features(timed.schedule, rank=self._dp_rank, cost_model=self._calibration.prior)
         own = is_slowest(timed.schedule, rank=self._dp_rank)
-        if len(timed.seconds) != timed.schedule.num_microbatches:
+        if len(timed.seconds) != timed.num_microbatches:
             # Several model chunks: only the step as a whole is known.
             features, own = features.sum(axis=0, keepdims=True), own.all(keepdims=True)
         self._calibration.add(features[own], seconds=timed.seconds[own])
 
 
 def _recording(
-    config: BalanceConfig, *, folder: Path, planner: StepPlanner, resume: bool, group: dist.ProcessGroup
+    config: BalanceConfig,
+    *,
+    folder: Path,
+    planner: StepPlanner,
+    dp_rank: int,
+    resume: bool,
+    group: dist.ProcessGroup,
 ) -> RunRecording | None:
     """This rank's part of the record, None where it has none."""
     recording, failure = None, None
-    if is_first_of_replica():
+    if is_first_of_replica(of_leaf=planner.topology.dynamic_cp):
         try:
             recording = RunRecording(
                 folder,
                 info=_run_info(config, planner=planner) if group.rank() == 0 else None,
-                dp_rank=planner.dp_group.rank(),
+                dp_rank=dp_rank,
                 resume=resume,
             )
         except OSError as error:

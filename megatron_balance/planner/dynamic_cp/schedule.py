@@ -118,12 +118,12 @@ class DynamicCpSchedule(DataSchedule):
         ids.append(())
         return tuple(tuple(ids[group] for group in slots) for slots in groups.of_leaves())
 
-    @property
-    def cp_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """`cp_sizes[leaf][slot]`: leaves that share the micro-batch; 1 for a dummy."""
+    def cp_size_grid(self) -> NDArray[np.int64]:
+        """Leaves that share each micro-batch, `[num_leaves, num_microbatches]`: 1 for a dummy, 0 for no slot."""
         groups = self.cp_groups
-        sizes: list[int] = [*(1 << groups.levels).tolist(), 1]
-        return tuple(tuple(sizes[group] for group in slots) for slots in groups.of_leaves())
+        sizes = np.append(1 << groups.levels, 1)[groups.group_grid()]
+        sizes[np.arange(self.num_microbatches) >= groups.num_slots[:, None]] = 0
+        return sizes
 
     def destinations(self) -> NDArray[np.int64]:
         """Refused: a sample may run on several data-parallel ranks; `cp_groups` says on which leaves."""
