@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from forked_runs import train
 from rounding import assert_equal
 from training_run import Recorded
+
+from megatron_balance.record.run_record import read_record
 
 NUM_STEPS = 4
 FLAGS = (
@@ -95,6 +98,27 @@ def test_a_limit_and_look_ahead(tmp_path: Path) -> None:
     ours = run(tmp_path / "ours", flags, f"{DYNAMIC} 2", num_ranks=4)
     assert_equal(ours, reference=static)
     assert sizes_that_ran(ours) == {1, 2}
+
+
+def test_the_record_and_the_log_have_the_sizes(tmp_path: Path) -> None:
+    flags = f"{LAYERS} {CP2} --log-interval 1 --balance-record {tmp_path}/record --tensorboard-dir {tmp_path}/scalars"
+    ours = run(tmp_path / "ours", flags, DYNAMIC, num_ranks=4, module="dynamic_steps")
+    record = read_record(tmp_path / "record")
+    assert [step.iteration for step in record.steps] == list(range(1, NUM_STEPS + 1))
+    written = [json.loads(line) for line in (tmp_path / "scalars" / "rank3.jsonl").read_text().splitlines()]
+    for index, step in enumerate(record.steps):
+        assert step.cp_sizes is not None
+        ran = [steps[index]["cp_sizes"] for steps in ours.ranks]
+        assert [[size for size in sizes if size] for sizes in step.cp_sizes.tolist()] == ran
+        assert ((step.seconds > 0) == (step.cp_sizes > 0)).all()
+        scalars = {row["name"]: row["value"] for row in written if row["step"] == step.iteration}
+        sizes = step.cp_sizes.ravel()[step.slot_of]
+        shares = {size: float(step.lengths[sizes == size].sum() / step.lengths.sum()) for size in (1, 2, 4)}
+        for size, share in shares.items():
+            assert scalars[f"balance/tokens_at_cp_{size}"] == pytest.approx(share)
+        mean = sum(size * share for size, share in shares.items())
+        assert scalars["balance/mean_cp_size"] == pytest.approx(mean)
+        assert f"context-parallel size {mean:.2f} " in (tmp_path / "ours" / "rank0.log").read_text()
 
 
 def test_evaluation_after_training_steps_is_the_static_one(tmp_path: Path) -> None:

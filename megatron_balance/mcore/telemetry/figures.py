@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from megatron_balance.mcore.step.planner import BalancedStep
 from megatron_balance.planner.metrics import slowest_over_mean
@@ -39,6 +39,8 @@ class Figures:
         plan_seconds, exchange_seconds, exposed_seconds: see BalancedStep.
         drift: of the samples that wait under look-ahead.
         calibration_error: median relative error of the online calibration.
+        tokens_at_cp: tokens that ran at context-parallel sizes 1, 2, 4 …, over all tokens; none where all micro-batches
+            have the run's size.
     """
 
     planned_imbalance: float = _UNKNOWN
@@ -55,6 +57,12 @@ class Figures:
     exposed_seconds: float = _UNKNOWN
     drift: float = _UNKNOWN
     calibration_error: float = _UNKNOWN
+    tokens_at_cp: tuple[float, ...] = ()
+
+    @property
+    def mean_cp_size(self) -> float:
+        """Context-parallel size of the mean token."""
+        return sum(share * 2**level for level, share in enumerate(self.tokens_at_cp))
 
     @classmethod
     def of_step(cls, step: BalancedStep, *, schedule: DataSchedule) -> Figures:
@@ -83,18 +91,52 @@ class Figures:
             exposed_seconds=step.exposed_seconds,
             drift=_UNKNOWN if step.pool is None else step.pool.drift,
             calibration_error=_UNKNOWN if error is None else error,
+            tokens_at_cp=_tokens_at_cp(schedule) if schedule.topology.dynamic_cp else (),
         )
+
+    @classmethod
+    def unknown(cls, *, num_cp_sizes: int) -> Figures:
+        """Of a rank without a plan, where micro-batches have one of so many context-parallel sizes; 0 for the run's."""
+        return cls(tokens_at_cp=(_UNKNOWN,) * num_cp_sizes)
 
     @classmethod
     def mean(cls, figures: Sequence[Figures]) -> Figures:
         """Each figure's mean over the steps where it is known."""
-        rows = [asdict(of_step) for of_step in figures]
-        known = {name: [row[name] for row in rows if not math.isnan(row[name])] for name in cls.__dataclass_fields__}
-        return cls(**{name: sum(values) / len(values) for name, values in known.items() if values})
+        rows = [of_step.row() for of_step in figures]
+        longest = max(len(row) for row in rows)
+        columns = zip(*(row + [_UNKNOWN] * (longest - len(row)) for row in rows), strict=True)
+        return cls.of_row([_mean_of_known(column) for column in columns])
+
+    def row(self) -> list[float]:
+        """All figures in one order, unknown ones as well."""
+        return [*(getattr(self, name) for name in _NAMES), *self.tokens_at_cp]
+
+    @classmethod
+    def of_row(cls, row: Sequence[float]) -> Figures:
+        """The inverse."""
+        return cls(*row[: len(_NAMES)], tokens_at_cp=tuple(row[len(_NAMES) :]))
 
     def known(self) -> dict[str, float]:
         """Name and value of every figure that is known."""
-        return {name: value for name, value in asdict(self).items() if not math.isnan(value)}
+        values = {name: getattr(self, name) for name in _NAMES}
+        if self.tokens_at_cp:
+            values["mean_cp_size"] = self.mean_cp_size
+            values |= {f"tokens_at_cp_{2**level}": share for level, share in enumerate(self.tokens_at_cp)}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+_NAMES = tuple(field.name for field in fields(Figures) if field.name != "tokens_at_cp")
+
+
+def _mean_of_known(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else _UNKNOWN
+
+
+def _tokens_at_cp(schedule: DataSchedule) -> tuple[float, ...]:
+    sizes = schedule.cp_size_grid().ravel()[schedule.slot_of]
+    total = max(int(schedule.lengths.sum()), 1)
+    return tuple(int(schedule.lengths[sizes == size].sum()) / total for size in schedule.topology.dynamic_cp_sizes)
 
 
 def log_line(figures: Figures) -> str:
@@ -106,6 +148,7 @@ def log_line(figures: Figures) -> str:
         f"max/mean of rank time: planned {figures.planned_imbalance:.4f}, measured {measured}",
         f"{figures.over_bound:.4f} of the bound",
         f"micro-batches {figures.num_microbatches:.4g} ({figures.num_shapes:.0f} shapes so far)",
+        *([_sizes(figures)] if figures.tokens_at_cp else []),
         *([] if math.isnan(figures.drift) else [f"drift {figures.drift:.3f}"]),
         *([] if math.isnan(figures.calibration_error) else [f"calibrated, off by {figures.calibration_error:.1%}"]),
         f"padding {figures.padding_fraction:.1%}",
@@ -115,6 +158,11 @@ def log_line(figures: Figures) -> str:
         f"exposed {figures.exposed_seconds * 1e3:.1f} ms",
     ]
     return " | ".join(parts)
+
+
+def _sizes(figures: Figures) -> str:
+    shares = ", ".join(f"{2**level}: {share:.0%}" for level, share in enumerate(figures.tokens_at_cp) if share)
+    return f"context-parallel size {figures.mean_cp_size:.2f} of the mean token ({shares})"
 
 
 def _moved(figures: Figures) -> str:

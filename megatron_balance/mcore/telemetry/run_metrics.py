@@ -38,14 +38,25 @@ class RunMetrics(Watcher):
         group: ranks that measure and the last rank of the world, gloo.
         dp_rank: data-parallel rank of this one, or NOT_MEASURING.
         dp_size: data-parallel ranks.
+        num_cp_sizes: context-parallel sizes that micro-batches have; 0 where all have the run's.
     """
 
-    def __init__(self, log: RunLog, *, log_interval: int, group: dist.ProcessGroup, dp_rank: int, dp_size: int) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        *,
+        log_interval: int,
+        group: dist.ProcessGroup,
+        dp_rank: int,
+        dp_size: int,
+        num_cp_sizes: int = 0,
+    ) -> None:
         self._log = log
         self._log_interval = log_interval
         self._group = group
         self._dp_rank = dp_rank
         self._dp_size = dp_size
+        self._unknown = Figures.unknown(num_cp_sizes=num_cp_sizes)
         self._objective = ""
         self._steps: dict[int, Figures] = {}  # by iteration; every rank has the same iterations
         self._seconds: dict[int, float] = {}
@@ -53,7 +64,7 @@ class RunMetrics(Watcher):
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """Note what a step plans."""
-        figures = Figures()
+        figures = self._unknown
         if step.schedule is not None and self._group.rank() == 0:
             figures = Figures.of_step(step, schedule=step.schedule)
             self._objective = step.schedule.objective
@@ -73,7 +84,7 @@ class RunMetrics(Watcher):
             return
         seconds = np.array([self._seconds.get(step, np.nan) for step in self._steps])
         gathered = gather_rank_seconds(seconds, dp_rank=self._dp_rank, dp_size=self._dp_size, group=self._group)
-        figures = None
+        figures = self._unknown
         if gathered is not None:
             figures = replace(
                 Figures.mean(list(self._steps.values())),

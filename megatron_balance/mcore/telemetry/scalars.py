@@ -6,8 +6,6 @@ them (`--tensorboard-dir`, `--wandb-project`).
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import numpy as np
 import torch.distributed as dist
 
@@ -15,21 +13,21 @@ from megatron_balance.mcore.telemetry.figures import Figures
 from megatron_balance.runtime.collectives import broadcast_row
 
 
-def send_to_writers(figures: Figures | None, *, group: dist.ProcessGroup) -> Figures:
+def send_to_writers(figures: Figures, *, group: dist.ProcessGroup) -> Figures:
     """Bring the figures from the first rank of the group to its last, which is the world's, and to those between.
 
     A broadcast, although one message would do: gloo's messages keep the timeout that their group was made with,
     whatever `--distributed-timeout-seconds-after-init` says.
 
     Args:
-        figures: on the first rank; None elsewhere.
+        figures: on the first rank; elsewhere as many, of which none is read.
         group: gloo; all its ranks take part.
 
     Returns:
         The figures.
     """
-    row = np.array(astuple(figures or Figures()))
-    return Figures(*broadcast_row(row, group=group, what="the figures on the rank that writes them").tolist())
+    row = np.array(figures.row())
+    return Figures.of_row(broadcast_row(row, group=group, what="the figures on the rank that writes them").tolist())
 
 
 def write_scalars(figures: Figures, *, iteration: int) -> None:

@@ -57,6 +57,7 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
         group=group,
         dp_rank=dp_rank if measures else NOT_MEASURING,
         dp_size=dp_size,
+        num_cp_sizes=len(planner.topology.dynamic_cp_sizes) if planner.topology.dynamic_cp else 0,
     )
     watchers: list[Watcher] = [metrics]
     if config.record is not None:
