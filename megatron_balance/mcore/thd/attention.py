@@ -207,13 +207,14 @@ class ThdAttention(MegatronModule):
     ) -> Tensor:
         """Every rank gathers all keys and values, and attends with the two chunks of each sequence it holds."""
         cp_size, cp_rank = group.size(), group.rank()
-        keys = gather_sequences(key, bounds=bounds, group=group)
-        values = gather_sequences(value, bounds=bounds, group=group)
+        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        keys = gather_sequences(key, bounds=bounds, group=group).split(lengths)
+        values = gather_sequences(value, bounds=bounds, group=group).split(lengths)
         pieces: list[Tensor] = []
-        for chunk_query, start, chunk_start in split_sequences(query, bounds=bounds, cp_size=cp_size, cp_rank=cp_rank):
-            end = chunk_start + chunk_query.shape[0]
-            mask = self._sees(torch.arange(chunk_start, end), torch.arange(start, end)).to(query.device)
-            chunk = (chunk_query, keys[start:end], values[start:end])
+        for chunk_query, index, start in split_sequences(query, bounds=bounds, cp_size=cp_size, cp_rank=cp_rank):
+            end = start + chunk_query.shape[0]
+            mask = self._sees(torch.arange(start, end), torch.arange(end)).to(query.device)
+            chunk = (chunk_query, keys[index][:end], values[index][:end])
             out = self._attend_block(*(x.transpose(0, 1).unsqueeze(0) for x in chunk), mask=mask)
             pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)

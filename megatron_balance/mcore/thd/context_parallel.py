@@ -58,14 +58,14 @@ def split_sequences(
         cp_rank: this rank.
 
     Yields:
-        The chunk, where its sequence starts and where the chunk starts in the micro-batch.
+        The chunk, the index of its sequence and where the chunk starts in it.
     """
-    offset = 0
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        chunk = (end - start) // (2 * cp_size)
+    chunks = [(end - start) // (2 * cp_size) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    # Split at once: the gradient of each slice by itself would be as long as the whole.
+    pieces = iter(local.split([chunk for chunk in chunks for _ in range(2)]))
+    for sequence, chunk in enumerate(chunks):
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            yield local[offset : offset + chunk], start, start + index * chunk
-            offset += chunk
+            yield next(pieces), sequence, index * chunk
 
 
 def gather_sequences(local: Tensor, *, bounds: Sequence[int], group: dist.ProcessGroup) -> Tensor:
