@@ -205,6 +205,8 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.warn_once(f"training goes on without balancing. {run.stock_because}")
     if run.setup is None:
         return None
+    if getattr(args, "balance_choices", None):
+        log.say(f"--balance chose {'; '.join(args.balance_choices)}")
     for caution in run.cautions:
         log.warn_once(caution)
     setup = run.setup

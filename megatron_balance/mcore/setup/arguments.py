@@ -86,15 +86,15 @@ class BalanceConfig:
         """Read the flags as they are; arguments as for `from_megatron_args`."""
         auto_cap = args.max_tokens_per_gpu == AUTO
         return cls(
-            use_dynamic_batch_size=args.use_dynamic_batch_size,
+            use_dynamic_batch_size=bool(args.use_dynamic_batch_size),
             max_tokens_per_gpu=None if auto_cap else args.max_tokens_per_gpu,
             auto_cap=auto_cap,
             memory_gib=args.balance_memory_gib,
             shape_bucket=args.balance_shape_bucket,
-            balance_data=args.balance_data,
+            balance_data=bool(args.balance_data),
             dynamic_cp=args.balance_context_parallel is not None,
             max_cp_size=_max_cp_size(args),
-            balance_by_flops=args.balance_by_flops,
+            balance_by_flops=bool(args.balance_by_flops),
             calibration=args.balance_calibration,
             calibrate_online=args.balance_calibrate_online,
             objective=args.balance_objective,

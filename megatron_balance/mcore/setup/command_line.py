@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import add_flags
+from megatron_balance.mcore.setup.one_flag import fill_in_flags
 from megatron_balance.model.shape import ModelShape
 
 
@@ -38,6 +39,7 @@ def parse_command_line(flags: Sequence[str]) -> CommandLine:
     # Megatron's own function, where a hook stands in its place: the hook would refuse what is only looked at here.
     add_flags(inspect.unwrap(add_megatron_arguments)(parser))
     args, unknown = parser.parse_known_args(list(flags))
+    fill_in_flags(args)
     return CommandLine(args, tuple(unknown))
 
 

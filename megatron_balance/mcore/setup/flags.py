@@ -1,5 +1,6 @@
 """Adds the balance flags to Megatron's own.
 
+    --balance                  the flags below that are safe for this run, a cap, and a log line that says why
     --use-dynamic-batch-size   pack what a rank loaded into micro-batches of at most max_tokens_per_gpu*cp_size tokens
     --balance-data             move samples between data-parallel ranks, so that each carries the same cost
     --balance-by-flops         the cost is FLOPs, not tokens, and packing is number partitioning, not first-fit
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_balance.mcore.setup.arguments import ALL_RANKS, BalanceConfig
+from megatron_balance.mcore.setup.one_flag import OFF, fill_in_flags
 from megatron_balance.memory.budget import AUTO
 from megatron_balance.planner.objectives import objective_names
 
@@ -54,8 +56,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags, unchecked."""
     group = parser.add_argument_group(title="balance")
     group.add_argument(
-        "--use-dynamic-batch-size",
+        "--balance",
         action="store_true",
+        help="Turn on what is safe for this run: --use-dynamic-batch-size with a cap of a stock micro-batch's tokens, "
+        "--balance-data, --balance-by-flops, and --balance-context-parallel where no rule or caution is against it. "
+        "Logs each choice and its reason; a flag that is given keeps its value.",
+    )
+    group.add_argument(
+        "--use-dynamic-batch-size",
+        action=argparse.BooleanOptionalAction,
         help="Pack the samples of a step into as few micro-batches as fit --max-tokens-per-gpu, in place of "
         "--micro-batch-size samples each.",
     )
@@ -85,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--balance-data",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="Move samples between data-parallel ranks within a step, so that every rank carries the same cost.",
     )
     group.add_argument(
@@ -97,11 +106,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="Give each micro-batch a context-parallel size of its own, a power of two up to SIZE or all data- and "
         "context-parallel ranks: many ranks share a long sample, and short ones wait for no exchange. "
-        "--context-parallel-size is then the size of evaluation. Requires --balance-data and --use-dynamic-batch-size.",
+        "--context-parallel-size is then the size of evaluation. off: that size everywhere, also under --balance. "
+        "Requires --balance-data and --use-dynamic-batch-size.",
     )
     group.add_argument(
         "--balance-by-flops",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="Count FLOPs of this run's model in place of tokens, and pack micro-batches by number partitioning "
         "in place of first-fit. Requires --use-dynamic-batch-size.",
     )
@@ -161,15 +171,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _context_parallel_limit(text: str) -> int | str:
-    return text if text == ALL_RANKS else int(text)
+    return text if text in (ALL_RANKS, OFF) else int(text)
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
-    """Have this parser refuse flags that cannot work together before anything is initialised."""
+    """Have this parser fill in what --balance leaves open, and refuse flags that cannot work together before anything is initialised."""
     parse_known_args = parser.parse_known_args
 
     def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
         parsed, unknown = parse_known_args(args, namespace, **rest)
+        fill_in_flags(parsed)
         BalanceConfig.from_megatron_args(parsed)
         return parsed, unknown
 
