@@ -175,7 +175,7 @@ def _context_parallel_limit(text: str) -> int | str:
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
-    """Have this parser fill in what --balance leaves open, and refuse flags that cannot work together before anything is initialised."""
+    """Have this parser fill in what --balance leaves open, and refuse flags that cannot work together."""
     parse_known_args = parser.parse_known_args
 
     def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
