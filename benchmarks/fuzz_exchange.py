@@ -30,21 +30,8 @@ from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.sample import Sample
 from megatron_balance.runtime.unpacking import split_packed
 
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-)
+_DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _DTYPES.split())
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
 MAX_SAMPLES_A_RANK = 7
 OVER_LONG = 300

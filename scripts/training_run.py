@@ -52,10 +52,16 @@ def search_path() -> str:
 
 
 def command_of(
-    record: Path, flags: Sequence[str], *, num_ranks: int, script: Path = RECORD_STEPS, device: str = "cpu"
+    record: Path,
+    flags: Sequence[str],
+    *,
+    num_ranks: int,
+    script: Path = RECORD_STEPS,
+    device: str = "cpu",
+    rendezvous: Sequence[str] = ("--standalone",),
 ) -> list[str]:
-    """The command line of a recorded run; arguments as for `train`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    """The command line of a recorded run; `rendezvous` holds flags of torchrun, the others are as for `train`."""
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(num_ranks)]
     command += ["-m", "megatron_balance.launch", *(["--cpu"] if device == "cpu" else []), str(script), str(record)]
     device_flags = CPU_FLAGS if device == "cpu" else GPU_FLAGS
     return [*command, *f"{device_flags} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
@@ -112,9 +118,9 @@ def train(
 
 
 def read_records(record: Path, *, num_ranks: int) -> list[list[dict[str, Any]]]:
-    """For each rank, its steps."""
+    """For each rank, its steps; a line that a rank did not end is left out."""
     paths = [record / f"rank{rank}.jsonl" for rank in range(num_ranks)]
-    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+    return [[json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()] for path in paths]
 
 
 def largest_difference(run: Recorded, *, reference: Recorded, key: str) -> float:

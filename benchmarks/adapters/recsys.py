@@ -50,14 +50,7 @@ class Batch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints a table.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Measures and prints a table; returns the exit status. `None` takes the process's command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp-size", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--batch-size", type=int, default=128, help="rows of a rank")

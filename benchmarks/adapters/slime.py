@@ -120,14 +120,7 @@ def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table.
-
-    Args:
-        argv: of the command line; None takes the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Prints the table; returns the exit status. `None` takes the process's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.adapters.slime", description="slime's own schedule and the adapter's"
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.markdown import table
 from megatron_balance.adapters.torchspec.plan import assign_ranks
 from megatron_balance.adapters.torchspec.window import DispatchWindow
 from megatron_balance.planner.selection.bucketing import bucketed_order
@@ -26,6 +27,16 @@ from megatron_balance.planner.selection.bucketing import bucketed_order
 DP_SIZE = 8
 NUM_SAMPLES = 19_200
 """Whole dispatches at micro_batch_size 1, 2 and 4 on 8 ranks."""
+
+NUM_EPOCHS = 2
+CONCURRENT_BATCHES = 4
+"""Inference batches in flight, any of which may come back next."""
+
+INFERENCE_BATCH_SIZE = 8
+"""Prompts."""
+
+FAILED_SHARE = 0.001
+"""Of the samples that are inferred."""
 
 
 @dataclass(frozen=True)
@@ -80,51 +91,28 @@ def draw_lengths(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> NDArray[np
     return np.clip(np.rint(drawn), 16, 16_384).astype(np.int64)
 
 
-def measure(lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int, dp_size: int = DP_SIZE) -> Figures:
+def measure(lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int) -> Figures:
     """Dispatches all samples, which arrive one by one in the order that the way gives them, and adds up."""
-    order = _order(lengths, way=way, batch_size=micro_batch_size * dp_size)
-    return _dispatch_all([order.tolist()], lengths, way=way, micro_batch_size=micro_batch_size, dp_size=dp_size)
+    order = _order(lengths, way=way, batch_size=micro_batch_size * DP_SIZE)
+    return _dispatch_all([order.tolist()], lengths, way=way, micro_batch_size=micro_batch_size)
 
 
-def measure_inferred(
-    lengths: NDArray[np.int64],
-    *,
-    way: Way,
-    micro_batch_size: int,
-    dp_size: int = DP_SIZE,
-    num_epochs: int = 2,
-    concurrent_batches: int = 4,
-    inference_batch_size: int = 8,
-    loss: float = 0.001,
-    seed: int = 0,
-) -> Figures:
-    """As `measure`, with inference that mixes up the order, loses samples and leaves some to the next epoch.
-
-    Args:
-        lengths: `[num_samples]` tokens of the data set.
-        way: how it is dispatched.
-        micro_batch_size: samples a rank gets in a dispatch.
-        dp_size: ranks.
-        num_epochs: times that the data set is inferred.
-        concurrent_batches: inference batches in flight, any of which may come back next.
-        inference_batch_size: prompts of an inference batch.
-        loss: share of samples that inference fails on.
-        seed: of what inference does.
-    """
-    random = np.random.default_rng([seed, 1])
+def measure_inferred(lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int) -> Figures:
+    """As `measure`, with inference that mixes up the order, loses samples and leaves some to the next epoch."""
+    random = np.random.default_rng([0, 1])
     epochs: list[list[int]] = []
-    for epoch in range(num_epochs):
-        order = _order(lengths, way=way, batch_size=micro_batch_size * dp_size, epoch=epoch)
-        order = order[random.random(order.size) >= loss]
-        waiting = deque(np.array_split(order, np.arange(inference_batch_size, order.size, inference_batch_size)))
+    for epoch in range(NUM_EPOCHS):
+        order = _order(lengths, way=way, batch_size=micro_batch_size * DP_SIZE, epoch=epoch)
+        order = order[random.random(order.size) >= FAILED_SHARE]
+        waiting = deque(np.array_split(order, np.arange(INFERENCE_BATCH_SIZE, order.size, INFERENCE_BATCH_SIZE)))
         in_flight: list[NDArray[np.int64]] = []
         arrived: list[int] = []
         while waiting or in_flight:
-            while waiting and len(in_flight) < concurrent_batches:
+            while waiting and len(in_flight) < CONCURRENT_BATCHES:
                 in_flight.append(waiting.popleft())
             arrived += in_flight.pop(int(random.integers(len(in_flight)))).tolist()
         epochs.append(arrived)
-    return _dispatch_all(epochs, lengths, way=way, micro_batch_size=micro_batch_size, dp_size=dp_size)
+    return _dispatch_all(epochs, lengths, way=way, micro_batch_size=micro_batch_size)
 
 
 def _order(lengths: NDArray[np.int64], *, way: Way, batch_size: int, epoch: int = 0) -> NDArray[np.int64]:
@@ -135,22 +123,22 @@ def _order(lengths: NDArray[np.int64], *, way: Way, batch_size: int, epoch: int 
 
 
 def _dispatch_all(
-    epochs: Sequence[list[int]], lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int, dp_size: int
+    epochs: Sequence[list[int]], lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int
 ) -> Figures:
-    batch_size = micro_batch_size * dp_size
-    window = DispatchWindow(way.window, dispatch_batch_size=batch_size, dp_size=dp_size, cost=way.cost)
+    batch_size = micro_batch_size * DP_SIZE
+    window = DispatchWindow(way.window, dispatch_batch_size=batch_size, dp_size=DP_SIZE, cost=way.cost)
     times: list[list[int]] = []
     num_tokens = 0
     for turn, batch in enumerate(_dispatches(epochs, lengths, window=window, batch_size=batch_size)):
         tokens = lengths[batch]
         if way.approach == "stock" or micro_batch_size == 1:
-            ranks = [list(range(rank, batch_size, dp_size)) for rank in range(dp_size)]
+            ranks = [list(range(rank, batch_size, DP_SIZE)) for rank in range(DP_SIZE)]
         else:
-            ranks = assign_ranks(tokens.tolist(), dp_size=dp_size, cost=way.cost, turn=turn)
+            ranks = assign_ranks(tokens.tolist(), dp_size=DP_SIZE, cost=way.cost, turn=turn)
         times.append([micro_batch_size * int(tokens[positions].max()) for positions in ranks])
         num_tokens += int(tokens.sum())
-    grid = np.array(times)  # [num_dispatches, dp_size]
-    ideal = num_tokens / dp_size
+    grid = np.array(times)  # [num_dispatches, DP_SIZE]
+    ideal = num_tokens / DP_SIZE
     delays = window.metrics()
     return Figures(
         step_time=float(grid.max(axis=1).sum() / ideal),
@@ -211,17 +199,16 @@ def main() -> None:
 
 
 def _table(title: str, rows: Sequence[tuple[Way, Figures]]) -> str:
-    lines = [
-        f"\n{title}",
-        f"{'':26}{'step time':>11}{'padded':>9}{'variance of':>13}{'delay, dispatches':>20}",
-        f"{'':26}{'/ ideal':>11}{'/ real':>9}{'rank time':>13}{'most':>12}{'mean':>8}",
-    ]
-    lines += [
-        f"{way.name:26}{figures.step_time:11.2f}{figures.padded_tokens:9.2f}{figures.rank_variance:13.3f}"
-        f"{figures.max_delay:12d}{figures.mean_delay:8.2f}"
+    cells = [
+        (
+            way.name,
+            *(f"{figure:.2f}" for figure in (figures.step_time, figures.padded_tokens)),
+            *(f"{figures.rank_variance:.3f}", f"{figures.max_delay}", f"{figures.mean_delay:.2f}"),
+        )
         for way, figures in rows
     ]
-    return "\n".join(lines) + "\n"
+    columns = "way | step time / ideal | padded / real | variance of rank time | most dispatches late | on average"
+    return f"\n{title}\n\n{table(columns, cells)}\n"
 
 
 if __name__ == "__main__":

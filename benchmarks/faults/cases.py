@@ -184,13 +184,7 @@ FLAGS = {
 }
 
 DEATHS = {
-    f"{how}-{when}": Fault(
-        f"a rank {what} {place}",
-        says,
-        f"{how}-{when}",
-        num_ranks=4,
-        dies=True,
-    )
+    f"{how}-{when}": Fault(f"a rank {what} {place}", says, f"{how}-{when}", num_ranks=4, dies=True)
     for how, what in (("killed", "is killed"), ("stopped", "hangs"))
     for when, place, says in (
         ("before-exchange", "before the exchange", _GATHER),

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training_run import ROOT
+from training_run import ROOT, command_of
 
 from benchmarks.hosts.network import ADDRESSES, INTERFACE, Network
-from megatron_balance.devkit.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
+from megatron_balance.devkit.smoke import ENVIRONMENT
 
 RANKS_A_HOST = 2
 NUM_RANKS = RANKS_A_HOST * len(ADDRESSES)
@@ -117,13 +116,19 @@ def run_on(
 def _start(
     network: Network, *, host: int, folder: Path, flags: Sequence[str], watched: bool
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host)]
-    command += ["--nproc-per-node", str(RANKS_A_HOST), "--master-addr", ADDRESSES[0], "--master-port", str(_PORT)]
-    command += ["--local-addr", ADDRESSES[host], "--log-dir", str(folder / "logs" / f"host{host}"), "--redirects", "3"]
+    rendezvous = ["--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(_PORT)]
+    rendezvous += [
+        "--local-addr",
+        ADDRESSES[host],
+        "--log-dir",
+        str(folder / "logs" / f"host{host}"),
+        "--redirects",
+        "3",
+    ]
     if watched:
-        command += ["--monitor-interval", str(_SELDOM_SECONDS)]
-    command += ["-m", "megatron_balance.launch", "--cpu", str(ROOT / "benchmarks" / "hosts" / "rank.py"), str(folder)]
-    command += [*f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
+        rendezvous += ["--monitor-interval", str(_SELDOM_SECONDS)]
+    script = ROOT / "benchmarks" / "hosts" / "rank.py"
+    command = command_of(folder, flags, num_ranks=RANKS_A_HOST, script=script, rendezvous=rendezvous)
     with (folder / f"host{host}.log").open("wb") as log:
         return subprocess.Popen(
             network.command(host, command),

@@ -15,19 +15,12 @@ from benchmarks.planner.losses import ABLATED_SETUPS
 from benchmarks.planner.measure import Row, measure_row
 from benchmarks.planner.options import add_options, lengths_folder
 from benchmarks.planner.ratios import speed_ratios
-from benchmarks.planner.report import Results, make_header, write_json, write_markdown
+from benchmarks.planner.report import Results, make_header, write_planner
 from benchmarks.planner.setups import QUICK_SETUPS, SETUPS, Setup, global_batches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the benchmark; returns the exit status. `None` takes the process's command line."""
     args = _parser().parse_args(arguments)
     folder = lengths_folder(args)
     setups = QUICK_SETUPS if args.quick else SETUPS
@@ -53,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         growth=points,
         plot=plot,
     )
-    write_json(results, args.out / "planner.json")
-    write_markdown(results, args.out / "planner.md")
+    write_planner(results, args.out)
     gc.unfreeze()  # measure.py froze what was imported.
     _announce(f"wrote planner.md and planner.json to {args.out}")
     ablated = QUICK_SETUPS if args.quick else ABLATED_SETUPS

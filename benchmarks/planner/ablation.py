@@ -24,14 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the ablation alone and prints its tables.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the ablation and prints its tables; returns the exit status. `None` takes the process's command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.ablation", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small setups, few batches: seconds in all")
     given = sys.argv[1:] if arguments is None else arguments

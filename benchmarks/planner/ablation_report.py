@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
 from benchmarks.planner.cost_ways import COST_WAYS
 from benchmarks.planner.device_rates import DeviceRates
 from benchmarks.planner.losses import Loss
 from benchmarks.planner.report import Header, header_lines
 from benchmarks.planner.setups import Setup
+from benchmarks.results_file import page_of, write_results
 from megatron_balance import ModelShape
 
 
@@ -50,10 +51,9 @@ def write_ablation(ablation: Ablation, out: Path) -> None:
         "devices": [asdict(device) for device in ablation.devices],
         "losses": [_loss_fields(loss) for loss in ablation.losses],
     }
-    (out / "ablation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     sections = (_head, _outcome, _tables, _by_lengths)
     lines = [line for section in sections for line in section(ablation)]
-    (out / "ablation.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_results("ablation", content, report=lambda _: page_of(lines), out=out)
 
 
 def _loss_fields(loss: Loss) -> dict[str, Any]:
@@ -81,18 +81,20 @@ def _head(ablation: Ablation) -> list[str]:
         "For Qwen3-4B: from which length on a sample's attention takes longer than the rest of it, and for how many",
         "tokens a micro-batch's fixed time would do.",
         "",
-        "| device | measured | attention takes over from | fixed time |",
-        "|---|---|---:|---:|",
-        *(_device_line(device) for device in ablation.devices),
+        table(
+            "device | measured | attention takes over from | fixed time",
+            map(_device_cells, ablation.devices),
+            align="llrr",
+        ),
         "",
     ]
 
 
-def _device_line(device: DeviceRates) -> str:
+def _device_cells(device: DeviceRates) -> tuple[str, ...]:
     seconds = device.calibration(ModelShape.preset("Qwen3-4B"))
     crossover = f"{seconds.linear / seconds.quadratic:,.0f} tokens" if seconds.quadratic else "never"
     fixed = f"{seconds.per_microbatch / seconds.linear:,.0f} tokens" if seconds.linear else "–"
-    return f"| {device.name} | {'yes' if device.measured else 'no'} | {crossover} | {fixed} |"
+    return device.name, "yes" if device.measured else "no", crossover, fixed
 
 
 def _outcome(ablation: Ablation) -> list[str]:
@@ -102,20 +104,23 @@ def _outcome(ablation: Ablation) -> list[str]:
     twice_off = [device.name for device in ablation.devices if "half" in device.name or "twice" in device.name]
     off = [loss for name in twice_off for loss in ablation.of(device=name, way="FLOPs")]
     par = [loss for name in at_par for loss in ablation.of(device=name, way="FLOPs")]
-    return [
-        "## Expected, and what came out",
-        "",
-        "| expected | came out |",
-        "|---|---|",
-        "| approximate and exact FLOPs are alike: 20.7 % and 21.2 % less train time in the pull request | mean loss "
-        f"{approximate:.2%} and {flops:.2%}, over everything |",
-        f"| a ratio of linear to quadratic cost that is off by 2x costs up to 7 % | FLOPs lose {_mean(off):.2%} on "
-        f"average, {max(map(_worst, off), default=0.0):.2%} at worst, where it is; {_mean(par):.2%} and "
-        f"{max(map(_worst, par), default=0.0):.2%} where only fixed times are missing |",
-        f"| tokens lose most | {_ranking(ablation)} |",
-        f"| a wrong cost model costs more than the planner's own error | the planner leaves {_planner(ablation):.2%} |",
-        "",
+    rows = [
+        (
+            "approximate and exact FLOPs are alike: 20.7 % and 21.2 % less train time in the pull request",
+            f"mean loss {approximate:.2%} and {flops:.2%}, over everything",
+        ),
+        (
+            "a ratio of linear to quadratic cost that is off by 2x costs up to 7 %",
+            f"FLOPs lose {_mean(off):.2%} on average, {max(map(_worst, off), default=0.0):.2%} at worst, where it is; "
+            f"{_mean(par):.2%} and {max(map(_worst, par), default=0.0):.2%} where only fixed times are missing",
+        ),
+        ("tokens lose most", _ranking(ablation)),
+        (
+            "a wrong cost model costs more than the planner's own error",
+            f"the planner leaves {_planner(ablation):.2%}",
+        ),
     ]
+    return ["## Expected, and what came out", "", table("expected | came out", rows, align="ll"), ""]
 
 
 _APPROXIMATE = next(way for way in COST_WAYS if way.startswith("coeff"))
@@ -134,45 +139,35 @@ def _planner(ablation: Ablation) -> float:
 def _tables(ablation: Ablation) -> list[str]:
     lines: list[str] = []
     names = [setup.name for setup in ablation.setups]
+    columns = " | ".join(["planned with", *(f"{setup.name} ({setup.objective})" for setup in ablation.setups)])
     for device in ablation.devices:
-        lines += [
-            f"## Truth: {device.name}",
-            "",
-            f"| planned with | {' | '.join(f'{setup.name} ({setup.objective})' for setup in ablation.setups)} |",
-            f"|---|{'---:|' * len(names)}",
+        rows = [
+            [way, *(_cell(ablation.of(device=device.name, way=way, setup=name)) for name in names)] for way in COST_WAYS
         ]
-        for way in COST_WAYS:
-            cells = [_cell(ablation.of(device=device.name, way=way, setup=name)) for name in names]
-            lines.append(f"| {way} | {' | '.join(cells)} |")
-        lines.append(f"| {device.name} (the truth) |{' 0 |' * len(names)}")
+        rows.append([f"{device.name} (the truth)", *["0"] * len(names)])
         bounds = [
             statistics.fmean(
                 ratio - 1 for loss in ablation.of(device=device.name, setup=name) for ratio in loss.over_bound
             )
             for name in names
         ]
-        lines += [f"| *its own plan above the bound* | {' | '.join(f'{100 * bound:.2f}' for bound in bounds)} |", ""]
+        rows.append(["*its own plan above the bound*", *(f"{100 * bound:.2f}" for bound in bounds)])
+        lines += [f"## Truth: {device.name}", "", table(columns, rows), ""]
     return lines
 
 
 def _by_lengths(ablation: Ablation) -> list[str]:
     """Mean losses by length set: which lengths make a cost model matter."""
-    lines = [
-        "## By length set",
-        "",
-        "Mean over devices, percent.",
-        "",
-        f"| setup | lengths | {' | '.join(COST_WAYS)} |",
-        f"|---|---|{'---:|' * len(COST_WAYS)}",
-    ]
+    rows: list[list[str]] = []
     for setup in ablation.setups:
         for name in setup.length_names:
-            means = [
-                _mean([loss for loss in ablation.of(way=way, setup=setup.name) if loss.lengths == name])
-                for way in COST_WAYS
+            of_set = [
+                [loss for loss in ablation.of(way=way, setup=setup.name) if loss.lengths == name] for way in COST_WAYS
             ]
-            lines.append(f"| {setup.name} | {name} | {' | '.join(f'{100 * mean:.2f}' for mean in means)} |")
-    return lines
+            rows.append([setup.name, name, *(f"{100 * _mean(losses):.2f}" for losses in of_set)])
+    columns = " | ".join(["setup", "lengths", *COST_WAYS])
+    means = table(columns, rows, align="ll" + "r" * len(COST_WAYS))
+    return ["## By length set", "", "Mean over devices, percent.", "", means]
 
 
 def _cell(losses: Sequence[Loss]) -> str:

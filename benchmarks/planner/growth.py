@@ -9,8 +9,7 @@ from pathlib import Path
 
 from benchmarks.planner.baselines.ours import ours
 from benchmarks.planner.measure import median_timing, timed
-from benchmarks.planner.setups import Setup
-from megatron_balance import Topology
+from benchmarks.planner.setups import timed_setup
 from megatron_balance.lengths.read import synthetic_lengths
 
 SAMPLES_PER_RANK = 64
@@ -42,15 +41,7 @@ def plan_growth(sizes: tuple[int, ...], *, announce: Callable[[str], None]) -> l
     points: list[GrowthPoint] = []
     for num_samples in sizes:
         dp_size = min(num_samples // SAMPLES_PER_RANK, MOST_RANKS)
-        setup = Setup(
-            "growth",
-            model="Qwen3-8B",
-            topology=Topology(dp_size),
-            max_tokens_per_gpu=32768,
-            global_batch_size=num_samples,
-            length_names=("servegen_mlarge",),
-            num_batches=1,
-        )
+        setup = timed_setup("growth", dp_size=dp_size, cap=32768, num_samples=num_samples)
         lengths = synthetic_lengths("servegen_mlarge", num_samples=num_samples, seed=0)
         repeats = 5 if num_samples <= 2**14 else 3 if num_samples <= 2**17 else 1
         timing = median_timing([timed(lambda batch=lengths, run=setup: ours(batch, run))[1] for _ in range(repeats)])

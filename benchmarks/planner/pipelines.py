@@ -10,7 +10,6 @@ plan comes near it. Then `auto` once more with larger caps than the longest samp
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.markdown import table
+from benchmarks.results_file import page_of, write_results
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.lengths.read import synthetic_lengths
@@ -91,12 +92,9 @@ def main() -> int:
         for num_samples, dp_size in LARGE
         for algorithm in ALGORITHMS
     ]
-    text = "".join(f"{line}\n" for line in _report(rows, roomy=roomy, large=large, num_batches=args.batches))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "pipelines.md").write_text(text)
     content = [asdict(row) for row in (*rows, *roomy, *large)]
-    (args.out / "pipelines.json").write_text(json.dumps(content, indent=1) + "\n")
-    sys.stdout.write(text)
+    lines = _report(rows, roomy=roomy, large=large, num_batches=args.batches)
+    sys.stdout.write(write_results("pipelines", content, report=lambda _: page_of(lines), out=args.out))
     return int(any(_excess(of_setup) > 0 for of_setup in (*_by_setup(rows), *_by_setup(large))))
 
 
@@ -152,41 +150,46 @@ def _excess(of_setup: list[Row]) -> float:
     return auto - min(named)
 
 
-def _report(rows: list[Row], *, roomy: list[Row], large: list[Row], num_batches: int) -> Iterator[str]:
-    yield "# Plans for a pipeline"
-    yield ""
-    yield "Made by `python -m benchmarks.planner.pipelines`, which says what is planned; do not edit. Predicted time"
-    yield f"over the bound, mean over {num_batches} batches (micro-batches of a rank):"
-    yield ""
-    yield f"| lengths | ranks | stages | {' | '.join(ALGORITHMS)} | CPU ms of auto |"
-    yield f"|---|---:|---:|{'---:|' * len(ALGORITHMS)}---:|"
-    for of_setup in _by_setup(rows):
-        first = of_setup[0]
-        cells = " | ".join(f"{row.over_bound:.3f} ({row.num_microbatches:.3g})" for row in of_setup)
-        yield f"| {first.lengths} | {first.dp_size} | {first.pp_size} | {cells} | {first.plan_cpu_ms:.0f} |"
-    means = " | ".join(
-        f"**{statistics.fmean(row.over_bound for row in rows if row.algorithm == name):.3f}**" for name in ALGORITHMS
-    )
-    yield f"| mean | | | {means} | |"
-    yield ""
-    yield "A cap above the longest sample, for `auto`: predicted time over that with a cap at the longest sample, in"
-    yield "all these setups. Larger micro-batches are fewer, and their bubble is longer."
-    yield ""
-    yield "| cap, longest samples | least | mean | most |"
-    yield "|---:|---:|---:|---:|"
+def _report(rows: list[Row], *, roomy: list[Row], large: list[Row], num_batches: int) -> list[str]:
+    by_setup = [
+        (
+            *(of_setup[0].lengths, of_setup[0].dp_size, of_setup[0].pp_size),
+            *(f"{row.over_bound:.3f} ({row.num_microbatches:.3g})" for row in of_setup),
+            f"{of_setup[0].plan_cpu_ms:.0f}",
+        )
+        for of_setup in _by_setup(rows)
+    ]
+    means = [statistics.fmean(row.over_bound for row in rows if row.algorithm == name) for name in ALGORITHMS]
+    by_setup.append(("mean", "", "", *(f"**{mean:.3f}**" for mean in means), ""))
     tight = [row for row in rows if row.algorithm == "auto"]
+    by_cap: list[tuple[str, ...]] = []
     for first in range(0, len(roomy), len(tight)):
         pairs = zip(roomy[first : first + len(tight)], tight, strict=True)
         times = [row.predicted_cost / beside.predicted_cost for row, beside in pairs]
-        yield f"| {roomy[first].times_cap} | {min(times):.3f} | {statistics.fmean(times):.3f} | {max(times):.3f} |"
-    yield ""
-    yield "Large batches, one each, servegen_mlarge in 8 stages: time over the bound, and CPU milliseconds to plan."
-    yield ""
-    yield f"| samples | ranks | {' | '.join(ALGORITHMS)} |"
-    yield f"|---:|---:|{'---:|' * len(ALGORITHMS)}"
-    for (num_samples, dp_size), of_setup in zip(LARGE, _by_setup(large), strict=True):
-        cells = " | ".join(f"{row.over_bound:.3f} ({row.plan_cpu_ms:.0f} ms)" for row in of_setup)
-        yield f"| {num_samples} | {dp_size} | {cells} |"
+        figures = (min(times), statistics.fmean(times), max(times))
+        by_cap.append((f"{roomy[first].times_cap}", *(f"{figure:.3f}" for figure in figures)))
+    by_size = [
+        (*size, *(f"{row.over_bound:.3f} ({row.plan_cpu_ms:.0f} ms)" for row in of_setup))
+        for size, of_setup in zip(LARGE, _by_setup(large), strict=True)
+    ]
+    columns = " | ".join(["lengths", "ranks", "stages", *ALGORITHMS, "CPU ms of auto"])
+    return [
+        "# Plans for a pipeline",
+        "",
+        "Made by `python -m benchmarks.planner.pipelines`, which says what is planned; do not edit. Predicted time",
+        f"over the bound, mean over {num_batches} batches (micro-batches of a rank):",
+        "",
+        table(columns, by_setup),
+        "",
+        "A cap above the longest sample, for `auto`: predicted time over that with a cap at the longest sample, in",
+        "all these setups. Larger micro-batches are fewer, and their bubble is longer.",
+        "",
+        table("cap, longest samples | least | mean | most", by_cap, align="rrrr"),
+        "",
+        "Large batches, one each, servegen_mlarge in 8 stages: time over the bound, and CPU milliseconds to plan.",
+        "",
+        table(" | ".join(["samples", "ranks", *ALGORITHMS]), by_size, align="rr" + "r" * len(ALGORITHMS)),
+    ]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from benchmarks.planner.baselines.equal_size_kk import LINEAR
 from benchmarks.planner.baselines.ours import ours
 from benchmarks.planner.baselines.verl_wheel import least_num_microbatches, over_ranks, rearranger, verl_wheel
 from benchmarks.planner.measure import Timing, median_timing, timed
-from benchmarks.planner.setups import Setup
-from megatron_balance import Topology
+from benchmarks.planner.setups import Setup, timed_setup
 from megatron_balance.lengths.read import synthetic_lengths
 from megatron_balance.planner.partition import karmarkar_karp
 
@@ -63,15 +62,7 @@ class SpeedRatio:
 
 def speed_ratios(*, num_samples: int = 8192, num_ranks: int = 64) -> list[SpeedRatio]:
     """Times both sides in this process, one right after the other."""
-    setup = Setup(
-        "speed",
-        model="Qwen3-8B",
-        topology=Topology(num_ranks),
-        max_tokens_per_gpu=16384,
-        global_batch_size=num_samples,
-        length_names=("servegen_mlarge",),
-        num_batches=1,
-    )
+    setup = timed_setup("speed", dp_size=num_ranks, cap=16384, num_samples=num_samples)
     drawn = synthetic_lengths("servegen_mlarge", num_samples=num_samples, seed=0)
     # Halved where a sample is longer than the cap, so that verl takes the batch.
     lengths = np.where(drawn > setup.cap, drawn // 2, drawn)

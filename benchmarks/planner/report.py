@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from benchmarks.markdown import table
 from benchmarks.planner.growth import LARGE, GrowthPoint, growth_exponent
 from benchmarks.planner.measure import Row
 from benchmarks.planner.ratios import SpeedRatio
 from benchmarks.planner.setups import Setup
+from benchmarks.results_file import page_of, write_results
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,16 @@ class Results:
 
 def make_header(*, command: str, real_lengths: bool) -> Header:
     """What a run on this machine, today, was made with."""
+    from megatron_balance.runtime.environment import processor  # imports torch
+
+    python = {"python": platform.python_version()}
     source = "real, from files" if real_lengths else "drawn from the fits built into the package"
     return Header(
         command=command,
         date=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
-        cpu=cpu_model(),
+        cpu=processor(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        versions=installed_versions(),
+        versions=python | installed_versions(("numpy", "megatron-balance", "verl", "areal")),
         lengths=f"{source}; samples longer than a micro-batch are left out",
     )
 
@@ -86,29 +91,17 @@ def header_lines(header: Header) -> list[str]:
     ]
 
 
-def cpu_model() -> str:
-    """The processor's name, as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of what the figures depend on; what is not installed is left out."""
-    versions = {"python": platform.python_version()}
-    for name in ("numpy", "megatron-balance", "verl", "areal"):
-        try:
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of packages; what is not installed is left out."""
+    versions: dict[str, str] = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
-def write_json(results: Results, file: Path) -> None:
-    """Writes every figure."""
+def write_planner(results: Results, out: Path) -> None:
+    """Writes planner.json, every figure, and planner.md, the tables, into a folder."""
     content = {
         "header": asdict(results.header),
         "setups": [
@@ -131,13 +124,9 @@ def write_json(results: Results, file: Path) -> None:
             "exponent_of_n_log_n": growth_exponent(list(results.growth)),
         },
     }
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def write_markdown(results: Results, file: Path) -> None:
-    """Writes the tables."""
     sections = (_head, _summary, _tables, _speed, _growth)
-    file.write_text("\n".join(line for section in sections for line in section(results)) + "\n", encoding="utf-8")
+    lines = [line for section in sections for line in section(results)]
+    write_results("planner", content, report=lambda _: page_of(lines), out=out)
 
 
 def _head(results: Results) -> list[str]:
@@ -159,26 +148,25 @@ def _head(results: Results) -> list[str]:
 
 def _summary(results: Results) -> list[str]:
     """Means over bound of every planner on every setup, and how often it breaks the cap."""
-    planners = list(dict.fromkeys(row.planner for row in results.rows))
-    lines = [
-        "## Over bound, mean, and micro-batches over the cap",
-        "",
-        f"| planner | {' | '.join(f'{setup.name} ({setup.objective})' for setup in results.setups)} | over cap |",
-        f"|---|{'---:|' * (len(results.setups) + 1)}",
-    ]
-    for planner in planners:
+    table_rows: list[list[str]] = []
+    for planner in dict.fromkeys(row.planner for row in results.rows):
         bold = "**" if planner == "ours" else ""
         rows = {row.setup: row for row in results.rows if row.planner == planner}
         means = [rows[setup.name].mean_over_bound for setup in results.setups]
         cells = ["–" if mean is None else f"{bold}{mean:.4f}{bold}" for mean in means]
         num_over, num_run = (sum(counts) for counts in zip(*map(_cap_counts, rows.values()), strict=True))
         over = f"{num_over / num_run:.1%}" if num_run else rows[results.setups[0].name].note
-        lines.append(f"| {bold}{planner}{bold} | {' | '.join(cells)} | {over} |")
-    return [*lines, ""]
+        table_rows.append([f"{bold}{planner}{bold}", *cells, over])
+    names = [f"{setup.name} ({setup.objective})" for setup in results.setups]
+    columns = " | ".join(["planner", *names, "over cap"])
+    return ["## Over bound, mean, and micro-batches over the cap", "", table(columns, table_rows), ""]
 
 
 def _cap_counts(row: Row) -> tuple[int, int]:
     return row.num_over_cap or 0, row.num_microbatches or 0
+
+
+_COLUMNS = "planner | over bound | largest | slots | over cap | plan ms | CPU ms | note"
 
 
 def _tables(results: Results) -> list[str]:
@@ -192,19 +180,17 @@ def _tables(results: Results) -> list[str]:
             f"{setup.global_batch_size} samples a step, {setup.max_tokens_per_gpu} tokens a GPU, {num_batches} "
             f"batches of {', '.join(setup.length_names)}.",
             "",
-            "| planner | over bound | largest | slots | over cap | plan ms | CPU ms | note |",
-            "|---|---:|---:|---:|---:|---:|---:|---|",
-            *(_line(row, setup=setup) for row in rows),
+            table(_COLUMNS, [_cells(row, setup=setup) for row in rows], align="lrrrrrrl"),
             "",
         ]
     return lines
 
 
-def _line(row: Row, *, setup: Setup) -> str:
+def _cells(row: Row, *, setup: Setup) -> list[str]:
     if row.mean_over_bound is None:
-        return f"| {row.planner} | – | – | – | – | – | – | {row.note} |"
+        return [row.planner, *"––––––", row.note]
     bold = "**" if row.planner == "ours" else ""
-    cells = [
+    return [
         f"{bold}{row.planner}{bold}",
         f"{bold}{row.mean_over_bound:.4f}{bold}",
         f"{row.max_over_bound:.4f}",
@@ -214,7 +200,6 @@ def _line(row: Row, *, setup: Setup) -> str:
         f"{row.plan_cpu_ms:.1f}",
         row.note,
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _speed(results: Results) -> list[str]:
@@ -226,15 +211,17 @@ def _speed(results: Results) -> list[str]:
         f"One global batch of {results.speed_ratios[0].num_samples} samples on {results.speed_ratios[0].num_ranks} "
         "ranks, all timed in this one run. verl's ranks rearrange side by side; in our plan every rank plans all.",
         "",
-        "| against | its CPU ms | our CPU ms | times faster | by the clock | goal |",
-        "|---|---:|---:|---:|---:|---:|",
-        *(
-            f"| {ratio.against} | {ratio.other_cpu_ms:.0f} | {ratio.ours_cpu_ms:.1f} | {ratio.ratio:.1f} "
-            f"| {ratio.wall_ratio:.1f} | {ratio.goal or '–'} |"
-            for ratio in results.speed_ratios
+        table(
+            "against | its CPU ms | our CPU ms | times faster | by the clock | goal",
+            map(_speed_cells, results.speed_ratios),
         ),
         "",
     ]
+
+
+def _speed_cells(ratio: SpeedRatio) -> list[str]:
+    milliseconds = f"{ratio.other_cpu_ms:.0f}", f"{ratio.ours_cpu_ms:.1f}"
+    return [ratio.against, *milliseconds, f"{ratio.ratio:.1f}", f"{ratio.wall_ratio:.1f}", str(ratio.goal or "–")]
 
 
 def _growth(results: Results) -> list[str]:
@@ -247,12 +234,7 @@ def _growth(results: Results) -> list[str]:
     ]
     if results.plot:
         lines += [f"![Time of a plan over the number of samples]({results.plot})", ""]
-    return [
-        *lines,
-        "| samples | ranks | plan ms | CPU ms |",
-        "|---:|---:|---:|---:|",
-        *(
-            f"| {point.num_samples} | {point.dp_size} | {point.plan_wall_ms:.1f} | {point.plan_cpu_ms:.1f} |"
-            for point in results.growth
-        ),
+    rows = [
+        (one.num_samples, one.dp_size, f"{one.plan_wall_ms:.1f}", f"{one.plan_cpu_ms:.1f}") for one in results.growth
     ]
+    return [*lines, table("samples | ranks | plan ms | CPU ms", rows, align="rrrr")]

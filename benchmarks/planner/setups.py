@@ -7,7 +7,7 @@ many ranks, and long contexts under context parallelism. The cost is the model's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +22,7 @@ SFT_LENGTHS = ("alpaca_eval", "code_files", "gsm8k_sft", "tau_airline")
 RL_LENGTHS = ("azure_conv", "reasoning_gym", "servegen_mlarge")
 MIXED_LENGTHS = ("code_files", "reasoning_gym", "servegen_mlarge")
 LONG_LENGTHS = ("code_files", "mooncake_synthetic")
+_DP1024 = Topology(1024, tp_size=8, sequence_parallel=True)
 
 
 @dataclass(frozen=True)
@@ -81,111 +82,53 @@ class Setup:
         return self.flops_model.sample_costs(self.topology.padded_seq_len(lengths)).costs.tolist()
 
 
-SETUPS = (
+SETUPS = tuple(
     Setup(
-        "SFT dense, DP4",
-        model="Qwen3-4B",
-        topology=Topology(4),
-        max_tokens_per_gpu=9216,
-        global_batch_size=128,
-        length_names=SFT_LENGTHS,
-        num_batches=12,
-    ),
-    Setup(
-        "SFT MoE, TP2 DP4 EP8",
-        model="Qwen3.5-35B-A3B",
-        topology=Topology(4, tp_size=2, ep_size=8),
-        max_tokens_per_gpu=8192,
-        global_batch_size=128,
-        length_names=SFT_LENGTHS,
-        num_batches=12,
-    ),
-    Setup(
-        "RL dense, TP2 DP4",
-        model="Qwen3-4B",
-        topology=Topology(4, tp_size=2),
-        max_tokens_per_gpu=9216,
-        global_batch_size=256,
-        length_names=RL_LENGTHS,
-        num_batches=12,
-    ),
-    Setup(
-        "RL MoE, TP4 DP2 EP8",
-        model="Qwen3-30B-A3B",
-        topology=Topology(2, tp_size=4, ep_size=8),
-        max_tokens_per_gpu=20480,
-        global_batch_size=256,
-        length_names=RL_LENGTHS,
-        num_batches=12,
-    ),
-    Setup(
-        "30B, DP32",
-        model="Qwen3-30B-A3B",
-        topology=Topology(32),
-        max_tokens_per_gpu=16384,
-        global_batch_size=2048,
-        length_names=MIXED_LENGTHS,
-        num_batches=4,
-    ),
-    Setup(
-        "30B, DP32 EP32",
-        model="Qwen3-30B-A3B",
-        topology=Topology(32, ep_size=32),
-        max_tokens_per_gpu=16384,
-        global_batch_size=2048,
-        length_names=MIXED_LENGTHS,
-        num_batches=4,
-    ),
-    Setup(
-        "30B, DP128 EP64",
-        model="Qwen3-30B-A3B",
-        topology=Topology(128, ep_size=64),
-        max_tokens_per_gpu=16384,
-        global_batch_size=8192,
-        length_names=MIXED_LENGTHS,
-        num_batches=2,
-    ),
-    Setup(
-        "70B, TP8 DP1024",
-        model="Llama-3.1-70B",
-        topology=Topology(1024, tp_size=8, sequence_parallel=True),
-        max_tokens_per_gpu=16384,
-        global_batch_size=65536,
-        length_names=("servegen_mlarge",),
-        num_batches=1,
-    ),
-    Setup(
-        "8B, CP4 DP8, 131k",
-        model="Qwen3-8B",
-        topology=Topology(8, cp_size=4),
-        max_tokens_per_gpu=32768,
-        global_batch_size=256,
-        length_names=LONG_LENGTHS,
-        num_batches=6,
-    ),
+        name,
+        model=model,
+        topology=topology,
+        max_tokens_per_gpu=cap,
+        global_batch_size=global_batch_size,
+        length_names=length_names,
+        num_batches=num_batches,
+    )
+    for name, model, topology, cap, global_batch_size, length_names, num_batches in (
+        ("SFT dense, DP4", "Qwen3-4B", Topology(4), 9216, 128, SFT_LENGTHS, 12),
+        ("SFT MoE, TP2 DP4 EP8", "Qwen3.5-35B-A3B", Topology(4, tp_size=2, ep_size=8), 8192, 128, SFT_LENGTHS, 12),
+        ("RL dense, TP2 DP4", "Qwen3-4B", Topology(4, tp_size=2), 9216, 256, RL_LENGTHS, 12),
+        ("RL MoE, TP4 DP2 EP8", "Qwen3-30B-A3B", Topology(2, tp_size=4, ep_size=8), 20480, 256, RL_LENGTHS, 12),
+        ("30B, DP32", "Qwen3-30B-A3B", Topology(32), 16384, 2048, MIXED_LENGTHS, 4),
+        ("30B, DP32 EP32", "Qwen3-30B-A3B", Topology(32, ep_size=32), 16384, 2048, MIXED_LENGTHS, 4),
+        ("30B, DP128 EP64", "Qwen3-30B-A3B", Topology(128, ep_size=64), 16384, 8192, MIXED_LENGTHS, 2),
+        ("70B, TP8 DP1024", "Llama-3.1-70B", _DP1024, 16384, 65536, ("servegen_mlarge",), 1),
+        ("8B, CP4 DP8, 131k", "Qwen3-8B", Topology(8, cp_size=4), 32768, 256, LONG_LENGTHS, 6),
+    )
 )
 
 QUICK_SETUPS = (
-    Setup(
-        "quick SFT dense, DP4",
-        model="Qwen3-4B",
-        topology=Topology(4),
-        max_tokens_per_gpu=9216,
-        global_batch_size=64,
-        length_names=("code_files",),
-        num_batches=2,
-    ),
-    Setup(
-        "quick RL MoE, TP4 DP2 EP8",
-        model="Qwen3-30B-A3B",
-        topology=Topology(2, tp_size=4, ep_size=8),
-        max_tokens_per_gpu=20480,
+    replace(SETUPS[0], name="quick SFT dense, DP4", global_batch_size=64, length_names=("code_files",), num_batches=2),
+    replace(
+        SETUPS[3],
+        name="quick RL MoE, TP4 DP2 EP8",
         global_batch_size=64,
         length_names=("reasoning_gym",),
         num_batches=2,
     ),
 )
 """Seconds in all: for tests and a first look."""
+
+
+def timed_setup(name: str, *, dp_size: int, cap: int, num_samples: int) -> Setup:
+    """One global batch for a dense model, planned to measure the time of planning."""
+    return Setup(
+        name,
+        model="Qwen3-8B",
+        topology=Topology(dp_size),
+        max_tokens_per_gpu=cap,
+        global_batch_size=num_samples,
+        length_names=("servegen_mlarge",),
+        num_batches=1,
+    )
 
 
 def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDArray[np.int64]]:

@@ -67,7 +67,7 @@ def _speed(args: argparse.Namespace) -> int:
         return train(folder / "run", every, num_ranks=2, environment=script, timeout_seconds=TIMEOUT_SECONDS)
 
     result = speed.measure(run)
-    sys.stdout.write(speed.table(result))
+    sys.stdout.write(speed.table_of(result))
     if args.publish:
         from megatron.core.package_info import __version__
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from rounding import ALLOWANCES
 from benchmarks.markdown import table, table_row
 from benchmarks.pretrain_gpt.cases import NUM_STEPS, cases
 from benchmarks.pretrain_gpt.outcomes import Verdict
-from megatron_balance.runtime.environment import environment
+from benchmarks.results_file import add_checkout, checkouts
 
 NAME = "pretrain_gpt"
 
@@ -66,15 +65,12 @@ def publish(rows: Iterable[Row], *, checkout: str, folder: Path) -> None:
 
     Runs that are not among `rows` are kept as they were.
     """
-    path = folder / f"{NAME}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    earlier = known.get(checkout, {"runs": []})["runs"]
+    earlier = checkouts(NAME, out=folder).get(checkout, {"runs": []})["runs"]
     by_name = {row["run"]: row for row in (*earlier, *rows)}
     runs = [by_name[case.name] for case in cases() if case.name in by_name]
-    made_with = environment("cpu")
-    made_with["versions"].pop("megatron-core", None)  # what is installed, which the checkout hides
-    known[checkout] = {"environment": made_with, "steps": NUM_STEPS, "runs": runs}
-    path.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
-    head = _HEAD.format(steps=NUM_STEPS, loss=ALLOWANCES["fp32"].loss)
-    tables = [f"\n## {name}\n\n{table_of(result['runs'])}" for name, result in sorted(known.items())]
-    (folder / f"{NAME}.md").write_text(head + "".join(tables))
+    add_checkout(NAME, {"steps": NUM_STEPS, "runs": runs}, checkout=checkout, report=_page, out=folder)
+
+
+def _page(known: Mapping[str, Any]) -> str:
+    tables = [f"\n## {name}\n\n{table_of(result['runs'])}" for name, result in known.items()]
+    return _HEAD.format(steps=NUM_STEPS, loss=ALLOWANCES["fp32"].loss) + "".join(tables)

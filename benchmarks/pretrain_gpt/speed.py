@@ -9,7 +9,6 @@ Invariant: every run trains on the same samples from the same weights, and its l
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,8 @@ from quickstart import NUM_RANKS, SEQ_LENGTH, TRAIN_ITERS, WARM_UP_STEPS
 from rounding import ALLOWANCES
 from training_run import Recorded, largest_difference
 
-from megatron_balance.runtime.environment import environment
+from benchmarks.markdown import table
+from benchmarks.results_file import add_checkout
 
 NAME = "pretrain_gpt_speed"
 
@@ -50,15 +50,10 @@ def measure(run: Callable[[Sequence[str]], Recorded]) -> dict[str, Any]:
         run: trains with these flags beside the checkout's own.
 
     Returns:
-        dict: `environment` and, for every policy, `cpu_seconds`, `seconds`, `padding` and `loss_difference`.
+        dict: for every policy, `cpu_seconds`, `seconds` and `loss_difference`.
     """
     runs = {name: run([*MODEL_FLAGS, *flags.split()]) for name, flags in POLICIES.items()}
-    made_with = environment("cpu")
-    made_with["versions"].pop("megatron-core", None)  # what is installed, which the checkout hides
-    return {
-        "environment": made_with,
-        "policies": {name: _figures(recorded, stock=runs["stock"]) for name, recorded in runs.items()},
-    }
+    return {"policies": {name: _figures(recorded, stock=runs["stock"]) for name, recorded in runs.items()}}
 
 
 def _figures(run: Recorded, *, stock: Recorded) -> dict[str, float]:
@@ -75,29 +70,27 @@ def is_equal(result: Mapping[str, Any]) -> bool:
     return all(row["loss_difference"] <= ALLOWANCES["fp32"].loss for row in result["policies"].values())
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table_of(result: Mapping[str, Any]) -> str:
     """The policies, each with its own factor and that over stock."""
-    lines = [
-        "| policy | busiest rank, CPU s a step | this flag's factor | speed over stock | largest loss difference |\n",
-        "|---|---|---|---|---|\n",
-    ]
-    rows = list(result["policies"].items())
-    stock = above = rows[0][1]["cpu_seconds"]
-    for name, row in rows:
+    of_policies: dict[str, dict[str, float]] = result["policies"]
+    stock = above = of_policies["stock"]["cpu_seconds"]
+    rows: list[tuple[str, ...]] = []
+    for name, row in of_policies.items():
         seconds = row["cpu_seconds"]
         factor = "–" if name == "stock" else f"{above / seconds:.2f}×"
         difference = "–" if name == "stock" else f"{row['loss_difference']:.1e}"
-        lines.append(f"| {name} | {seconds:.2f} | {factor} | {stock / seconds:.2f}× | {difference} |\n")
+        rows.append((name, f"{seconds:.2f}", factor, f"{stock / seconds:.2f}×", difference))
         above = seconds
-    return "".join(lines)
+    columns = "policy | busiest rank, CPU s a step | this flag's factor | speed over stock | largest loss difference"
+    return table(columns, rows, align="lllll") + "\n"
 
 
 def publish(result: Mapping[str, Any], *, checkout: str, folder: Path) -> None:
     """Write the result of this checkout beside those of others."""
-    path = folder / f"{NAME}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    known = dict(sorted({**known, checkout: dict(result)}.items()))
-    path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    add_checkout(NAME, result, checkout=checkout, report=_page, out=folder)
+
+
+def _page(known: Mapping[str, Any]) -> str:
+    tables = [f"\n## {name}, {each['environment']['device']}\n\n{table_of(each)}" for name, each in known.items()]
     head = _HEAD.format(ranks=NUM_RANKS, seq_length=SEQ_LENGTH, steps=TRAIN_ITERS - WARM_UP_STEPS)
-    tables = [f"\n## {name}, {each['environment']['device']}\n\n{table(each)}" for name, each in known.items()]
-    (folder / f"{NAME}.md").write_text(head + "".join(tables))
+    return head + "".join(tables)

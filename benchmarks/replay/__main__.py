@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.planner.ablation import RESULTS
 from benchmarks.planner.device_rates import ASSUMED_DEVICES, measured_devices
 from benchmarks.planner.options import add_options, lengths_folder
-from benchmarks.planner.report import make_header
-from benchmarks.replay.device import ReplayDevice, replay_versions
+from benchmarks.planner.report import installed_versions, make_header
+from benchmarks.replay.device import PACKAGES, ReplayDevice
 from benchmarks.replay.gains import predict_gains
 from benchmarks.replay.gains_report import write_gains
 from benchmarks.replay.length_sets import RARE_LONG
@@ -30,14 +30,7 @@ from megatron_balance.cost.calibration import Calibration
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the replay.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the replay; returns the exit status. `None` takes the process's command line."""
     args = _parser().parse_args(arguments)
     folder = lengths_folder(args)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replays = [*_replays(setups, args=args, device=device, folder=folder)]
     write_replay(
         Replay(
-            header=replace(header, versions=header.versions | replay_versions()),
+            header=replace(header, versions=header.versions | installed_versions(PACKAGES)),
             device=device,
             repeats=args.repeats,
             seed=args.seed,

@@ -9,12 +9,13 @@ import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
-from benchmarks.planner.report import cpu_model
 from benchmarks.replay.steps import Timer
 from megatron_balance import ModelShape
 from megatron_balance.cost.calibration import Calibration
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3")
+"""Their versions are part of the results."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,12 @@ class ReplayDevice:
         kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
         if kind == "cpu":
             from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
+            from megatron_balance.runtime.environment import processor
 
             enable_cpu()
             patch_megatron()
             torch.set_num_threads(1)  # as torchrun gives a rank; more would count CPU seconds of waiting
-            return cls(kind, cpu_model(), "float32")
+            return cls(kind, processor(), "float32")
         if not torch.cuda.is_available():
             raise ValueError(f"--device is {kind}: torch sees no GPU here; --device cpu --toy runs anywhere")
         return cls(kind, torch.cuda.get_device_name(), "bfloat16")
@@ -82,14 +84,3 @@ class ReplayDevice:
 
         with single_process(seed=seed + 1):
             yield TimedModel(shape, device=self.kind, dtype=getattr(torch, self.dtype))
-
-
-def replay_versions() -> dict[str, str]:
-    """Versions of what runs the model; what is not installed is left out."""
-    versions: dict[str, str] = {}
-    for name in ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions

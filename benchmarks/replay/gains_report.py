@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from benchmarks.markdown import table
 from benchmarks.planner.report import Header, header_lines
 from benchmarks.replay.gains import NUM_BATCHES, Gain
 from benchmarks.replay.setups import ReplaySetup
+from benchmarks.results_file import page_of, write_results
 
 
 def write_gains(gains: Sequence[Gain], *, setups: Sequence[ReplaySetup], header: Header, out: Path) -> None:
@@ -23,12 +23,11 @@ def write_gains(gains: Sequence[Gain], *, setups: Sequence[ReplaySetup], header:
             for gain in gains
         ],
     }
-    (out / "gains.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     judges = list(dict.fromkeys(gain.judge for gain in gains))
     lines = [*_head(header), *_reached(gains, setups=setups)]
     for judge in judges:
         lines += _table([gain for gain in gains if gain.judge == judge], judge=judge, setups=setups)
-    (out / "gains.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_results("gains", content, report=lambda _: page_of(lines), out=out)
 
 
 def _head(header: Header) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from benchmarks.replay.device import ReplayDevice
 from benchmarks.replay.policies import OURS_CALIBRATED, OURS_FLOPS, TOKEN_SUM_KK
 from benchmarks.replay.setups import ReplaySetup
 from benchmarks.replay.steps import Microbatch, ReplayedStep
+from benchmarks.results_file import page_of, write_results
 from megatron_balance import CostModel
 from megatron_balance.cost.calibration import Calibration
 
@@ -92,9 +92,8 @@ def write_replay(replay: Replay, *, out: Path, name: str) -> None:
         "seed": replay.seed,
         "setups": [_fields(one) for one in replay.setups],
     }
-    (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     lines = [*_head(replay), *_summary(replay), *(line for one in replay.setups for line in _tables(one))]
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_results(name, content, report=lambda _: page_of(lines), out=out)
 
 
 def _fields(one: SetupReplay) -> dict[str, Any]:

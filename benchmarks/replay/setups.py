@@ -87,27 +87,21 @@ def toy_setups() -> tuple[ReplaySetup, ...]:
         gated_linear_unit=True,
     )
     sparse = replace(dense, ffn_hidden_size=0, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64)
-    return (
+    return tuple(
         ReplaySetup(
-            "toy SFT dense, DP4",
-            model="toy",
-            topology=Topology(4),
+            name,
+            model=model,
+            topology=topology,
             max_tokens_per_gpu=1024,
             global_batch_size=32,
-            length_names=("code_files",),
+            length_names=(lengths,),
             num_batches=2,
-            shape=dense,
-        ),
-        ReplaySetup(
-            "toy RL MoE, DP2 EP2",
-            model="toy MoE",
-            topology=Topology(2, ep_size=2),
-            max_tokens_per_gpu=1024,
-            global_batch_size=32,
-            length_names=("reasoning_gym",),
-            num_batches=2,
-            shape=sparse,
-        ),
+            shape=shape,
+        )
+        for name, model, topology, lengths, shape in (
+            ("toy SFT dense, DP4", "toy", Topology(4), "code_files", dense),
+            ("toy RL MoE, DP2 EP2", "toy MoE", Topology(2, ep_size=2), "reasoning_gym", sparse),
+        )
     )
 
 

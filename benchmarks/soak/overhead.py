@@ -16,7 +16,7 @@ from quickstart import FLAGS, NUM_RANKS, POLICIES
 from training_run import ROOT, train
 
 from benchmarks.metrics import WATCHED
-from benchmarks.soak.records import read_records
+from benchmarks.soak.runs import records_of
 
 WARM_UP_STEPS = len(WATCHED)
 
@@ -33,7 +33,7 @@ def measure_overhead(folder: Path, *, num_pairs: int, reuse: bool = False) -> di
         reuse: read the records that are there, and do not train.
     """
     if reuse:
-        return _figures(read_records(folder / "steps", num_ranks=NUM_RANKS))
+        return _figures(records_of(folder / "steps"))
     # The first step has nothing before it, and the last hands nothing on.
     num_steps = WARM_UP_STEPS + 2 * num_pairs + 1
     flags = [*FLAGS, *POLICIES["balance_by_flops"].split(), "--train-iters", str(num_steps)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training_run import ROOT, train
+from training_run import ROOT, read_records, train
 
 from benchmarks.soak import GLOBAL_BATCH_SIZE
-from benchmarks.soak.records import read_records
 
 NUM_RANKS = 2
 MODEL = (
@@ -42,7 +41,7 @@ def soak(
         RunFailed: the run ended with an error.
     """
     if reuse:
-        return read_records(folder, num_ranks=NUM_RANKS)
+        return records_of(folder)
     flags = [*MODEL.split(), "--train-iters", str(num_steps)]
     if balanced:
         flags += [*BALANCED.split(), "--balance-record", str(folder / "record")]
@@ -54,3 +53,9 @@ def soak(
         environment={"SOAK_SAMPLE_STEPS": str(sample_steps)},
         timeout_seconds=600 + 3 * num_steps,
     ).ranks
+
+
+def records_of(folder: Path) -> list[list[dict[str, Any]]]:
+    """For each rank, the rows that all ranks have written: the run may have been ended early."""
+    ranks = read_records(folder, num_ranks=NUM_RANKS)
+    return [list(rows) for rows in zip(*zip(*ranks, strict=False), strict=True)]

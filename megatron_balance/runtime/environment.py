@@ -38,7 +38,7 @@ def environment(device: str) -> dict[str, Any]:
     """
     versions = {name: _version(name) for name in PACKAGES}
     if device == "cpu":
-        hardware = {"device": _processor(), "threads": torch.get_num_threads(), "clock": "CPU seconds of the process"}
+        hardware = {"device": processor(), "threads": torch.get_num_threads(), "clock": "CPU seconds of the process"}
     else:
         hardware = {"device": torch.cuda.get_device_name(), "clock": "CUDA events"}
     return {**hardware, "versions": {name: version for name, version in versions.items() if version}}
@@ -51,7 +51,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name from Linux, or from Python."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
