@@ -1,4 +1,4 @@
-"""Runs a script or a module of AReaL's with the hooks in place: a trainer, or a worker of its single controller."""
+"""Runs an AReaL script or module with the hooks installed: a trainer, or a worker of the single controller."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Only data-parallel heads redistribute; the other ranks of a replica wait for them in a barrier. So errors of the heads
 are gathered on all ranks before that barrier.
 
-Invariants: AReaL's signatures and results; no rank raises alone, head or not.
+Invariants: signatures and results are AReaL's; an error on one rank, head or not, raises on all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: boo
     def redistribute_trajectories(
         trajectories: list[dict[str, Any]], group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
     ) -> Any:
-        # packing_algorithm names one of AReaL's; the planner takes its place.
+        # packing_algorithm names one of AReaL's algorithms, which the planner replaces.
         from areal.infra.dist_rollout import RedistributedData
 
         if isinstance(trajectories, _Moved):
@@ -81,7 +81,7 @@ def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: boo
             bound_in=(_MODULE,),
             parameters=("trajectories", "group", "packing_algorithm"),
             wrap=lambda _: redistribute_trajectories,
-            why="balances by our cost, moves each trajectory once, takes any number a rank",
+            why="balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
             until="AReaL's redistribution takes an allocation function and lists of different lengths",
         ),
         Hook(

@@ -3,8 +3,8 @@
 The controller holds tensors, or handles of remote tensors (`RTensor`) of which it knows only the shape: their rows
 count with their padded length.
 
-Invariants: every row comes out once, with equal bits; rows keep their order, and consecutive items of one unit stay
-together; every rank gets a unit, and where their number divides, all get the same number.
+Invariants: every row comes out once, bit for bit; rows keep their order, and consecutive items of one unit stay
+together; every rank gets at least one unit, and all get the same number where the ranks divide it.
 """
 
 from __future__ import annotations

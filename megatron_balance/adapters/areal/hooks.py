@@ -55,8 +55,8 @@ def install(
         max_wait: how long ranks wait for the one that rolls out.
 
     Raises:
-        BalanceError: AReaL is missing, of another version, or a target has moved; it is installed with other options
-            already; nothing is changed then.
+        BalanceError: AReaL is missing, of another version, or a target has moved; or the adapter is installed with
+            other options. Nothing is changed then.
     """
     options = ArealOptions(
         cost_model=resolve_cost(cost, model=model, ep_size=ep_size),
@@ -95,7 +95,7 @@ def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
             ),
             parameters=("item_list", "dp_size", "group_size"),
             wrap=lambda _: make_dispatch(cost_model=options.cost_model, ep_size=options.ep_size),
-            why="balances by our cost, takes numbers of items that the ranks do not divide",
+            why="balances by our cost, accepts a number of items that is no multiple of the ranks",
             until="AReaL's controller takes a partition function",
         ),
         Hook(
@@ -103,7 +103,7 @@ def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
             bound_in=("areal.utils.data",),
             parameters=("mb_spec", "lens", "group"),
             wrap=lambda _: _allocate_balanced_mbs_synced(options),
-            why="packs by our cost under the cap; what one rank cannot do raises on all, in place of a hang",
+            why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
             until="AReaL's ranks agree on failure before one raises",
         ),
         Hook(

@@ -2,14 +2,14 @@
 
 A trajectory is one sample with a segment for each of its rows, since attention stays within a row. Each unit that must
 stay together, a trajectory or a pair of them, is a group, and the planner gives every rank the same number of groups.
-Every item goes to one rank; ranks hold the same number of units where it divides, else each at least one; the same
-answer on every rank.
+Every item goes to one rank. Ranks hold the same number of units where the ranks divide it, else at least one each.
+Every rank computes the same plan.
 
 Each rank packs its own rows into micro-batches, since ranks that share rows (tensor, context and pipeline parallelism)
 must cut them in the same way. Their number is then agreed on: all ranks take the largest, and those that had fewer
 pack again. No micro-batch is over `max_tokens_per_mb` and none is empty; the number is the same on every rank, at least
-`n_mbs` and a multiple of `n_mbs_divisor`; where that cannot be, every rank raises and names the rank and the reason.
-Micro-batches come costliest first, so that ranks that meet in each of them (FSDP) meet in similar ones.
+`n_mbs` and a multiple of `n_mbs_divisor`. Where that is impossible, every rank raises and names the rank and the
+reason. Micro-batches come costliest first: ranks that meet in each of them (FSDP) have similar ones.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def plan_ranks(
     if num_units < dp_size:
         raise BalanceError(
             f"{num_units} trajectories (or groups of them) for {dp_size} data-parallel ranks: their number must be >= "
-            "that of the ranks, so that none trains on nothing. Raise the batch size, or use fewer ranks."
+            "that of the ranks, so that every rank has one. Raise the batch size, or use fewer ranks."
         )
     return build_data_schedule(
         lengths,

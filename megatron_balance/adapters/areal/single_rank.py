@@ -4,8 +4,8 @@ A rollout may take longer than the time-out of a process group, so ranks do not 
 one of their own, over gloo, whose time-out is a parameter. They go on together when the rank that loads has finished or
 failed.
 
-Invariants: `load` runs on one rank; where it fails every rank raises, that one its own error and the others one that
-quotes it; batches never run out because an epoch ended.
+Invariants: `load` runs on one rank. Where it fails every rank raises: that rank its own error, the others one that
+quotes it. Batches never run out because an epoch ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_WAIT = timedelta(days=7)
 
 
 class SingleRankLoad:
-    """Ranks of which one loads. Every rank of the world makes it, in the same order as its process groups.
+    """Ranks of which one loads. Every rank of the world constructs it, in the same order as its process groups.
 
     Args:
         loads: whether this rank loads.
@@ -44,7 +44,7 @@ class SingleRankLoad:
     def __init__(self, *, loads: bool, max_wait: timedelta = MAX_WAIT) -> None:
         self.loads = loads
         group = dist.new_group(backend="gloo", timeout=max_wait)
-        assert isinstance(group, dist.ProcessGroup), "every rank of the world is in it"
+        assert isinstance(group, dist.ProcessGroup), "every rank of the world is a member"
         self._waiting_group = group
         answers = [torch.zeros(1, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         dist.all_gather(answers, torch.tensor([loads], dtype=torch.uint8), group=self._waiting_group)
@@ -68,7 +68,7 @@ class SingleRankLoad:
         return []
 
     def announce(self, failure: str | None) -> None:
-        """Let the others go on; with a text they raise it."""
+        """Let the other ranks continue, or raise `failure` where it is given."""
         self._broadcast(failure or "")
 
     def _broadcast(self, text: str) -> Tensor:

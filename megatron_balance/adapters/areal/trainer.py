@@ -54,7 +54,7 @@ def single_rank_hooks(*, max_wait: timedelta) -> tuple[Hook, ...]:
             if self not in loads:
                 loads[self] = SingleRankLoad(loads=_is_first(engine), max_wait=max_wait)
             if not engine.is_data_parallel_head():
-                # It is given no trajectories to redistribute, so it waits here and not in AReaL's barrier.
+                # It has no trajectories to redistribute, so it waits here and not in AReaL's barrier.
                 loads[self].run(list)
                 return method(self, *args, **kwargs)
             stand_in = copy.copy(self)
@@ -70,7 +70,7 @@ def single_rank_hooks(*, max_wait: timedelta) -> tuple[Hook, ...]:
                 bound_in=(f"{_COORDINATOR}:DistRolloutCoordinator",),
                 parameters=("self", "workflow", "group_size"),
                 wrap=rolled_out_by_one,
-                why="single_rank_load: one rank rolls out, the others wait for it without NCCL's time-out",
+                why="single_rank_load: one rank rolls out, and NCCL's time-out does not end the wait of the others",
                 until="AReaL has single_rank_load",
             )
             for name in ("rollout_batch", "prepare_batch")

@@ -1,11 +1,11 @@
 """Treats AReaL's batches as rows: measures, splits, trims and pads them.
 
 A batch is a dict with `attention_mask` `[num_rows, padded_seq_len]`. A tensor whose first two axes are those of the
-mask has an entry a token; one whose first axis alone is has an entry a row, and so has a list of `num_rows` items.
-Anything else belongs to the batch as a whole. A trajectory is a batch of one prompt's rows.
+mask has an entry a token. A tensor that shares only the first axis has an entry a row, and so has a list of `num_rows`
+items. Anything else belongs to the batch as a whole. A trajectory is a batch of one prompt's rows.
 
 AReaL's own `split_and_unpad_tensor` cuts the last axis of every tensor, which is the token axis only where there are
-two: of hidden states `[1, 6, 8]` with 3 tokens it keeps `[1, 6, 3]`. Splitting stays its own; the cut is made here.
+two: of hidden states `[1, 6, 8]` with 3 tokens it keeps `[1, 6, 3]`. AReaL still splits; the cut is made here.
 
 Invariants: only whole columns that no row uses are cut, and only along the token axis, so that a hidden tensor
 `[num_rows, padded_seq_len, hidden]` keeps its last axis; padding that is put back is 0, which is what AReaL pads with.
@@ -29,7 +29,7 @@ Batch = dict[str, Any]
 
 
 def row_lengths(batch: Mapping[str, Any]) -> list[int]:
-    """Tokens of each row, `[num_rows]`: up to the last one that attention sees.
+    """Tokens of each row, `[num_rows]`: up to the last one that the mask includes.
 
     Raises:
         BalanceError: there is no mask, or it has no rows.
@@ -128,7 +128,7 @@ def with_token_axis_cut(split: Callable[..., Any]) -> Callable[..., Any]:
     def split_and_unpad_tensor(
         result: Any, n_trajs: int, traj_group_sizes: list[int] | int = 1, traj_seqlens: list[int] | None = None
     ) -> Any:
-        # Lengths that no axis reaches: the original then cuts nothing, and derives none from the mask.
+        # No axis is as long as these lengths: the original then cuts nothing, and derives none from the mask.
         parts = split(result, n_trajs, traj_group_sizes, [sys.maxsize] * n_trajs)
         if not isinstance(result, (Tensor, dict)):
             return parts

@@ -35,7 +35,7 @@ def install() -> Installed:
     its trainings run.
 
     Raises:
-        BalanceError: recsys-examples is not there, or not as expected; nothing is changed then.
+        BalanceError: recsys-examples is missing or differs from what is expected. Nothing is changed then.
     """
     settings = Settings()
     return installation.install(settings, hook=lambda: _hook_and_register(settings.name))
@@ -53,7 +53,7 @@ class _HookedAndRegistered:
     name: str
 
     def undo(self) -> None:
-        # Shufflers that were made under the name go on as they are.
+        # Shufflers already made under the name keep working.
         self.patches.undo()
         if self.factory.is_registered(self.name):
             self.factory.unregister(self.name)
@@ -63,7 +63,7 @@ def _hook_and_register(name: str) -> _HookedAndRegistered:
     factory = _find_factory()
     if factory.is_registered(name):
         raise BalanceError(f"a batch shuffler {name!r} is registered already, as {factory.list_available()[name]}.")
-    # Here, since it needs torchrec.
+    # Imported here, since it needs torchrec.
     from megatron_balance.adapters.recsys import shuffler
 
     patches = install_hooks(_hooks(shuffler), version=_version())
@@ -135,7 +135,7 @@ def _find_factory() -> Any:
 
 
 def _version() -> str:
-    """recsys-examples has no version: where it lies, and the version of the library that it stands on."""
+    """The folder of recsys-examples, which has no version, and the version of torchrec."""
     commons = importlib.import_module(_FACTORY)
     folder = Path(commons.__file__ or "").parents[2]
     return f"recsys-examples in {folder} (torchrec {metadata.version('torchrec')})"

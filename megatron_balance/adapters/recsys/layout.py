@@ -1,7 +1,7 @@
 """Treats a batch as columns: values and weights of each key of each KeyedJaggedTensor, and dense fields.
 
-A row is one sample. In a jagged column it has as many entries as the key has values there, in a dense column one: its
-share of the tensor, of whatever shape. So rows of every kind are cut, moved and joined in the same way.
+A row is one sample. In a jagged column it has an entry for each value of the key; in a dense column it has one entry,
+its share of the tensor, of whatever shape. So rows of every kind are cut, moved and joined in the same way.
 
 Upstream's convention for an incomplete batch: rows from `actual_batch_size` on are padding, at the end, with no values
 in any key; after a shuffle, dense tensors hold the real rows alone and keys hold all.
@@ -68,7 +68,7 @@ class BatchLayout:
                 raise BalanceError(f"{name} has keys of different batch sizes: a shuffle needs one row a sample.")
             if value.stride() != size:
                 raise BalanceError(f"{name} has {value.stride()} rows: it must have batch_size, {size}.")
-            for key in value.keys():  # noqa: SIM118  # it is no mapping
+            for key in value.keys():  # noqa: SIM118  # not a mapping
                 for suffix, tensor in _jagged_parts(value):
                     shape = tuple(tensor.shape[1:])
                     columns.append(KeySpec(f"{name}/{key}{suffix}", dtype=tensor.dtype, shape=shape, per_token=True))

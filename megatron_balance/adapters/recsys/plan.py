@@ -1,10 +1,10 @@
 """Gives rows to ranks: at most `batch_size` rows a rank, nearly equal workloads, few bytes moved.
 
 Rows of padding are not planned: they cost nothing and go where there is room. A rank runs one micro-batch, so this is
-a partition with a maximum count, where `build_data_schedule` could add a second micro-batch.
+a partition with a maximum count; `build_data_schedule` could add a second micro-batch.
 
 Invariants: every row has one rank; no rank has more than `batch_size`; a rank is left without rows only where there
-are fewer rows than ranks; the same answer on every rank.
+are fewer rows than ranks; every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plan_rows(
     """
     if not workloads.size:
         return np.zeros(0, dtype=np.int64)
-    # A workload stands where a length would: the planner scales sums that would leave int64.
+    # Workloads take the place of lengths: the planner scales sums that would leave int64.
     problem = build_problem(
         workloads,
         cost_model=CostModel.tokens(),
@@ -75,7 +75,7 @@ def rows_of_batches(
 
     Args:
         ranks: `[num_rows]` rank of every real row.
-        positions: `[num_rows]` their positions, ascending; what is not among them is padding.
+        positions: `[num_rows]` their positions, ascending; all others are padding.
         dp_size: ranks.
         batch_size: rows of a rank's batch, padding included.
 

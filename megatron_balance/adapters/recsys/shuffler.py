@@ -34,7 +34,7 @@ class PendingShuffle:
     Attributes:
         rows: of all ranks.
         group: the ranks.
-        plan: `[num_rows]` rank of each row, once it is there.
+        plan: future of the `[num_rows]` rank of each row.
     """
 
     rows: GlobalRows
@@ -58,8 +58,8 @@ def shuffle(
         self: the shuffler.
         batch: this rank's.
         pg_group: the data-parallel ranks; all ranks by default.
-        return_indices: return as well where the rows come from, `[batch_size]` int64, padding last.
-        return_workloads: return as well the workloads of the new batch, `[batch_size]` int64, 0 for padding.
+        return_indices: also return the position that each row comes from, `[batch_size]` int64, padding last.
+        return_workloads: also return the workloads of the new batch, `[batch_size]` int64, 0 for padding.
         use_all2all: by all-to-all; else by all-gather, unless SHUFFLE_WITH_ALL2ALL is 1.
         *args: of `get_workloads`.
         **kwargs: of `get_workloads`.
@@ -113,7 +113,7 @@ def make_shuffler_class(base: type) -> type:
     """The class that is registered as "megatron_balance".
 
     Args:
-        base: upstream's BaseTaskBalancedBatchShuffler, whose methods may be hooked or not.
+        base: upstream's BaseTaskBalancedBatchShuffler, hooked or not.
     """
 
     class MegatronBalanceShuffler(base):
@@ -160,7 +160,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _gather(self: Any, batch: Any, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> GlobalRows:
-    # Ranks that disagree would wait in different collectives.
+    # Ranks with different settings would wait in different collectives.
     fingerprint = int(prefers_all_to_all())
     row_workloads = self.get_workloads(batch, *args, **kwargs)
     return gather_rows(batch, workloads=row_workloads, group=group, fingerprint=fingerprint)

@@ -1,10 +1,10 @@
 """Moves columns of rows between ranks as bytes, by all-to-all or by all-gather.
 
 A rank lays its rows out by destination, and for each destination column after column; all ranks know all lengths, so
-that no sizes travel. By all-to-all a rank receives its own blocks, by all-gather everybody's, of which it takes its
-own: the same bytes in the same order. Rows arrive by source, and ascending within one, hence ascending.
+that no sizes are sent. By all-to-all a rank receives its own blocks; by all-gather it receives all blocks and takes its
+own. Both give the same bytes in the same order. Rows arrive by source rank, ascending within each, hence ascending.
 
-Either is one collective, whatever the number of columns; none where no row moves.
+Either is one collective, whatever the number of columns. There is none where no row moves.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def move_rows(
 def _take(column: torch.Tensor, *, num_entries: NDArray[np.int64], rows: NDArray[np.int64]) -> torch.Tensor:
     """The entries of some rows of a column `[num_entries, *trailing]`, in the order of `rows`."""
     taken = num_entries[rows]
-    # How far each row's entries are moved down to their new place.
+    # The distance by which each row's entries move down.
     shifts = (np.cumsum(num_entries) - num_entries)[rows] - (np.cumsum(taken) - taken)
     shift_of_row, repeats = (torch.from_numpy(values).to(column.device) for values in (shifts, taken))
     entries = torch.repeat_interleave(shift_of_row, repeats, output_size=int(taken.sum()))

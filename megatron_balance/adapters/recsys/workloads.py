@@ -47,7 +47,7 @@ def layer_cost(model: str, *, num_heads: int, head_dim: int) -> CostModel:
         num_query_groups=num_heads,
         kv_channels=head_dim,
         ffn_hidden_size=4 * hidden_size,
-        # A model without an output layer has no shape; one row of it is nothing beside the layer.
+        # ModelShape needs an output layer; one of a single row adds next to nothing.
         padded_vocab_size=1,
         gated_linear_unit=False,
         attention_output_gate=model == "hstu",
@@ -57,14 +57,14 @@ def layer_cost(model: str, *, num_heads: int, head_dim: int) -> CostModel:
 
 
 def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1) -> Any:
-    """The cost of sequences, in int64 whatever integers their lengths are.
+    """The cost of sequences in int64, whatever the integer type of their lengths.
 
     int32 lengths, which a KeyedJaggedTensor often has, would wrap: 8192 tokens at 4 heads of 256 are far over 2**31.
 
     Args:
         lengths: a tensor, an array or an int.
         cost_model: without windows.
-        tokens_per_entry: tokens that one of these lengths stands for.
+        tokens_per_entry: tokens that one unit of length stands for.
 
     Returns:
         The same kind of object as `lengths`, int64.

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
         named = f"there is no script {arguments[0]!r}. " if arguments else ""
         raise SystemExit(f"{named}usage: python -m megatron_balance.adapters.slime SCRIPT [ARGS ...]")
     sys.argv = arguments
-    # As Python does for a script, and before slime is imported: it may lie beside the script.
+    # As Python does for a script; before slime is imported, which may lie beside the script.
     sys.path[0] = str(Path(arguments[0]).resolve().parent)
     try:
         install()

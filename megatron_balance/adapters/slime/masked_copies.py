@@ -1,9 +1,9 @@
 """Fills micro-batches that would stay empty with copies of a sample whose loss is masked.
 
-Every data-parallel rank runs as many micro-batches as the others, and slime's trainer cannot run an empty
-one. Where whole micro-batches would stay empty (five samples that fill one each, on four ranks), a rank
-runs a copy of the step's shortest sample in place of nothing, with a loss mask of zeros: slime's own way to
-take a sample out of the loss (`Sample.remove_sample`). Loss and gradients stay what they are.
+Every data-parallel rank runs the same number of micro-batches, and slime's trainer cannot run an empty one. Where
+micro-batches would stay empty (five samples that fill one each, on four ranks), a rank runs a copy of the step's
+shortest sample with a loss mask of zeros: slime's own way to take a sample out of the loss (`Sample.remove_sample`).
+Loss and gradients do not change.
 
 Invariant: a copy has a loss mask of zeros before it leaves the RolloutManager, and `partition` then holds
 plain integers.
@@ -18,13 +18,13 @@ from megatron_balance.hooking.patches import Function
 
 
 class MaskedCopy(int):
-    """Position in the rollout batch of a sample that also runs elsewhere; this run of it has its loss masked."""
+    """Position in the rollout batch of a sample that also runs elsewhere; the loss of this copy is masked."""
 
 
 class MaskCopies:
     """Replaces slime's `tensorize_rollout_data_for_training`, the last function before a rank's data is sent.
 
-    An object and not a wrapped function, for the reason given at `BalancedDpSchedule`.
+    An object instead of a wrapped function, for the reason given at `BalancedDpSchedule`.
     """
 
     def __init__(self, stock: Function) -> None:

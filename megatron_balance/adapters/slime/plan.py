@@ -1,10 +1,10 @@
-"""Plans slime's rollout batches: `build_dp_schedule` with the same arguments and return, by `build_data_schedule`.
+"""Plans slime's rollout batches: replaces `build_dp_schedule`, with its arguments and return, by `build_data_schedule`.
 
     1. rollouts are cut into optimiser steps of `global_batch_size`, siblings together, trailing ones dropped
     2. every step is planned: balanced micro-batches, balanced ranks
     3. the plan is put into slime's order and into positions of the rollout batch
 
-Invariants, slime's own (module docstring of slime/utils/dp_schedule.py) and more:
+Invariants (slime's own, from the module docstring of slime/utils/dp_schedule.py, and more):
 
     - every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group
     - with `strict_cap` no micro-batch of two samples or more is over the cap; without it there are never more
@@ -34,7 +34,7 @@ from megatron_balance.planner.selection.rollout import split_rollout
 from megatron_balance.topology import Limits, Topology
 
 CAP_STEPS = 128
-"""Without `strict_cap`, the cap is raised in steps of one such part of it."""
+"""Without `strict_cap`, the cap is raised in steps of this fraction of it."""
 
 SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 """`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""
@@ -43,7 +43,7 @@ SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[in
 class BalancedDpSchedule:
     """Replaces `slime.utils.dp_schedule.build_dp_schedule`.
 
-    An object and not a wrapped function: Ray pickles a function with an importable name by that name, and the
+    An object instead of a wrapped function: Ray pickles a function with an importable name by that name, and the
     actor would import slime's own.
     """
 
@@ -119,7 +119,7 @@ def plan_rollout(
         for partition, indices, slots in zip(partitions, micro_batch_indices, ranks, strict=True):
             for held in slots:
                 indices.append(list(range(len(partition), len(partition) + len(held))))
-                # A copy stays one in the positions of the rollout batch.
+                # A copy stays a MaskedCopy when it becomes a position of the rollout batch.
                 partition += [type(local)(samples[local]) for local in held]
     return partitions, micro_batch_indices, num_microbatches
 
@@ -167,8 +167,8 @@ def plan_step(
 def in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
     """For every rank, for every slot, sample ids: ranks costliest first, slots cheapest first.
 
-    Ranks change places inside their expert-parallel group and groups as a whole; slots are reversed on all ranks or on
-    none: costs only change places.
+    Ranks change places inside their expert-parallel group, and groups as a whole; slots are reversed on all ranks or on
+    none. So all predicted times stay the same.
     """
     costs: list[int] = schedule.cost_grid.sum(axis=1).tolist()
     span = schedule.topology.ep_span

@@ -13,7 +13,7 @@ from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
 SPECS_DESCRIBED_BY_CHECKPOINT = ("slime_plugins.models.qwen3_5", "slime_plugins.models.qwen3_next")
-"""Modules of slime's `--spec` whose linear-attention layers only the checkpoint's config describes, no argument."""
+"""Modules of slime's `--spec` whose linear-attention layers are described by the checkpoint's config alone."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def topology_from_slime(args: Any, *, train_parallel_config: Mapping[str, int]) 
     """The ranks of a run, from slime's arguments and the sizes that its trainer reports.
 
     slime pads a sample for context parallelism, and a micro-batch, not a sample, for sequence parallelism
-    (`get_batch` in slime/backends/megatron_utils/data.py), so that samples are no multiple of `tp_size`.
+    (`get_batch` in slime/backends/megatron_utils/data.py). So sample lengths need not be multiples of `tp_size`.
     """
     vpp_size, tp_size = train_parallel_config["vpp_size"], _size(args, "tensor_model_parallel_size")
     return Topology(

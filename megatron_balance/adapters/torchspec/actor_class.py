@@ -1,8 +1,8 @@
 """Finds the controller's class beneath Ray's actor class, and TorchSpec's version.
 
 `@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which it
-wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts. What
-is patched by then is patched in the actor, but only in the subclass: its methods hide those of the plain class.
+wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts. Patches
+made before that reach the actor, but only those on the subclass: its methods hide those of the plain class.
 `AsyncTrainingController` of this module is that subclass, so that a hook can name
 `megatron_balance.adapters.torchspec.actor_class:AsyncTrainingController`.
 """
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     ray_metadata = getattr(controller, "__ray_metadata__", None)
     if ray_metadata is None:
         return controller  # Ray's decorator was switched off.
-    # A Ray that does not trace leaves the subclass without methods of its own.
+    # Where Ray does not trace, the subclass has no methods of its own.
     modified = ray_metadata.modified_class
     return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
 
@@ -42,7 +42,7 @@ def torchspec_version() -> str:
         BalanceError: there is none, or it is of another version.
     """
     spec = util.find_spec("torchspec")
-    # A folder of that name on the path, without a file in it that makes it a package, has no origin.
+    # A folder of that name without an __init__.py has no origin.
     if spec is None or spec.origin is None:
         raise BalanceError("torchspec is not installed: install it from its git repository, PyPI's is a placeholder.")
     # A checkout on PYTHONPATH has no metadata; its version is in a file beside the package.
@@ -53,13 +53,13 @@ def torchspec_version() -> str:
         try:
             version = metadata.version("torchspec")
         except metadata.PackageNotFoundError:
-            raise BalanceError(f"torchspec in {spec.origin} does not say its version: install it with pip.") from None
+            raise BalanceError(f"torchspec in {spec.origin} has no version: install it with pip.") from None
     remedy = "use that, or train without balancing"
     return check_version(version, system="torchspec", supported=SUPPORTED_VERSIONS, remedy=remedy)
 
 
 def check_not_started() -> None:
-    """Refuse to hook where a controller has started: a running one keeps the methods that it started with.
+    """Refuse to hook after a controller has started: it keeps the methods that it started with.
 
     Raises:
         BalanceError: an actor was started in this process.

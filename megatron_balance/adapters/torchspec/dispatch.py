@@ -26,7 +26,7 @@ from megatron_balance.planner.selection.bucketing import bucketed_order
 
 MAX_IDLE_CALLS = 500
 """Calls of `try_dispatch_batch` without a new sample after which the pool is taken as it is. TorchSpec's loop calls
-every 10 ms, and takes the data for exhausted after as many."""
+every 10 ms, and considers the data exhausted after the same number."""
 
 
 def with_ranks_by_length(partition_results: Function, *, settings: Settings) -> Function:
@@ -99,7 +99,7 @@ class _HeldDispatch:
 
     def note_left(self) -> None:
         self.window.leave()
-        # A dispatch is no arrival: the wait for the next sample starts again.
+        # A dispatch does not count as an arrival: the wait for the next sample starts again.
         self._idle_calls, self._last_pool_size = 0, -1
 
 

@@ -30,10 +30,10 @@ def install(
     Installing twice installs once.
 
     Args:
-        approach: `A`, `B` or `C`: see the package.
+        approach: `A`, `B` or `C`, described in the package's docstring.
         window: dispatches' worth of samples to choose among in `B` and `C`: 2, 3 or 4; in `C` also 1, for none.
         cost: `padded`, as TorchSpec trains, or `tokens`, for a trainer that packs.
-        bucket_batches: dispatches of a bucket of like lengths in `C`.
+        bucket_batches: dispatches of a bucket of similar lengths in `C`.
 
     Raises:
         BalanceError: an argument is not one of these; TorchSpec is missing, of another version, or not as expected; a

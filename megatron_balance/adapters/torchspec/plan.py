@@ -1,9 +1,9 @@
-"""Plans TorchSpec's batches: which rank gets which samples of a dispatch, and the order of an epoch's prompts.
+"""Assigns the samples of a TorchSpec dispatch to ranks, and orders the prompts of an epoch.
 
 Approach A gives the samples of a dispatch to ranks by length:
 
     padded  the samples are sorted by length and cut into runs: the sum of the ranks' padded tokens is the least
-            possible, and the slowest rank, that with the longest sample, is as slow as it must be
+            possible, and the slowest rank, the one with the longest sample, is no slower than that sample requires
     tokens  ranks get nearly the same number of tokens, by the planner's partition
 
 Every rank gets exactly `num_samples / dp_size` samples, in order of arrival, because its data fetcher waits for that
@@ -11,10 +11,10 @@ many; the same samples in the same turn go to the same ranks. The rank with the 
 so that no rank is the slowest of every micro-batch of a step.
 
 Approach C sorts the prompts of an epoch into dispatches of similar lengths, and shuffles the dispatches
-(`planner/selection/bucketing.py`). Samples do not come back quite in that order: inference runs several batches at
+(`planner/selection/bucketing.py`). Samples do not come back exactly in that order: inference runs several batches at
 once, may fail on some, and the rest of an epoch stays in the pool until the next. Each of these shifts all dispatches
-that follow. With a window, as approach B has, the dispatches form again around the oldest sample; with `window=1`
-they do not. Every sample comes once an epoch; the order depends on lengths, seed, epoch and sizes alone, so that a run
+that follow. With a window, as in approach B, the dispatches form again around the oldest sample; with `window=1` they
+do not. Every sample comes once an epoch. The order depends on lengths, seed, epoch and sizes alone, so that a run
 resumes at `skip`.
 """
 

@@ -11,7 +11,7 @@ from megatron_balance.errors import BalanceError
 APPROACHES = ("A", "B", "C")
 COSTS = ("padded", "tokens")
 WINDOWS = (2, 3, 4)
-"""Sizes of the pool, in dispatches: more gains little and keeps more hidden states in Mooncake."""
+"""Sizes of the pool, in dispatches: larger ones gain little and keep more hidden states in Mooncake."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from typing import Any
 from megatron_balance.planner.selection.pool_choice import CHOICES
 
 MAX_DELAY_WINDOWS = 2
-"""A sample leaves at most twice the window late. Without a bound it could in theory wait for all that were in the pool
-before it. The bound costs 5 % of the step at a window of 2 and micro_batch_size 4, and 2 % or less elsewhere."""
+"""A sample leaves at most two windows late. Without a bound it could wait for all samples that were in the pool before
+it. The bound costs 5 % of the step at a window of 2 and micro_batch_size 4, and 2 % or less elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class DispatchWindow:
             lengths: `[len(pool)]` tokens.
         """
         while len(self._arrivals) > len(pool):
-            self._arrivals.popleft()  # Someone else took samples, from the front as a dispatch does.
+            self._arrivals.popleft()  # Evaluation took samples from the front, as a dispatch does.
         newest = self._num_arrived + len(pool) - len(self._arrivals)
         self._arrivals.extend(range(self._num_arrived, newest))
         self._num_arrived = newest

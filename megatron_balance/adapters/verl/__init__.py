@@ -1,9 +1,11 @@
 """verl adapter: batches, mini-batches and micro-batches balanced by this package's planner.
 
-Three ways to install: `MEGATRON_BALANCE_VERL=1` in the environment of the driver and of every worker, read by the
-plug-in that verl loads (`plugin.py`); `VERL_USE_EXTERNAL_MODULES=megatron_balance.adapters.verl.plugin` beside it,
-where the package was not installed by pip; or `install()` in each process, before verl's trainers are imported or
-after.
+Three ways to install:
+
+- `MEGATRON_BALANCE_VERL=1` in the environment of the driver and of every worker, read by the plug-in that verl loads
+  (`plugin.py`);
+- `VERL_USE_EXTERNAL_MODULES=megatron_balance.adapters.verl.plugin` as well, where pip did not install the package;
+- `install()` in each process, before or after verl's trainers are imported.
 
 Importing this package loads neither torch nor verl, and patches nothing.
 """

@@ -4,8 +4,8 @@
     adapter = install("Qwen3-8B")
     adapter.undo()
 
-verl's modules bind functions by value. Those that are loaded are hooked at once; the trainers, which load later than
-the plug-in, when the first worker group is made, in the one process that has a trainer.
+verl's modules bind functions by value. Modules that are loaded are hooked at once. The trainers load later than the
+plug-in: they are hooked when the first worker group is made, in the one process that has a trainer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _key_batch(stock: Function) -> Function:
 
 
 def _bound(function: str, *modules: str) -> tuple[str, ...]:
-    """Where a function of `verl.utils.seqlen_balancing` is bound: there, and by value in modules that are loaded.
+    """Modules in which a function of `verl.utils.seqlen_balancing` is bound: that one, and loaded ones that import it.
 
     A module that was loaded while the adapter was installed before has a hook already, and keeps it.
     """
@@ -80,7 +80,7 @@ def hooks() -> tuple[Hook, ...]:
             bound_in=_bound("calculate_workload", *TRAINERS),
             parameters=("seqlen_list",),
             wrap=count_workload,
-            why="its factor is that of one 7B model, its sums those of its input's dtype",
+            why="its factor is that of one 7B model, and its sums overflow in its input's dtype",
             until="verl takes the factor from the model",
         ),
         Hook(
@@ -171,7 +171,7 @@ def _is_loaded_and_free(target: str) -> bool:
     module_name, _, qualified_name = target.partition(":")
     class_name, _, method = qualified_name.partition(".")
     owner = getattr(sys.modules.get(module_name), class_name, None)
-    # A trainer without the class is hooked all the same: installing the row says what is missing.
+    # The row of a trainer without the class is installed too, which reports what is missing.
     return module_name in sys.modules and not is_hook(getattr(owner, method, None))
 
 
@@ -193,8 +193,8 @@ def install(
         dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.
 
     Raises:
-        BalanceError: verl is missing, of another version, or a target has moved; nothing is changed then. Or the
-            adapter is installed with other arguments.
+        BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
+            other arguments. Nothing is changed then.
     """
     settings = Settings(choose_workload(model, cost=cost), keep_minibatch=keep_minibatch, dispatch=dispatch)
     return installation.install(settings, hook=_hook_loaded_modules)

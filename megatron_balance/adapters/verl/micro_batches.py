@@ -1,8 +1,7 @@
 """Packs a rank's rows into micro-batches under a token cap, the same number on every data-parallel rank.
 
-verl's function agrees on the count by one all_reduce a try. Here each rank learns the lengths of all, and plans the
-whole mini-batch with rows that stay where they are: one gather, the same plan everywhere, and the same errors on every
-rank.
+verl's function agrees on the count by one all_reduce a try. Here each rank gathers the lengths of all, and plans the
+whole mini-batch with rows that stay on their ranks: one gather, and the same plan or error on every rank.
 
 Invariants: no micro-batch is over the cap or empty; all ranks of the group have the same number of micro-batches, a
 multiple of `num_batches_divided_by` and no fewer than `min_num_micro_batch`; rows of a forced group stay together;
@@ -39,7 +38,7 @@ class MicroBatchLimits:
     Attributes:
         max_token_len: tokens a micro-batch holds at most.
         multiple: the number of micro-batches is a multiple of it (`num_batches_divided_by`).
-        min_num_micro_batch: micro-batches that there are at least.
+        min_num_micro_batch: least number of micro-batches.
         force_group_size: rows that stay together, each with its neighbours.
     """
 
@@ -122,7 +121,7 @@ def _plan(rows: _Rows, *, limits: MicroBatchLimits, cost_model: CostModel) -> Ra
             cost_model=cost_model,
             topology=Topology(num_groups.size, microbatch_multiple=multiple),
             limits=Limits(limits.max_token_len),
-            # Rows stay on their ranks, so that the fewest micro-batches are the best.
+            # Rows stay on their ranks, so the fewest micro-batches are best.
             objective="step",
             num_segments=np.full(num_groups.sum(), size, dtype=np.int64),
             home_ranks=np.repeat(np.arange(num_groups.size), num_groups),
@@ -153,8 +152,8 @@ def _plan(rows: _Rows, *, limits: MicroBatchLimits, cost_model: CostModel) -> Ra
 def _pack_tightly(schedule: DataSchedule, *, fewest: int, loads: NDArray[np.int64]) -> Ranks | None:
     """Fewer micro-batches than the schedule's, where partitions into as many keep the cap; else None.
 
-    The schedule packs by target heights, which fail for micro-batches of a few long rows: of 100 sets of 25 rows that
-    fill 6 micro-batches to 90 % it packed 65 into 6, and partitions by work or by tokens 99.
+    The schedule packs by target heights, which fail for micro-batches of a few long rows. Of 100 sets of 25 rows that
+    fill 6 micro-batches to 90 %, it packed 65 into 6; partitions by work or by tokens packed 99.
     """
     assert schedule.home_ranks is not None
     dp_size, multiple = schedule.topology.dp_size, schedule.topology.microbatch_multiple

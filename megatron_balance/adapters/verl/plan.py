@@ -1,13 +1,13 @@
-"""Plans verl's batches: bare partitions of workloads, and orders of rows that verl's even cut makes balanced.
+"""Plans verl's batches: partitions of workloads, and row orders that are balanced when verl cuts them evenly.
 
 Partitions are the planner's (`partition_items`), of rows or of groups of rows that share a uid. Every index occurs
-once; with `equal_size` parts hold the same number of items, or at most the quotient rounded up where the number of
-parts does not divide (62 rows over 4 ranks: at most 16 each); no part is empty.
+once, and no part is empty. With `equal_size` parts hold the same number of items, or at most the quotient rounded up
+where the number of parts does not divide (62 rows over 4 ranks: at most 16 each).
 
 verl cuts a batch into consecutive parts, one a data-parallel rank, and each rank cuts its part into consecutive
-slices. Slice i of all ranks together is mini-batch i, and ranks meet after each. An order of rows is a permutation; a
-mini-batch holds the rows that it is given, whatever their order; every rank holds the same number of rows of each
-mini-batch, as near as that goes; forced groups of neighbouring rows stay neighbours.
+slices. Slice i of all ranks together is mini-batch i, and ranks meet after each. An order of rows is a permutation. A
+mini-batch keeps its rows; every rank holds the same number of them, or nearly; forced groups of neighbouring rows stay
+neighbours.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def balanced_partitions(
     values = _whole_numbers(loads)
     if not 1 <= num_parts <= len(values):
         raise BalanceError(f"k_partitions is {num_parts}: it must be from 1 to the {len(values)} items.")
-    # A power of two off, the same everywhere, where the sum would leave int64.
+    # Divided by one power of two where the sum would leave int64.
     shift = max(0, sum(values).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
     costs = np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)
     part_of = partition_items(costs, num_parts=num_parts, equal_count=equal_size)

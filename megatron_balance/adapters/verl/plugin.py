@@ -4,8 +4,8 @@
     MEGATRON_BALANCE_VERL="model=/models/Qwen3-8B"                FLOPs of that model
     MEGATRON_BALANCE_VERL="cost=tokens keep_minibatch=no dispatch=compute_log_prob,compute_values"
 
-Without the variable, or with 0, it does nothing. verl swallows what a plug-in raises, and a rank without its hooks
-would hang the others; so an error here ends the process, with its message.
+Without the variable, or with 0, it does nothing. verl swallows exceptions of a plug-in, and a rank without its hooks
+would hang the others. So an error here ends the process with its message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replaces the trainers' `_balance_batch`: orders the whole rollout batch, mini-batch by mini-batch.
 
-verl's own balances mini-batches and then sorts each rank's rows over all of them, so that they mix again; it counts a
-mini-batch in prompts where the actor counts it in rows; and it treats a uid that comes again as another group.
+verl's own method balances mini-batches and then sorts each rank's rows over all of them, so that they mix again. It
+counts a mini-batch in prompts where the actor counts it in rows, and takes a uid that occurs again for another group.
 
 Invariants: no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows keeps its rows
 (always, or where the caller asks for it: `keep_minibatch`); with the prefix grouper rows of one uid stay neighbours
@@ -93,7 +93,7 @@ def order_groups(
     settings: Settings,
     minibatch_rows: int | None,
 ) -> RowOrder:
-    """Order in which rows of one uid are neighbours on one rank, and their mini-batch is one of whole groups.
+    """Order in which rows of one uid are neighbours on one rank, and mini-batches hold whole groups.
 
     Args:
         lengths: `[num_rows]` tokens.

@@ -7,8 +7,8 @@ last the row order is kept in that thread:
     collect    let verl join the results, put rows back in order
     then       verl trims the padding, which is at the end again
 
-Invariants: all arguments of one call have the same order; each mini-batch holds the rows that it would have held
-without; a call whose rows have no known length, or whose arguments are futures or keys, is verl's own.
+Invariants: all arguments of one call have the same order; each mini-batch holds the same rows as without the adapter;
+verl alone handles calls whose rows have no known length, or whose arguments are futures or keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Key = tuple[int, str]
 
 
 class _Calls(threading.local):
-    """The worker-group calls that this thread is in: verl may make one while it dispatches another.
+    """The worker-group calls under way in this thread: verl may make one while it dispatches another.
 
     Attributes:
         dispatching: the innermost call whose arguments are being cut.
@@ -98,7 +98,7 @@ class OrderedFuture(DataProtoFuture):
         return output if self.dispatch_fn is None else self.dispatch_fn(output)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Futures of the parts, each of which puts the whole in order before it takes its part."""
+        """Futures of the parts; each orders the whole result before it takes its part."""
         parts = DataProtoFuture(self.collect_fn, self.futures).chunk(chunks)
         return [
             OrderedFuture(
@@ -189,7 +189,7 @@ def split_balanced(split: Function, *, pads: bool) -> Function:
                 **{key: select_rows(argument, order.rows) for key, argument in kwargs.items()},
             )
         if padding:
-            # verl saw rows that needed none; it trims by this number after collecting.
+            # verl found no padding necessary; it trims by this number after collecting.
             splitted_kwargs[_padding_size_key] = padding
         return splitted_args, splitted_kwargs
 

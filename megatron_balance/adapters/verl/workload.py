@@ -1,7 +1,7 @@
 """Computes the work of a row in verl's units: squared tokens plus a factor times tokens.
 
-verl's own factor, 24576, is that of a 7B model of hidden size 4096, whatever the model is. Here it comes from the
-model: forward and backward FLOPs per token over those per squared token, as `CostModel.from_shape` counts them.
+verl's factor, 24576, is that of a 7B model of hidden size 4096, whatever the model. Here it comes from the model:
+forward and backward FLOPs per token over those per squared token, as `CostModel.from_shape` counts them.
 
     Qwen2.5-0.5B 19689   Qwen3-8B 43992   Qwen3-30B-A3B 13261   Qwen2.5-72B 93460
 
@@ -45,7 +45,7 @@ def choose_workload(model: Model | None = None, *, cost: str | None = None) -> C
         cost: `flops`, `tokens` or the path of a calibration.json; by default flops where there is a model.
 
     Raises:
-        BalanceError: the model or the cost is not known, or the factor is no positive integer.
+        BalanceError: the model or the cost is not known, or the factor is not a positive integer.
     """
     to_dict = getattr(model, "to_dict", None)
     if to_dict is not None:
@@ -72,7 +72,7 @@ def workloads(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[n
     """
     unit = cost_model.quadratic or sum(coefficient for _, coefficient in cost_model.windows) or cost_model.linear or 1
     unique, inverse = np.unique(lengths, return_inverse=True)
-    # Python integers: FLOPs of a long row of a large model come near the end of int64.
+    # Python integers: FLOPs of a long row of a large model approach the limit of int64.
     costs = [cost_model(length) + cost_model.expert_linear * length for length in unique.tolist()]
     in_units = [max((2 * cost + unit) // (2 * unit), 1) if cost else 0 for cost in costs]
     return np.array(in_units, dtype=np.int64)[inverse.reshape(lengths.shape)]
