@@ -448,7 +448,7 @@ def test_an_error_is_one_line_and_status_2(arguments: list[str], said: str, caps
 def test_errors_of_records_name_what_would_be_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_record(tmp_path / "record")
     assert compare(folder, "--global-batch-size", 8) == 2
-    assert "steps are what they were" in capsys.readouterr().err
+    assert "steps are fixed" in capsys.readouterr().err
     assert compare(folder, "--ep-size", 2) == 2
     assert "add --model, or --cost calibration.json" in capsys.readouterr().err
     assert compare(folder, "--ep-size", 2, "--model", "Qwen3-30B-A3B") == 0

@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, or sweep; print; write what was asked for."""
+    """Compare or sweep, print, and write the files asked for."""
     started, cpu_started = time.perf_counter(), time.process_time()
     axes = parse_sweeps(args.sweep)
     if args.chart is not None and not axes:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         algorithm=args.algorithm,
         lookaheads=_lookaheads(args.lookahead),
     )
-    setting = question.setting(topology, limits=limits)  # flags that cannot be used are named before long work
+    setting = question.setting(topology, limits=limits)  # wrong flags are reported before long work
     most_samples = _most_samples(setting) // num_points(axes)
     batches = _batches(args, record=record, dp_size=topology.dp_size, most_samples=most_samples)
     if axes or not can_look_ahead(batches):
@@ -176,10 +176,12 @@ def _ranks_and_cap(
         wanted = ("--global-batch-size", "--dp-size", "--max-tokens-per-gpu")
         missing = [flag for flag in wanted if getattr(args, flag[2:].replace("-", "_")) is None]
         if missing:
-            raise BalanceError(f"{', '.join(missing)} missing: compare needs them, but for the folder of a record.")
+            raise BalanceError(
+                f"{', '.join(missing)} missing: compare needs them, unless LENGTHS is the folder of a record."
+            )
         return topology_from_flags(args), Limits(args.max_tokens_per_gpu)
     if args.global_batch_size is not None:
-        raise BalanceError("--global-batch-size is given with a recorded run, whose steps are what they were: drop it.")
+        raise BalanceError("--global-batch-size is given with a recorded run, whose steps are fixed: drop it.")
     cap = args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu
     if cap is None:
         raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
@@ -188,7 +190,7 @@ def _ranks_and_cap(
 
 def _lookaheads(text: str) -> tuple[int, ...]:
     if not all(window.isdecimal() and int(window) for window in text.split(",")):
-        raise BalanceError(f"--lookahead is {text!r}: it must be integers of at least 1, parted by commas.")
+        raise BalanceError(f"--lookahead is {text!r}: it must be integers of at least 1, separated by commas.")
     return tuple(int(window) for window in text.split(",") if int(window) > 1)
 
 
@@ -220,7 +222,7 @@ def _batches(
 
 
 def _most_samples(setting: RunInfo) -> int:
-    """Samples to plan when nobody says how many steps."""
+    """Samples to plan without `--steps`."""
     objective = OBJECTIVES[setting.objective]
     if not objective.waits_in_slots() and not objective.is_makespan(setting.topology):
         return MAX_SAMPLES["step"]

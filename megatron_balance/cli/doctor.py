@@ -20,7 +20,7 @@ examples:
   megatron-balance doctor --no-smoke -- --num-layers 32 … --use-dynamic-batch-size --balance-by-flops
       flags after -- are those of your training script; conflicts among them are reported
 
-It trains nothing of yours and changes nothing: the run is a tiny model on this machine's CPU, about ten seconds.
+It changes nothing. The run trains a tiny model of its own on this machine's CPU, for about ten seconds.
 """
 
 
@@ -74,14 +74,14 @@ def _check_smoke_run() -> Iterator[Finding]:
     if run.problem is None:
         yield Finding(True, f"{NUM_RANKS} ranks trained {NUM_STEPS} balanced steps on the CPU", run.output)
     else:
-        remedy = "Mend what is said above first; --debug shows all that it printed"
+        remedy = "Solve the problems above first; --debug shows its output"
         yield Finding(False, f"{NUM_RANKS} ranks on the CPU: {run.problem}. {remedy}.", run.output)
 
 
 def _print_rules() -> None:
     from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 
-    print("\nflags (give your script's after -- to have them checked, and Megatron's own by docs/options.md)")
+    print("\nflags (put your script's after -- to check them; docs/options.md lists Megatron's)")
     for row in BALANCE_FLAGS:
         print(f"  {'rule':8} {row.rule}")
 

@@ -30,7 +30,7 @@ models:
 
 
 def add_lengths_flags(parser: argparse.ArgumentParser) -> None:
-    """Where lengths come from; LENGTHS itself is declared by the command."""
+    """Flags for the source of lengths; each command declares LENGTHS itself."""
     group = parser.add_argument_group("lengths")
     group.add_argument("--key", metavar="NAME", help="array, column or field of the file that holds the lengths")
     group.add_argument(
@@ -58,7 +58,7 @@ def add_lengths_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch_flags(parser: argparse.ArgumentParser, *, required: bool, steps_default: str) -> None:
-    """Size of a global batch and of a micro-batch, and how many steps."""
+    """Flags for the sizes of global batches and micro-batches, and the number of steps."""
     group = parser.add_argument_group("batch")
     group.add_argument("--global-batch-size", type=int, required=required, metavar="N", help="samples a step")
     group.add_argument(
@@ -73,7 +73,7 @@ def add_batch_flags(parser: argparse.ArgumentParser, *, required: bool, steps_de
 
 
 def add_rank_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """The ranks of the run."""
+    """Flags for the ranks of the run."""
     group = parser.add_argument_group("ranks, as in Megatron")
     group.add_argument("--dp-size", type=int, required=required, metavar="D", help="data-parallel ranks")
     group.add_argument("--cp-size", type=int, metavar="C", help="context-parallel ranks (default: 1)")

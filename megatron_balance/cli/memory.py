@@ -28,8 +28,8 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
         "--memory-gib",
         type=float,
         metavar="GIB",
-        help="what training may fill of a GPU: 72 of one with 80, a tenth kept back for what is not counted; "
-        "--max-tokens-per-gpu auto goes by it",
+        help="GiB of a GPU that training may fill, for instance 72 of 80 (a tenth covers what is not counted); "
+        "--max-tokens-per-gpu auto is derived from it",
     )
     group.add_argument(
         "--recompute",
@@ -49,7 +49,7 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_of_flags(args: argparse.Namespace, *, topology: Topology) -> MemoryModel | None:
-    """The model that --model names; None without.
+    """The memory model of --model; None without it.
 
     Raises:
         BalanceError: a flag needs the model, and it is not given.
@@ -79,7 +79,7 @@ def limits_of_flags(args: argparse.Namespace, *, topology: Topology, memory: Mem
         return Limits(args.max_tokens_per_gpu)
     assert memory is not None, "memory_of_flags asked for --model"
     if args.memory_gib is None:
-        raise BalanceError("--max-tokens-per-gpu is auto: give --memory-gib, what training may fill of a GPU.")
+        raise BalanceError("--max-tokens-per-gpu is auto: give --memory-gib, the GiB of a GPU that training may fill.")
     cap = derive_cap(
         memory,
         budget_bytes=gib_to_bytes(args.memory_gib, flag="--memory-gib"),

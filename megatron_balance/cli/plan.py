@@ -1,7 +1,7 @@
 """Show what balancing would change on your sample lengths, before any training.
 
-Lengths are taken in file order and cut into global batches. Each is dealt out four ways, from Megatron's
-own sampler to what `--balance-data` would do, and all four are judged by the same cost model.
+Lengths are taken in file order and cut into global batches. Each is planned in four ways, from Megatron's own
+sampler to `--balance-data`, and one cost model judges all four.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     question = Question(
         costs=CostSource(args.cost, args.model), objective=args.objective, algorithm=args.algorithm, lookaheads=()
     )
-    setting = question.setting(topology, limits=limits)  # flags that cannot be used are named before long work
+    setting = question.setting(topology, limits=limits)  # wrong flags are reported before long work
     check_counts(args.global_batch_size, steps=args.steps)
     lengths = read_flagged_lengths(args, global_batch_size=args.global_batch_size)
     batches = cut(lengths, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=MAX_STEPS)
@@ -130,7 +130,7 @@ _LABELS = {
 
 
 def _balanced(setting: RunInfo, algorithm: str) -> Policy:
-    """The plan that the command is about."""
+    """The balanced policy, whose plan `--json` writes."""
     named = "" if algorithm == "auto" else f", {algorithm}"
     if setting.cost_name == "flops":
         label = f"FLOPs{named} (--balance-data --balance-by-flops)"
@@ -199,7 +199,7 @@ def _print_conclusion(results: Sequence[PolicyResult], batches: Sequence[GlobalB
 
 
 def _file_metrics(metrics: ScheduleMetrics) -> dict[str, Any]:
-    """Metrics under the names of the file's format, which are older than one of the attributes."""
+    """Metrics under the names of the file format, one of which differs from the attribute."""
     content = asdict(metrics)
     content["moved_tokens_unlabelled"] = content.pop("moved_tokens_before_relabel")
     return content

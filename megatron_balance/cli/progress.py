@@ -20,7 +20,7 @@ def progress_bar(label: str) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    # It vanishes when done: what the command prints is what stays.
+    # Removed when done, so that only the command's own output stays.
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
