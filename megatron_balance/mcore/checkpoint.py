@@ -48,11 +48,11 @@ def restore_state(prefetcher: StepPrefetcher, *, folder: Path, lookahead: int, t
         prefetcher: of this rank, before its first step.
         folder: of the checkpoint's state.
         lookahead: `--balance-lookahead` of this run.
-        timeout: after which a rank that has not come is named.
+        timeout: after which missing ranks are named.
 
     Raises:
-        BalanceError: on every rank. The state is damaged, or not all of it is there; samples wait, and this run
-            has no look-ahead.
+        BalanceError: on every rank. The state is damaged or incomplete; or samples wait, and this run has no
+            look-ahead.
     """
     problem = None
     try:

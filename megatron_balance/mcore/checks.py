@@ -1,6 +1,6 @@
 """The checks of `megatron-balance doctor`: packages, hooks, flags, a small run.
 
-Invariants: nothing of this process is changed but by imports; every finding that is a problem names its remedy.
+Invariants: only imports change this process; every problem names its remedy.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        ok: whether it is as it should be.
+        ok: whether the check passed.
         says: what was found and, where it is a problem, the remedy.
-        details: what a person may want to read beside it; empty where there is nothing.
+        details: output to read beside it; may be empty.
     """
 
     ok: bool
@@ -72,7 +72,7 @@ def _megatron() -> Finding:
             f"megatron.training does not load: {error}. Its wheel holds it with the extra [training]: pip install "
             "'megatron-balance[megatron]', or set PYTHONPATH to a Megatron-LM checkout.",
         )
-    # Behind the + Megatron puts the commit of whatever repository this process was started in.
+    # After the + Megatron puts the commit of the repository that this process was started in.
     return Finding(True, f"megatron-core {version.partition('+')[0]}, with megatron.training")
 
 
@@ -133,7 +133,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         yield Finding(False, f"Megatron's parser refuses: {error} See its --help.")
         return
     except ImportError as error:
-        yield Finding(False, f"flags were not read: {error}. Mend megatron-core first, see above.")
+        yield Finding(False, f"flags were not read: {error}. Repair megatron-core first, see above.")
         return
     args = command_line.args
     yield from _unknown(command_line.unknown, known=[name.replace("_", "-") for name in vars(args)])

@@ -7,16 +7,16 @@ from typing import Any
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
 
 _built: tuple[Any, BalancedForwardBackward | None] | None = None
-"""Megatron's arguments, and what was built for them: evaluation asks for a schedule again and again."""
+"""Megatron's arguments and the run built for them; kept, since evaluation asks for a schedule repeatedly."""
 
 
 def current() -> BalancedForwardBackward | None:
-    """What balances the run, once its first step has begun; None in a stock run."""
+    """The balanced run, once its first step has begun; None in a stock run."""
     return None if _built is None else _built[1]
 
 
 def run_of_process() -> BalancedForwardBackward | None:
-    """What balances the run, built on the first call for Megatron's arguments; every rank of the world calls it."""
+    """The balanced run, built on the first call for Megatron's arguments; every rank of the world calls it."""
     from megatron.training import get_args
 
     global _built
@@ -27,7 +27,7 @@ def run_of_process() -> BalancedForwardBackward | None:
 
 
 class CurrentRun:
-    """The run as something that an `Installation` takes out."""
+    """The run as an entry of an `Installation`, which removes it."""
 
     def undo(self) -> None:
         """Forget the run."""

@@ -1,11 +1,11 @@
 """Megatron's forward-backward schedules, fed with balanced micro-batches.
 
-The wrapper pulls what the step would have read, balances it, and calls the schedule Megatron chose with
-another iterator and another number of micro-batches. `get_num_microbatches()` is left alone: the learning
-rate, consumed samples and resuming count what was loaded.
+The wrapper pulls the items that the step would have read, balances them, and calls Megatron's schedule with another
+iterator and another number of micro-batches. `get_num_microbatches()` is unchanged: the learning rate, consumed samples
+and resuming depend on what was loaded.
 
-Invariants: Megatron's state that is changed for a step is restored after it, also when it fails;
-evaluation (`forward_only`) passes through.
+Invariants: Megatron's state that is changed for a step is restored after it, also when it fails; evaluation
+(`forward_only`) is Megatron's own.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -50,11 +50,11 @@ Schedule = Callable[..., Any]
 
 
 class BalancedForwardBackward:
-    """Stands in for `get_forward_backward_func`'s result while a run balances.
+    """Replaces the result of `get_forward_backward_func` while a run balances.
 
     Attributes:
         last_step: the data of the newest step, for logs and tests.
-        in_step: Megatron's schedule runs balanced micro-batches now.
+        in_step: whether Megatron's schedule runs balanced micro-batches now.
         observer: watches the run on this rank, or None.
         pipeline_shapes: of the messages of the step that runs, or None where Megatron's stages exchange them.
         context: switches between context-parallel groups, or None where all micro-batches have the same size.
@@ -105,7 +105,7 @@ class BalancedForwardBackward:
             self._log.warn_once(
                 f"another iterator came while {step.num_left} items pulled ahead from the last one waited: they are "
                 "handed out when that one comes again. If the new one reads the same loader through a wrapper of its "
-                "own, it goes on behind them: wrap the loader once, or set --no-balance-overlap.",
+                "own, it continues after them: wrap the loader once, or set --no-balance-overlap.",
                 topic="another iterator",
             )
         self.last_step = step
@@ -142,7 +142,7 @@ class BalancedForwardBackward:
                 self.observer.end()
 
     def logged(self) -> None:
-        """Megatron has logged a step."""
+        """Called after Megatron has logged a step."""
         if self.observer is not None:
             with with_step_context(f"iteration {self._state.iteration}"):
                 self.observer.logged(self._state.iteration)
@@ -189,20 +189,20 @@ def _hand_out(iterators: Any, make: Callable[[], Iterator[Any]]) -> Any:
 
 
 def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
-    """What balances this run, or None where it stays stock. All ranks of the world take part.
+    """The balanced run, or None where the run stays stock. All ranks of the world take part.
 
     Args:
         args: Megatron's validated arguments.
 
     Raises:
-        BalanceError: on every rank: ranks were started differently, or one cannot begin.
+        BalanceError: on every rank: ranks were started differently, or one cannot start.
     """
     if not hasattr(args, "balance_data"):  # a script that parses no Megatron arguments
         return None
     run = agreed_run(args)
     log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
     if run.stock_because:
-        log.warn_once(f"training goes on without balancing. {run.stock_because}")
+        log.warn_once(f"training continues without balancing. {run.stock_because}")
     if run.setup is None:
         return None
     if getattr(args, "balance_choices", None):
@@ -242,7 +242,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
 
 
 def _prefetcher(setup: RunSetup) -> StepPrefetcher:
-    """This rank's, with groups of its own."""
+    """This rank's prefetcher, with process groups of its own."""
     from megatron.core import parallel_state
 
     config, topology, timeout = setup.config, setup.topology, setup.timeout
@@ -283,6 +283,6 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
 
 
 def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:
-    """Learns with all ranks that read data; None on the others."""
+    """The calibration shared by all ranks that read data; None on the others."""
     group = split_world(0 if reads_data() else None, timeout=timeout)
     return None if group is None else OnlineCalibration(prior, group=group)

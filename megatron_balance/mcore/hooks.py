@@ -4,7 +4,7 @@
     installed = install()    # before Megatron parses arguments
     installed.undo()
 
-Without a balance flag the hooks hand on to Megatron's own functions: the run is stock.
+Without a balance flag the hooks call Megatron's own functions: the run is stock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SUPPORTED_VERSIONS = ("0.17", "0.18", "0.19")
 """Megatron Core releases on which the tests run."""
 
 ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
-"""Set to 1 in the environment of every rank, it allows another release; hooks are still checked."""
+"""Environment variable: 1 on every rank allows another release; hooks are still checked."""
 
 
 HOOKS = (
@@ -133,7 +133,7 @@ HOOKS = (
         parameters=("padding_mask",),
         wrap=while_balancing(embeddings_with_mask_in_place),
         why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
-        until="Megatron hands the mask on as it is",
+        until="Megatron passes the mask on unchanged",
         first=(0, 18),
     ),
     Hook(
@@ -149,7 +149,7 @@ HOOKS = (
 
 
 def hooks_of(version: str) -> tuple[Hook, ...]:
-    """The hooks of a Megatron Core, `version` as it names itself."""
+    """The hooks for a version of Megatron Core."""
     major, minor = (int(number) for number in version.split(".")[:2])
     return tuple(hook for hook in HOOKS if hook.is_in((major, minor)))
 
@@ -167,7 +167,7 @@ def install() -> Installation[str]:
     if installation.settings is None:
         version = supported_version()
         patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
-        installation.install(version, hook=CurrentRun)  # undone last: the hooks are out then
+        installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
         registration = register()
         if registration is not None:

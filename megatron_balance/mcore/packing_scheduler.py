@@ -3,12 +3,12 @@
     config.sequence_packing_scheduler = "megatron_balance"     # then Megatron's wrap_data_iterator chooses it
 
 Megatron's `DpBalancedScheduler` fetches, gathers lengths, asks `get_groups_and_subsamples` for a plan, moves samples
-and packs them. Ours is a subclass that answers that one question with `build_data_schedule`. Others, such as verl, call
-the method themselves.
+and packs them. Ours is a subclass in which this method calls `build_data_schedule`. Others, such as verl, call the
+method themselves.
 
 Invariants of a plan: every sample once; every rank has a sample in every micro-batch; context-parallel ranks of a
 data-parallel rank have the same samples; a micro-batch of several samples keeps to `max_seqlen_per_dp_cp_rank` tokens a
-GPU and to `max_num_seqs`. `Registration.undo` leaves Megatron as it was.
+GPU and to `max_num_seqs`. `Registration.undo` restores Megatron.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 NAME = "megatron_balance"
-"""The value of `sequence_packing_scheduler` that chooses it."""
+"""The value of `sequence_packing_scheduler` that chooses the balanced schedule."""
 
 SEAM = "megatron.core.datasets.data_schedule"
-_MOVED_ON = "megatron.core.datasets.data_schedule_utils"  # came with scheduler_map
+_MOVED_ON = "megatron.core.datasets.data_schedule_utils"  # as old as scheduler_map
 
 
 def balanced_groups(
@@ -132,7 +132,7 @@ def scheduler_class(base: type[Any]) -> type[Any]:
 
 
 class Registration:
-    """The scheduler's place in Megatron; `undo` takes it out.
+    """The scheduler's entry in Megatron; `undo` removes it.
 
     Megatron's main looks a name up in an enumeration and its member in `scheduler_map`; dev keys the map by names.
     """
@@ -143,7 +143,7 @@ class Registration:
         added: dict[Any, Any] = {}
         key: Any = NAME
         if self._names is not None:
-            # An enumeration cannot grow: a larger one takes its place. Members of the old one stay keys of the map.
+            # An enumeration cannot grow: a larger one replaces it. Members of the old one stay keys of the map.
             members = {member.name: member.value for member in self._names}
             self._larger: Any = enum.Enum(self._names.__name__, {**members, NAME.upper(): NAME})
             added = {self._larger[member.name]: module.scheduler_map[member] for member in self._names}
@@ -153,7 +153,7 @@ class Registration:
         module.scheduler_map.update(self._added)
 
     def undo(self) -> None:
-        """Leave Megatron as it was.
+        """Restore Megatron.
 
         Raises:
             BalanceError: someone else has replaced the enumeration since; nothing is changed then.
@@ -169,7 +169,7 @@ class Registration:
 def register() -> Registration | None:
     """Add the scheduler where this Megatron has a `scheduler_map` of a known form; None where it has none.
 
-    Training with the balance flags does not need it: a form that is not known is left alone.
+    Training with the balance flags does not need it: an unknown form is left unchanged.
     """
     if importlib.util.find_spec(_MOVED_ON) is None:
         return None

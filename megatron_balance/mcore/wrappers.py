@@ -1,7 +1,7 @@
-"""The wrappers that stand in place of Megatron's functions; `hooks.py` says which, and why.
+"""Replacements for Megatron's functions; `hooks.py` lists them with reasons.
 
 Each takes the function and returns its replacement, which calls it. Without a balance flag, and outside a balanced
-step, it hands on to Megatron's own.
+step, the replacement only calls Megatron's function.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_state_saved(save_checkpoint: Function) -> Function:
         from megatron.training import get_args
 
         if not keywords.get("non_persistent_ckpt"):
-            # Before Megatron says that the checkpoint is complete. A run that resumed at its end has had no step yet.
+            # Before Megatron marks the checkpoint as complete. A run that resumed at its end has had no step yet.
             args: Any = get_args()
             balanced, checkpoints = run_of_process(), args.save
             if checkpoints and balanced is None:

@@ -326,4 +326,4 @@ def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, caps
     recording.flush()
     [line] = capsys.readouterr().out.splitlines()
     assert f"--balance-record {folder}: " in line
-    assert line.endswith("Training goes on, unrecorded.")
+    assert line.endswith("Training continues without the record.")

@@ -89,7 +89,7 @@ ATTENTION = (
         support=Support.SUPPORTED,
         when=either(above("attention_dropout", 0), above("hidden_dropout", 0)),
         test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
-        caution="random numbers are drawn by a token's place in a micro-batch, so losses are those of another draw",
+        caution="random numbers depend on a token's place in a micro-batch, so losses are those of another draw",
     ),
     Option(
         names=("position_embedding_type",),
@@ -148,7 +148,7 @@ ATTENTION = (
         names=("mtp_standalone",),
         support=Support.REFUSED,
         when=given("mtp_standalone"),
-        because="its stage reads what no test here reads there",
+        because="no test here reads data on that stage",
         remedy="drop it, so that multi-token prediction is on the last stage",
     ),
     Option(

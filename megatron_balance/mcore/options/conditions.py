@@ -57,24 +57,24 @@ def megatron_before(*release: int) -> Condition:
         try:
             installed = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
-            return False  # a checkout on the search path; hooks look at its version
+            return False  # a checkout on the search path; hooks check its version
         return tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < release
 
     return holds
 
 
 def both(*conditions: Condition) -> Condition:
-    """Every one of these holds."""
+    """All of these conditions hold."""
     return lambda args: all(condition(args) for condition in conditions)
 
 
 def either(*conditions: Condition) -> Condition:
-    """One of these holds."""
+    """One of these conditions holds."""
     return lambda args: any(condition(args) for condition in conditions)
 
 
 def negated(condition: Condition) -> Condition:
-    """It does not hold."""
+    """The condition does not hold."""
     return lambda args: not condition(args)
 
 
@@ -122,7 +122,7 @@ def _expert_tensor_size(args: Any) -> int:
 
 
 def _size(args: Any, name: str, *, default: int = 1) -> int:
-    """A number of ranks; the default where it is not given, or the namespace is not Megatron's."""
+    """A number of ranks; the default where the option is missing, or the namespace is not Megatron's."""
     return getattr(args, name, None) or default
 
 

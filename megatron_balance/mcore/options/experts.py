@@ -107,7 +107,7 @@ EXPERTS = (
         also=("moe_token_drop_policy",),
         support=Support.REFUSED,
         when=both(given("num_experts"), given("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")),
-        because="which tokens an expert drops depends on which samples share a micro-batch, and balancing changes that",
+        because="dropped tokens depend on the samples that share a micro-batch, and balancing changes these",
         remedy="drop the capacity factor",
     ),
     Option(
@@ -129,7 +129,7 @@ EXPERTS = (
         support=Support.SUPPORTED,
         when=_has_auxiliary_loss,
         test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
-        caution="auxiliary losses are computed of the tokens that share a micro-batch, so any regrouping changes them "
+        caution="auxiliary losses are computed over the tokens of a micro-batch, so any regrouping changes them "
         "a little; padding counts nowhere",
     ),
     Option(
@@ -143,7 +143,7 @@ EXPERTS = (
         case="sinkhorn or quantile_balancing",
         support=Support.REFUSED,
         when=both(given("num_experts"), among("moe_router_load_balancing_type", "sinkhorn", "quantile_balancing")),
-        because="where a token goes depends on the other tokens of its micro-batch, and balancing changes those",
+        because="the route of a token depends on the other tokens of its micro-batch, and balancing changes those",
         remedy="set aux_loss or none, or --moe-router-enable-expert-bias",
     ),
     Option(
@@ -160,7 +160,7 @@ EXPERTS = (
             given("moe_router_force_load_balancing", "moe_router_force_biased", "moe_input_jitter_eps"),
         ),
         test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
-        caution="random numbers are drawn by a token's place in a micro-batch, which balancing changes",
+        caution="random numbers depend on a token's place in a micro-batch, which balancing changes",
     ),
     Option(
         names=("moe_enable_routing_replay",),

@@ -58,7 +58,7 @@ MEMORY = (
         case="without --balance-shape-bucket",
         support=Support.REFUSED,
         when=both(given("fine_grained_activation_offloading"), negated(_HAS_BUCKET)),
-        because="it keeps pinned buffers for every shape it has seen, and balanced micro-batches are of ever new ones",
+        because="it keeps pinned buffers for every shape it has seen, and balanced micro-batches have many",
         remedy="add --balance-shape-bucket 1024, so that few shapes occur",
     ),
     Option(

@@ -1,7 +1,7 @@
 """One row of the option tables: Megatron options, the case, and its support under balancing.
 
-There are three kinds and no fourth: a test trains or checks the case, the run ends before its first step, or it stays
-stock and says so.
+There are three kinds: a test trains or checks the case, the run ends before its first step, or it stays stock with a
+warning.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Option:
     """A row.
 
     Attributes:
-        names: the options that decide, as argparse stores them, the one that the row is about first; messages show
-            those that are given.
+        names: the options that decide, as argparse stores them, the row's subject first; messages show those that are
+            given.
         also: options that belong to the case, or have a meaning only together with those.
-        case: the values that the row is about, in words; all values where it is empty.
+        case: the values that the row covers, in words; empty for all values.
         support: the kind.
         when: whether the case is that of a namespace, parsed or validated. A row that is supported and has no caution
             needs none.
@@ -51,7 +51,7 @@ class Option:
         caution: a warning logged once although the option is supported, or empty.
         first: the first release that has the option, as `(major, minor)`.
         last: the last release that has it.
-        of_scripts: no release has it; scripts bring it along.
+        of_scripts: only scripts define it, no release does.
     """
 
     names: tuple[str, ...]
@@ -70,9 +70,9 @@ class Option:
     def __post_init__(self) -> None:
         supported = self.support is Support.SUPPORTED
         if not self.names or supported != bool(self.test) or supported == bool(self.because and self.remedy):
-            raise ValueError(f"{self.names}: a supported row names its test, another one says why and the remedy")
+            raise ValueError(f"{self.names}: a supported row names its test, any other its reason and remedy")
         if self.when is None and (self.caution or not supported):
-            raise ValueError(f"{self.names}: it says something, and not when")
+            raise ValueError(f"{self.names}: it has a message and no condition")
 
     @property
     def rule(self) -> str:
@@ -84,7 +84,7 @@ class Option:
         return self.when is not None and self.when(args)
 
     def message(self, args: Any) -> str:
-        """The options with the values seen, why, and the remedy; of a supported row its caution."""
+        """The options with the values seen, the reason and the remedy; the caution of a supported row."""
         seen = _seen(args, names=self.names)
         if self.support is Support.SUPPORTED:
             return f"{seen}: {self.caution}."

@@ -1,4 +1,4 @@
-"""Options of parallelism: how the model is split, and what ranks send each other."""
+"""Options of parallelism: how the model is split, and the messages between ranks."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ PARALLELISM = (
         support=Support.REFUSED,
         when=weights_are_sharded_over_data,
         because="ranks that share weights hold different micro-batches and count as data-parallel, which plans do not "
-        "know",
+        "model",
         remedy="drop it",
         first=(0, 19),
     ),

@@ -40,7 +40,7 @@ PRECISION = (
             case="custom",
             support=Support.REFUSED,
             when=both(given(precision), among(recipe, "custom")),
-            because="which numbers of tokens its kernels take is not known",
+            because="the numbers of tokens that its kernels take are not known",
             remedy=f"set {known}",
         )
         for precision, recipe, known in (
@@ -52,7 +52,7 @@ PRECISION = (
         names=("te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number"),
         support=Support.REFUSED,
         when=given("te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number"),
-        because="which numbers of tokens its layers take is not known",
+        because="the numbers of tokens that its layers take are not known",
         remedy="set --fp8-recipe or --fp4-recipe in its place",
     ),
 )

@@ -1,7 +1,7 @@
 """Applies all rows to a run's arguments: refusals, reasons to stay stock, cautions.
 
-They are looked at right after parsing, before anything is initialised, and again on validated arguments, which
-checkpoints and Megatron's validation may have changed (`run_setup.py`: all ranks agree on what was found).
+Rows are checked right after parsing, before anything is initialised, and again on validated arguments, which
+checkpoints and Megatron's validation may have changed (`run_setup.py`: all ranks agree on the findings).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SUBJECTS: dict[str, tuple[Option, ...]] = {
     "Memory and graphs": MEMORY,
     "Training loop and data": TRAINING_LOOP,
 }
-"""Megatron's options by subject; they matter where a run balances."""
+"""Megatron's options by subject, checked in runs that balance."""
 
 
 def problems(args: Any) -> list[str]:
-    """Everything that is refused about these arguments; empty where they work together.
+    """All refusals of these arguments; empty where they work together.
 
     Args:
         args: Megatron's namespace with the balance flags, parsed or validated.
@@ -41,17 +41,17 @@ def problems(args: Any) -> list[str]:
 
 
 def why_stock(args: Any) -> str | None:
-    """Why a run with balance flags must stay as it is, or None; arguments as for `problems`."""
+    """The reason why a run with balance flags must stay stock, or None; arguments as for `problems`."""
     return next((row.message(args) for row in _rows_of(args) if row.support is Support.STOCK), None)
 
 
 def cautions(args: Any) -> list[str]:
-    """What a run that balances should know of options that it may have; arguments as for `problems`."""
+    """Warnings about options that a run that balances may have; arguments as for `problems`."""
     return [row.message(args) for row in _rows_of(args) if row.support is Support.SUPPORTED]
 
 
 def _rows_of(args: Any) -> list[Option]:
-    """The rows whose case these arguments are."""
+    """The rows that apply to these arguments."""
     rows = [row for row in BALANCE_FLAGS if row.applies(args)]
     if BALANCING(args):
         rows += [row for subject in SUBJECTS.values() for row in subject if row.applies(args)]

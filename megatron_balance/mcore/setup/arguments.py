@@ -1,6 +1,6 @@
 """Reads a run's arguments once into a `BalanceConfig`, a cost model and a topology.
 
-Megatron's namespace goes no further than this file and those that set a run up.
+Megatron's namespace is read here and in the other files of this folder alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALL_RANKS = "all"
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """What the flags of a run ask for.
+    """The settings that a run's flags choose.
 
     Attributes:
         use_dynamic_batch_size: pack by tokens.
@@ -107,7 +107,7 @@ class BalanceConfig:
 
     @property
     def active(self) -> bool:
-        """Whether any flag asks for something."""
+        """Whether any flag asks for balancing."""
         return self.use_dynamic_batch_size or self.balance_data
 
     @property
@@ -122,7 +122,7 @@ class BalanceConfig:
 
     @property
     def cost_name(self) -> str:
-        """What costs are as the run begins: `tokens`, `flops` or `seconds`."""
+        """The cost at the start of the run: `tokens`, `flops` or `seconds`."""
         if not self.balance_by_flops:
             return "tokens"
         return "flops" if self.calibration is None else "seconds"
@@ -145,7 +145,7 @@ class BalanceConfig:
         return " ".join(flag for flag, is_set in flags.items() if is_set)
 
     def limits(self, *, micro_batch_size: int, topology: Topology) -> Limits:
-        """What a micro-batch may hold; the cap rounded down, so that a bucket's padding stays below it.
+        """The limits of a micro-batch; the cap is rounded down, so that a bucket's padding stays below it.
 
         Raises:
             BalanceError: the bucket is larger than the cap.

@@ -36,7 +36,7 @@ def parse_command_line(flags: Sequence[str]) -> CommandLine:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = _OneLineParser(allow_abbrev=False, add_help=False)
-    # Megatron's own function, where a hook stands in its place: the hook would refuse what is only looked at here.
+    # Megatron's own function: a hook in its place would refuse flags that are only read here.
     add_flags(inspect.unwrap(add_megatron_arguments)(parser))
     args, unknown = parser.parse_known_args(list(flags))
     fill_in_flags(args)
@@ -44,7 +44,7 @@ def parse_command_line(flags: Sequence[str]) -> CommandLine:
 
 
 def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
-    """The model that a training script's flags describe. Flags that are not Megatron's are left aside.
+    """The model that a training script's flags describe. Flags that are not Megatron's are ignored.
 
     Raises:
         BalanceError: a flag that the model's FLOPs depend on is missing, or a flag's value is wrong.
@@ -53,7 +53,7 @@ def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Raises what argparse would print below a page of usage."""
+    """Raises argparse's error message instead of printing it below the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise BalanceError(f"{message}.")

@@ -94,7 +94,7 @@ def with_smallest_cap(config: BalanceConfig, *, timeout: timedelta) -> BalanceCo
 
     Args:
         config: of this rank, its cap derived.
-        timeout: after which a rank that has not come is named.
+        timeout: after which missing ranks are named.
     """
     meeting = meeting_of_world(timeout=timeout)
     if not config.derives_cap or meeting is None:

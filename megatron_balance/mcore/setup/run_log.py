@@ -35,7 +35,7 @@ class RunLog:
             print(f"megatron_balance: {message}", flush=True)
 
     def warn_of_oversized(self, schedule: DataSchedule) -> None:
-        """Say once that a sample is longer than the cap, if one is."""
+        """Warn once where a sample is longer than the cap."""
         if not schedule.oversized:
             return
         longest = int(schedule.padded_lengths.max())
@@ -50,7 +50,7 @@ class RunLog:
 
 
 def warn_of_lost_peers(error: BalanceError, *, rank: int, iteration: int) -> None:
-    """Say at once, on whichever rank noticed: training may be in a collective whose watchdog ends the process.
+    """Warn at once, on any rank that noticed: training may be in a collective whose watchdog ends the process.
 
     Args:
         error: what was noticed while a step was prepared.

@@ -1,7 +1,7 @@
 """Collects the settings of a run on each rank, and compares them across ranks.
 
-Ranks agree before any of them makes a process group (`runtime/agreement.py`), those of a stock run too: a rank cannot
-know that others balance.
+Ranks agree before any of them makes a process group (`runtime/agreement.py`). Ranks of a stock run take part too: a
+rank cannot know that others balance.
 
 Invariant: an error in the flags or files of one rank is raised on every rank of the world.
 """
@@ -32,7 +32,7 @@ from megatron_balance.runtime.agreement import agree
 from megatron_balance.topology import Limits, Topology
 
 PACKAGES = ("megatron-core", "torch", "numpy")
-"""Other versions of these might plan or compute otherwise."""
+"""Packages whose other versions might plan or compute differently."""
 
 MEGATRON_SETTINGS = (
     "train_iters",
@@ -46,7 +46,7 @@ MEGATRON_SETTINGS = (
     "iteration",
     "consumed_train_samples",
 )
-"""What Megatron's own arguments decide of when ranks of this package meet, and of which samples."""
+"""Megatron's arguments that decide when ranks of this package meet, and on which samples."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunSetup:
 
     @classmethod
     def from_megatron_args(cls, args: Any, *, config: BalanceConfig) -> RunSetup:
-        """From validated arguments.
+        """Reads validated arguments.
 
         Raises:
             BalanceError: a calibration that cannot be read, or a model whose FLOPs are not known.
@@ -136,7 +136,7 @@ class AgreedRun:
 
     Attributes:
         setup: None where they stay stock.
-        stock_because: why, although flags ask for balancing; empty where none does.
+        stock_because: the reason, although flags ask for balancing; empty where none does.
         cautions: warnings about its options, where it balances.
     """
 
@@ -152,7 +152,7 @@ def agreed_run(args: Any) -> AgreedRun:
         args: Megatron's validated arguments.
 
     Raises:
-        BalanceError: on every rank; names the settings that differ, or the ranks that did not come.
+        BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.
     """
     local = _decide_locally(args)
     meeting = meeting_of_world(timeout=timeout_of(args))
@@ -198,7 +198,7 @@ def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
     if setup is None:
         return {"balancing": f"off ({local.stock_because or 'no balance flag'})"}
     settings = {"balancing": "on", "version of megatron_balance": megatron_balance.__version__}
-    # What Megatron's version says behind the + is the commit of whatever repository it was started in.
+    # After the + of its version Megatron puts the commit of the repository that it was started in.
     settings |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}
     settings |= {field.name: str(getattr(setup.config, field.name)) for field in fields(setup.config)}
     if setup.config.derives_cap:

@@ -13,8 +13,8 @@ own share before sequence parallelism gathers it, and weight gradients are GEMMs
 Source: Transformer Engine 2.3 to 2.20, common/gemm/cublaslt_gemm.cu, common/cast/nvfp4, pytorch/csrc/quantizer.cpp and
 `is_quantizable` in pytorch/tensor; Megatron 0.17 to 0.19, `get_fp8_align_size`, `get_fp4_align_size`.
 
-Tokens of an expert are Megatron's own matter: its experts pad what they get. Only where the routing is padded instead
-(`--moe-router-padding-for-quantization`) does a rank need as many tokens as its fullest expert is to have.
+Megatron's experts pad their own tokens. Only where the routing is padded instead
+(`--moe-router-padding-for-quantization`) does a rank need as many tokens as its fullest expert gets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def token_alignment(settings: Any) -> int:
     if recipe not in RECIPE_TOKENS:
         flag = "--fp8-recipe" if settings.fp8 else "--fp4-recipe"
         raise BalanceError(
-            f"{flag} is {recipe}, and which numbers of tokens its kernels take is not known here: use one of "
+            f"{flag} is {recipe}, and the numbers of tokens that its kernels take are not known here: use one of "
             f"{', '.join(RECIPE_TOKENS)}, or train without balancing."
         )
     tokens = RECIPE_TOKENS[recipe]

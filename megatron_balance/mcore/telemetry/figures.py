@@ -29,7 +29,7 @@ class Figures:
         measured_imbalance: busiest rank's seconds over the mean rank's, as measured (`observer.py` says what is
             in them). A rank stands for its model replica: pipeline stages and context-parallel ranks together.
         busiest_rank_seconds: of the busiest rank, as measured.
-        over_bound: planned cost over what no plan can beat.
+        over_bound: planned cost over its lower bound.
         num_microbatches: slots of every rank.
         num_shapes: distinct lengths of this rank's micro-batches since it started, filled up as they run.
         padding_fraction: padding, filler and dummies over all tokens that ran.
@@ -66,7 +66,7 @@ class Figures:
 
     @classmethod
     def of_step(cls, step: BalancedStep, *, schedule: DataSchedule) -> Figures:
-        """What the plan says; nothing is measured yet. Sums only: it is done in every step.
+        """The planned figures; nothing is measured yet. Cheap sums alone, since every step computes them.
 
         Args:
             step: the data of the step.
@@ -140,7 +140,7 @@ def _tokens_at_cp(schedule: DataSchedule) -> tuple[float, ...]:
 
 
 def log_line(figures: Figures) -> str:
-    """The line of these steps in the log."""
+    """The log line of these steps."""
     measured = "unknown"
     if not math.isnan(figures.measured_imbalance):
         measured = f"{figures.measured_imbalance:.4f} (busiest rank {figures.busiest_rank_seconds * 1e3:.1f} ms)"

@@ -12,7 +12,7 @@ A pass is timed on this rank's stream of work between its marks, so its seconds 
 They exclude waiting for pipeline neighbours, the gradient reduction and the optimizer. On a CPU (the shim) they are
 the thread's own CPU time, and include no waiting.
 
-Invariant: watching changes nothing of what is trained, and sends nothing but what `run_metrics.py` says.
+Invariant: watching does not change training, and sends nothing but the gathers of `run_metrics.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.timing import StepTimer
 
 MAX_UNREAD_STEPS = 8
-"""Steps whose marks the device may be behind; older ones are forgotten."""
+"""Steps whose marks the device has not passed yet; older ones are dropped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +56,16 @@ class Watcher:
     """Receives a run's steps on one rank. A subclass overrides the events that it needs."""
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
-        """A step is about to run."""
+        """Called before a step runs."""
 
     def measured(self, timed: TimedStep) -> None:
-        """A step was timed; in the order of steps, some steps after it ran."""
+        """Called with the times of a step, in the order of steps, some steps after it ran."""
 
     def logged(self, iteration: int) -> None:
-        """Megatron has logged a step."""
+        """Called after Megatron has logged a step."""
 
     def flush(self) -> None:
-        """The run ends or saves a checkpoint: write what has not been written."""
+        """Write what has not been written: the run ends or saves a checkpoint."""
 
 
 class RunObserver:
@@ -102,11 +102,11 @@ class RunObserver:
         return contextlib.nullcontext() if self._timer is None else self._timer.backward()
 
     def end(self) -> None:
-        """The step's passes are over: passes from now on (evaluation) are not timed."""
+        """Ends the step: later passes (evaluation) are not timed."""
         self._timer = None
 
     def logged(self, iteration: int) -> None:
-        """Megatron has logged the step."""
+        """Called after Megatron has logged the step."""
         self._read_finished()
         for watcher in self._watchers:
             watcher.logged(iteration)

@@ -1,6 +1,6 @@
 """Builds this rank's watchers from the flags and its place in the parallel layout.
 
-Invariant: what goes wrong with the record's folder on one rank is raised on every rank that watches, before training.
+Invariant: an error with the record's folder on one rank is raised on every rank that watches, before training.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -36,7 +36,7 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
 
     Args:
         setup: the run's settings.
-        planner: of this rank's steps.
+        planner: plans this rank's steps.
         log: prints.
 
     Raises:
@@ -49,7 +49,7 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
     if group is None:
         return None
     dp_rank, dp_size = planner.dp_group.rank(), planner.topology.dp_size
-    if planner.topology.dynamic_cp:  # ranks of a model replica run different micro-batches: each stands for itself
+    if planner.topology.dynamic_cp:  # ranks of a model replica run different micro-batches: each represents itself
         dp_rank, dp_size = planner.leaf, planner.topology.num_leaves
     metrics = RunMetrics(
         log,
@@ -76,10 +76,10 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
 
 
 class CalibrationWatcher(Watcher):
-    """Lets the online calibration learn from this rank's micro-batches.
+    """Feeds this rank's measured micro-batches to the online calibration.
 
     Args:
-        calibration: learns.
+        calibration: is fitted to them.
         dp_rank: of this rank.
     """
 
@@ -88,7 +88,7 @@ class CalibrationWatcher(Watcher):
         self._dp_rank = dp_rank
 
     def measured(self, timed: TimedStep) -> None:
-        """Learn from the micro-batches that waited for no other rank."""
+        """Add the micro-batches that waited for no other rank."""
         features = slot_features(timed.schedule, rank=self._dp_rank, cost_model=self._calibration.prior)
         own = is_slowest(timed.schedule, rank=self._dp_rank)
         if len(timed.seconds) != timed.num_microbatches:

@@ -53,7 +53,7 @@ def thd_layer_spec(layer: ModuleSpec) -> ModuleSpec:
     """One of Megatron's local layers with `ThdAttention` and norms that know sequence parallelism.
 
     Args:
-        layer: spec of a TransformerLayer with self-attention. It is left as it is: layers share their specs.
+        layer: spec of a TransformerLayer with self-attention. It is not changed: layers share their specs.
     """
     layer = copy.deepcopy(layer)
     submodules: Any = layer.submodules
@@ -168,7 +168,7 @@ class ThdAttention(MegatronModule):
         return torch.cat(pieces, dim=2)
 
     def _sees(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Which query position sees which key position: `[num_queries, num_keys]`."""
+        """Mask of the key positions that each query position sees: `[num_queries, num_keys]`."""
         distance = queries[:, None] - keys[None, :]
         return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
 

@@ -96,7 +96,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # gloo has no reduce_scatter in every torch we support; a sum and a slice say the same.
+        # Not every supported torch has reduce_scatter for gloo; a sum and a slice are equivalent.
         total = grads[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(ctx.group.size())[ctx.group.rank()], None
