@@ -1,11 +1,11 @@
-"""From lengths to a schedule: which rank computes which sample in which micro-batch.
+"""Builds a schedule from lengths: the rank and the micro-batch of every sample.
 
     1. lengths are validated and padded for context and sequence parallelism
     2. the cost model turns them into integer costs
     3. the objective is chosen from the topology, unless it is given
     4. groups that must share a rank are given to ranks (`grouping.py`)
     5. samples are placed (`packing/place.py`)
-    6. what is interchangeable is exchanged so that fewer tokens move (`locality/`)
+    6. interchangeable ranks and slots are exchanged so that fewer tokens move (`locality/`)
     7. the plan is frozen with its cost grid and its lower bound
 
 `DataSchedule.check` asserts the invariants of the plan (`schedule.py`). An empty global batch is
@@ -67,8 +67,8 @@ def build_data_schedule(
             one optimiser step.
         home_ranks: `[num_samples]` rank that loaded each sample.
         move_samples: False keeps every sample on its home rank.
-        relabel: exchange what is interchangeable so that fewer tokens leave their home rank; costs stay.
-        ranks_per_node: data-parallel ranks of one node: what must move stays on its node where it can.
+        relabel: exchange interchangeable ranks and slots so that fewer tokens leave their home rank; costs stay equal.
+        ranks_per_node: data-parallel ranks of one node; samples that move stay on their node where possible.
 
     Returns:
         DataSchedule: the same on every rank and platform.

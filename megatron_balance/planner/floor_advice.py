@@ -1,4 +1,4 @@
-"""Advice where one sample costs more than a rank's even share, which no plan helps.
+"""Advises where one sample costs more than a rank's even share, which no plan can mend.
 
 At a fixed number of GPUs, context parallelism of c over d data-parallel ranks keeps `d * c` constant. The
 largest sample of cost m is shared by c GPUs, the total cost C by all, so that the step lasts at least
@@ -16,7 +16,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.topology import Topology
 
 TOLERATED_PERCENT = 101
-"""A floor up to this many percent of the even share is no matter."""
+"""Floors up to this percentage of the even share are ignored."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FloorAdvice:
         dp_size: data-parallel ranks now.
         longest_tokens: padded tokens of the longest sample.
         cp_size: the least context parallelism, a power of two, at which the floor is gone on the same GPUs;
-            the present one where it is no matter, None where none divides the ranks.
+            the present one where the floor is ignored, None where none divides the ranks.
         fitting_tokens: longest length to shorten samples to at the present context parallelism, so that the
             floor is gone; None where no length does it, since there are too few samples.
         num_longer: samples above `fitting_tokens`.
@@ -45,7 +45,7 @@ class FloorAdvice:
 
 
 def floor_advice(lengths: NDArray[np.int64], *, cost_model: CostModel, topology: Topology) -> FloorAdvice:
-    """Says what a global batch's largest sample costs the step, and what would lift that.
+    """Computes the floor that a global batch's largest sample sets, and what would lift it.
 
     Args:
         lengths: `[num_samples]` int64 original tokens.
@@ -113,7 +113,7 @@ def _least_cp_size(lengths: NDArray[np.int64], *, cost_model: CostModel, topolog
 
 
 def _fitting_tokens(lengths: NDArray[np.int64], *, cost_model: CostModel, topology: Topology) -> int | None:
-    """By bisection: cut at a shorter length, the largest sample is never a larger part of the total."""
+    """By bisection: cutting at a shorter length never makes the largest sample a larger part of the total."""
     low, high = 0, int(lengths.max(initial=0))
     while high - low > 1:
         middle = (low + high) // 2

@@ -20,10 +20,10 @@ def as_integers(values: Sequence[int] | NDArray[Any], *, name: str) -> NDArray[n
 
     Args:
         values: a sequence or an array of integers.
-        name: what the message calls them.
+        name: of the argument, for messages.
 
     Raises:
-        BalanceError: says which entry is negative, no integer, or above 2**40.
+        BalanceError: an entry is negative, not an integer, or above 2**40; names it.
     """
     array = np.asarray(values)
     if array.ndim != 1:
@@ -46,7 +46,7 @@ def as_num_segments(values: Sequence[int] | NDArray[Any], *, num_lengths: int) -
 
     Args:
         values: `[num_samples]`; a sample may have none.
-        num_lengths: segments that there are lengths of.
+        num_lengths: number of segment lengths.
 
     Raises:
         BalanceError: an entry is wrong, or they do not sum to `num_lengths`.
@@ -61,7 +61,7 @@ def as_num_segments(values: Sequence[int] | NDArray[Any], *, num_lengths: int) -
 
 
 def sum_segments(values: NDArray[np.int64], *, num_segments: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Sums over the segments of each sample, `[sum(num_segments)]` → `[num_samples]`; as it is where None."""
+    """Sums over the segments of each sample, `[sum(num_segments)]` → `[num_samples]`; unchanged where None."""
     if num_segments is None:
         return values
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Meeting = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
-"""Times `[num_ranks, n]` at which ranks are ready for slots `[n]`, to those at which they and all they wait for are."""
+"""Maps times `[num_ranks, n]` at which ranks are ready for slots `[n]` to those at which their peers are ready too."""
 
 
 def pipeline_makespans(
@@ -73,7 +73,7 @@ def pipeline_makespans(
 def mountain_order(costs: NDArray[np.int64]) -> NDArray[np.int64]:
     """Slot order for a pipeline: small micro-batches at both ends, the largest in the middle.
 
-    The first forwards and the last backwards are what the other stages wait for, so they should be small.
+    The other stages wait for the first forwards and the last backwards, so these should be small.
 
     Args:
         costs: `[dp_size, num_microbatches]`.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_STEPS = 12
-"""k of the bound by steps; a larger one sees items of less than a twelfth of a bin."""
+"""Largest k of the bound by steps; a larger one would count items of less than a twelfth of a bin."""
 
 
 def min_num_bins(weights: NDArray[np.int64], *, capacity: int) -> int:
@@ -29,7 +29,7 @@ def min_num_bins(weights: NDArray[np.int64], *, capacity: int) -> int:
     volume = -(-int(inside.sum()) // capacity)
     # An item below T/(MAX_STEPS+1) counts nothing in a step, and where all are, volume is as good as pairs.
     small = inside.size == 0 or int(inside.max()) * (MAX_STEPS + 1) < capacity
-    # The other bounds multiply; beyond int64 the volume has to do.
+    # The other bounds multiply; beyond int64 the volume is the bound.
     if small or capacity * (MAX_STEPS + 1) * inside.size >= 2**62:
         return max(num_alone + volume, 1)
     values, counts = np.unique(inside, return_counts=True)

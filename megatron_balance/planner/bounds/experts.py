@@ -1,14 +1,13 @@
-"""Lower bound where groups of ranks meet by themselves and share expert work within the group.
+"""Lower bound where each group of ranks meets by itself and shares expert work.
 
 A large sample makes a slot of its group at least as long as itself, and the other ranks of the group wait unless
-they hold samples as well. Those cost the group their shared work. So a group that is to end by time V has little
-shared work left beside its large sample, and with little shared work it holds little own cost: some of its time
-is lost.
+they hold samples as well. Those cost the group their shared work. So a group that ends by time V has little shared work
+left beside its large sample. With little shared work it holds little own cost, and some of its time is lost.
 
 With e ranks in a group, b the falling own costs, V the time of the slowest group:
 
     1. a group whose highest slot is at least b holds shared work of at most e*(V - b)
-    2. how much own cost so much shared work can come with is a fractional knapsack, O(e*(V - b))
+    2. the most own cost for that shared work is a fractional knapsack, O(e*(V - b))
     3. among the j costliest samples at most q fit into one group, so the i-th of the groups that hold them is
        forced to b[(i-1)*q], counted from 0
     4. those groups lose e*sum(b) - O(e*sum(V - b)), and all groups together have dp_size*V
@@ -23,14 +22,14 @@ import numpy as np
 from megatron_balance.planner.problem import Problem
 
 MAX_LARGE = 64
-"""Large samples that are looked at."""
+"""Most large samples that are considered."""
 
 PRECISION = 14
 """The bound is within one part in `2**PRECISION` of the exact one, below it."""
 
 
 class _Knapsack:
-    """The most own cost that comes with so much shared work."""
+    """The most own cost for an amount of shared work."""
 
     def __init__(self, problem: Problem) -> None:
         shared = problem.shared_costs

@@ -1,7 +1,7 @@
-"""Lower bounds: a time that no plan of this global batch can beat, however it moves the samples.
+"""Lower bounds on the time of any plan of a global batch.
 
-Every bound is sound (never above the best possible plan) and says nothing about being reached. All
-arithmetic is on integers; where a fraction has to be rounded, it is rounded to the safe side.
+Every bound is sound (never above the best possible plan) but may not be reachable. All arithmetic is on integers;
+fractions are rounded to the safe side.
 
     step        the mean over ranks; the largest sample; and by the pigeonhole principle, among the k*D+1
                 costliest samples some rank holds k+1 of them
@@ -71,7 +71,7 @@ def slot_floor(problem: Problem, *, sync_group_size: int, in_bins: bool = False)
         in_bins: U(i) also takes into account that samples are not cut, which costs five times the time.
 
     Returns:
-        SlotFloor: the best i, and what it says.
+        SlotFloor: the bound at the best i.
     """
     forced = _forced_heights(problem, sync_group_size=sync_group_size)
     total = int(problem.costs.sum())
@@ -80,7 +80,7 @@ def slot_floor(problem: Problem, *, sync_group_size: int, in_bins: bool = False)
     if in_bins:
         held = [min(several) for several in zip(held, *_most_cost_in_bins(problem, capacities), strict=True)]
         if forced:
-            # What stands beside the costliest sample of all only makes the highest slot higher.
+            # Samples beside the costliest one only make the highest slot higher.
             others = np.delete(np.arange(problem.num_samples), int(problem.costs.argmax()))
             rest = restrict(problem, others, topology=problem.topology)
             beside = _most_cost_within(rest, [(sync_group_size - 1) * problem.capacity])[0]
@@ -197,7 +197,7 @@ def _most_cost_in_bins(problem: Problem, capacities: list[int]) -> list[list[int
 
 
 def _most_cost_within(problem: Problem, capacities: list[int]) -> list[int]:
-    """The most cost that so much room can hold, samples cut at will: a fractional knapsack.
+    """The most cost that an amount of room can hold, samples cut freely: a fractional knapsack.
 
     An over-long sample takes one micro-batch, so it counts as `capacity` and never more.
 
@@ -209,7 +209,7 @@ def _most_cost_within(problem: Problem, capacities: list[int]) -> list[int]:
         `[num_queries]` costs, rounded up.
     """
     weights = np.minimum(problem.weights, problem.capacity)
-    # By falling cost a token. What weighs nothing comes first.
+    # By falling cost a token. Samples without weight come first.
     densities = np.where(weights > 0, problem.costs / np.maximum(weights, 1), np.inf)
     order = np.argsort(-densities, kind="stable")
     sorted_costs, sorted_weights = problem.costs[order], weights[order]

@@ -82,7 +82,7 @@ def assignment_metrics(
         lengths: `[num_samples]` original tokens, or of every segment, as for `build_data_schedule`.
         cost_model: what a sample costs.
         topology: the ranks.
-        limits: what a micro-batch may hold; only counted here, and used for the lower bound.
+        limits: of a micro-batch; violations are counted, and the lower bound uses them.
         objective: as for `build_data_schedule`.
         num_segments: `[num_samples]` segments of each sample.
         home_ranks: `[num_samples]` rank that loaded each sample.
@@ -190,7 +190,7 @@ def _pipeline_imbalance(grid: NDArray[np.int64], *, topology: Topology) -> float
     pp_size, vpp_size = topology.pp_size, topology.vpp_size
     mean = np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size))
     even = pipeline_makespans(mean, pp_size=pp_size, vpp_size=vpp_size)
-    # Expert-parallel groups meet in every micro-batch, on every stage: the costliest sets the pace.
+    # Expert-parallel groups meet in every micro-batch, on every stage, and wait for the costliest.
     of_groups = grid.reshape(-1, topology.ep_span, grid.shape[1]).max(axis=1)
     longest = int(pipeline_makespans(of_groups, pp_size=pp_size, vpp_size=vpp_size).max())
     return longest / int(even[0]) if even[0] else 1.0

@@ -20,14 +20,14 @@ class ScheduleMetrics:
         predicted_cost: the objective's value, in units of the cost model (`2**cost_shift` taken back in). A rank is
             `cp_size` GPUs; with dynamic context-parallel sizes it is one of the `dp_size * cp_size` leaves, here and
             below.
-        lower_bound: what no plan can beat, same units.
+        lower_bound: a cost that no plan can beat, same units.
         over_bound: predicted_cost / lower_bound; 1.0 is perfect.
         single_sample_floor: no plan brings step_imbalance below it, because of its largest sample.
         step_imbalance: costliest rank over the mean rank.
         microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
             over the sum of the means.
-        pipeline_imbalance: longest makespan over that of as many micro-batches of equal cost, so that the bubble
-            that even these have is not counted; step_imbalance where there is one stage.
+        pipeline_imbalance: longest makespan over that of the same number of equal micro-batches, so that their
+            bubble is not counted; step_imbalance where there is one stage.
         padding_fraction: padding over padded tokens.
         peak_tokens: padded tokens of the fullest micro-batch; with dynamic sizes of a leaf's part of it.
         cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
@@ -36,8 +36,8 @@ class ScheduleMetrics:
         num_dummies: empty micro-batches, run as masked dummies.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
-        moved_tokens_before_relabel: moved_tokens before what is interchangeable was exchanged; None where it was
-            not, or homes are not known.
+        moved_tokens_before_relabel: moved_tokens before interchangeable ranks and slots were exchanged; None where
+            they were not, or homes are not known.
         mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
         tokens_by_cp_size: pairs of a context-parallel size and the original tokens that run at it, sizes rising.
     """
@@ -73,7 +73,7 @@ def slowest_over_mean(grid: NDArray[np.int64] | NDArray[np.float64], *, objectiv
         topology: the ranks.
 
     Returns:
-        1.0 where all are equal, or where nothing costs anything.
+        1.0 where all are equal or 0.
     """
     span = sync_group_size(objective, topology=topology)
     of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)

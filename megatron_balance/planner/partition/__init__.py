@@ -1,6 +1,6 @@
 """Partition algorithms, one a file: integers in, lists of item indices or bin numbers out.
 
-`ALGORITHMS` names those that a schedule can be asked for. They know nothing of ranks, tokens or Megatron.
+`ALGORITHMS` names those that a schedule can be made with. None depends on ranks, tokens or Megatron.
 """
 
 from __future__ import annotations

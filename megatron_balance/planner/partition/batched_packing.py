@@ -1,4 +1,4 @@
-"""Level packing of many items, a batch at a time: the answer of `level_packing`'s loop, with arrays.
+"""Level packing of many items, a batch at a time: the result of `level_packing`'s loop, with arrays.
 
 Items fall in cost, groups are sorted by load, the least loaded first. The loop gives the first item to the
 first group, and goes on down the list as long as the next group's load is below that of every group that was
@@ -32,7 +32,7 @@ def batched_packing(
     Where a costlier item is lighter than one behind it in its batch, the batch goes to groups with room for both.
 
     Args:
-        costs: `[num_items]` in the order to place them; each takes so much slack.
+        costs: `[num_items]` slack that each item takes, in the order to place them.
         weights: `[num_items]` room each item takes; those above `capacity` come first.
         group_costs: `[num_items]` positive, what an item adds to its group.
         capacity: room of a bin.

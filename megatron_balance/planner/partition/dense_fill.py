@@ -5,8 +5,8 @@ first, and of samples the longest cost most for a token. So each bin takes the c
 costliest that fits into what is left, until none does.
 
     1. bins are sorted by the first item, in order of falling cost, that fits them by cost and by weight
-    2. each takes that item, or the next that no bin before it has taken: it costs and weighs no more
-    3. bins that took one go on to the next round; the others are done
+    2. each takes that item, or the next that no earlier bin has taken, which costs and weighs no more
+    3. bins that took one continue with the next round; the others are done
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dense_fill(
 
     Args:
         costs: `[num_items]` falling.
-        weights: `[num_items]` room each item takes. Where they do not fall with the costs, an item may be passed by.
+        weights: `[num_items]` room each item takes. Where they do not fall with the costs, an item may be skipped.
         slack: `[num_bins]` cost that each bin still takes.
         room: `[num_bins]` weight that each bin still takes; below 0 for a closed one.
 

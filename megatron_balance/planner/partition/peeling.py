@@ -1,11 +1,11 @@
-"""Peeling: rows of bins that a large item makes high anyway, packed full before all else.
+"""Peeling: packs the rows of bins that a large item makes high, before all other rows.
 
 A row of bins lasts as long as its costliest bin. The costliest item left makes its row at least as high as itself, and
 up to that height the rest of the row is free.
 
     1. a row whose costliest item is above the even height of all that is left is high; others are not peeled
     2. its bins take the costliest items that fit below that height (`dense_fill.py`)
-    3. where items also cost their row a shared part, the cheapest are given back until the row is within its limit
+    3. where items also cost their row a shared part, the cheapest are removed until the row is within its limit
     4. again with what is left
 
 Rows nearly as high as the highest are peeled together: with hundreds of groups of bins there are hundreds of rows.
