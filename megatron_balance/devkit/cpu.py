@@ -106,7 +106,7 @@ def _build_dynamo_tables() -> None:
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream whose work is always complete."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -131,7 +131,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has always been reached."""
+    """An event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -4,8 +4,8 @@
 
 The Megatron wheel has the training loop but no script: this is one, for text models, on every supported release.
 Data is a jsonl file (`--data-path FILE`) or, without one, the built-in corpus of byte-level tokens
-(`--tokenizer-type NullTokenizer --vocab-size 257`). It knows nothing of balancing: the balance flags reach it as they
-reach any script.
+(`--tokenizer-type NullTokenizer --vocab-size 257`). It has no code for balancing: balance flags work as in any
+script.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -34,7 +34,7 @@ from megatron_balance.devkit.sft_dataset import SftDataset, SftSample, builtin_s
 
 
 def main() -> None:
-    """Parse Megatron's arguments and train, as the installed release wants it."""
+    """Parse Megatron's arguments and train, by the interface of the installed release."""
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     run: dict[str, Any] = {
         "train_valid_test_dataset_provider": datasets_provider,

@@ -1,9 +1,9 @@
 """Gets the next packed micro-batch on this rank, by the functions of the installed Megatron.
 
-Read once a tensor-parallel group, handed to its other ranks, split over context parallelism. Three releases, three
-interfaces:
+One rank of a tensor-parallel group reads it and sends it to the others; it is split over context-parallel ranks. The
+releases differ:
 
-* 0.17 reads the iterator itself and leaves out `cu_seqlens_padded`, and `cu_seqlens` behind the first stage;
+* 0.17 reads the iterator itself and leaves out `cu_seqlens_padded`, and `cu_seqlens` after the first stage;
 * 0.18 takes a batch and calls packed sequences `is_sft`;
 * from 0.19 the parameter is `has_cu_seqlens`, and rows are joined by `flatten_batch_for_packed_sequences`.
 
@@ -81,7 +81,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
     if hasattr(core_utils, "flatten_batch_for_packed_sequences"):
         batch = core_utils.flatten_batch_for_packed_sequences(batch)
     if batch["tokens"] is None and batch["labels"] is None:
-        return batch  # a middle pipeline stage: it needs to know where sequences start, no more
+        return batch  # a middle pipeline stage: it needs nothing but the starts of sequences
     # As Megatron's own scripts ask for it; 0.18 has neither the option nor the parameter.
     documents = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
     whole_row = {"use_per_sequence_balancing": True} if documents else {}
@@ -106,5 +106,5 @@ def _get_batch_of_0_17(data_iterator: Iterator[dict[str, Tensor]] | None, *, arg
 
 
 def _predicts_further_tokens(args: Any) -> bool:
-    """Whether the layers of multi-token prediction are here: on the last stage, which reads tokens for them."""
+    """Whether this rank has the layers of multi-token prediction: on the last stage, which reads tokens for them."""
     return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage()

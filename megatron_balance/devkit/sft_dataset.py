@@ -5,7 +5,7 @@ from a jsonl file whose lines hold `prompt` and `response`, or `messages`, or `t
 `loss_mask`). Longer samples are cut at `--seq-length`; samples left without a learned token are dropped.
 
 Invariants: a sample and its order depend on the data, the seed and the index alone, so every rank sees
-the same data set; labels are tokens shifted by one; the last token kept is a learned one or a cut.
+the same data set; labels are tokens shifted by one; the last token kept is learned, unless the sample was cut there.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self.num_samples
 
     def sample(self, index: int) -> SftSample:
-        """The sample that row `index` shows."""
+        """The sample of row `index`."""
         epoch, position = divmod(index, len(self.samples))
         if epoch not in self._orders:
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(len(self.samples))

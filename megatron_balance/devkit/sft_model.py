@@ -1,7 +1,7 @@
 """Builds the GPT model that Megatron's flags describe, for releases whose `pretrain()` takes a model provider.
 
-From 0.19 `pretrain()` builds the model from a GPTModelConfig; 0.17 and 0.18 call a provider, which their own scripts
-bring along and the wheel does not hold.
+From 0.19 `pretrain()` builds the model from a GPTModelConfig; 0.17 and 0.18 call a provider, which is in their
+scripts and not in the wheel.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def model_provider(
 
 
 def _layers(args: Any, *, config: Any, vp_stage: int | None) -> Any:
-    """What `--spec` names: a function of the configuration, as 0.19 takes it, or a spec; else Megatron's layers."""
+    """The layers of `--spec`: a function of the configuration, as 0.19 takes it, or a spec; by default Megatron's."""
     if args.spec is None:
         return get_gpt_decoder_block_spec(
             config,

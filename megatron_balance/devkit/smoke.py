@@ -88,7 +88,7 @@ def smoke_run(*, timeout_seconds: float = TIMEOUT_SECONDS) -> SmokeRun:
 
 
 def _first_error(output: str) -> str | None:
-    """The first line that reads as the message of an error: what comes later follows from it."""
+    """The first line that looks like an error message: later ones follow from it."""
     for line in output.splitlines():
         text = line.split("]: ", 1)[-1].strip()  # torchrun may put the rank before what a rank printed
         kind, _, message = text.partition(": ")

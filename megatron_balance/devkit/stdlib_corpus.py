@@ -1,8 +1,8 @@
 """Reads a corpus that needs no download: the top-level functions and classes of Python's standard library.
 
 Prompt = signature and docstring, response = the rest, as bytes. About 6,000 samples whose lengths are as
-uneven as those of an SFT set (median some 400 bytes, 99th percentile some 18 kB). Which samples there
-are depends on the running Python; for one Python they are the same in every process.
+uneven as those of an SFT set (median about 400 bytes, 99th percentile about 18 kB). The samples
+depend on the version of Python, and are the same in every process of one version.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ Settings = TypeVar("Settings")
 
 
 class Undoable(Protocol):
-    """Something in place that can be taken out: `Patches`, or an entry in a system's registry."""
+    """Something installed that can be removed: `Patches`, or an entry in a system's registry."""
 
     def undo(self) -> None:
-        """Take it out.
+        """Remove it.
 
         Raises:
             BalanceError: someone else has wrapped it since; nothing is changed then.
@@ -46,10 +46,10 @@ class Installation(Generic[Settings]):
 
         Args:
             settings: what the hooks serve.
-            hook: puts all of them in place, or raises and leaves the process unchanged.
+            hook: installs all of them, or raises and leaves the process unchanged.
 
         Raises:
-            BalanceError: hooks for other settings are in place; nothing is changed then.
+            BalanceError: hooks for other settings are installed; nothing is changed then.
         """
         if self.settings is None:
             self._in_place, self.settings = [hook()], settings
@@ -58,11 +58,11 @@ class Installation(Generic[Settings]):
         return self
 
     def add(self, hooks: Undoable) -> None:
-        """Keep hooks that were put in place later, in modules loaded after `install`; `undo` takes them out too."""
+        """Keep hooks installed later, in modules loaded after `install`; `undo` removes them too."""
         self._in_place.append(hooks)
 
     def undo(self) -> None:
-        """Take the hooks out, the latest first. Objects made with them keep them.
+        """Remove the hooks, the latest first. Objects made with them keep them.
 
         Raises:
             BalanceError: someone else has wrapped a hooked function since; that hook and earlier ones stay.

@@ -30,7 +30,7 @@ class Hook:
         bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
             when they call it.
         parameters: parameters of the target that the wrapper relies on.
-        wrap: takes the function, returns what stands in its place.
+        wrap: takes the function and returns its replacement.
         why: what the hook is for.
         until: when it can go.
         first: the first release that has the target, as `(major, minor)`.
@@ -61,13 +61,13 @@ class _Binding:
 
 
 class Patches:
-    """Hooks that are in place. `undo()` takes them out, last first."""
+    """Installed hooks. `undo()` removes them, last first."""
 
     def __init__(self, bindings: list[_Binding]) -> None:
         self._bindings = bindings
 
     def undo(self) -> None:
-        """Put the original functions back.
+        """Restore the original functions.
 
         Raises:
             BalanceError: someone else has wrapped one of them since; nothing is changed then.
@@ -83,7 +83,7 @@ class Patches:
 
 
 def install(hooks: Sequence[Hook], *, version: str) -> Patches:
-    """Check all hooks, then put them in place.
+    """Check all hooks, then install them.
 
     Args:
         hooks: the table.

@@ -100,7 +100,7 @@ def _checked(file: Path, raw: _RawLengths) -> NDArray[np.int64]:
 
 
 def _whole_number(value: object) -> int | str:
-    """A length as int, or the reason why `value` is none."""
+    """A length as int, or the reason why `value` is not one."""
     if isinstance(value, str):
         try:
             value = int(value)

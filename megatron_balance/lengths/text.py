@@ -1,8 +1,8 @@
 """Counts the tokens of each record of a text data set.
 
 A record holds a text, or messages of a conversation. Of messages the contents are tokenized and `tokens_per_message`
-added for each, for the role and the marks around it; a chat template that adds more (a system prompt of its own,
-tools) is not followed.
+added for each, for the role and the marks around it. What a chat template adds beyond that (a system prompt of its
+own, tools) is not counted.
 
 Invariants: lengths are in the order of records; a record that cannot be counted is named by its line or row.
 """
@@ -149,7 +149,7 @@ def _load(path: Path) -> Any:
     try:
         tokenizer = package.Tokenizer.from_file(str(file))
     except Exception as error:
-        if type(error) is not Exception:  # the package raises the bare class, and nothing else is about the file
+        if type(error) is not Exception:  # for errors of the file the package raises the bare class
             raise
         raise BalanceError(f"--tokenizer is {str(path)!r}: the package tokenizers cannot read it: {error}") from error
     tokenizer.no_truncation()

@@ -1,7 +1,7 @@
 """Tensors that a layer keeps for its backward pass, in bytes per token of a GPU.
 
 The list follows Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
-2205.05198), section 4, equations 1 to 4, with what has changed since: flash attention keeps q, k, v, its output and
+2205.05198), section 4, equations 1 to 4, with later changes: flash attention keeps q, k, v, its output and
 one fp32 logsumexp a head, no L² term; grouped keys and values; a gated MLP keeps both halves of its first GEMM; norms
 keep their input and output; the projection of q, k and v stays whole beside the rotated q and k, since v is a view of
 it. It is what Megatron's fused Transformer Engine layers keep; `fused=False` adds what its local layers of torch

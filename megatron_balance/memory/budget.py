@@ -1,8 +1,8 @@
 """The memory budget of a run on a GPU, and the token cap that follows from it.
 
-A budget that is given is meant for what the model counts. Of a device's whole memory a reserve is kept back for what
-it does not: the CUDA context, communication buffers, kernels' workspaces, and what the allocator cannot use because
-micro-batches differ in length (`--balance-shape-bucket` makes their shapes few).
+A given budget covers what the memory model counts. Of a device's whole memory, a reserve is kept for the rest: the CUDA
+context, communication buffers, kernels' workspaces, and memory that the allocator cannot use because micro-batches
+differ in length (`--balance-shape-bucket` reduces the number of shapes).
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class DerivedCap:
 
     Attributes:
         tokens: of a micro-batch on one GPU.
-        budget_bytes: what the run may take.
+        budget_bytes: memory that the run may take.
         static_bytes: weights, gradients and optimizer of the stage that limits the cap.
         bytes_per_token: of that stage.
-        stage: which, from 0.
-        held_at: why the cap is no higher although more would fit; empty where it is as high as fits.
+        stage: number of that stage, from 0.
+        held_at: the reason why the cap is lower than what fits; empty where it is not.
     """
 
     tokens: int
@@ -88,18 +88,18 @@ def derive_cap(
 ) -> DerivedCap:
     """The largest number of tokens of a micro-batch on one GPU that fits the budget.
 
-    In a pipeline the cap is held at the longest sample (`seq_length`): memory is often there for more, but larger
-    micro-batches are fewer and make the bubble longer, so plans gain nothing by it (benchmarks/planner/pipelines.py).
+    In a pipeline the cap is at most the longest sample (`seq_length`). More may fit, but larger micro-batches are fewer
+    and lengthen the bubble, so plans gain nothing (benchmarks/planner/pipelines.py).
 
     Args:
-        model: what a run takes.
-        budget_bytes: what it may take.
+        model: memory of the run.
+        budget_bytes: memory that it may take.
         topology: the ranks.
         shape_bucket: `--balance-shape-bucket`: the cap is a multiple of this too.
-        seq_length: `--seq-length`, the longest sample that there can be; None where it is not known.
+        seq_length: `--seq-length`, the longest possible sample; None where it is not known.
 
     Raises:
-        BalanceError: nothing fits; says which terms are in the way and what lowers them.
+        BalanceError: nothing fits; names the terms that take the budget and what lowers them.
     """
     multiple = math.lcm(TOKEN_STEP, bucket_tokens(topology, shape_bucket=shape_bucket) // topology.cp_size)
     fit = model.max_tokens_per_gpu(budget_bytes, multiple=multiple)

@@ -15,8 +15,8 @@ cap of a micro-batch whatever samples are in it. For each pipeline stage, per to
                each multi-token-prediction depth, and `b V/tp` of logits, or of their gradient, in the activations' type
     workspace  the gradients of a layer that is run backward; the layers' or the logits' is at its peak, not both
 
-The model is an estimate from formulas: docs/memory.md says how far off it was where it was measured. What it leaves
-out (communication buffers, kernels' workspaces, fragmentation) belongs into the budget's reserve.
+The model is an estimate from formulas; docs/memory.md has its measured error. The budget's reserve covers what it
+leaves out (communication buffers, kernels' workspaces, fragmentation).
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class MemoryModel:
         """The largest number of tokens of a micro-batch on one GPU that fits; 0 where none does.
 
         Args:
-            budget_bytes: what the run may take of a GPU.
-            multiple: the answer is a multiple of this.
+            budget_bytes: memory of a GPU that the run may take.
+            multiple: the result is a multiple of this.
         """
         fit = min((budget_bytes - stage.static_bytes) // stage.bytes_per_token for stage in self.stages)
         return max(fit, 0) // multiple * multiple
@@ -167,13 +167,13 @@ class MemoryModel:
 def memory_model(shape: ModelShape, *, topology: Topology, training: TrainingMemory | None = None) -> MemoryModel:
     """Build the model of a run.
 
-    Layers are divided evenly among stages; with an uneven layout (`--pipeline-model-parallel-layout`) the answer is
+    Layers are divided evenly among stages; with an uneven layout (`--pipeline-model-parallel-layout`) the result is
     off by the difference.
 
     Args:
         shape: the model.
         topology: the ranks.
-        training: how it keeps what it must; bf16 without recomputation by default.
+        training: precision, optimizer and recomputation; bf16 without recomputation by default.
 
     Raises:
         BalanceError: there are more pipeline stages than layers.

@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
 MAX_LAYERS = 10_000
-"""A pattern with an entry for each is made: no model comes near."""
+"""Patterns have an entry a layer; no model comes near this limit."""
 
 _DEFAULTS: dict[str, Config] = {
     "gemma3_text": {

@@ -1,4 +1,4 @@
-"""A layer as FLOPs and memory see it: a token mixer, an MLP, and the sizes that each requires."""
+"""Describes a layer for FLOPs and memory: a token mixer, an MLP, and the sizes that each requires."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "dense": ("ffn_hidden_size",),
     "moe": ("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
 }
-"""What each kind of layer cannot do without."""
+"""Sizes that each kind of layer requires."""

@@ -26,7 +26,7 @@ _COPIED = {
     "gated_delta_net": NEEDED["gated_delta_net"],
     "mamba": ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"),
 }
-"""Arguments taken over as they are, where the model has such layers: Megatron gives many a default anyway."""
+"""Arguments copied where the model has such layers: Megatron gives many a default in any case."""
 
 
 def fields_from_megatron_args(args: object) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class ModelShape:
         """Shape of the text model that a Hugging Face `config.json` describes.
 
         Args:
-            config: the file, the folder that holds it, or its content. The vocabulary is taken as it stands;
+            config: the file, the folder that holds it, or its content. The vocabulary is taken unchanged;
                 Megatron pads it (`--make-vocab-size-divisible-by`). Multi-token prediction is left off, since
                 the run decides on it: `dataclasses.replace(shape, mtp_num_layers=1)`.
 
@@ -208,7 +208,7 @@ class ModelShape:
         """Layers of all multi-token-prediction depths.
 
         Each depth repeats the decoder's last layer (get_gpt_mtp_block_spec), with its own count of layers from 1,
-        which is what the choice of a window looks at; a hybrid model says what a depth holds.
+        which decides its window; a hybrid model's pattern has the layers of a depth.
         """
         if self.hybrid_layer_pattern:
             return sum((self._hybrid_layers(part) for part in self._hybrid_parts()[1:]), ())

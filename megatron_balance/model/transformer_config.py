@@ -1,7 +1,7 @@
 """Reads the fields of a ModelShape from Megatron's TransformerConfig or MLATransformerConfig.
 
-The configuration holds what `megatron_args.py` reads under other names (experts, gate), and lacks what the
-model around the layers decides: vocabulary and hybrid pattern. Nothing of Megatron is imported here.
+The configuration has other names than `megatron_args.py` for experts and the gate, and lacks what is outside the
+layers: vocabulary and hybrid pattern. Nothing of Megatron is imported here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fields_from_transformer_config(
             "heterogeneous_block_specs is set: the FLOPs of layers of different sizes are not known; balance by "
             "tokens or by calibrated costs."
         )
-    # A pattern that says what no pattern says is left out, as ModelShape leaves it out.
+    # A pattern equal to the default is left out, as in ModelShape.
     every_layer = values["moe_layer_freq"] == 1
     result = fields_from_megatron_args(
         Namespace(
