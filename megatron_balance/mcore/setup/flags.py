@@ -5,7 +5,7 @@
     --balance-data             move samples between data-parallel ranks, so that each carries the same cost
     --balance-by-flops         the cost is FLOPs, not tokens, and packing is number partitioning, not first-fit
 
-The three combine; by-flops requires dynamic batching, which is what gives it something to pack.
+The three combine; by-flops requires dynamic batching, since it packs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Makes the package's own process groups, from this rank's place in Megatron's parallel layout.
 
-A group of our own: a thread may use it while training uses Megatron's, and no GPU waits for it (gloo).
+They are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo).
 
 Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
-the number of groups that the process has made before, also under `use_local_synchronization`: ranks that have made
-different numbers of them never meet, or meet in the wrong group. Megatron knows on each rank the groups of that rank
-alone, so ranks exchange them first; this holds for any order of ranks.
+the number of groups that the process has made before, also under `use_local_synchronization`. Ranks that have made
+different numbers of them never meet, or meet in the wrong group. Each rank knows only its own Megatron groups, so ranks
+exchange them first; this works for any order of ranks.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -26,7 +26,7 @@ from megatron_balance.runtime.peers import named_ranks, waiting_for
 
 
 def own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
-    """The same ranks once more. Every rank of the world calls it, each with its group of one kind.
+    """A new group of the same ranks. Every rank of the world calls it, each with its group of one kind.
 
     Args:
         group: of this rank.
@@ -60,7 +60,7 @@ def split_world(color: int | None, *, timeout: timedelta, backend: str = "gloo")
         A group of this rank, or None where it has no color.
 
     Raises:
-        BalanceError: on every rank: a rank did not come. PeerError where it did not make its group.
+        BalanceError: on every rank: a rank did not take part. PeerError where it did not make its group.
     """
     own = None
     for ranks in ranks_by_color(color, timeout=timeout):
@@ -96,7 +96,7 @@ def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
     """Where all ranks of the world can agree without a group; None where this process is alone.
 
     Args:
-        timeout: after which a rank that has not come is named.
+        timeout: after which missing ranks are named.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
@@ -152,8 +152,8 @@ def reads_data() -> bool:
 def replica_ranks() -> list[int]:
     """World ranks of this model replica: tensor-, pipeline- and context-parallel ranks, the first one first.
 
-    Megatron's ranks are a grid, numbered along its axes in some order; so the way from this rank to another one is the
-    sum of the ways along each axis.
+    Megatron's ranks are a grid, numbered along its axes in some order. So the difference between two ranks is the sum
+    of their differences along each axis.
     """
     from megatron.core import parallel_state
 

@@ -5,8 +5,8 @@ context-parallel rank 0) writes its seconds; with `--balance-context-parallel` t
 these run different micro-batches. Files are written every 64 steps, with every checkpoint, and when the
 process ends.
 
-Invariants: nothing is sent between ranks for it; a run that begins anew replaces the record in the folder, a resumed
-one goes on with it. Training does not end because a disk is full: the rank says so and records no more.
+Invariants: nothing is sent between ranks for it; a new run replaces the record in the folder, a resumed one continues
+it. A full disk does not end training: the rank warns and stops recording.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RunRecording(Watcher):
         folder: of the record.
         info: on the rank that writes plans; None on the others.
         dp_rank: data-parallel rank of this one, or its leaf.
-        resume: whether the run goes on from a checkpoint.
+        resume: whether the run resumes from a checkpoint.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -47,7 +47,7 @@ class RunRecording(Watcher):
         self._failed = False
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
-        """Take in a step's plan; once, if Megatron runs the step again."""
+        """Record a step's plan, once even if Megatron runs the step again."""
         if self._plans is None or step.schedule is None or iteration == self._newest:
             return
         self._newest = iteration
@@ -62,7 +62,7 @@ class RunRecording(Watcher):
         self._write(lambda: plans.add(record))
 
     def measured(self, timed: TimedStep) -> None:
-        """Take in what a step took; unknown for each micro-batch under a virtual pipeline."""
+        """Record the seconds of a step; unknown for each micro-batch under a virtual pipeline."""
         seconds = timed.seconds
         if len(seconds) != timed.num_microbatches:
             seconds = np.full(timed.num_microbatches, np.nan)
@@ -81,4 +81,4 @@ class RunRecording(Watcher):
             write()
         except OSError as error:
             self._failed = True
-            self._log.warn_once(f"--balance-record {self._folder}: {error}. Training goes on, unrecorded.")
+            self._log.warn_once(f"--balance-record {self._folder}: {error}. Training continues without the record.")

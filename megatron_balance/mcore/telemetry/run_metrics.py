@@ -60,10 +60,10 @@ class RunMetrics(Watcher):
         self._objective = ""
         self._steps: dict[int, Figures] = {}  # by iteration; every rank has the same iterations
         self._seconds: dict[int, float] = {}
-        self._shapes: set[int] = set()  # at most one a token of the cap: it stays small however long the run is
+        self._shapes: set[int] = set()  # at most one for each token of the cap
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
-        """Note what a step plans."""
+        """Keep the planned figures of a step."""
         figures = self._unknown
         if step.schedule is not None and self._group.rank() == 0:
             figures = Figures.of_step(step, schedule=step.schedule)
@@ -74,7 +74,7 @@ class RunMetrics(Watcher):
             del self._steps[next(iter(self._steps))]
 
     def measured(self, timed: TimedStep) -> None:
-        """Note what a step took."""
+        """Keep the measured seconds of a step."""
         if timed.iteration in self._steps:
             self._seconds[timed.iteration] = float(timed.seconds.sum())
 

@@ -1,6 +1,6 @@
 """Writes the figures as TensorBoard and W&B scalars under `balance/`, through Megatron's own writers.
 
-Megatron makes its writers on the last rank of the world (training/global_vars.py), and only where it was asked for
+Megatron makes its writers on the last rank of the world (training/global_vars.py), and only where flags ask for
 them (`--tensorboard-dir`, `--wandb-project`).
 """
 
@@ -14,7 +14,7 @@ from megatron_balance.runtime.collectives import broadcast_row
 
 
 def send_to_writers(figures: Figures, *, group: dist.ProcessGroup) -> Figures:
-    """Bring the figures from the first rank of the group to its last, which is the world's, and to those between.
+    """Broadcast the figures from the first rank of the group; the last one, which is the world's last, writes them.
 
     A broadcast, although one message would do: gloo's messages keep the timeout that their group was made with,
     whatever `--distributed-timeout-seconds-after-init` says.
