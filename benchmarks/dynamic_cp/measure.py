@@ -15,7 +15,7 @@ from benchmarks.dynamic_cp.setups import OBJECTIVES, DynamicSetup, cost_model
 from benchmarks.planner.measure import median_timing, timed
 from megatron_balance import build_data_schedule
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
-from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.dynamic_cp.build import build_dynamic_cp_schedule
+from megatron_balance.planner.dynamic_cp.sizing import size_samples
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 from megatron_balance.planner.grouping import KEEP_GROUPS, assign_groups, groups_that_split
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, number_groups, sum_segments
 from megatron_balance.planner.locality.relabel import Homes, keep_local
@@ -113,7 +114,7 @@ def build_data_schedule(
 
     if topology.dynamic_cp:
         _refuse_with_dynamic_cp(algorithm=algorithm, move_samples=move_samples, keeps_groups=kept is not None)
-        return build_dynamic_cp_schedule(
+        return _plan_sizes(
             of_segments,
             cost_model=cost_model,
             topology=topology,
@@ -164,6 +165,38 @@ def build_data_schedule(
         moved_tokens_before_relabel=moved,
         ranks_per_node=ranks_per_node,
         groups=kept,
+        topology=topology,
+        limits=limits,
+        cost_model=cost_model,
+    )
+
+
+def _plan_sizes(
+    lengths: NDArray[np.int64],
+    *,
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str,
+    num_segments: NDArray[np.int64] | None,
+    home_ranks: NDArray[np.int64] | None,
+) -> DynamicCpSchedule:
+    """Plans one global batch with context-parallel sizes of their own; home ranks change nothing."""
+    samples, shift = size_samples(
+        lengths, cost_model=cost_model, topology=topology, limits=limits, num_segments=num_segments
+    )
+    chosen = OBJECTIVES[objective]
+    floor = chosen.groups_floor(samples, topology=topology)
+    return DynamicCpSchedule.of_groups(
+        chosen.place_groups(samples, topology=topology, floor=floor),
+        lengths=lengths,
+        num_segments=num_segments,
+        home_ranks=home_ranks,
+        samples=samples,
+        cost_shift=shift,
+        objective=objective,
+        algorithm="level_packing",
+        lower_bound=chosen.timing(topology).at_least(floor, launch=samples.per_microbatch),
         topology=topology,
         limits=limits,
         cost_model=cost_model,

@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner.dynamic_cp.bound import least_time
+from megatron_balance.planner.dynamic_cp.groups import Groups
+from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.inputs import sum_segments
-from megatron_balance.planner.makespan import pipeline_makespans
+from megatron_balance.planner.timing import Makespan, Sum, Timing
 from megatron_balance.topology import Limits, Topology
 
 
@@ -24,9 +27,6 @@ class Objective(ABC):
 
     name: ClassVar[str]
     """Its name in flags and files."""
-
-    slopes: ClassVar[tuple[int, ...]] = (0,)
-    """Steepness of the targets that are tried where ranks do not meet in micro-batches, see `packing.rank_levels`."""
 
     trials: ClassVar[tuple[str, ...]] = ()
     """Partition algorithms that are tried besides on small batches."""
@@ -52,24 +52,50 @@ class Objective(ABC):
         """The time is a pipeline's makespan; any other is the work of all stages together."""
         return False
 
-    def time(self, of_groups: NDArray[np.int64], *, topology: Topology) -> int:
-        """Predicted time of a step, in the costs' units.
+    def timing(self, topology: Topology) -> Timing:
+        """How the micro-batches of ranks that meet make up a step.
 
         In a pipeline each stage waits for the ranks that meet there, so a group runs the pipeline of its costliest
         micro-batches.
-
-        Args:
-            of_groups: `[num_groups, num_microbatches]` the costliest micro-batch of each slot of the ranks that meet.
-            topology: the ranks.
         """
-        if self.is_makespan(topology):
-            makespans = pipeline_makespans(of_groups, pp_size=topology.pp_size, vpp_size=topology.vpp_size)
-            return int(makespans.max())
-        return int(of_groups.sum(axis=1).max())
+        return Makespan(topology.pp_size, topology.vpp_size) if self.is_makespan(topology) else Sum()
 
     @abstractmethod
-    def lower_bound(self, problem: Problem) -> int:
-        """A time that no plan which may move samples can beat, in the problem's units."""
+    def least_work(self, problem: Problem) -> int:
+        """What the micro-batches of the slowest group cost at least in any plan that may move samples.
+
+        All stages together, without `per_microbatch`.
+        """
+
+    def has_even_slots(self, topology: Topology) -> bool:
+        """With dynamic context parallelism all leaves have the same number of slots."""
+        return topology.has_even_slots or self.waits_in_slots() or self.is_makespan(topology)
+
+    def groups_floor(self, samples: SizedSamples, *, topology: Topology) -> int:
+        """Lower bound on the work of the fullest leaf."""
+        return least_time(samples, even=self.has_even_slots(topology))
+
+    def place_groups(self, samples: SizedSamples, *, topology: Topology, floor: int) -> Groups:
+        """Plans micro-batches with context-parallel sizes of their own.
+
+        Args:
+            samples: the global batch.
+            topology: the ranks.
+            floor: `groups_floor`.
+
+        Raises:
+            BalanceError: it plans at one size only.
+        """
+        raise BalanceError(
+            f"objective is {self.name!r}: with Topology.dynamic_cp it must be one that plans groups of ranks, as step, "
+            "microbatch and pipeline do."
+        )
+
+    def groups_time(self, samples: SizedSamples, groups: Groups, *, topology: Topology) -> int:
+        """Predicted time of such a plan: every leaf by itself, or all where they wait for one another in slots."""
+        costs = groups.cost_grid(samples)
+        of_groups = costs.max(axis=0, keepdims=True) if self.waits_in_slots() else costs
+        return self.timing(topology).time(of_groups)
 
 
 @dataclass(frozen=True)
@@ -111,13 +137,9 @@ class Problem:
         return self.objective.sync_group_size(self.topology, shares_work=bool(self.shared_costs.any()))
 
     @property
-    def in_pipeline(self) -> bool:
-        """True where time is a makespan."""
-        return self.objective.is_makespan(self.topology)
-
-    def lower_bound(self) -> int:
-        """A time that no plan which may move samples can beat."""
-        return self.objective.lower_bound(self)
+    def timing(self) -> Timing:
+        """How the micro-batches of ranks that meet make up a step."""
+        return self.objective.timing(self.topology)
 
     def cost_grid(self, slot_of: NDArray[np.int64], *, num_microbatches: int) -> NDArray[np.int64]:
         """Cost of every micro-batch.
@@ -146,7 +168,7 @@ class Problem:
     def predicted_cost(self, grid: NDArray[np.int64]) -> int:
         """The objective's time for a cost grid `[dp_size, num_microbatches]`, in its units."""
         of_groups = grid.reshape(-1, self.sync_group_size, grid.shape[1]).max(axis=1)
-        return self.objective.time(of_groups, topology=self.topology)
+        return self.timing.time(of_groups)
 
 
 def build_problem(

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_balance.cost.model import CostModel
 from megatron_balance.mcore.dynamic_cp.groups import ContextGroups, make_context_groups
 from megatron_balance.mcore.thd.context_parallel import partitioned_indices
-from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 from megatron_balance.topology import Limits, Topology
 
 TIMEOUT = timedelta(seconds=60)

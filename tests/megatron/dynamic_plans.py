@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
 from megatron_balance.planner.dynamic_cp.sizing import size_samples
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 from megatron_balance.topology import Limits, Topology
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 
 COST_MODELS = [
     CostModel.tokens(),

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.bounds.time import launch_cost, meeting_work
+from megatron_balance.planner.bounds.time import meeting_work
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import schedule_metrics
 from megatron_balance.planner.objectives import OBJECTIVES, Objective, objective_names, resolve_objective
@@ -29,8 +29,8 @@ class Pairs(Objective):
     def sync_group_size(self, topology, *, shares_work=True):
         return 2
 
-    def lower_bound(self, problem):
-        return meeting_work(problem) + launch_cost(problem)
+    def least_work(self, problem):
+        return meeting_work(problem)
 
 
 def plan(objective, topology=None):
@@ -55,6 +55,17 @@ def test_a_fourth_objective_plans_and_is_judged(monkeypatch):
         plan("pairs", topology=Topology(8, dynamic_cp=True))
     # It is chosen by name only until it has a place among those that `auto` looks at.
     assert resolve_objective("auto", topology=Topology(8)) == "step"
+
+
+def test_a_fourth_objective_may_plan_groups_of_context_parallel_ranks(monkeypatch):
+    class PairsInRows(Pairs):
+        place_groups = OBJECTIVES["microbatch"].place_groups
+
+    monkeypatch.setitem(OBJECTIVES, "pairs", PairsInRows())
+    topology = Topology(4, cp_size=2, dynamic_cp=True)
+    planned = plan("pairs", topology=topology)
+    assert planned.predicted_cost == plan("microbatch", topology=topology).predicted_cost
+    assert planned.predicted_cost == int(planned.cost_grid.max(axis=0).sum())
 
 
 @pytest.mark.parametrize(
@@ -85,4 +96,4 @@ def test_expert_ranks_meet_in_a_pipeline_where_they_share_work():
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_time_is_the_slowest_groups(name):
     of_groups = np.array([[5, 1, 1], [4, 4, 4]])
-    assert OBJECTIVES[name].time(of_groups, topology=Topology(2)) == 12
+    assert OBJECTIVES[name].timing(Topology(2)).time(of_groups) == 12

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.bounds.time import lower_bound
 from megatron_balance.planner.locality.relabel import Homes, keep_local
 from megatron_balance.planner.objectives import OBJECTIVES
-from megatron_balance.planner.packing.place import GOOD_ENOUGH
+from megatron_balance.planner.packing.search import GOOD_ENOUGH
 from megatron_balance.planner.partition import greedy, refine
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.topology import Limits, Topology
@@ -54,7 +55,7 @@ def plan_rows(
     ranks = np.empty(workloads.size, dtype=np.int64)
     for rank, rows in enumerate(greedy(problem.costs, num_parts=dp_size, max_count=batch_size)):
         ranks[rows] = rank
-    bound = problem.lower_bound()
+    bound = lower_bound(problem)
     ranks = refine(
         problem.costs,
         weights=problem.weights,

@@ -29,6 +29,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.hooking.patches import Function
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.inputs import as_integers
+from megatron_balance.planner.objectives import is_makespan
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.planner.selection.rollout import split_rollout
 from megatron_balance.topology import Limits, Topology
@@ -176,7 +177,7 @@ def in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
     for first in range(0, len(costs), span):
         groups.append(sorted(range(first, first + span), key=lambda rank: (-costs[rank], schedule.ranks[rank])))
     groups.sort(key=lambda ranks: ([-costs[rank] for rank in ranks], schedule.ranks[ranks[0]]))
-    order = 1 if schedule.problem().in_pipeline else -1
+    order = 1 if is_makespan(schedule.objective, topology=schedule.topology) else -1
     return [[list(held) for held in schedule.ranks[rank][::order]] for ranks in groups for rank in ranks]
 
 

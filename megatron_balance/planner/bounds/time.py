@@ -10,6 +10,9 @@ fractions are rounded to the safe side.
                 spread evenly over the rest
     pipeline    the work of a stage, plus the ends where it idles; one micro-batch through all stages
                 (with expert-parallel groups in a pipeline, the bound for `microbatch` is the work)
+
+Each is a bound on work (`Objective.least_work`), to which the micro-batches that samples need at least add their fixed
+costs.
 """
 
 from __future__ import annotations
@@ -113,18 +116,24 @@ def meeting_work(problem: Problem) -> int:
     return expert_bound(problem, at_least=even)
 
 
-def launch_cost(problem: Problem) -> int:
-    """`per_microbatch` of as many micro-batches as a rank needs at least."""
-    return min_num_microbatches(problem) * problem.per_microbatch if problem.per_microbatch else 0
+def least_time(problem: Problem, *, work: int, num_microbatches: int) -> int:
+    """A time that no plan with this many micro-batches or more can beat.
+
+    Args:
+        problem: the global batch.
+        work: what the micro-batches of the slowest group cost at least, see `Objective.least_work`.
+        num_microbatches: of every rank.
+    """
+    launch = problem.per_microbatch
+    return problem.timing.at_least(
+        work + num_microbatches * launch, launch=launch, longest=_largest_sample(problem) + launch
+    )
 
 
-def in_stages(problem: Problem, work: int) -> int:
-    """Makespan of a pipeline whose stages do `work` together, at least."""
-    pp_size, vpp_size = problem.topology.pp_size, problem.topology.vpp_size
-    # A stage works work/p; at both ends it idles for at least an empty micro-batch on the other stages.
-    idle = (pp_size - 1) * problem.per_microbatch
-    stage = -(-(work * vpp_size + idle) // (pp_size * vpp_size))
-    return max(stage, _largest_sample(problem) + problem.per_microbatch)
+def lower_bound(problem: Problem) -> int:
+    """A time that no plan which may move samples can beat."""
+    work = problem.objective.least_work(problem)
+    return least_time(problem, work=work, num_microbatches=min_num_microbatches(problem))
 
 
 def _largest_sample(problem: Problem) -> int:

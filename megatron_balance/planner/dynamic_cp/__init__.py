@@ -9,6 +9,7 @@ two). A micro-batch stands on a node: its `2**level` leaves, a group, share its 
     row_outline.py, rows.py,       `microbatch`, `pipeline`: rows of groups in which all leaves meet
     packs.py, shelves.py
     groups.py                      the result: groups, their leaves and their slots
-    objectives.py                  each objective's planner, predicted time and bound
-    schedule.py, build.py          the schedule that `build_data_schedule` returns, and its invariants
+
+Each objective says which of these it plans by (`Objective.place_groups`); `planner/dynamic_cp_schedule.py` has the
+schedule and its invariants.
 """

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.planner.dynamic_cp.samples import SizedSamples
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -36,6 +38,14 @@ class Groups:
             leaves = self.first_leaves[here, None] + np.arange(1 << level)
             grid[leaves, self.slots[here, None]] = here[:, None]
         return grid
+
+    def cost_grid(self, samples: SizedSamples) -> NDArray[np.int64]:
+        """Cost of every leaf in every slot, as `group_grid`: dummies cost `per_microbatch`, slots beyond the last 0."""
+        of_groups = np.full(self.levels.size, samples.per_microbatch, dtype=np.int64)
+        np.add.at(of_groups, self.group_of, samples.costs_at(self.levels[self.group_of]))
+        costs = np.append(of_groups, samples.per_microbatch)[self.group_grid()]
+        costs[np.arange(costs.shape[1]) >= self.num_slots[:, None]] = 0
+        return costs
 
     def of_leaves(self) -> list[list[int]]:
         """The groups of every leaf in the order of its slots, -1 for a dummy."""

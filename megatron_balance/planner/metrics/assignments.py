@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.bounds.time import single_sample_floor
-from megatron_balance.planner.dynamic_cp.schedule import DynamicCpSchedule
+from megatron_balance.planner.bounds.time import lower_bound, single_sample_floor
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, sum_segments
 from megatron_balance.planner.locality.relabel import Homes
 from megatron_balance.planner.makespan import pipeline_makespans
@@ -146,7 +146,7 @@ def _figures(
         num_segments=num_segments,
     )
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
-    predicted, bound = problem.predicted_cost(grid), problem.lower_bound()
+    predicted, bound = problem.predicted_cost(grid), lower_bound(problem)
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
     counts = np.bincount(slot_of, minlength=num_slots)

@@ -7,13 +7,12 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.objectives import cost_grid, group_objective
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.dynamic_cp.sizing import size_samples
 from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.planner.metrics.figures import ScheduleMetrics, slowest_over_mean
-from megatron_balance.planner.objectives import is_makespan
+from megatron_balance.planner.objectives import OBJECTIVES, is_makespan
 from megatron_balance.topology import Limits, Topology
 
 
@@ -39,15 +38,16 @@ def group_metrics(
         objective: `step`, `microbatch` or `pipeline`.
 
     Raises:
-        BalanceError: micro-batches are limited by samples, or the objective plans at one size only.
+        BalanceError: micro-batches are limited by samples.
     """
     samples, shift = size_samples(
         of_segments, cost_model=cost_model, topology=topology, limits=limits, num_segments=num_segments
     )
-    chosen = group_objective(objective)
-    predicted = chosen.time(samples, topology, groups)
-    bound = chosen.bound(samples, topology, chosen.work_floor(samples, topology))
-    grid = cost_grid(samples, groups)
+    chosen = OBJECTIVES[objective]
+    predicted = chosen.groups_time(samples, groups, topology=topology)
+    floor = chosen.groups_floor(samples, topology=topology)
+    bound = chosen.timing(topology).at_least(floor, launch=samples.per_microbatch)
+    grid = groups.cost_grid(samples)
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
     levels, num_groups = groups.levels[groups.group_of], groups.levels.size
@@ -101,4 +101,4 @@ def _pipeline_imbalance(grid: NDArray[np.int64], *, samples: SizedSamples, topol
     even = int(pipeline_makespans(mean, pp_size=topology.pp_size, vpp_size=topology.vpp_size)[0])
     # With experts spread over ranks all leaves meet on every stage.
     name = "microbatch" if is_makespan("microbatch", topology=topology) else "pipeline"
-    return group_objective(name).time(samples, topology, groups) / even if even else 1.0
+    return OBJECTIVES[name].groups_time(samples, groups, topology=topology) / even if even else 1.0

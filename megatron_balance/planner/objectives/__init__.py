@@ -1,7 +1,8 @@
 """Objectives by name, one a file. A new one is a file here and a line in `OBJECTIVES`.
 
-An objective says which ranks wait for one another, how long a step takes for a plan, a time that no plan can beat, and
-what packing aims at (`problem.Objective`).
+An objective says which ranks wait for one another, how their micro-batches make up a step (`timing.py`: with it come
+target heights and the numbers of micro-batches to try), work that no plan can do without, and how groups of
+context-parallel ranks are planned (`problem.Objective`).
 """
 
 from __future__ import annotations

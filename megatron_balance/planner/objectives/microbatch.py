@@ -7,7 +7,10 @@ time is the largest makespan of a group's costliest micro-batches.
 
 from __future__ import annotations
 
-from megatron_balance.planner.bounds.time import in_stages, launch_cost, meeting_work
+from megatron_balance.planner.bounds.time import meeting_work
+from megatron_balance.planner.dynamic_cp.groups import Groups
+from megatron_balance.planner.dynamic_cp.rows import place_in_rows
+from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.problem import Objective, Problem
 from megatron_balance.topology import Topology
 
@@ -34,7 +37,17 @@ class Microbatch(Objective):
         """Where expert-parallel groups meet in a pipeline."""
         return topology.ep_span > 1 and topology.pp_size > 1
 
-    def lower_bound(self, problem: Problem) -> int:
+    def least_work(self, problem: Problem) -> int:
         """The forced heights of the highest slots, and the rest spread evenly."""
-        work = meeting_work(problem) + launch_cost(problem)
-        return in_stages(problem, work) if problem.in_pipeline else work
+        return meeting_work(problem)
+
+    def place_groups(self, samples: SizedSamples, *, topology: Topology, floor: int) -> Groups:
+        """Rows of all leaves: expert-parallel groups meet one another through micro-batches that reach over several."""
+        pp_size = topology.pp_size if self.is_makespan(topology) else 1
+        return place_in_rows(
+            samples,
+            floor=floor,
+            multiple=topology.microbatch_multiple,
+            pp_size=pp_size,
+            vpp_size=topology.vpp_size,
+        )

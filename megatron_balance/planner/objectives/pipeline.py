@@ -6,7 +6,16 @@ these.
 
 from __future__ import annotations
 
-from megatron_balance.planner.bounds.time import even_work, in_stages, launch_cost, meeting_work, pigeonhole
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.planner.bounds.time import even_work, meeting_work, pigeonhole
+from megatron_balance.planner.dynamic_cp.groups import Groups
+from megatron_balance.planner.dynamic_cp.node_packs import pack_nodes
+from megatron_balance.planner.dynamic_cp.rows import place_in_rows
+from megatron_balance.planner.dynamic_cp.samples import SizedSamples
+from megatron_balance.planner.dynamic_cp.tree import place_on_tree
+from megatron_balance.planner.makespan import pipeline_makespans
 from megatron_balance.planner.problem import Objective, Problem
 from megatron_balance.topology import Topology
 
@@ -15,8 +24,6 @@ class Pipeline(Objective):
     """See the module."""
 
     name = "pipeline"
-    # The highest micro-batch as costly as the lowest, or six times so; slopes between hardly ever gave less.
-    slopes = (0, 5)
     # A makespan follows no sum that level packing could aim at.
     trials = ("first_fit", "greedy", "karmarkar_karp")
 
@@ -32,8 +39,36 @@ class Pipeline(Objective):
         """Always."""
         return True
 
-    def lower_bound(self, problem: Problem) -> int:
-        """The work of a stage and the ends where it idles, or one micro-batch through all stages."""
+    def least_work(self, problem: Problem) -> int:
+        """An even share, or what ranks that meet wait for, or what one rank must hold of the costliest samples."""
         work = meeting_work(problem) if problem.sync_group_size > 1 else even_work(problem)
-        work = max(work, pigeonhole(problem.costs, num_parts=problem.topology.dp_size))
-        return in_stages(problem, work + launch_cost(problem))
+        return max(work, pigeonhole(problem.costs, num_parts=problem.topology.dp_size))
+
+    def place_groups(self, samples: SizedSamples, *, topology: Topology, floor: int) -> Groups:
+        """Rows, or the tree where it is quicker: its groups wait for one another less often."""
+        multiple = topology.microbatch_multiple
+        rows = place_in_rows(
+            samples, floor=floor, multiple=multiple, pp_size=topology.pp_size, vpp_size=topology.vpp_size
+        )
+        tree = pack_nodes(samples, place_on_tree(samples, floor=floor), even=True, multiple=multiple)
+        return min((rows, tree), key=lambda groups: self.groups_time(samples, groups, topology=topology))
+
+    def groups_time(self, samples: SizedSamples, groups: Groups, *, topology: Topology) -> int:
+        """The largest makespan of a leaf: every stage runs its groups in slot order, each when all its leaves can."""
+        grid = groups.group_grid()
+        # A group's leaves are neighbours; a dummy is a group of its own.
+        begins = np.ones(grid.shape, dtype=bool)
+        begins[1:] = (grid[1:] != grid[:-1]) | (grid[1:] < 0)
+        starts = [np.flatnonzero(begins[:, slot]) for slot in range(begins.shape[1])]
+        numbers = np.cumsum(begins, axis=0) - 1
+
+        def meet(times: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
+            of_columns: list[int] = slots.tolist()
+            columns = [
+                np.maximum.reduceat(times[:, column], starts[slot])[numbers[:, slot]]
+                for column, slot in enumerate(of_columns)
+            ]
+            return np.stack(columns, axis=1) if columns else times
+
+        costs = groups.cost_grid(samples)
+        return int(pipeline_makespans(costs, pp_size=topology.pp_size, vpp_size=topology.vpp_size, meet=meet).max())

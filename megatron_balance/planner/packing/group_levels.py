@@ -29,13 +29,14 @@ MAX_CORRECTIONS = 3
 """Times that step 5 is done."""
 
 
-def place_groups(problem: Problem, *, num_microbatches: int, bound: int) -> Placement:
+def place_groups(problem: Problem, *, num_microbatches: int, bound: int, work: int) -> Placement:
     """Places all samples, with the ranks of a group waiting for one another in every micro-batch.
 
     Args:
         problem: the global batch.
         num_microbatches: of every rank; more where it takes more.
         bound: no plan costs less.
+        work: nor do the micro-batches of its slowest group, without `per_microbatch`.
     """
     packed: _GroupPacking | None = None
 
@@ -70,7 +71,7 @@ def place_groups(problem: Problem, *, num_microbatches: int, bound: int) -> Plac
             bins_per_group=num_microbatches * packed.span,
             bins_per_row=packed.span,
             shared=problem.shared_costs,
-            target=0 if problem.in_pipeline else bound - num_microbatches * problem.per_microbatch,
+            target=work,
         )
         found = lay_out(problem, refined, num_microbatches=num_microbatches)
         # What refining counts leaves out slot order, so it may have lost.
@@ -149,8 +150,7 @@ def _row_limit(problem: Problem, *, bound: int) -> int | None:
     if problem.sync_group_size == problem.topology.dp_size:
         # A single group computes all expert work, in whichever rows it lies.
         return None
-    # In a pipeline a high row holds nothing but the samples that make it high: full ones took 2 % longer.
-    return 0 if problem.in_pipeline else bound
+    return bound if problem.timing.fills_high_rows else 0
 
 
 def _deal(
@@ -209,7 +209,6 @@ def _excess(problem: Problem, placement: Placement, *, at_most: int) -> NDArray[
     of_groups = placement.cost_grid.reshape(-1, problem.sync_group_size, placement.num_microbatches)
     times = of_groups.max(axis=1).sum(axis=1)
     mean = int(times.sum()) // times.size
-    # A makespan is no sum of micro-batches: there, nothing is known before it is tried.
-    if int(times.max()) == mean or (mean >= at_most and not problem.in_pipeline):
+    if int(times.max()) == mean or problem.timing.at_least(mean, launch=problem.per_microbatch) >= at_most:
         return None
     return times - mean

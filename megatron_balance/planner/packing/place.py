@@ -3,7 +3,7 @@
     1. samples are sorted by cost, so that the order of arrival changes nothing
     2. the objective says which ranks wait for one another in every micro-batch: none, a group of ranks, or all
     3. the number of micro-batches starts at the least that could hold the samples, and the next two are tried as well;
-       for a pipeline, rising counts until two in a row are no better (`pipeline_search.py`)
+       for a pipeline, rising counts until two in a row are no better (`search.py`)
     4. ranks that do not meet: samples go, costliest first, to the least loaded rank, there to the micro-batch
        furthest below its target (`rank_levels.py`)
     5. groups that meet: rows that a large sample makes high are packed first and full, each micro-batch with the
@@ -23,34 +23,26 @@ whose samples may not leave their rank. `slot_of` is `[num_samples]` `rank * num
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.bounds.time import min_num_microbatches
+from megatron_balance.planner.bounds.time import least_time, min_num_microbatches
 from megatron_balance.planner.packing.by_rank import assign_ranks, place_by_ranks
 from megatron_balance.planner.packing.group_levels import place_groups
-from megatron_balance.planner.packing.pipeline_search import search_pipeline
 from megatron_balance.planner.packing.rank_levels import place_ranks
+from megatron_balance.planner.packing.search import search
 from megatron_balance.planner.packing.slot_layout import Placement
 from megatron_balance.planner.problem import Problem, restrict
-
-NUM_CANDIDATES = 3
-"""Values of num_microbatches that are tried, from the least feasible one."""
-
-GOOD_ENOUGH = 1024
-"""A plan within one part in this many of its lower bound ends the search."""
+from megatron_balance.planner.timing import Sum
 
 MAX_NAMED_SAMPLES = 2048
 """Samples up to which algorithms by name are tried: they take ten times as long, and are better on few samples only."""
 
 WORTH_TRIALS = 16384
 """A plan further than one part in this many from its bound is compared with algorithms by name."""
-
-_Pack = Callable[[int, int], Placement]
-"""Places with (num_microbatches, or more where it takes more; steepness of the targets)."""
 
 
 def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None = None) -> Placement:
@@ -64,97 +56,62 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
     Raises:
         BalanceError: the costs leave int64.
     """
-    if home_ranks is not None or algorithm != "level_packing":
-        found = _place_by_ranks(problem, algorithm=algorithm, home_ranks=home_ranks)
+    # In an order of their own, so that the order of arrival changes no cost.
+    order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
+    ordered = restrict(problem, order, topology=problem.topology)
+    work = problem.objective.least_work(ordered)
+    bound = least_time(ordered, work=work, num_microbatches=min_num_microbatches(ordered))
+    by_levels = algorithm == "level_packing"
+    if by_levels and home_ranks is None:
+        found = _place_by_levels(ordered, bound=bound, work=work)
+        slot_of = np.empty_like(found.slot_of)
+        slot_of[order] = found.slot_of
+        found = replace(found, slot_of=slot_of)
     else:
-        # In an order of their own, so that the order of arrival changes no cost.
-        order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
-        ordered = _place_by_levels(restrict(problem, order, topology=problem.topology))
-        slot_of = np.empty_like(ordered.slot_of)
-        slot_of[order] = ordered.slot_of
-        found = replace(ordered, slot_of=slot_of)
-    if algorithm != "level_packing" or problem.num_samples > MAX_NAMED_SAMPLES:
-        return found
-    bound = found.lower_bound
-    for name in problem.objective.trials:
-        if found.predicted_cost > bound + bound // WORTH_TRIALS:
-            by_name = _place_by_ranks(problem, algorithm=name, home_ranks=home_ranks)
-            found = min(found, by_name, key=lambda placement: placement.predicted_cost)
-    return found
+        found = _place_by_ranks(problem, algorithm=algorithm, home_ranks=home_ranks, bound=bound, work=work)
+    if by_levels and problem.num_samples <= MAX_NAMED_SAMPLES:
+        for name in problem.objective.trials:
+            if found.predicted_cost > bound + bound // WORTH_TRIALS:
+                by_name = _place_by_ranks(problem, algorithm=name, home_ranks=home_ranks, bound=bound, work=work)
+                found = min(found, by_name, key=lambda placement: placement.predicted_cost)
+    return replace(found, lower_bound=bound)
 
 
-def _place_by_levels(problem: Problem) -> Placement:
+def _place_by_levels(problem: Problem, *, bound: int, work: int) -> Placement:
     """The micro-batches of all ranks together."""
-    bound = problem.lower_bound()
 
-    def pack(num_microbatches: int, steepness: int) -> Placement:
+    def pack(num_microbatches: int) -> Iterator[Placement]:
         if problem.sync_group_size > 1:
-            return place_groups(problem, num_microbatches=num_microbatches, bound=bound)
-        return place_ranks(problem, num_microbatches=num_microbatches, bound=bound, steepness=steepness)
+            yield place_groups(problem, num_microbatches=num_microbatches, bound=bound, work=work)
+            return
+        for steepness in problem.timing.slopes:
+            yield place_ranks(problem, num_microbatches=num_microbatches, work=work, steepness=steepness)
 
-    search = search_pipeline if problem.in_pipeline else _search
-    return replace(search(problem, bound=bound, pack=pack), lower_bound=bound)
+    return search(problem, timing=problem.timing, bound=bound, work=work, pack=pack)
 
 
-def _place_by_ranks(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None) -> Placement:
+def _place_by_ranks(
+    problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None, bound: int, work: int
+) -> Placement:
     """Each rank by itself, with the samples that it loaded or that the algorithm gives it."""
-    bound = problem.lower_bound()
     if home_ranks is None:
         samples_of = assign_ranks(problem, algorithm=algorithm)
     else:
         samples_of = [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
+        # More micro-batches change nothing of what a rank has loaded.
+        work = max(work, *(int(problem.costs[ids].sum()) for ids in samples_of))
+    # Only level packing aims at targets; by name, more micro-batches are tried where the cap may ask for them.
+    timing = problem.timing if algorithm == "level_packing" else Sum()
 
-    def pack(num_microbatches: int, steepness: int) -> Placement:
-        return place_by_ranks(
-            problem,
-            algorithm=algorithm,
-            samples_of=samples_of,
-            move_samples=home_ranks is None,
-            num_microbatches=num_microbatches,
-            steepness=steepness,
-        )
+    def pack(num_microbatches: int) -> Iterator[Placement]:
+        for steepness in timing.slopes if problem.sync_group_size == 1 else (0,):
+            yield place_by_ranks(
+                problem,
+                algorithm=algorithm,
+                samples_of=samples_of,
+                move_samples=home_ranks is None,
+                num_microbatches=num_microbatches,
+                steepness=steepness,
+            )
 
-    if algorithm == "level_packing" and problem.in_pipeline:
-        return replace(search_pipeline(problem, bound=bound, pack=pack), lower_bound=bound)
-    at_home = 0 if home_ranks is None else _largest_at_home(problem, home_ranks)
-    return replace(_search(problem, bound=bound, pack=pack, at_home=at_home), lower_bound=bound)
-
-
-def _search(problem: Problem, *, bound: int, pack: _Pack, at_home: int = 0) -> Placement:
-    """Placements with rising num_microbatches; the best of them.
-
-    Args:
-        problem: the global batch.
-        bound: no plan costs less.
-        pack: places the samples.
-        at_home: cost that no plan goes below because samples are bound to ranks, without `per_microbatch`.
-    """
-    multiple = problem.topology.microbatch_multiple
-    num_microbatches = fewest = min_num_microbatches(problem)
-    best: Placement | None = None
-    for _ in range(NUM_CANDIDATES):
-        found = pack(num_microbatches, 0)
-        if best is None or found.predicted_cost < best.predicted_cost:
-            best = found
-        # At home, more micro-batches change nothing but what they cost besides.
-        home_bound = at_home + best.num_microbatches * problem.per_microbatch if at_home else 0
-        if best.predicted_cost <= max(bound + bound // GOOD_ENOUGH, home_bound):
-            break
-        # More slots than samples would only add dummies.
-        most = problem.num_samples // (problem.topology.dp_size * multiple) * multiple
-        num_microbatches = min(found.num_microbatches + multiple, most)
-        # One that is no better than the best even at its bound is not worth a look.
-        dearer = bound + (num_microbatches - fewest) * problem.per_microbatch >= best.predicted_cost
-        if dearer or num_microbatches <= found.num_microbatches:
-            break
-    assert best is not None
-    return best
-
-
-def _largest_at_home(problem: Problem, home_ranks: NDArray[np.int64]) -> int:
-    """The costliest rank's samples where they were loaded; 0 where the time is more than sums of ranks."""
-    if problem.sync_group_size > 1 or problem.in_pipeline or problem.shared_costs.any():
-        return 0
-    loads = np.zeros(problem.topology.dp_size, dtype=np.int64)
-    np.add.at(loads, home_ranks, problem.costs)
-    return int(loads.max())
+    return search(problem, timing=timing, bound=bound, work=work, pack=pack)

@@ -17,13 +17,13 @@ from megatron_balance.planner.partition import level_packing, refine
 from megatron_balance.planner.problem import Problem
 
 
-def place_ranks(problem: Problem, *, num_microbatches: int, bound: int, steepness: int = 0) -> Placement:
+def place_ranks(problem: Problem, *, num_microbatches: int, work: int, steepness: int = 0) -> Placement:
     """Places all samples, with no rank waiting for another before the end of the step.
 
     Args:
         problem: the global batch.
         num_microbatches: of every rank; more where it takes more.
-        bound: no plan costs less.
+        work: the micro-batches of no plan's slowest rank cost less, without `per_microbatch`.
         steepness: of the targets, see `target_heights`.
     """
     dp_size = problem.topology.dp_size
@@ -43,7 +43,7 @@ def place_ranks(problem: Problem, *, num_microbatches: int, bound: int, steepnes
         bin_of=bin_of,
         num_groups=dp_size,
         bins_per_group=num_microbatches,
-        target=bound - num_microbatches * problem.per_microbatch,
+        target=work,
     )
     again = lay_out(problem, refined, num_microbatches=num_microbatches)
     # What refining counts leaves out slot order and shared expert work, so it may have lost.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.makespan import mountain_order
 from megatron_balance.planner.partition import karmarkar_karp_rows
 from megatron_balance.planner.problem import Problem, check_total
 
@@ -72,7 +71,7 @@ def in_order(problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: 
     np.add.at(own, slot_of, problem.costs)
     check_total(problem, num_microbatches=num_microbatches)
     own = own.reshape(dp_size, num_microbatches)
-    order = mountain_order(own) if problem.in_pipeline else np.argsort(-own, axis=1, kind="stable")
+    order = problem.timing.slot_order(own)
     new_slot = np.empty_like(order)
     np.put_along_axis(new_slot, order, np.arange(num_microbatches)[None, :].repeat(dp_size, axis=0), axis=1)
     new_slot += np.arange(dp_size)[:, None] * num_microbatches

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.objectives import cost_grid, group_objective
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.dynamic_cp.sizing import size_samples
 from megatron_balance.planner.inputs import sum_segments
+from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.problem import Problem
 from megatron_balance.planner.schedule import DataSchedule, Ranks, require
 from megatron_balance.topology import Limits, Topology
@@ -86,9 +86,9 @@ class DynamicCpSchedule(DataSchedule):
         return cls(
             slot_of=groups.first_leaves[groups.group_of] * num_microbatches + groups.slots[groups.group_of],
             num_microbatches=num_microbatches,
-            cost_grid=cost_grid(samples, groups),
+            cost_grid=groups.cost_grid(samples),
             cost_shift=cost_shift,
-            predicted_cost=group_objective(objective).time(samples, topology, groups),
+            predicted_cost=OBJECTIVES[objective].groups_time(samples, groups, topology=topology),
             lower_bound=lower_bound,
             objective=objective,
             algorithm=algorithm,
@@ -205,7 +205,7 @@ def check_invariants(schedule: DynamicCpSchedule) -> None:
 
     num_slots = groups.num_slots
     require(num_slots.shape == (num_leaves,) and bool((num_slots > 0).all()), "even slots", "a leaf has no slot")
-    if group_objective(schedule.objective).has_even_slots(topology):
+    if OBJECTIVES[schedule.objective].has_even_slots(topology):
         even = bool((num_slots == num_slots[0]).all()) and int(num_slots[0]) % topology.microbatch_multiple == 0
         require(even, "even slots", "leaves have different numbers of slots, or no multiple of microbatch_multiple")
 
@@ -228,8 +228,8 @@ def check_invariants(schedule: DynamicCpSchedule) -> None:
     within = (held <= samples.capacity) | (over & largest)
     require(bool(within.all()), "cap", f"a rank of groups {np.flatnonzero(~within)[:4].tolist()} holds too many tokens")
 
-    honest = np.array_equal(cost_grid(samples, groups), schedule.cost_grid)
-    time = group_objective(schedule.objective).time(samples, topology, groups)
+    honest = np.array_equal(groups.cost_grid(samples), schedule.cost_grid)
+    time = OBJECTIVES[schedule.objective].groups_time(samples, groups, topology=topology)
     honest = honest and time == schedule.predicted_cost
     require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the groups")
     require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")

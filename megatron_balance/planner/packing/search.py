@@ -1,0 +1,55 @@
+"""Searches the number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from megatron_balance.planner.bounds.time import least_time, min_num_microbatches
+from megatron_balance.planner.packing.slot_layout import Placement
+from megatron_balance.planner.problem import Problem
+from megatron_balance.planner.timing import Timing
+
+GOOD_ENOUGH = 1024
+"""A plan within one part in this many of its lower bound ends the search."""
+
+
+def search(
+    problem: Problem, *, timing: Timing, bound: int, work: int, pack: Callable[[int], Iterable[Placement]]
+) -> Placement:
+    """The least predicted cost over the numbers that a timing proposes; the first of equals.
+
+    Args:
+        problem: the global batch.
+        timing: the numbers to try, and when to end.
+        bound: no plan costs less.
+        work: no plan's micro-batches cost less than this on the slowest group of ranks, without `per_microbatch`.
+        pack: places the samples with so many micro-batches, or more where it takes more, in one way or several.
+    """
+    topology, multiple = problem.topology, problem.topology.microbatch_multiple
+    counts = timing.counts(
+        min_num_microbatches(problem),
+        # More slots than samples would only add dummies.
+        most=problem.num_samples // (topology.dp_size * multiple) * multiple,
+        multiple=multiple,
+        work=-(-int(problem.costs.sum()) // topology.dp_size),
+        launch=problem.per_microbatch,
+    )
+    best: Placement | None = None
+    reached = tried = lost = 0
+    for num_microbatches in counts:
+        # Where the cap asked for more, the numbers between were tried.
+        if num_microbatches <= reached:
+            continue
+        if best is not None:
+            dearer = least_time(problem, work=work, num_microbatches=num_microbatches) >= best.predicted_cost
+            ended = tried == timing.max_tried or lost == timing.max_lost
+            good = bound + (bound // GOOD_ENOUGH if timing.max_lost is None else 0)
+            if dearer or best.predicted_cost <= good or ended:
+                break
+        tried, lost = tried + 1, lost + 1
+        for found in pack(num_microbatches):
+            reached = max(reached, found.num_microbatches)
+            if best is None or found.predicted_cost < best.predicted_cost:
+                best, lost = found, 0
+    assert best is not None
+    return best
