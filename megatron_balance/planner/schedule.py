@@ -33,7 +33,7 @@ Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 _DYNAMIC = ("dynamic_cp", "max_cp_size")
-"""Fields of a topology that only plans with dynamic context-parallel sizes differ in: their digest has the sizes."""
+"""Fields of a topology that differ only with dynamic context-parallel sizes, which the digest includes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class DataSchedule:
         cost_shift: costs here are in units of `2**cost_shift` of the cost model's.
         predicted_cost: the objective's value. `step`: the largest row sum; `microbatch`: the sum over slots
             of the costliest rank that meets there, of the slowest group; `pipeline`: the largest makespan.
-        lower_bound: what no plan that moves samples at will can beat, same units.
+        lower_bound: a cost that no plan that moves samples freely can beat, same units.
         objective: `step`, `microbatch` or `pipeline`.
         algorithm: name of the algorithm that made the plan.
         lengths: `[num_samples]` int64 original tokens.
@@ -147,7 +147,7 @@ class DataSchedule:
         return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") >> 1
 
     def problem(self) -> Problem:
-        """The planning problem that the schedule answers."""
+        """The planning problem that the schedule solves."""
         padded = self.padded_lengths
         if self.segment_lengths is not None:
             padded = self.topology.padded_seq_len(self.segment_lengths)
@@ -170,7 +170,7 @@ def check_invariants(schedule: DataSchedule) -> None:
     dp_size, num_samples = schedule.topology.dp_size, schedule.lengths.size
     num_microbatches, slot_of = schedule.num_microbatches, schedule.slot_of
 
-    # Slots before samples: a sample's slot means nothing until their number is right.
+    # Slots before samples: a sample's slot is meaningless until their number is right.
     divisible = num_microbatches > 0 and num_microbatches % schedule.topology.microbatch_multiple == 0
     require(divisible, "even slots", f"{num_microbatches} is no multiple of microbatch_multiple")
     even = schedule.cost_grid.shape == (dp_size, num_microbatches)
@@ -178,7 +178,7 @@ def check_invariants(schedule: DataSchedule) -> None:
 
     num_slots = dp_size * num_microbatches
     known = slot_of.shape == (num_samples,) and bool(((slot_of >= 0) & (slot_of < num_slots)).all())
-    require(known, "placed once", "a sample is missing, or its slot is not there")
+    require(known, "placed once", "a sample is missing, or its slot does not exist")
     counts = np.bincount(slot_of, minlength=num_slots)
 
     cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)

@@ -1,12 +1,12 @@
-"""From predicted costs to predicted seconds and tokens per second.
+"""Converts predicted costs to predicted seconds and tokens per second.
 
     flops        seconds = FLOPs of the model / (peak * efficiency * GPUs that share a sample)
     calibrated   seconds were measured, on one device; the cost model has them
-    measured     a recorded run says what a unit of cost took
-    tokens       nothing says what a token takes: only ratios mean anything
+    measured     a recorded run gives the seconds of a unit of cost
+    tokens       the seconds of a token are unknown: only ratios are meaningful
 
-Nothing here knows of communication, optimiser or data loading. Where work is no makespan, all pipeline stages do it
-together and at the same time, so it is divided by them.
+Communication, optimiser and data loading are not included. Where the time is not a makespan, all pipeline stages work
+at the same time, so the work is divided by them.
 
 Invariant: `is_absolute` is False exactly where seconds are in an arbitrary unit; those must not be shown as seconds.
 """
@@ -28,7 +28,7 @@ class CostRate:
     Attributes:
         seconds_per_cost: on the GPUs that share a data-parallel rank's sample, those of one pipeline stage.
         is_absolute: these are seconds; otherwise an arbitrary unit, good for ratios.
-        source: where the number comes from, for people.
+        source: origin of the number, for people.
     """
 
     seconds_per_cost: float
@@ -71,12 +71,12 @@ def rate_of_calibration() -> CostRate:
 
 
 def rate_of_run(seconds_per_cost: float, *, ran_on: Topology, topology: Topology) -> CostRate:
-    """The cost is one of which a run has shown what it takes.
+    """The cost is one whose seconds a recorded run has measured.
 
     Args:
         seconds_per_cost: of one pipeline stage, as that run had them.
         ran_on: the ranks of the run.
-        topology: the ranks that are asked about.
+        topology: the ranks to predict for.
     """
     same_stage = seconds_per_cost * ran_on.pp_size * _sharing(ran_on) / _sharing(topology)
     return CostRate(same_stage, is_absolute=True, source="seconds that the run's micro-batches took")
@@ -89,7 +89,7 @@ def step_seconds(predicted_cost: int, *, objective: str, topology: Topology, rat
         predicted_cost: as in ScheduleMetrics.
         objective: that it was predicted under, resolved.
         topology: the ranks.
-        rate: what a unit of cost takes.
+        rate: time of a unit of cost.
     """
     stages = 1 if is_makespan(objective, topology=topology) else topology.pp_size
     return predicted_cost * rate.seconds_per_cost / stages

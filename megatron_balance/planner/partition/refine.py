@@ -1,12 +1,12 @@
-"""Steepest descent on a packing: the best single move or swap that relieves the slowest group, again and again.
+"""Steepest descent on a packing: repeats the best single move or swap that relieves the slowest group.
 
 Bins stand in groups. In a group they are sorted by cost and cut into rows, and the group takes the sum of the costliest
 bins of its rows. With one bin to a row that is the sum of its bins. A swap exchanges an item of one of those costliest
-bins with an item elsewhere; a move is a swap with nothing, so that every bin also offers an item of no cost and no
-weight. Over-long items stay where they are. Each round looks at all pairs at once, takes the best, and ends where none
-helps. Rounds are counted in pairs looked at, so that the end does not depend on the speed of the machine.
+bins with an item elsewhere. A move is a swap with nothing, so that every bin also offers an item of no cost and no
+weight. Over-long items do not move. Each round compares all pairs at once and takes the best; the search ends where no
+pair helps. Work is limited by the number of pairs, so that the end does not depend on the speed of the machine.
 
-Kept: no bin gets heavier than its capacity, no bin is emptied, and the slowest group never gets slower.
+Invariants: no bin gets heavier than its capacity, no bin is emptied, and the slowest group never gets slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_PAIRS = 4_000_000
-"""Pairs that one call looks at; about 0.1 s."""
+"""Most pairs that one call compares; about 0.1 s."""
 
 _NO_PAIR = np.iinfo(np.int64).max
 
@@ -76,12 +76,12 @@ class _Bins:
         moved = self.costs[items, None] - self.partner_costs
         allowed = (moved > 0) & self.movable
         allowed &= (extra <= self.room[self.bin_of]) & (-extra <= self.room[from_bins][:, None])
-        # Nothing may come in return only where something stays.
+        # A move must leave another item in the bin.
         allowed[:, self.costs.size :] &= (self.counts[from_bins] > 1)[:, None]
         return moved, allowed & (from_bins[:, None] != self.bin_of)
 
     def exchange(self, item: int, partner: int) -> None:
-        """Swaps an item with another, or moves it to the bin of a partner that is nothing."""
+        """Swaps an item with another, or moves it to the bin of an empty partner."""
         one, other = int(self.bin_of[item]), int(self.bin_of[partner])
         moved = int(self.costs[item] - self.partner_costs[partner])
         extra = int(self.weights[item] - self.partner_weights[partner])
@@ -123,7 +123,7 @@ def refine(
         bins_per_group: bins of a group, a multiple of `bins_per_row`.
         bins_per_row: bins of a row.
         shared: `[num_items]` cost that an item's group pays besides, over the bins of a row together; None for none.
-        target: time of a group that is good enough to stop at.
+        target: time of a group at which to stop.
 
     Returns:
         `[num_items]` bin of each item.

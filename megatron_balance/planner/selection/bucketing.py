@@ -8,9 +8,9 @@ has little padding and no straggler, with nothing to move at run time.
     3. the order is cut into buckets of whole batches; each bucket is shuffled and cut into batches
     4. the batches are shuffled
 
-Bias: a batch is no longer a fair draw. Its mean length drifts from that of the data, and with it
-what goes with length: the number of tokens a step, the kind of text, the gradient's scale. A bucket of
-more batches drifts less and pads more; one bucket is a plain shuffle. With `--calculate-per-token-loss` each token
+Bias: a batch is no longer a fair draw. Its mean length drifts from that of the data, and with it the tokens of a step,
+the kind of text and the gradient's scale. A bucket of more batches drifts less and pads more; one bucket is a plain
+shuffle. With `--calculate-per-token-loss` each token
 still counts the same over an epoch.
 
 Invariants: every sample exactly once; the order depends on lengths, seed, epoch and sizes alone, so a run that has
@@ -38,7 +38,7 @@ def bucketed_order(
     seed: int = 0,
     epoch: int = 0,
 ) -> NDArray[np.int64]:
-    """An order of all samples in which batches hold samples of like lengths.
+    """An order of all samples in which batches hold samples of similar lengths.
 
     Args:
         lengths: `[num_samples]` tokens.

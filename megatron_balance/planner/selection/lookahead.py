@@ -2,12 +2,12 @@
 
     1. samples arrive one by one and are numbered; sample `a` would leave at step `a // batch_size` in arrival order
     2. step `t` chooses among the arrivals below `(t + window) * batch_size` that have not left
-    3. what would otherwise be late must leave: all of arrival step `t - window + 1`
+    3. samples that would otherwise be late must leave: all of arrival step `t - window + 1`
     4. the rest is chosen by `pool_choice.py`, so that batches have similar costs
 
 Invariants: every sample leaves exactly once, at most `window - 1` steps before or after its step in arrival order; a
-batch has `batch_size` samples, but the last one at the end of data may have fewer; `window=1` is arrival order; what
-leaves depends on costs and arrival numbers alone, not on how they were pushed, so every rank makes the same choice.
+batch has `batch_size` samples, but the last one at the end of data may have fewer; `window=1` is arrival order. The
+choice depends on costs and arrival numbers alone, not on how they were pushed, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LookAhead:
     Args:
         window: global batches in the pool; 1 is arrival order.
         batch_size: samples of a global batch (`global_batch_size`).
-        dp_size: ranks that share a batch; says which sample is too long for an even share. At 1 none is.
+        dp_size: ranks that share a batch, from which an even share follows. At 1 no sample exceeds it.
         choice: `gather` or `spread`: a name in `CHOICES`.
 
     Raises:
@@ -116,7 +116,7 @@ class LookAhead:
         return arrivals
 
     def drain(self) -> None:
-        """Tell the end of data: batches leave until the pool is empty."""
+        """Declare the end of data: batches then leave until the pool is empty."""
         self._drained = True
 
     def pop(self) -> NDArray[np.int64]:
@@ -156,7 +156,7 @@ class LookAhead:
     def state(self) -> dict[str, Any]:
         """Everything, as plain ints, strings and lists for a checkpoint.
 
-        `arrivals` are the samples in the pool: whoever resumes must load these again.
+        `arrivals` are the samples in the pool: a resumed run must load these again.
         """
         state = {name: value for name, value in vars(self).items() if name != "_pool"}
         return {
@@ -170,7 +170,7 @@ class LookAhead:
         """The inverse of `state`.
 
         Raises:
-            BalanceError: an entry is missing or unknown, or the pool does not hold what has not left.
+            BalanceError: an entry is missing or unknown, or the pool does not hold all samples that have not left.
         """
         ahead = cls(1, batch_size=1)
         expected = ahead.state().keys()

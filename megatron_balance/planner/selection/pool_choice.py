@@ -52,7 +52,7 @@ def spread_evenly(pool: Mapping[int, int], *, must: Sequence[int], count: int, d
     for stratum, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         arrival = fixed.get(stratum)
         if arrival is None:
-            # The mean of what came so far, times len(order); strata with one of `must` leave an error to correct.
+            # The mean of the samples so far, times len(order); strata with one of `must` leave an error to correct.
             goal = sums[stop] * count - total * len(order)
             arrival = min(order[start:stop], key=lambda a: (abs(goal - pool[a] * len(order)), a))
         chosen.append(arrival)
@@ -61,9 +61,9 @@ def spread_evenly(pool: Mapping[int, int], *, must: Sequence[int], count: int, d
 
 
 def _strata_of_must(order: Sequence[int], *, must: frozenset[int], count: int) -> dict[int, int]:
-    """A stratum of its own for each of `must`: that which it lies in, else the next free one, from the end backwards.
+    """A stratum for each of `must`: the one it lies in, else the next free one, from the end backwards.
 
-    A stratum that stays free has none of `must` in it: the first of them would have taken it.
+    A free stratum contains none of `must`: the first of them would have taken it.
     """
     strata: list[int] = []
     fixed = [(position, arrival) for position, arrival in enumerate(order) if arrival in must]

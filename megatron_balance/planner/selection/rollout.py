@@ -2,7 +2,7 @@
 
 Groups are taken in the order of their first sample, and each step gets the next ones. Samples of a group
 need not stand together: they follow its first. Where boundaries are given, each stretch between two of
-them is cut by itself, so that no sample crosses one.
+them is cut separately, so that no sample crosses one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def split_rollout(
 
 
 def _stretches(boundaries: Sequence[int] | NDArray[Any], *, groups: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """`(start, stop)` of what lies between boundaries, once it is known that no group crosses one."""
+    """`(start, stop)` of each stretch between boundaries; raises where a group crosses one."""
     inner = as_integers(boundaries, name="boundaries").tolist()
     edges = [0, *(edge for edge in inner if 0 < edge < groups.size), groups.size]
     wrong = sorted(inner) != inner or (bool(inner) and inner[-1] > groups.size)
@@ -112,7 +112,7 @@ def _stretches(boundaries: Sequence[int] | NDArray[Any], *, groups: NDArray[np.i
 
 
 def _even_ends(num_groups: int, *, num_steps: int, drop_last: bool) -> list[int]:
-    """Where each step ends, in groups."""
+    """The end of each step, in groups."""
     if num_groups == 0:
         return []
     if num_steps > num_groups:
