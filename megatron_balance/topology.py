@@ -2,7 +2,7 @@
 
 Terms are Megatron's: a *micro-batch* is one forward-backward pass of one model replica, a *slot* is
 the index of a micro-batch within a data-parallel rank. `original_seq_len` counts the tokens of a
-sample, `padded_seq_len` what it occupies once padded for context and sequence parallelism.
+sample, `padded_seq_len` those that it occupies once padded for context and sequence parallelism.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Topology:
         sequence_parallel: activations are split over tensor-parallel ranks along the sequence.
         fully_sharded: weights are gathered in every micro-batch (FSDP, ZeRO-3).
         token_alignment: the tokens of a micro-batch on each GPU, once context and sequence parallelism have split
-            them, are a multiple of this: FP8 and FP4 layers take no others. 1 for none.
+            them, are a multiple of this, as FP8 and FP4 layers require. 1 for none.
         dynamic_cp: every micro-batch has a context-parallel size of its own, a power of two of the
             `dp_size * cp_size` leaves.
         max_cp_size: largest such size; None for as large as the leaves allow.

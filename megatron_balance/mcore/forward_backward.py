@@ -142,7 +142,7 @@ class BalancedForwardBackward:
                 self.observer.end()
 
     def logged(self) -> None:
-        """Called after Called after Megatron has logged a step."""
+        """Called after Megatron has logged a step."""
         if self.observer is not None:
             with with_step_context(f"iteration {self._state.iteration}"):
                 self.observer.logged(self._state.iteration)

@@ -213,7 +213,7 @@ def _stage(
     inputs = INPUT_BYTES * -(-under_way // topology.vpp_size)
     kept = max(_chunk(chunk, per_layer, of_input, training) for chunk in chunks) * under_way
     workspace = max(_workspace(layer, shape, topology, training) for layer in per_layer)
-    # Activations and gradients on their way from and to neighbouring stages.
+    # Activations and gradients in transit between neighbouring stages.
     workspace += 2 * of_input * (topology.pp_size > 1)
     if training.recompute_granularity == "full":
         longest = training.recompute_num_layers if training.recompute_method == "uniform" else 1

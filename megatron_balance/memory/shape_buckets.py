@@ -1,9 +1,9 @@
-"""Fills micro-batches up to multiples of tokens, as low-precision layers require and for few shapes.
+"""Fills micro-batches up to multiples of tokens, for low-precision layers and for fewer shapes.
 
-- `Topology.token_alignment`: FP8 and FP4 layers take multiples of some tokens only. It holds for every micro-batch,
-  dummies and over-long samples included.
-- `--balance-shape-bucket`: an allocator reuses blocks of shapes that it has seen, and what is compiled or tuned for a
-  shape serves again. It holds for micro-batches up to the cap.
+- `Topology.token_alignment`: FP8 and FP4 layers only take multiples of a number of tokens. It applies to every
+  micro-batch, dummies and over-long samples included.
+- `--balance-shape-bucket`: the allocator reuses blocks of known shapes, and kernels compiled or tuned for a shape are
+  reused. It applies to micro-batches up to the cap.
 
 The price is the filler: half of the multiple for each micro-batch on average.
 
@@ -46,7 +46,7 @@ def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
 
 
 def bucketed_limits(limits: Limits, *, topology: Topology, shape_bucket: int, flag: str) -> Limits:
-    """The limits, their cap rounded down to what micro-batches are filled up to.
+    """The limits with the cap rounded down to the multiple that micro-batches are filled up to.
 
     Args:
         limits: what a micro-batch holds.

@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer state on one GPU.
 
 Weights are counted from FLOPs: a matrix costs two a token and weight (tests/megatron/test_flops_oracle.py holds every
-preset against the real model's weights), less the state of recurrent layers, which is no weight. Norms are added,
+preset against the real model's weights), less the state of recurrent layers, which is not a weight. Norms are added,
 h a norm; biases are not.
 
 The independent check is Megatron's `compute_weight_and_optimizer_memory` (megatron/training/

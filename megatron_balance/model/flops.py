@@ -64,7 +64,7 @@ def causal_pairs(length: int, *, window: int) -> int:
     """Twice the query-key pairs that a causal window of `window` tokens computes; L² while it covers all.
 
     The window's exact count is `wL - w(w-1)/2`; full attention's is `L(L+1)/2`, of which L² leaves out the
-    diagonal, as everybody does. Sparse attention that picks `window` keys a query computes as many pairs.
+    diagonal, as is usual. Sparse attention that picks `window` keys a query computes the same number of pairs.
 
     Example:
         >>> causal_pairs(100, window=10)
@@ -163,7 +163,7 @@ def attention_flops(shape: ModelShape, *, window: int = 0) -> FlopsPolynomial:
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix, with g key heads and a causal mask.
     Deviation from Megatron: a window's core is `2nd*causal_pairs(L, w)`, which it counts as full; in a hybrid
-    model it forgets the output gate.
+    model it leaves out the output gate.
 
     Args:
         shape: the model.
@@ -266,7 +266,7 @@ def moe_flops(shape: ModelShape) -> FlopsPolynomial:
     Routed experts on a latent width m cost `2*e*m*moe_ffn*topk`, and `4hm` to reach it and return. Only they
     are shared by the expert-parallel group; router, latent projections and shared experts run where the token is.
     Source: DeepSeekMoE (arXiv 2401.06066). Deviation from Megatron: it leaves the router out. The one-column
-    gate of Qwen's shared expert is in neither. Tokens are taken as routed evenly and none dropped.
+    gate of Qwen's shared expert is in neither. Tokens are assumed to be routed evenly, none dropped.
     """
     h, latent = shape.hidden_size, shape.moe_latent_size
     router = 2 * h * shape.num_experts

@@ -1,7 +1,7 @@
 """Computes costs and metrics of steps under one cost model: as recorded, planned, or under Megatron's own sampler.
 
-Invariant: two steps that are compared hold the same samples, or say that they do not; they are judged by the
-same cost model, ranks and limits.
+Invariant: compared steps hold the same samples, or are marked otherwise; they are judged by the same cost model, ranks
+and limits.
 """
 
 from __future__ import annotations

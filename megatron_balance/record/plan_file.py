@@ -71,7 +71,7 @@ def _info(content: Mapping[str, Any]) -> RunInfo:
 def _step(step: Mapping[str, Any], *, iteration: int, info: RunInfo) -> StepRecord:
     lengths = as_integers(step["lengths"], name="lengths")
     ranks, num_microbatches = step["ranks"], int(step["num_microbatches"])
-    # The file holds every slot: no size is taken on trust.
+    # The file holds every slot, so that every size can be checked.
     if len(ranks) != info.topology.dp_size or {len(slots) for slots in ranks} != {num_microbatches}:
         raise ValueError(
             f"step {iteration} is not of {info.topology.dp_size} ranks with {num_microbatches} micro-batches"

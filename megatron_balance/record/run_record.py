@@ -1,16 +1,16 @@
 """Reads and describes the record of a run: every step's lengths, plan and measured seconds, in a folder of small files.
 
     run.json                     ranks, limits, cost model, what it ran on
-    plans_00000.npz              of many steps: lengths, where each sample ran, predicted costs, time spent planning
-    seconds_rank00003_00000.npz  what the micro-batches of one data-parallel rank took
+    plans_00000.npz              of many steps: lengths, slots of samples, predicted costs, time spent planning
+    seconds_rank00003_00000.npz  seconds of the micro-batches of one data-parallel rank
 
 With dynamic context-parallel sizes ranks are leaves (`DynamicCpSchedule`), and plans have the array `cp_sizes`.
 
-One rank writes the plans, every rank its own seconds: nothing is sent for it. From a record a run can be
+One rank writes the plans, every rank its own seconds, without communication. From a record a run can be
 planned again under another policy, and drawn.
 
-Invariants: `read_record(folder)` gives back what the writers were given; files are numpy's own, without
-pickled objects; a run that was killed leaves all but its last, unwritten chunk.
+Invariants: `read_record(folder)` returns what the writers were given; files are numpy's own, without
+pickled objects; a killed run loses only its last, unwritten chunk.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RunInfo:
         except (OSError, ValueError) as error:
             raise BalanceError(f"{str(folder)!r} is no record of a run: {error}.") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise BalanceError(f"{str(path)!r} does not say {FORMAT!r}: it was written by another version.")
+            raise BalanceError(f"{str(path)!r} is not of the format {FORMAT!r}: it was written by another version.")
         try:
             topology = Topology(**content["topology"])
             read = {
@@ -100,7 +100,7 @@ class RunRecord:
     """A run that was recorded.
 
     Attributes:
-        info: what is the same in all steps.
+        info: properties of all steps.
         steps: in the order of iterations.
     """
 
@@ -109,7 +109,7 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Read a run back, also one that was killed or still goes on.
+    """Read a run back, also one that was killed or still runs.
 
     Raises:
         BalanceError: the folder holds no record, or a file of it is damaged.

@@ -19,14 +19,14 @@ _MAX_COST_SHIFT = 1024
 
 
 def check_step(step: StepRecord, *, topology: Topology) -> None:
-    """Look at every field.
+    """Check every field.
 
     Args:
-        step: as it was read.
+        step: read from a file.
         topology: of the run.
 
     Raises:
-        ValueError: says which field is impossible.
+        ValueError: names the impossible field.
     """
     num_samples = step.slot_of.size
     num_ranks = topology.num_leaves if topology.dynamic_cp else topology.dp_size

@@ -1,6 +1,6 @@
 """Writes the record of a run while it runs, a chunk of steps a file (`run_record.py` describes the files).
 
-Invariants: a file is written once and whole; steps that are in none yet are written by `flush()`; no thread, no
+Invariants: a file is written once and whole; steps that are in no file yet are written by `flush()`; no thread, no
 communication.
 """
 
@@ -79,7 +79,7 @@ class PlanWriter(_ChunkWriter[StepRecord]):
         super().__init__(folder, prefix="plans", resume=resume)
 
     def add(self, step: StepRecord) -> None:
-        """Take in one step; every `CHUNK_STEPS` a file is written."""
+        """Add one step; a file is written every `CHUNK_STEPS`."""
         self._take(step)
 
     def _arrays(self, steps: list[StepRecord]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class SecondsWriter(_ChunkWriter[tuple[int, NDArray[np.float64]]]):
         super().__init__(folder, prefix=f"seconds_rank{dp_rank:05d}", resume=resume)
 
     def add(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
-        """Take in one step: `[num_microbatches]` seconds."""
+        """Add one step: `[num_microbatches]` seconds."""
         self._take((iteration, seconds))
 
     def _arrays(self, steps: list[tuple[int, NDArray[np.float64]]]) -> dict[str, Any]:

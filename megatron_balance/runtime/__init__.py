@@ -2,7 +2,7 @@
 
 In a step: `split_packed` (what the dataloader yields → samples), `gather_lengths` (every rank learns all lengths),
 the planner, `check_same_schedule`, `reroute_samples`, `pack_microbatch`. Process groups are arguments and only
-tensors travel.
+tensors are sent.
 """
 
 from megatron_balance.runtime.exchange import reroute_samples

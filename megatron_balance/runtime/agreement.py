@@ -1,10 +1,10 @@
 """Lets all ranks of a run agree on settings before any of them makes a process group.
 
-Making a process group waits for every member: a rank that does not come is waited for until the timeout, and no error
-names it. So ranks meet in the key-value store of init_process_group. It can name the ranks that have
-not come, and it needs neither a group nor a device. Rank 0 reads what every rank wrote, and writes one verdict.
+Making a process group waits for every member until the timeout, and no error names a missing rank. So ranks meet in the
+key-value store of init_process_group, which can name the missing ranks and needs neither a group nor a device. Rank 0
+reads the entries of all ranks, and writes one verdict.
 
-Texts travel, as JSON; nothing that arrives is executed. A rank writes once and reads once; rank 0 reads once a rank.
+Entries are JSON texts; nothing that arrives is executed. A rank writes once and reads once; rank 0 reads once a rank.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ READ_SECONDS = 10.0
 """Rank 0 may be where the store lives, and stays this long at most for the others to read a verdict that ends them."""
 
 JUDGING_SHARE = 0.9
-"""Part of the timeout after which rank 0 no longer waits, so that the others still hear who did not come."""
+"""Part of the timeout after which rank 0 no longer waits, so that the others still get the names of missing ranks."""
 
 MAX_SETTINGS_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how ranks meet.
+    """The key-value store and the ranks that meet in it.
 
     Attributes:
         store: that all ranks of the world share.
         rank: of this process in the world.
         num_ranks: of the world.
-        timeout: after which a rank that has not come is named.
+        timeout: after which missing ranks are named.
     """
 
     store: Store
@@ -50,17 +50,17 @@ class Meeting:
 
 
 def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem: str | None = None) -> None:
-    """Go on only if every rank came, with the same settings and without a problem.
+    """Continue only if every rank takes part, with the same settings and without a problem.
 
     Args:
         settings: name → value, for people too; a name that a rank lacks counts as another value.
         meeting: of all ranks of the world.
         topic: `flags`; ranks that meet several times name it each time.
-        problem: why this rank cannot go on, or None.
+        problem: error of this rank, or None.
 
     Raises:
-        BalanceError: on every rank: what differs, with which value on which ranks; the problem; or who is
-            missing. PeerError where rank 0 did not come or the store is gone.
+        BalanceError: on every rank: the differing settings with values and ranks; the problem; or the missing
+            ranks. PeerError where rank 0 is missing or the store is gone.
     """
     _meet(json.dumps({"settings": dict(settings), "problem": problem}), meeting=meeting, topic=topic, judge=_judge)
 
@@ -74,14 +74,14 @@ def gather_texts(text: str, *, meeting: Meeting, topic: str) -> list[str]:
         topic: as for `agree`.
 
     Raises:
-        BalanceError: on every rank: who is missing. PeerError as for `agree`.
+        BalanceError: on every rank: the missing ranks. PeerError as for `agree`.
     """
     return json.loads(_meet(text, meeting=meeting, topic=topic, judge=lambda texts: _Verdict(answer=json.dumps(texts))))
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """One of the two: what every rank raises, or what every rank returns."""
+    """The outcome for all ranks: an error that each raises, or an answer that each returns."""
 
     problem: str = ""
     answer: str = ""
@@ -92,7 +92,7 @@ def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]
     store, rank = meeting.store, meeting.rank
     deadline = time.monotonic() + meeting.timeout.total_seconds()
     with waiting_for(f"all ranks to agree on their {topic}"):
-        # Counted apart, so that ranks that meet again on this topic read no verdict of the time before.
+        # Numbered, so that ranks that meet again on this topic do not read an earlier verdict.
         folder = f"{ROOT}/{topic}/{store.add(f'{ROOT}/{topic}/meetings/{rank}', 1)}"
         store.set(f"{folder}/rank/{rank}", text)
         if rank == 0:
@@ -115,7 +115,7 @@ def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]
 
 
 def _collect(folder: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]], _Verdict]) -> _Verdict:
-    """On rank 0: the verdict on what all ranks wrote, or on those that did not come."""
+    """On rank 0: the verdict on the entries of all ranks, or on the missing ranks."""
     deadline = time.monotonic() + JUDGING_SHARE * meeting.timeout.total_seconds()
     keys = [f"{folder}/rank/{rank}" for rank in range(meeting.num_ranks)]
     missing = [rank for rank, key in enumerate(keys) if not _came(meeting.store, key, deadline=deadline)]
@@ -130,7 +130,7 @@ def _collect(folder: str, *, meeting: Meeting, topic: str, judge: Callable[[list
 
 
 def _judge(texts: list[str]) -> _Verdict:
-    """Why the ranks cannot go on, if they cannot."""
+    """The reason why ranks cannot continue, if there is one."""
     said = [json.loads(text) for text in texts]
     ranks_with: dict[str, list[int]] = {}
     for rank, one in enumerate(said):
@@ -143,7 +143,7 @@ def _judge(texts: list[str]) -> _Verdict:
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> str:
-    """What differs between ranks: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
+    """Differences between ranks, as text: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
 
     A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
     """
@@ -170,7 +170,7 @@ def _difference(name: str, settings: Sequence[Mapping[str, str]]) -> str:
 
 
 def _came(store: Store, key: str, *, deadline: float) -> bool:
-    """Wait for a key; False where it did not come in time. What is there already is there after the deadline too."""
+    """Wait for a key; False where it is missing at the deadline. A key that exists is found after the deadline too."""
     while True:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
         try:

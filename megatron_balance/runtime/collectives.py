@@ -36,7 +36,7 @@ def all_gather_row(
     Args:
         row: of this rank.
         group: all that take part.
-        what: that is waited for, for the error of a peer that does not answer.
+        what: the data waited for, named in the error where a peer does not answer.
         device: where the buffers live.
     """
     return _all_gather_tensor(torch.from_numpy(row), group=group, what=what, device=device).numpy()

@@ -27,10 +27,10 @@ def reroute_samples(
 ) -> dict[int, Sample]:
     """Send every sample to its destination.
 
-    One `all_to_all_single` of bytes, to which every rank comes, also one that neither sends nor receives; none at all
-    where no sample moves. Splits are Python ints, so that a buffer may pass 2**31 bytes. Samples that stay do not
-    travel. Samples that arrive are views of one receive buffer, which lives as long as any of them does: clone what is
-    to outlive the step.
+    One `all_to_all_single` of bytes, in which every rank takes part, even with nothing to send or receive; none where no
+    sample moves. Splits are Python ints, so that a buffer may pass 2**31 bytes. Samples that stay are not sent.
+    Samples that arrive are views of one receive buffer, which lives as long as any of them: clone tensors that outlive
+    the step.
 
     Args:
         samples: this rank's, in the order in which their lengths were gathered.
@@ -143,7 +143,7 @@ def _checked_destinations(destinations: ArrayLike, *, gathered: GatheredLengths,
 
 
 def _check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank: int, schema: SampleSchema) -> None:
-    """The bytes are laid out by what was gathered, so a sample that differs would be read as garbage."""
+    """The layout of the bytes follows from the gathered lengths, so a sample that differs would be read as garbage."""
     own = np.flatnonzero(gathered.home_ranks == rank)
     expected, given = gathered.lengths[own].tolist(), [sample.length for sample in samples]
     if given != expected:

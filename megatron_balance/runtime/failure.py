@@ -1,8 +1,8 @@
 """Raises an error of one rank on every rank of its group.
 
-A rank that raised alone would leave the others in a collective that it never comes to. So an error is caught, its text
-travels in the next collective, and then every rank raises: the rank where it happened the original with its traceback,
-the others a BalanceError that names the rank and the error.
+A rank that raised alone would leave the others waiting in a collective. So an error is caught, its text is sent in the
+next collective, and then every rank raises: the rank where it happened the original with its traceback, the others a
+BalanceError that names the rank and the error.
 
 `attempt` is the one place of this package that catches every Exception: a data loader is other code, and
 may raise anything. KeyboardInterrupt and SystemExit pass.
@@ -34,7 +34,7 @@ class Failure:
 
     Attributes:
         error: as it was raised.
-        during: what was being done, for people; empty where the error itself says it.
+        during: the work under way, for people; empty where the error names it.
     """
 
     error: Exception
@@ -48,7 +48,7 @@ class Failure:
         else:
             text = "".join(traceback.format_exception_only(self.error)).strip()
         text = f"{self.during}: {text}" if self.during else text
-        return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are no UTF-8
+        return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8
 
 
 class AgreedError(BalanceError):
@@ -74,7 +74,7 @@ def attempt(work: Callable[P, T], *positional: P.args, **keywords: P.kwargs) -> 
 
 @contextlib.contextmanager
 def agreeing_on(failure: Failure | None) -> Iterator[None]:
-    """Around the collective that carries `failure.problem` and raises it on every rank.
+    """Context of the collective that sends `failure.problem` and raises it on every rank.
 
     Raises:
         AgreedError: where the failure is this rank's and its error is not a BalanceError.
@@ -88,12 +88,12 @@ def agreeing_on(failure: Failure | None) -> Iterator[None]:
 
 
 def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: str) -> None:
-    """Raise on every rank what failed on one. One all_gather of one int64; one more of texts where there are any.
+    """Raise on every rank the failure of one. One all_gather of one int64; one more of texts where there are any.
 
     Args:
         failure: of this rank, or None.
-        group: the ranks that go on together; gloo.
-        what: the peers are to say, for the error of one that does not answer.
+        group: the ranks that continue together; gloo.
+        what: the answer of the peers, named in the error where one does not answer.
 
     Raises:
         BalanceError: on every rank, naming the ranks that failed.

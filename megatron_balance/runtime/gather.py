@@ -1,7 +1,7 @@
-"""Gathers the lengths of all samples on every rank, and checks that all may go on.
+"""Gathers the lengths of all samples on every rank, and checks that all ranks can continue.
 
-What one rank finds wrong with its own data it must not raise alone: its peers would wait for it for ever. So it
-travels in the header, and every rank raises the same error. Ranks that gather for different steps find out here too.
+A rank must not raise an error in its own data alone: its peers would wait for ever. So the error is sent in the header,
+and every rank raises it. Ranks that gather for different steps are detected here too.
 
 Collectives: one all_gather of `HEADER_FIELDS + INLINE_LENGTHS` int64 a rank (1 KiB). A second one carries the other
 values where some rank has more than `INLINE_LENGTHS`. One more carries schemas or error texts, where some rank has no
@@ -34,7 +34,7 @@ NO_SCHEMA = -1  # hashes are not negative
 
 
 class OutOfStepError(BalanceError):
-    """Ranks make different steps at the same time: they will not meet again."""
+    """Ranks make different steps at the same time, and would never meet again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class GatheredLengths:
         schema: of all samples; None where no rank has any.
         num_segments: int64 `[num_samples]`, sequences of each sample, at least 1.
         segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
-        new_source: whether some rank's samples come from elsewhere than its last ones.
+        new_source: whether some rank's samples come from another source than its last ones.
     """
 
     lengths: NDArray[np.int64]
@@ -124,8 +124,8 @@ def gather_lengths(
         fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
         packed: whether this rank's data marks where its sequences begin (`cu_seqlens`); equal on all ranks.
         step: that the samples are for, counted by the caller; equal on all ranks.
-        new_source: whether they come from elsewhere than this rank's last ones.
-        problem: what this rank found wrong with its own data. It raises here, on every rank.
+        new_source: whether they come from another source than this rank's last ones.
+        problem: an error in this rank's data. It is raised here, on every rank.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
@@ -178,7 +178,7 @@ def gather_lengths(
     failed = headers[:, FAILED] != 0
     hashes = headers[:, SCHEMA_HASH]
     if failed.any() or (hashes != hashes[0]).any():
-        what = "what all ranks say of their samples (gather)"
+        what = "the schemas or errors of all ranks (gather)"
         details = all_gather_bytes(detail, nbytes=headers[:, DETAIL_NBYTES], group=group, device=device, what=what)
         if failed.any():
             raise cannot_go_on(failed, texts=details, group=group)

@@ -4,14 +4,14 @@ Every tensor has a leading batch dimension of 1. Each sequence, and a sample may
 of `token_multiple`:
 
 - Without context parallelism the padding counts into the sequence: `cu_seqlens` are the cumulative padded lengths.
-  Megatron's `get_batch_on_this_tp_rank` carries `cu_seqlens_padded` to the other tensor-parallel ranks only when
-  cp_size > 1, so that a pack that needs it would be read differently there.
+  Megatron's `get_batch_on_this_tp_rank` sends `cu_seqlens_padded` to the other tensor-parallel ranks only when
+  cp_size > 1, so they would read a pack that needs it differently.
 - With context parallelism `cu_seqlens` are the cumulative real lengths and `cu_seqlens_padded` says where sequences
   start.
 
-A pack may be filled up with masked tokens to a given size (`num_tokens`), because FP8 and FP4 layers take multiples of
-some tokens only, or so that few sizes come out. The filler is sequences of its own, which no real token attends to, of
-at most FILLER_TOKENS each: their attention costs next to nothing, however much there is. A dummy is all filler.
+A pack may be filled up with masked tokens to a given size (`num_tokens`), because FP8 and FP4 layers require
+multiples of a number of tokens, or so that few sizes occur. The filler is sequences of its own, which no real token
+attends to, of at most FILLER_TOKENS each: their attention costs next to nothing. A dummy is all filler.
 
 `max_seqlen` is the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE makes
 `max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
@@ -30,7 +30,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
 
-# Not part of a Sample: they describe the pack and are made anew with it.
+# Not part of a Sample: they describe the pack and are made again with each.
 DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 FILLER_TOKENS = 128
@@ -122,7 +122,7 @@ def dummy_microbatch(
     num_tokens: int | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """A micro-batch that trains nothing, for a rank with fewer samples than slots.
+    """A masked micro-batch, for a rank with fewer samples than slots.
 
     `num_tokens`, or `token_multiple`, the fewest that are legal; all with loss_mask 0. Per-sample keys are zeros. Its
     keys, shapes and dtypes are those of `pack_microbatch` with samples of this schema.

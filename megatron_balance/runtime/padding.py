@@ -1,7 +1,7 @@
 """Padding mask of a packed micro-batch, from the lengths of its sequences alone.
 
 `pack_microbatch` pads each sequence to a multiple of `token_multiple` tokens and puts filler behind the last one. Ranks
-that read no data know the lengths from their model replica, and so make the same mask.
+that read no data get the lengths from their model replica, and make the same mask.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Errors for lost peers: they name the ranks, what was waited for, and the remedy.
 
-torch reports a lost connection or an elapsed timeout without saying what was waited for. Every collective of this
-package runs in `waiting_for`, which raises a PeerError that says it; `with_step_context` adds the iteration. Around
-collectives of others `annotate_peer_loss` adds a note to the error and leaves it as it is.
+torch reports a lost connection or an elapsed timeout, but not what was waited for. Every collective of this package
+runs in `waiting_for`, which raises a PeerError that names it; `with_step_context` adds the iteration. Around other
+collectives `annotate_peer_loss` adds a note to the error, which it does not replace.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterato
     except RuntimeError as error:  # gloo raises it bare; torch.distributed's own errors derive from it
         ranks = "the other ranks" if group is None else f"world {named_ranks(dist.get_process_group_ranks(group))}"
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        # Without gloo's place in its own source, and its guesses.
+        # Without gloo's source location and its guesses.
         first_line = re.sub(r"^\[\S+:\d+\] ", "", first_line).partition(". This is typically")[0].rstrip(".")
         raise PeerError(f"waited for {what} among {ranks}, and not all answered ({first_line}). {_ADVICE}") from error
 

@@ -1,6 +1,6 @@
 """Gathers the measured seconds of every data-parallel rank's steps on one rank.
 
-Invariants: every rank of the group takes part, with the same number of steps; what one rank has not measured is
+Invariants: every rank of the group takes part, with the same number of steps; a step that one rank has not measured is
 unknown (NaN) for its whole model replica, never zero.
 """
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_balance.runtime.collectives import gather_row
 
 NOT_MEASURING = -1
-"""In place of a data-parallel rank: a member of the group that measures nothing."""
+"""Stands for the data-parallel rank of a member of the group that measures nothing."""
 
 
 def gather_rank_seconds(

@@ -1,7 +1,7 @@
 """Gives all ranks of one model replica the same plan, or the same error.
 
-Some of them made the plan, each with its own data-parallel group (pipeline stages, context-parallel ranks); the others
-learn from the first what they need of it (tensor-parallel ranks that read no data).
+Pipeline stages and context-parallel ranks make the plan, each with its own data-parallel group. Tensor-parallel ranks
+that read no data receive the numbers that they need from the first rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LISTENS, PLANNED, FAILED = range(3)
 def share_counts(
     counts: list[int] | None, *, group: dist.ProcessGroup, digest: int = 0, problem: str | None = None
 ) -> list[int]:
-    """The numbers that ranks of a replica go by, the same on all of them.
+    """The numbers that the ranks of a replica use, equal on all of them.
 
     One all_gather of three int64, and a broadcast where some rank listens.
 
@@ -27,7 +27,7 @@ def share_counts(
         counts: what this rank planned; None where it reads no data, or has a problem.
         group: the ranks of the replica; its first rank reads data; gloo.
         digest: of everything else that must be equal, in [0, 2**63).
-        problem: why this rank cannot go on. It raises here, on every rank of the replica.
+        problem: error of this rank. It is raised here, on every rank of the replica.
 
     Returns:
         `counts` of the first rank.
@@ -45,7 +45,7 @@ def share_counts(
     failed = rows[:, KIND] == FAILED
     if failed.any():
         sizes = np.where(failed, rows[:, NUM_VALUES], 0)
-        texts = all_gather_bytes(message, nbytes=sizes, group=group, what="what is wrong in this model replica")
+        texts = all_gather_bytes(message, nbytes=sizes, group=group, what="the errors of this model replica")
         raise BalanceError(" | ".join(dict.fromkeys(text.decode() for text in texts if text)))
     planned = rows[:, KIND] == PLANNED
     first = rows[0]

@@ -1,7 +1,7 @@
 """A sample's tensors, and the schema that all samples of a run share.
 
-A rank that knows a sample's length and the schema knows the size and the place of every byte of it, so that no sizes
-travel with the samples.
+A sample's length and the schema determine the size and the place of all its bytes, so that no sizes are sent with the
+samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_balance.errors import BalanceError
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence of tokens, or several that stay together, and what belongs to them.
+    """One sequence of tokens, or several that stay together, with all their tensors.
 
     Attributes:
         per_token: tensors `[original_seq_len, *trailing]`: tokens, labels, loss_mask, position_ids and whatever else
@@ -167,7 +167,7 @@ class SampleSchema:
         return True
 
     def differences(self, other: SampleSchema) -> Iterator[str]:
-        """What this schema has otherwise than `other`, a phrase for each key."""
+        """Differences of this schema from `other`, a phrase for each key."""
         ours, theirs = ({key.name: key for key in schema.keys} for schema in (self, other))
         for name in sorted(ours.keys() | theirs.keys()):
             here, there = ours.get(name), theirs.get(name)

@@ -1,4 +1,4 @@
-"""Times the micro-batches of one step without making anything wait.
+"""Times the micro-batches of one step without synchronizing the device.
 
 On a GPU a mark is an event in the stream that computes, read once the GPU has passed it; on a CPU it is the
 thread's own CPU time, which other jobs of the machine do not lengthen.
@@ -46,7 +46,7 @@ class StepTimer:
 
     @property
     def finished(self) -> bool:
-        """Whether the device has passed the last mark. Asks, and does not wait."""
+        """Whether the device has passed the last mark; does not wait."""
         return not self._on_gpu or all(end.query() for end in self._last_marks())
 
     def seconds(self, num_microbatches: int) -> NDArray[np.float64] | None:

@@ -39,7 +39,7 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
     """One Sample for each sequence of a batch, row after row; or one for each row.
 
     Trailing padding is stripped: the constant run of token ids at the end of a sequence whose loss_mask is 0. Attention
-    is causal, so that what is stripped changes no loss (Megatron 0.19's SFTDataset counts it into the last sequence of
+    is causal, so that stripping changes no loss (Megatron 0.19's SFTDataset counts it into the last sequence of
     a row, where it costs attention). One token always stays. Nothing is stripped where there is no loss_mask.
 
     Args:
@@ -55,8 +55,8 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
         Samples whose tensors are views of the batch, or copies where a row of several sequences had padding between.
 
     Raises:
-        BalanceError: naming the key: labels of another length than tokens; tokens or labels that are no integers; a
-            value that is no tensor, or of a shape that fits neither rows nor sequences; an unknown unit, or `sample`
+        BalanceError: naming the key: labels of another length than tokens; tokens or labels that are not integers; a
+            value that is not a tensor, or of a shape that fits neither rows nor sequences; an unknown unit, or `sample`
             where a key has one entry a sequence. RowError: naming the row too: cu_seqlens that does not begin at 0,
             falls or passes the row's end; sequences that leave out tokens with a loss; a negative token; NaN or
             infinity in loss_mask.
@@ -131,7 +131,7 @@ def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         if value is None:
             continue
         if not isinstance(value, Tensor):
-            raise BalanceError(f"{name} is a {type(value).__name__}: only tensors travel between ranks; drop the key.")
+            raise BalanceError(f"{name} is a {type(value).__name__}: only tensors move between ranks; drop the key.")
         tensors[name] = value
     if "tokens" not in tensors or tensors["tokens"].dim() != 2:
         raise BalanceError(
@@ -208,7 +208,7 @@ def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _without_padding(tensors: Mapping[str, Tensor], *, row: int, start: int, stop: int) -> int:
-    """Where the sequence ends without its masked, constant tail; at least one token stays."""
+    """The end of the sequence without its masked, constant tail; at least one token stays."""
     if "loss_mask" not in tensors:
         return stop
     tokens = tensors["tokens"][row, start:stop]
