@@ -26,7 +26,6 @@ class FloorAdvice:
     Attributes:
         floor: cost of the largest sample over a rank's even share, at least 1.0.
         dp_size: data-parallel ranks now.
-        longest_tokens: padded tokens of the longest sample.
         cp_size: the least context parallelism, a power of two, at which the floor is gone on the same GPUs;
             the present one where the floor is ignored, None where none divides the ranks.
         fitting_tokens: longest length to shorten samples to at the present context parallelism, so that the
@@ -37,7 +36,6 @@ class FloorAdvice:
 
     floor: float
     dp_size: int
-    longest_tokens: int
     cp_size: int | None
     fitting_tokens: int | None
     num_longer: int
@@ -68,7 +66,6 @@ def floor_advice(lengths: NDArray[np.int64], *, cost_model: CostModel, topology:
     return FloorAdvice(
         floor=floor,
         dp_size=topology.dp_size,
-        longest_tokens=int(topology.padded_seq_len(lengths).max(initial=0)),
         cp_size=cp_size,
         fitting_tokens=fitting,
         num_longer=num_longer,

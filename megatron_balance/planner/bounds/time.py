@@ -43,14 +43,12 @@ class SlotFloor:
             large samples that cannot share a micro-batch.
         held_costs: `[num_forced + 1]`: the most that the first i slots of all ranks that meet can hold.
         num_high: slots at the front that the bound takes as forced; the rest is even.
-        spread_cost: cost that the first `num_high` slots of all ranks cannot hold.
         total_cost: the bound times `dp_size`.
     """
 
     forced_heights: tuple[int, ...]
     held_costs: tuple[int, ...]
     num_high: int
-    spread_cost: int
     total_cost: int
 
 
@@ -97,7 +95,6 @@ def slot_floor(problem: Problem, *, sync_group_size: int, in_bins: bool = False)
         forced_heights=tuple(forced),
         held_costs=tuple(held),
         num_high=num_high,
-        spread_cost=total - held[num_high],
         total_cost=values[num_high],
     )
 
