@@ -27,8 +27,8 @@ def reroute_samples(
 ) -> dict[int, Sample]:
     """Send every sample to its destination.
 
-    One `all_to_all_single` of bytes, in which every rank takes part, even with nothing to send or receive; none where no
-    sample moves. Splits are Python ints, so that a buffer may pass 2**31 bytes. Samples that stay are not sent.
+    One `all_to_all_single` of bytes, in which every rank takes part, with or without samples; none where no sample
+    moves. Splits are Python ints, so that a buffer may pass 2**31 bytes. Samples that stay are not sent.
     Samples that arrive are views of one receive buffer, which lives as long as any of them: clone tensors that outlive
     the step.
 
