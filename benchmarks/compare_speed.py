@@ -29,7 +29,7 @@ _LENGTHS = "synthetic:servegen_mlarge:100000"
 
 @dataclass(frozen=True)
 class Taken:
-    """What one command took.
+    """Time of one command, and its last line.
 
     Attributes:
         wall_seconds: from start to end.

@@ -41,7 +41,7 @@ _port_numbers = itertools.count(97 * os.getpid())
 
 @dataclass(frozen=True)
 class ForkedRun:
-    """What a run left behind.
+    """Records and times of a run.
 
     Attributes:
         recorded: its steps, rank by rank; the output is that of rank 0.

@@ -39,7 +39,7 @@ OVER_LONG = 300
 
 @dataclass
 class Tally:
-    """What a fuzz did on one rank.
+    """Counts of a fuzz on one rank.
 
     Attributes:
         rounds: exchanges.
@@ -66,7 +66,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Round:
-    """What every rank draws alike.
+    """The draws of a round, equal on all ranks.
 
     Attributes:
         lengths: of each rank's samples, each the lengths of its sequences.
@@ -98,13 +98,7 @@ class _Round:
 
 
 def fuzz(group: dist.ProcessGroup, *, pair: dist.ProcessGroup, count: int, seed: int) -> Tally:
-    """Run the rounds; every rank calls it alike.
-
-    Args:
-        group: all ranks.
-        pair: a part of them with this rank in it; every fourth round runs within the parts.
-        count: rounds.
-        seed: of everything.
+    """Run the rounds on all ranks, every fourth of them within `pair`, a part of the ranks that holds this one.
 
     Raises:
         AssertionError: a sample was lost, doubled or altered; names the round.
@@ -268,7 +262,7 @@ def _first_of_home(gathered: GatheredLengths) -> NDArray[np.int64]:
 
 
 def _pack_and_unpack(samples: Sequence[Sample], gathered: GatheredLengths, *, topology: Topology) -> int:
-    """How many sequences came out of a micro-batch as they went in."""
+    """The number of sequences of a micro-batch that unpacking returned unchanged."""
     token_multiple, cp_size = topology.token_multiple, topology.cp_size
     if not samples:
         if gathered.schema is not None:

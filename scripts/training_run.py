@@ -26,7 +26,7 @@ GPU_FLAGS = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run left behind.
+    """Records and output of a run.
 
     Attributes:
         ranks: for each rank that recorded, its steps (see record_steps.py).

@@ -32,7 +32,7 @@ UNITS = ("", "ms", "ms", "ms", "ms", "ms", "ms", "all-gather", "all-to-all", "ma
 
 
 class Shuffler:
-    """What upstream's base class brings: a thread."""
+    """Stands for upstream's base class, which has a thread."""
 
     def __init__(self) -> None:
         self._kk_executor = ThreadPoolExecutor(max_workers=1)
@@ -148,7 +148,7 @@ def _milliseconds(call: Callable[[], Any], *, repeats: int) -> float:
 
 
 def _mebibytes_received(handle: Any, *, rank: int, dp_size: int) -> tuple[float, float]:
-    """What comes from other ranks, by all-gather and by all-to-all."""
+    """MiB received from other ranks, by all-gather and by all-to-all."""
     rows, ranks = handle.rows, handle.plan.result()
     nbytes = rows.layout.row_nbytes(rows.lengths)
     of_ranks = np.bincount(rows.home_ranks, weights=nbytes, minlength=dp_size)

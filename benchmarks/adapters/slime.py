@@ -101,7 +101,7 @@ def measure(build: BuildSchedule, *, cost_model: CostModel) -> Figures:
 
 
 def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
-    """What is compared, by the name that the table has."""
+    """The planners compared, by their names in the table."""
     found: dict[str, BuildSchedule] = {}
     if checkout is not None:
         sys.path.insert(0, str(checkout))

@@ -57,7 +57,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
         if self.approach == "stock":
             return "stock: round-robin"
         parts = [self.approach, self.cost]
@@ -68,7 +68,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a way costs.
+    """Costs of a way to dispatch.
 
     Attributes:
         step_time: sum over dispatches of the slowest rank's time, over ideal.

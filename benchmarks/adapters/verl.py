@@ -43,7 +43,7 @@ def rollout_lengths(seed: int, *, num_rows: int) -> Lengths:
 
 
 def trainer_of(*, minibatch_rows: int) -> SimpleNamespace:
-    """What `RayPPOTrainer._balance_batch` asks of its trainer."""
+    """A trainer with the attributes that `RayPPOTrainer._balance_batch` reads."""
     actor = SimpleNamespace(ppo_mini_batch_size=minibatch_rows, get=lambda _: minibatch_rows)
     role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
     group = SimpleNamespace(_dispatch_info={"actor": list(range(DP_SIZE))})

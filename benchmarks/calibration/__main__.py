@@ -39,7 +39,7 @@ STEPS_OF_ONLINE_WARM_UP = 8
 
 @dataclass(frozen=True)
 class _Way:
-    """How a run plans.
+    """One way to plan a run.
 
     Attributes:
         flags: beside those of the quickstart's balance_by_flops.

@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 900
 
 
 def main() -> int:
-    """Run what is missing, report."""
+    """Run the missing cases, report all."""
     parser = argparse.ArgumentParser(prog="scripts/equality_matrix.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--whole", action="store_true", help="every policy in every cell")
     parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name holds this, and what they need")

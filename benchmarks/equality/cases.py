@@ -125,7 +125,7 @@ class Case:
 
     @property
     def cell(self) -> tuple[str, str, str]:
-        """What it shares with the run it is compared with."""
+        """Layout, precision and optimizer, which it shares with its reference."""
         return self.layout, self.precision, self.optimizer
 
     @property
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether this package does anything in it."""
+        """Whether the run has balance flags."""
         return self.way in POLICIES or self.way == TORCHRUN
 
     @property
@@ -145,7 +145,7 @@ class Case:
 
     @property
     def flags(self) -> str:
-        """Those that tell it from the others, and those of the model."""
+        """Megatron's flags of the model and of this case."""
         parts = (COMMON, (LAYOUTS | AUX_LAYOUTS)[self.layout].flags, PRECISIONS[self.precision])
         return " ".join((*parts, OPTIMIZERS[self.optimizer], (POLICIES | _OTHER_WAYS)[self.way])).strip()
 
@@ -165,11 +165,7 @@ class Case:
 
 
 def cases(*, whole: bool) -> list[Case]:
-    """All runs, the more telling ones first; a run that another needs comes before it.
-
-    Args:
-        whole: every policy in every cell; else the rarer policies on three layouts alone.
-    """
+    """All runs, the more telling ones first; a run that another needs comes before it."""
     return list(dict.fromkeys(_in_turn(whole=whole)))
 
 

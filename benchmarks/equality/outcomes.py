@@ -60,7 +60,7 @@ class Difference:
 
 
 def difference(outcome: Outcome, *, reference: Outcome) -> Difference:
-    """How far a run is from another."""
+    """The difference of a run from another."""
     losses = _relative(outcome.losses, reference.losses)
     grad_norms = _relative(outcome.grad_norms, reference.grad_norms)
     return Difference(max(losses), max(grad_norms), losses[0], grad_norms[0])

@@ -78,7 +78,7 @@ class Report:
         return all(one.problem is None for one in self.compared)
 
     def summary(self) -> str:
-        """How many runs there are, and what is wrong."""
+        """The number of runs, and their problems."""
         problems = [one for one in self.compared if one.problem not in (None, NOT_RUN)]
         lines = [f"{one.case.name}: {one.problem}" for one in problems]
         return "\n".join([*lines, self._count(), ""])
@@ -246,7 +246,7 @@ def _largest(far: Iterable[Compared]) -> Difference | None:
 
 
 def _summed(ours: Sequence[Compared]) -> tuple[str, str, str]:
-    """How many, and their largest differences; a failed run makes the row say so."""
+    """Count and largest differences, marked where a run failed."""
     bad = [one for one in ours if one.problem is not None]
     largest = _largest(ours)
     count = f"{len(ours)}" + (f", **{len(bad)} not equal**" if bad else "")

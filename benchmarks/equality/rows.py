@@ -42,10 +42,6 @@ def shuffled_within_steps() -> list[int]:
 def chosen(steps: Sequence[Sequence[int]], *, rows: Sequence[SftSample]) -> list[int]:
     """Row numbers in the order of the steps that took them.
 
-    Args:
-        steps: of each step, the lengths of its rows.
-        rows: all of them.
-
     Raises:
         AssertionError: the steps did not take every row once.
     """

@@ -35,7 +35,7 @@ _OURS = r"megatron_balance: (?!iteration \d+ \||WARNING: (?!rank \d+ prepares))"
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
         exit_code: negative for a signal; None where it still ran after the limit.
@@ -49,7 +49,7 @@ class RankEnd:
 
     @property
     def last_word(self) -> str:
-        """What this package said of the fault, else the error that ended the rank, else its last line."""
+        """This package's last message, else the error that ended the rank, else its last line."""
         lines = [line.strip() for line in self.output.splitlines()]
         lines = [line for line in lines if line and not line.startswith("- ") and "nanobind" not in line]
         ours = [line for line in lines if re.match(_OURS, line)]
@@ -59,11 +59,11 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
         ends: of every rank.
-        wrong: what is not as it must be, empty where all is.
+        wrong: problems of the run.
     """
 
     ends: list[RankEnd]
@@ -71,12 +71,7 @@ class Outcome:
 
 
 def run_with(fault: Fault, *, folder: Path) -> Outcome:
-    """Train with a fault, in forks of this process.
-
-    Args:
-        fault: what happens.
-        folder: for logs; must be new.
-    """
+    """Train with a fault, in forks of this process."""
     folder.mkdir(parents=True)
     port = free_port()
     running = {_start(fault, rank=rank, port=port, folder=folder): rank for rank in range(fault.num_ranks)}
@@ -111,13 +106,13 @@ def run_with(fault: Fault, *, folder: Path) -> Outcome:
 
 
 def problems_with(name: str, *, folder: str) -> list[str]:
-    """What is not as it must be in the run of a fault, and what each rank printed last; empty where all is well."""
+    """Problems of the run of a fault, then the last output of each rank; empty without problems."""
     outcome = run_with(FAULTS[name], folder=Path(folder))
     return [*outcome.wrong, *(end.output[-2000:] for end in outcome.ends)] if outcome.wrong else []
 
 
 def _wrong(end: RankEnd, rank: int, fault: Fault) -> list[str]:
-    """What is not as it must be about a rank that is left."""
+    """Problems of a remaining rank."""
     if end.exit_code is None:
         return [f"rank {rank} hangs"]
     wrong = []

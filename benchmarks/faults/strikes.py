@@ -27,7 +27,7 @@ from megatron_balance.runtime import exchange
 
 @dataclass(frozen=True)
 class Strike:
-    """When and where.
+    """Time and place of a fault.
 
     Attributes:
         step: the step whose data is in the making, from 1.
@@ -190,7 +190,7 @@ def _loader_raises(strike: Strike) -> None:
 
 def _loader_raises_its_own(strike: Strike) -> None:
     class CorruptShardError(Exception):
-        """As a loader of somebody else may define it."""
+        """Stands for an error class of another package's loader."""
 
     def fail(row: dict[str, Any]) -> None:
         strike.note()
@@ -200,7 +200,7 @@ def _loader_raises_its_own(strike: Strike) -> None:
 
 
 def _bug(name: str, *, module: Any) -> Callable[[Strike], None]:
-    """What makes a step fails, and again where it is tried again."""
+    """Fails while a step is made, also when that is repeated."""
 
     def set_up(strike: Strike) -> None:
         original, calls = step_planner.gather_sample_lengths, 0

@@ -100,7 +100,7 @@ def _on_two_hosts(case: Case, *, folder: Path) -> TwoHostRun:
 
 
 def _judged(case: Case, *, run: TwoHostRun, reference: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the results; `fault` says what is not as it must be."""
+    """A row of the results; `fault` has its problems."""
     pairs = list(zip(run.steps, reference, strict=False))
     difference = max((abs(a["lm_loss"] - b["lm_loss"]) / b["lm_loss"] for a, b in pairs), default=float("inf"))
     last = max(end.seconds for end in run.ends)
@@ -153,7 +153,7 @@ def _report(result: dict[str, Any]) -> str:
 
 
 def _ended_by(ends: list[dict[str, Any]]) -> str:
-    """Which ranks ended by which error, waiting for what, or in what where the error does not say."""
+    """Ranks by the error that ended them, with what they waited for, or where."""
     kinds: dict[str, list[int]] = {}
     for rank, end in enumerate(ends):
         if end["error"]:

@@ -50,7 +50,7 @@ class Network:
         self.run(1, f"ip link set {INTERFACE} up")
 
     def lose_packets(self) -> None:
-        """The link stays up, and every packet is lost without a word, as behind a firewall or a broken switch."""
+        """The link stays up, and every packet is lost silently, as behind a firewall or a broken switch."""
         for host in (0, 1):
             self.run(host, f"tc qdisc replace dev {INTERFACE} root blackhole")
 

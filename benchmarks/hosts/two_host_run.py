@@ -28,7 +28,7 @@ _SELDOM_SECONDS = 3600
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
         exit_code: 0 where it trained to the end; negative for a signal; None where it had to be ended.
@@ -47,7 +47,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class TwoHostRun:
-    """What a run left behind.
+    """Records and ends of a run.
 
     Attributes:
         steps: of a rank that knows the loss, see scripts/record_steps.py; what there was before it ended.
@@ -71,16 +71,7 @@ def run_on(
     after_step: int = 0,
     timeout_seconds: float = 300,
 ) -> TwoHostRun:
-    """Train over both hosts.
-
-    Args:
-        network: the hosts.
-        folder: for records and logs; must be new.
-        flags: of the training script, beside the common ones.
-        trouble: called once every rank has done `after_step` steps.
-        after_step: see there.
-        timeout_seconds: a rank that still runs then is ended and has no exit code.
-    """
+    """Train over both hosts, into a new folder; `trouble` is called once every rank has done `after_step` steps."""
     folder.mkdir(parents=True)
     began = time.monotonic()
     watched = trouble is not None

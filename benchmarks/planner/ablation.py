@@ -46,15 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_ablation(
     *, setups: Sequence[Setup], folder: Path | None, header: Header, out: Path, announce: Callable[[str], None]
 ) -> Ablation:
-    """Measures and writes ablation.md and ablation.json.
-
-    Args:
-        setups: the runs.
-        folder: lengths; None draws from the fits built into the package.
-        header: what the results say of how they were made.
-        out: folder of the results; calibrations in it judge too, beside those of the repository.
-        announce: told what is under way.
-    """
+    """Measures and writes ablation.md and ablation.json; calibrations in `out` judge too, beside the repository's."""
     folders = dict.fromkeys((RESULTS.resolve(), out.resolve()))
     devices = (*ASSUMED_DEVICES, *(device for place in folders for device in measured_devices(place)))
     losses = measure_losses(setups, devices=devices, lengths_folder=folder, announce=announce)

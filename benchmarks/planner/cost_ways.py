@@ -1,4 +1,4 @@
-"""Ways to say what a sample costs, each as a cost model: what the ablation plans with.
+"""The cost models that the ablation plans with.
 
 Rows of other systems count as those systems do, written from their description. Only what they count differs:
 the same planner makes every plan.
@@ -26,7 +26,7 @@ def slime_approximate(shape: ModelShape) -> CostModel:
 
 
 def slime_counter(shape: ModelShape) -> CostModel:
-    """slime's `calculate_fwd_flops`: forward FLOPs, every layer alike.
+    """slime's `calculate_fwd_flops`: forward FLOPs, all layers equal.
 
     Source: slime, `slime/utils/flops_utils.py`. Per token: queries `2h*nd`, keys and values `2h*(n/g)*d`, where
     this package has `4h*gd`; output projection `2h²`, which is right where `nd` is h; three GEMMs in the MLP,

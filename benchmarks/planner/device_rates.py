@@ -1,4 +1,4 @@
-"""Devices as rates: seconds of a FLOP in GEMMs and in the attention core, and what is paid besides.
+"""Devices as rates: seconds of a FLOP in GEMMs and in the attention core, and fixed times.
 
     seconds = gemm * (GEMM FLOPs) + attention * (attention FLOPs)
             + num_layers * (per_microbatch_layer + per_sequence_layer * sequences)
@@ -21,7 +21,7 @@ from megatron_balance.cost.calibration import Calibration
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device takes, forward and backward.
+    """Times of a device, forward and backward.
 
     Attributes:
         name: short name, in the results.
@@ -60,12 +60,6 @@ class DeviceRates:
         """The rates at which a calibration's device ran its model.
 
         Layers that are linear in the length (a gated delta net, a window of a long sequence) count as GEMMs.
-
-        Args:
-            calibration: the seconds of `shape`, the whole of it.
-            shape: the model that was measured.
-            name: short name, in the results.
-            recompute: layers were recomputed when it was measured.
 
         Raises:
             ValueError: the model has no attention, so nothing tells the device's rate at it.

@@ -1,4 +1,4 @@
-"""How the time to plan grows with the number of samples, beside a line of n log n."""
+"""Measures how the time to plan grows with the number of samples, beside n log n."""
 
 from __future__ import annotations
 

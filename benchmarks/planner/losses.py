@@ -1,4 +1,4 @@
-"""What a wrong cost model loses: plans made with one, timed by another.
+"""Measures the loss from a wrong cost model: plans made with one, timed by another.
 
 The truth is a calibration: one measured on a device, or one of an assumed family (`device_rates.py`). Each batch
 is planned once with the truth and once in each way of `cost_ways.py`, always by this package's planner. A
@@ -69,12 +69,6 @@ def measure_losses(
 ) -> list[Loss]:
     """Plans every batch of every setup in every way and judges the plans on every device.
 
-    Args:
-        setups: the runs.
-        devices: each tells the truth in turn.
-        lengths_folder: folder of `NAME.npz` files; None draws from the fits built into the package.
-        announce: told what is under way.
-
     Returns:
         list: one entry for each setup, length set, device and way.
     """
@@ -117,7 +111,7 @@ def _losses_of_set(
 
 
 def true_cost_model(setup: Setup, *, device: DeviceRates) -> CostModel:
-    """What a sample takes on the device, tokens and heads spread over the setup's model-parallel ranks."""
+    """Times of a sample on the device, tokens and heads spread over the setup's model-parallel ranks."""
     topology = setup.topology
     return device.calibration(ModelShape.preset(setup.model)).cost_model(
         ep_size=topology.ep_size, model_parallel_size=topology.tp_size * topology.cp_size

@@ -13,12 +13,7 @@ LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
 
 
 def add_options(parser: argparse.ArgumentParser, *, command: str) -> None:
-    """Adds `--synthetic`, `--lengths`, `--out` and `--command`.
-
-    Args:
-        parser: of one benchmark.
-        command: how the benchmark is called, for the header of its results.
-    """
+    """Adds `--synthetic`, `--lengths`, `--out` and `--command`."""
     parser.add_argument("--synthetic", action="store_true", help="lengths from the built-in fits, not from files")
     parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR", help="folder of NAME.npz lengths")
     parser.add_argument(

@@ -145,7 +145,7 @@ def _by_setup(rows: list[Row]) -> Iterator[list[Row]]:
 
 
 def _excess(of_setup: list[Row]) -> float:
-    """How far `auto` is above the best of the others."""
+    """The excess of `auto` over the best of the others."""
     auto, *named = (row.over_bound for row in of_setup)
     return auto - min(named)
 

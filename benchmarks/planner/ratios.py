@@ -1,4 +1,4 @@
-"""How much faster the plan is than verl's, at 8192 samples and 64 ranks: ratios of times of one run.
+"""Measures the speed of planning over verl's, at 8192 samples and 64 ranks: ratios of times of one run.
 
 Three comparisons, all with verl's own functions:
 

@@ -21,7 +21,7 @@ from benchmarks.results_file import page_of, write_results
 
 @dataclass(frozen=True)
 class Header:
-    """What the figures were made with.
+    """Command, machine and versions of the figures.
 
     Attributes:
         command: the command, from the root of the repository.
@@ -45,7 +45,7 @@ class Results:
     """All figures of one run.
 
     Attributes:
-        header: what they were made with.
+        header: command, machine and versions.
         setups: the runs that were planned.
         rows: one for each planner on each setup.
         speed_ratios: our plan against verl's.
@@ -62,7 +62,7 @@ class Results:
 
 
 def make_header(*, command: str, real_lengths: bool) -> Header:
-    """What a run on this machine, today, was made with."""
+    """The header of a run on this machine, today."""
     from megatron_balance.runtime.environment import processor  # imports torch
 
     python = {"python": platform.python_version()}

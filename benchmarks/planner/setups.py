@@ -50,7 +50,7 @@ class Setup:
 
     @cached_property
     def limits(self) -> Limits:
-        """What a micro-batch holds."""
+        """The limits of a micro-batch."""
         return Limits(self.max_tokens_per_gpu)
 
     @property
@@ -65,7 +65,7 @@ class Setup:
 
     @cached_property
     def cost_model(self) -> CostModel:
-        """What judges every row: FLOPs, the routed experts' part shared by the expert-parallel group."""
+        """The cost model that judges every row: FLOPs, the routed experts' part shared by the expert-parallel group."""
         return CostModel.from_shape(ModelShape.preset(self.model), ep_size=self.topology.ep_size)
 
     @cached_property
@@ -136,10 +136,6 @@ def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDA
 
     Samples longer than a micro-batch are left out: verl and AReaL refuse them, and a training run filters or
     truncates them. A set is shuffled with a fixed seed, and starts again where it is too small.
-
-    Args:
-        setup: the run.
-        lengths_folder: folder of `NAME.npz` files; None draws from the fits built into the package.
 
     Yields:
         `[global_batch_size]` int64, tokens.

@@ -62,14 +62,7 @@ def predict_gains(
     lengths_folder: Path | None,
     names: Sequence[str] = LENGTH_SETS,
 ) -> list[Gain]:
-    """Gains on length sets, real (or their fits) and made up.
-
-    Args:
-        setups: the runs.
-        devices: each a judge; FLOPs are one more.
-        lengths_folder: folder of `NAME.npz` files; None draws from the fits built into the package.
-        names: the length sets.
-    """
+    """Gains on length sets, real (or their fits) and made up."""
     gains: list[Gain] = []
     for setup in setups:
         judges = {BY_FLOPS: setup.cost_model}

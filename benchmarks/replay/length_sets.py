@@ -53,12 +53,6 @@ def draw_batches(
 ) -> Sequence[NDArray[np.int64]]:
     """The first global batches of a length set for a setup; longer samples than a micro-batch holds are left out.
 
-    Args:
-        name: one of `LENGTH_SETS`.
-        setup: the run.
-        num_batches: how many.
-        lengths_folder: folder of `NAME.npz` files; None draws from the fits built into the package.
-
     Returns:
         `[num_batches]` of `[global_batch_size]` int64, tokens.
 

@@ -29,11 +29,6 @@ OTHERS = (
 def plan_all(lengths: NDArray[np.int64], *, setup: ReplaySetup, calibration: Calibration) -> dict[str, Ranks]:
     """Plans one global batch in every way that can be run here.
 
-    Args:
-        lengths: `[num_samples]` tokens.
-        setup: the run.
-        calibration: seconds of `setup.shape` on the device.
-
     Returns:
         dict: by name; rows of wheels that are not installed are left out.
     """

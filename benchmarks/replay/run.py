@@ -30,17 +30,7 @@ def replay_setup(
     seconds: float,
     announce: Callable[[str], None] = lambda line: None,
 ) -> SetupReplay:
-    """Replays the steps of one setup until they or the time are up; a step that began is finished.
-
-    Args:
-        setup: the run.
-        timer: its model on the device.
-        calibration: of the same.
-        batches: global batches, each with the name of its length set.
-        repeats: runs of each micro-batch.
-        seconds: after which no further step begins.
-        announce: told of every step.
-    """
+    """Replays the steps of one setup until they or the time are up; a step that began is finished."""
     stopwatch = Stopwatch(timer, repeats=repeats)
     steps: list[ReplayedStep] = []
     started = time.monotonic()

@@ -58,7 +58,7 @@ def seed_setups(*, num_layers: int) -> tuple[ReplaySetup, ...]:
 
 
 def reduced_shape(shape: ModelShape, *, num_layers: int) -> ModelShape:
-    """The first layers of a model all of whose layers are alike, and as large a part of its vocabulary.
+    """The first layers of a model with equal layers, and the same share of its vocabulary.
 
     Raises:
         ValueError: layers differ, or there are not that many.

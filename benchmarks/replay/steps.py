@@ -105,14 +105,6 @@ def replay_step(
 ) -> list[ReplayedStep]:
     """Measures all plans of one global batch.
 
-    Args:
-        batch: `[global_batch_size]` tokens.
-        lengths: name of the length set.
-        plans: by policy.
-        setup: the run.
-        stopwatch: measures micro-batches.
-        calibration: what is expected of them.
-
     Returns:
         list: one entry for each plan.
     """

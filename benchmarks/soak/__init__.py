@@ -1,5 +1,5 @@
-"""A long run with everything on: does it hold on to memory, files or threads, and what does it add to a step?"""
+"""A long run with everything on, for leaks of memory, files and threads, and for the time added to a step."""
 
 GLOBAL_BATCH_SIZE = 16
 STEPS_PER_SWING = 256
-"""The lengths' median goes up and down once in so many steps (`drifting.py`)."""
+"""Steps in which the lengths' median goes up and down once (`drifting.py`)."""

@@ -49,12 +49,7 @@ class DriftingRows(SftDataset):
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[DriftingRows, None, None]:
-    """Train set only; stands in for `pretrain_sft.datasets_provider`.
-
-    Args:
-        num_samples: rows wanted of each set.
-        vp_stage: not used.
-    """
+    """Train set only; stands in for `pretrain_sft.datasets_provider`."""
     from megatron.training import get_args
 
     args = get_args()

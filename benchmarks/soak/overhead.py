@@ -25,13 +25,7 @@ LIMIT = 0.01
 
 
 def measure_overhead(folder: Path, *, num_pairs: int, reuse: bool = False) -> dict[str, Any]:
-    """Train and compare.
-
-    Args:
-        folder: for the records.
-        num_pairs: pairs of an on and an off step.
-        reuse: read the records that are there, and do not train.
-    """
+    """Train and compare."""
     if reuse:
         return _figures(records_of(folder / "steps"))
     # The first step has nothing before it, and the last hands nothing on.

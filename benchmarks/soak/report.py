@@ -16,11 +16,7 @@ _SHARE = "step, CPU seconds | work, CPU ms | share | waited, ms | share of secon
 
 
 def report(result: dict[str, Any]) -> str:
-    """The page.
-
-    Args:
-        result: as written to soak.json.
-    """
+    """The page."""
     hardware, overhead = result["environment"], result["overhead"]
     growth = [
         (

@@ -27,13 +27,6 @@ def soak(
 ) -> list[list[dict[str, Any]]]:
     """Train and sample.
 
-    Args:
-        folder: for the records.
-        balanced: with everything on, or stock.
-        num_steps: of the run.
-        sample_steps: steps between samples.
-        reuse: read the records that are there, and do not train.
-
     Returns:
         For each rank, what `sampled.py` wrote.
 

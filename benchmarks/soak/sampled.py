@@ -75,7 +75,7 @@ def malloc_bytes() -> int:
 
 
 def held() -> dict[str, int]:
-    """What this process holds right now; Linux only."""
+    """Memory, files and threads of this process; Linux only."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {

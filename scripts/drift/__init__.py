@@ -1,1 +1,1 @@
-"""Compares what is hooked and relied on in another system with what was reviewed there, without importing it."""
+"""Compares definitions that are hooked or relied on in another system with the reviewed ones, without importing it."""

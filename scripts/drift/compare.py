@@ -24,7 +24,7 @@ MAX_LISTED = 6
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is kept of one row of one release.
+    """The record of one row of one release.
 
     Attributes:
         parameters: as parameters_of tells them; none where only names are relied on.
@@ -53,7 +53,7 @@ class Finding:
 
 
 def record(rows: Sequence[Row], *, sources: Sources) -> dict[str, Recorded]:
-    """What there is to keep of a release, a target each; targets that are missing are left out."""
+    """The records of a release by target; missing targets are left out."""
     found = {row.target: (row, sources.find(row.target)) for row in rows}
     return {
         target: _recorded(row, definition, sources=sources)
@@ -63,12 +63,12 @@ def record(rows: Sequence[Row], *, sources: Sources) -> dict[str, Recorded]:
 
 
 def broken(rows: Sequence[Row], *, sources: Sources) -> list[Finding]:
-    """What the package cannot work with, in the order of the rows."""
+    """Targets that the package cannot work with, in the order of the rows."""
     return [Finding(row.target, True, says) for row in rows for says in _broken(row, sources=sources)]
 
 
 def differences(now: Mapping[str, Recorded], *, reviewed: Mapping[str, Recorded]) -> list[Finding]:
-    """What is other than it was reviewed, for targets that are there now."""
+    """Differences from the review, for existing targets."""
     result: list[Finding] = []
     for target, seen in now.items():
         if target not in reviewed:

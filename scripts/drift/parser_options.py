@@ -50,7 +50,7 @@ def _takes_parser(call: ast.Call) -> bool:
 
 
 def _stored_name(call: ast.Call) -> str:
-    """As argparse derives it: `dest`, or the first long flag."""
+    """The name that argparse derives: `dest`, or the first long flag."""
     for keyword in call.keywords:
         if keyword.arg == "dest":
             return ast.literal_eval(keyword.value)
@@ -86,7 +86,7 @@ def _list_of(value: ast.expr, *, function: Definition) -> list[str]:
 
 
 def _origin(module: str, name: str, *, function: Definition, sources: Sources) -> Bound | None:
-    """Where a name that a function uses comes from; some import it for themselves."""
+    """The origin of a name that a function uses; some functions import it themselves."""
     for node in ast.walk(function):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:

@@ -18,7 +18,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Bound(NamedTuple):
-    """Where a name that a module binds comes from: a module, and the name there."""
+    """The origin of a name that a module binds: a module, and the name there."""
 
     module: str
     name: str
@@ -57,7 +57,7 @@ class Sources:
         return scope
 
     def origin(self, owner: str, name: str) -> Bound | None:
-        """Where the object lies that `module` or `module:Class` binds by this name; None where it binds none.
+        """The origin of the object that `module` or `module:Class` binds by this name, or None.
 
         Imports are followed from module to module, as far as they stay within the package.
         """

@@ -12,7 +12,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformCUDA):
-    """What differs from a GPU, as far as single-controller, trainer and micro-batching code asks."""
+    """A platform without a GPU, as far as single-controller, trainer and micro-batching code needs one."""
 
     @property
     def device_name(self) -> str:

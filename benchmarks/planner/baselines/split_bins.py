@@ -13,11 +13,6 @@ def split_bins(bins: list[list[int]], *, tokens: Sequence[int], num_bins: int) -
 
     Source: slime, `expand_bins_by_splitting` in `slime/utils/seqlen_balancing.py`.
 
-    Args:
-        bins: sample ids of each bin.
-        tokens: `[num_samples]` of each sample.
-        num_bins: bins wanted.
-
     Raises:
         ValueError: there are not enough samples.
     """

@@ -45,7 +45,7 @@ def over_ranks(tokens: list[int], *, num_ranks: int) -> list[list[int]]:
 
 
 def least_num_microbatches(tokens: list[int], *, parts: list[list[int]], cap: int) -> int:
-    """What the ranks' first all-reduce gives: the most micro-batches that a rank's tokens need."""
+    """Result of the ranks' first all-reduce: the most micro-batches that a rank's tokens need."""
     return max(-(-sum(tokens[sample] for sample in part) // cap) for part in parts)
 
 
