@@ -168,6 +168,28 @@ class DynamicCpSchedule(DataSchedule):
         """Refused: the problem of a plan at one size; `samples()` are those of this one."""
         raise BalanceError("problem() is that of one context-parallel size: with Topology.dynamic_cp read samples().")
 
+    def with_groups(self, groups: Groups, *, samples: SizedSamples) -> DynamicCpSchedule:
+        """The same samples in other groups.
+
+        Args:
+            groups: micro-batches with their leaves and slots.
+            samples: as `samples()` makes them.
+        """
+        return DynamicCpSchedule.of_groups(
+            groups,
+            lengths=self.lengths if self.segment_lengths is None else self.segment_lengths,
+            num_segments=self.num_segments,
+            home_ranks=self.home_ranks,
+            samples=samples,
+            cost_shift=self.cost_shift,
+            objective=self.objective,
+            algorithm=self.algorithm,
+            lower_bound=self.lower_bound,
+            topology=self.topology,
+            limits=self.limits,
+            cost_model=self.cost_model,
+        )
+
     def samples(self) -> SizedSamples:
         """Cost and tokens of every sample at every size."""
         lengths = self.lengths if self.segment_lengths is None else self.segment_lengths

@@ -1,0 +1,180 @@
+"""Plans without dummies: every leaf has a sample in every slot, as executors that know no dummies want it.
+
+    1. an empty place takes the cheapest sample of a micro-batch that holds several: where sums count one of the same
+       leaf, whose sum stays as it is, else of any
+    2. where there is none left, groups of the slot grow over the empty leaves, the costliest first, within the
+       smallest block of leaves that has one; a slot without groups first gets one from the slot that has most
+    3. where that takes time under `step`, rows are tried as well: they have few empty places
+
+Groups cannot always grow: the sizes end, leaves are no power of two, or samples are fewer than slots. What is empty
+then stays a dummy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.planner.dynamic_cp.groups import Groups
+from megatron_balance.planner.dynamic_cp.samples import SizedSamples
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
+from megatron_balance.planner.objectives import OBJECTIVES
+
+
+def fill_dummies(schedule: DynamicCpSchedule, *, other_slots: int = 0) -> DynamicCpSchedule:
+    """The plan with samples in place of dummies, where that can be.
+
+    Args:
+        schedule: a plan.
+        other_slots: that every leaf runs besides: all together are a multiple of `microbatch_multiple`.
+    """
+    samples, topology = schedule.samples(), schedule.topology
+    objective = OBJECTIVES[schedule.objective]
+    filled = _fill(schedule, schedule.cp_groups, samples=samples, other_slots=other_slots)
+    if filled.predicted_cost == schedule.predicted_cost or not _adds_up(schedule):
+        return filled
+    floor = objective.groups_floor(samples, topology=topology)
+    rows = OBJECTIVES["microbatch"].place_groups(samples, topology=topology, floor=floor)
+    in_rows = _fill(schedule, rows, samples=samples, other_slots=other_slots)
+    return min(filled, in_rows, key=lambda plan: (int((plan.slot_counts() == 0).sum()), plan.predicted_cost))
+
+
+def _fill(schedule: DynamicCpSchedule, groups: Groups, *, samples: SizedSamples, other_slots: int) -> DynamicCpSchedule:
+    """The schedule with these groups, filled."""
+    multiple = schedule.topology.microbatch_multiple
+    num_slots = int(groups.num_slots.max()) + other_slots
+    filling = _Filling(samples, groups, -(-num_slots // multiple) * multiple - other_slots)
+    filling.move_samples(own_leaf_first=_adds_up(schedule))
+    filling.grow_groups()
+    return schedule.with_groups(filling.groups(), samples=samples)
+
+
+def _adds_up(schedule: DynamicCpSchedule) -> bool:
+    """Whether the time is the sum of a leaf: leaves meet in no slot, and pass no stages."""
+    objective = OBJECTIVES[schedule.objective]
+    return not (objective.waits_in_slots() or objective.is_makespan(schedule.topology))
+
+
+@dataclass(eq=False)
+class _Pack:
+    """A micro-batch: `ids` on the leaves `[first, first + 2**level)`."""
+
+    level: int
+    first: int
+    ids: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.first + (1 << self.level)
+
+
+class _Filling:
+    """The micro-batches of every slot while empty places are filled."""
+
+    def __init__(self, samples: SizedSamples, groups: Groups, num_slots: int) -> None:
+        self._samples = samples
+        self._num_leaves = groups.num_slots.size
+        levels: list[int] = groups.levels.tolist()
+        firsts: list[int] = groups.first_leaves.tolist()
+        of_samples: list[int] = groups.group_of.tolist()
+        packs = [_Pack(level, first, []) for level, first in zip(levels, firsts, strict=True)]
+        self._pack_of = [packs[group] for group in of_samples]
+        for sample, pack in enumerate(self._pack_of):
+            pack.ids.append(sample)
+        self._slots: list[list[_Pack]] = [[] for _ in range(num_slots)]
+        of_packs: list[int] = groups.slots.tolist()
+        for pack, slot in zip(packs, of_packs, strict=True):
+            self._slots[slot].append(pack)
+
+    def move_samples(self, *, own_leaf_first: bool) -> None:
+        """Gives empty places single samples that fit one leaf, cheapest first."""
+        (small,) = np.nonzero(self._samples.least_levels == 0)
+        order: list[int] = small[np.argsort(self._samples.costs[0, small], kind="stable")].tolist()
+        of_leaves: list[list[int]] = [[] for _ in range(self._num_leaves)]
+        for sample in order if own_leaf_first else ():
+            if self._pack_of[sample].level == 0:
+                of_leaves[self._pack_of[sample].first].append(sample)
+        donors = [self._donors(ids) for ids in of_leaves]
+        any_donors = self._donors(order)
+        for packs in self._slots:
+            for leaf in self._empty_leaves(packs):
+                sample = next(donors[leaf], None)
+                if sample is None:
+                    sample = next(any_donors, None)
+                if sample is None:
+                    break
+                self._pack_of[sample].ids.remove(sample)
+                self._pack_of[sample] = _Pack(0, leaf, [sample])
+                packs.append(self._pack_of[sample])
+
+    def grow_groups(self) -> None:
+        """Grows groups over the places that are still empty."""
+        for packs in self._slots:
+            if not packs:
+                self._move_group(packs)
+        for packs in self._slots:
+            growing = True
+            while growing and (empty := self._empty_leaves(packs)):
+                growing = self._grow_one(packs, leaf=empty[0])
+
+    def _donors(self, ids: Sequence[int]) -> Iterator[int]:
+        """Those of the samples that do not run alone when they come up."""
+        return (sample for sample in ids if len(self._pack_of[sample].ids) > 1)
+
+    def _empty_leaves(self, packs: Sequence[_Pack]) -> list[int]:
+        empty = np.ones(self._num_leaves, dtype=bool)
+        for pack in packs:
+            empty[pack.first : pack.end] = False
+        return np.flatnonzero(empty).tolist()
+
+    def _move_group(self, packs: list[_Pack]) -> None:
+        """Gives a slot without groups the cheapest group of the slot that has most."""
+        donor = max(self._slots, key=len)
+        if len(donor) > 1:
+            packs.append(min(donor, key=self._cost))
+            donor.remove(packs[0])
+
+    def _grow_one(self, packs: list[_Pack], *, leaf: int) -> bool:
+        """Doubles the costliest group that may, of the smallest block around an empty leaf that has one."""
+        for width in range(1, self._num_leaves.bit_length()):
+            first = leaf >> width << width
+            end = first + (1 << width)
+            if end > self._num_leaves:
+                break
+            block = [pack for pack in packs if first <= pack.first < end]
+            spare = (1 << width) - sum(1 << pack.level for pack in block)
+            able = [pack for pack in block if 1 << pack.level <= spare and self._may_double(pack)]
+            if not able:
+                continue
+            max(able, key=lambda pack: (self._cost(pack), -pack.first)).level += 1
+            # The largest first, so that every group starts at a multiple of its size.
+            for pack in sorted(block, key=lambda pack: (-pack.level, pack.first)):
+                pack.first = first
+                first = pack.end
+            return True
+        return False
+
+    def _cost(self, pack: _Pack) -> int:
+        return int(self._samples.costs[pack.level, pack.ids].sum())
+
+    def _may_double(self, pack: _Pack) -> bool:
+        level = pack.level + 1
+        return (
+            level < self._samples.num_levels
+            and int(self._samples.tokens[level, pack.ids].sum()) <= self._samples.capacity
+        )
+
+    def groups(self) -> Groups:
+        packs = [pack for packs in self._slots for pack in packs]
+        group_of = np.zeros(self._samples.num_samples, dtype=np.int64)
+        for group, pack in enumerate(packs):
+            group_of[pack.ids] = group
+        return Groups(
+            group_of=group_of,
+            levels=np.array([pack.level for pack in packs], dtype=np.int64),
+            first_leaves=np.array([pack.first for pack in packs], dtype=np.int64),
+            slots=np.repeat(np.arange(len(self._slots)), [len(packs) for packs in self._slots]),
+            num_slots=np.full(self._num_leaves, len(self._slots), dtype=np.int64),
+        )

@@ -1,0 +1,149 @@
+"""Plans with dynamic context-parallel sizes in the form that Megatron's dev branch and verl execute.
+
+A plan is, for every micro-batch, for every rank, a list of sample ids. Ranks with the same list share it by context
+parallelism. What both executors rely on:
+
+    every sample    is in the lists of one group of ranks, in one micro-batch
+    groups          ranks with the same list are neighbours and a power of two, or all ranks; a group starts at a
+                    multiple of its size, and lists are in one order on all its ranks
+    no dummies      every rank has a sample in every micro-batch, and their number is a multiple of microbatch_multiple
+    cap             a rank of a group holds at most the cap; a sample that is longer on all ranks runs alone
+
+Where DP×CP is no power of two, these executors have the sizes below half of it, and all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
+from megatron_balance.planner.filling import fill_dummies
+from megatron_balance.topology import Limits, Topology
+
+RankLists = list[list[list[int]]]
+"""`[num_microbatches][num_ranks]` lists of sample ids."""
+
+
+def plan_rank_lists(
+    sample_id_seqlens: Sequence[tuple[int, int]],
+    *,
+    cost_model: CostModel,
+    topology: Topology,
+    max_tokens_per_gpu: int,
+    min_cp_size: int = 1,
+) -> RankLists:
+    """Plans one global batch.
+
+    Args:
+        sample_id_seqlens: `[num_samples]` pairs of id and length, tokens. With `min_cp_size` above 1 lengths are padded
+            already.
+        cost_model: what a sample costs.
+        topology: the ranks, with `dynamic_cp`.
+        max_tokens_per_gpu: tokens that a rank holds in a micro-batch.
+        min_cp_size: ranks that share a micro-batch, at least.
+
+    Returns:
+        `[num_microbatches][dp_size * cp_size]` lists of ids, rank `dp_rank * cp_size + cp_rank`.
+
+    Raises:
+        BalanceError: samples are too few for a multiple of micro-batches, or `min_cp_size` is no power of two that
+            divides the ranks.
+    """
+    num_ranks = topology.num_leaves
+    if num_ranks % min_cp_size or min_cp_size & (min_cp_size - 1):
+        raise BalanceError(
+            f"min_dynamic_context_parallel_size is {min_cp_size}: it must be a power of two that divides DP×CP, "
+            f"which is {num_ranks}."
+        )
+    blocks = _blocks(topology, min_cp_size=min_cp_size)
+    capacity, multiple = max_tokens_per_gpu * num_ranks, topology.microbatch_multiple
+    largest = min_cp_size * blocks.dynamic_cp_sizes[-1]
+    # Only all ranks hold these. Where that is a size like others, they are planned like others.
+    is_long = [largest < num_ranks and length > max_tokens_per_gpu * largest for _, length in sample_id_seqlens]
+    on_all = _first_fit(list(compress(sample_id_seqlens, is_long)), capacity=capacity)
+    rest = [pair for pair, long in zip(sample_id_seqlens, is_long, strict=True) if not long]
+    slots: RankLists = []
+    if rest:
+        schedule = build_data_schedule(
+            [length for _, length in rest],
+            cost_model=_of_blocks(cost_model, min_cp_size=min_cp_size),
+            topology=blocks,
+            limits=Limits(max_tokens_per_gpu * min_cp_size),
+        )
+        assert isinstance(schedule, DynamicCpSchedule)
+        filled = fill_dummies(schedule, other_slots=len(on_all))
+        slots = _lists(filled, ids=[sample for sample, _ in rest], min_cp_size=min_cp_size)
+    if not all(ranks[0] for ranks in slots) or (len(on_all) + len(slots)) % multiple:
+        # Fewer samples than a good plan has micro-batches.
+        slots, on_all = [], _split(_first_fit(sample_id_seqlens, capacity=capacity), multiple=multiple)
+    return [[ids] * num_ranks for ids in on_all] + slots
+
+
+def _blocks(topology: Topology, *, min_cp_size: int) -> Topology:
+    """Blocks of `min_cp_size` ranks as leaves, with the sizes for which executors have a group on every rank."""
+    num_ranks = topology.num_leaves
+    largest = None
+    if num_ranks & (num_ranks - 1):
+        largest = max((1 << num_ranks.bit_length() - 2) // min_cp_size, 1)
+    return replace(topology, dp_size=num_ranks // min_cp_size, cp_size=1, max_cp_size=largest)
+
+
+def _of_blocks(cost_model: CostModel, *, min_cp_size: int) -> CostModel:
+    """What a sample costs on blocks of ranks, times the ranks of a block.
+
+    On c blocks of m ranks: m * (cost(L)/(c*m) + x*L*(c*m - 1)/(c*m)) = (cost(L) + x*(m-1)*L)/c + m*x*L*(c - 1)/c.
+    """
+    return replace(
+        cost_model,
+        linear=cost_model.linear + cost_model.cp_exchange * (min_cp_size - 1),
+        cp_exchange=cost_model.cp_exchange * min_cp_size,
+        per_microbatch=cost_model.per_microbatch * min_cp_size,
+    )
+
+
+def _lists(schedule: DynamicCpSchedule, *, ids: Sequence[int], min_cp_size: int) -> RankLists:
+    """A plan over blocks as lists of every rank. A slot that has dummies still runs on all ranks together."""
+    slots: RankLists = []
+    for of_leaves in zip(*schedule.ranks, strict=True):
+        if not all(of_leaves):
+            everyone = sorted({sample for samples in of_leaves for sample in samples})
+            of_leaves = (tuple(everyone),) * len(of_leaves)
+        slots.append([[ids[sample] for sample in samples] for samples in of_leaves for _ in range(min_cp_size)])
+    return slots
+
+
+def _first_fit(sample_id_seqlens: Sequence[tuple[int, int]], *, capacity: int) -> list[list[int]]:
+    """Packs of at most `capacity` tokens, first fit by falling length; a longer sample is alone."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for sample, length in sorted(sample_id_seqlens, key=lambda pair: -pair[1]):
+        pack = next((pack for pack, left in enumerate(room) if left >= length), len(packs))
+        if pack == len(packs):
+            packs.append([])
+            room.append(capacity)
+        packs[pack].append(sample)
+        room[pack] -= length
+    return packs
+
+
+def _split(packs: list[list[int]], *, multiple: int) -> list[list[int]]:
+    """The packs, some of them in parts, so that there are a multiple.
+
+    Raises:
+        BalanceError: there are too few samples.
+    """
+    packs = list(packs)
+    while len(packs) % multiple:
+        largest = max(packs, key=len)
+        if len(largest) < 2:
+            raise BalanceError(
+                f"{len(packs)} samples cannot fill a multiple of {multiple} micro-batches: raise --global-batch-size."
+            )
+        packs.remove(largest)
+        packs += [largest[::2], largest[1::2]]
+    return packs
