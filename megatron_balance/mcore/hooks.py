@@ -16,6 +16,7 @@ from megatron_balance.hooking.installation import Installation
 from megatron_balance.hooking.patches import Hook
 from megatron_balance.hooking.patches import install as install_hooks
 from megatron_balance.mcore.current_run import CurrentRun, current
+from megatron_balance.mcore.dynamic_packing_scheduler import replace_dynamic_scheduler
 from megatron_balance.mcore.packing_scheduler import register
 from megatron_balance.mcore.step.router_padding import (
     counts_of_real_tokens,
@@ -169,9 +170,9 @@ def install() -> Installation[str]:
         patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
-        registration = register()
-        if registration is not None:
-            installation.add(registration)
+        for registration in (register(), replace_dynamic_scheduler()):
+            if registration is not None:
+                installation.add(registration)
     return installation
 
 

@@ -31,7 +31,7 @@ NAME = "megatron_balance"
 """The value of `sequence_packing_scheduler` that chooses the balanced schedule."""
 
 SEAM = "megatron.core.datasets.data_schedule"
-_MOVED_ON = "megatron.core.datasets.data_schedule_utils"  # as old as scheduler_map
+MOVED_ON = "megatron.core.datasets.data_schedule_utils"  # as old as scheduler_map
 
 
 def balanced_groups(
@@ -119,16 +119,29 @@ def scheduler_class(base: type[Any]) -> type[Any]:
             groups = balanced_groups(
                 sample_id_seqlens, topology=self.topology, limits=self.limits, cost_model=_cost_model()
             )
-            most = max((len(slot) for of_slot in groups for slot in of_slot), default=0)
-            allowed = getattr(self, "max_num_seqs", None)
-            if allowed is not None and most > allowed:
-                raise BalanceError(
-                    f"A micro-batch holds {most} samples and --thd-max-packed-sequences allows {allowed}, which "
-                    f"{NAME} does not plan for: raise it, or choose dp_balanced."
-                )
+            check_num_samples(groups, allowed=getattr(self, "max_num_seqs", None), instead="choose dp_balanced")
             return groups
 
     return PackingScheduler
+
+
+def check_num_samples(groups: Sequence[Sequence[Sequence[int]]], *, allowed: int | None, instead: str) -> None:
+    """Checks the samples of every micro-batch.
+
+    Args:
+        groups: `[num_microbatches][num_ranks]` lists of sample ids.
+        allowed: samples of a micro-batch, at most; None for any number.
+        instead: what else a user may do, for the message.
+
+    Raises:
+        BalanceError: a micro-batch holds more.
+    """
+    most = max((len(slot) for of_slot in groups for slot in of_slot), default=0)
+    if allowed is not None and most > allowed:
+        raise BalanceError(
+            f"A micro-batch holds {most} samples and --thd-max-packed-sequences allows {allowed}, which {NAME} does "
+            f"not plan for: raise it, or {instead}."
+        )
 
 
 class Registration:
@@ -171,7 +184,7 @@ def register() -> Registration | None:
 
     Training with the balance flags does not need it: an unknown form is left unchanged.
     """
-    if importlib.util.find_spec(_MOVED_ON) is None:
+    if importlib.util.find_spec(MOVED_ON) is None:
         return None
     module = importlib.import_module(SEAM)
     schedulers: Any = getattr(module, "scheduler_map", None)

@@ -146,6 +146,7 @@ NO_BALANCE_FLAGS: dict[str, Any] = {
 OTHER_RELEASES: list[dict[str, Any]] = [
     {"cp_partition_mode": "contiguous", "context_parallel_size": 2},
     {"sequence_packing_scheduler": "dp_balanced"},
+    {"dynamic_context_parallel": True},
     {"use_varlen_dataset": True},
     {"use_legacy_models": True},
     {"mtp_standalone": True},
