@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 
+from megatron_balance.adapters.verl.dynamic_cp import choose_scheduler
 from megatron_balance.adapters.verl.seqlen_balancing import (
     count_workload,
     pack_micro_batches,
@@ -31,6 +33,7 @@ SUPPORTED_VERSIONS = ("0.9",)
 """verl releases on which the tests run."""
 
 BALANCING = "verl.utils.seqlen_balancing"
+DYNAMIC_CP = "verl.utils.dynamic_cp_scheduler"
 DECORATOR = "verl.single_controller.base.decorator"
 WORKER_GROUP = "verl.single_controller.ray.base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
@@ -175,6 +178,21 @@ def _is_loaded_and_free(target: str) -> bool:
     return module_name in sys.modules and not is_hook(getattr(owner, method, None))
 
 
+def dynamic_cp_hooks() -> tuple[Hook, ...]:
+    """The hook of verl's dynamic context parallelism, where this verl has it."""
+    if importlib.util.find_spec(DYNAMIC_CP) is None:
+        return ()
+    row = Hook(
+        target=f"{DYNAMIC_CP}:get_megatron_dynamic_cp_scheduler_cls",
+        bound_in=(DYNAMIC_CP,),
+        parameters=(),
+        wrap=choose_scheduler,
+        why="Megatron's scheduler packs row by row, and leaves ranks idle behind the longest samples",
+        until="verl takes a scheduler by name",
+    )
+    return (row,)
+
+
 def install(
     model: Model | None = None,
     *,
@@ -203,7 +221,7 @@ def install(
 def _hook_loaded_modules() -> Patches:
     remedy = f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without MEGATRON_BALANCE_VERL"
     version = check_version(verl_version(), system="verl", supported=SUPPORTED_VERSIONS, remedy=remedy)
-    return install_hooks((*hooks(), *trainer_hooks()), version=f"verl {version}")
+    return install_hooks((*hooks(), *dynamic_cp_hooks(), *trainer_hooks()), version=f"verl {version}")
 
 
 def hook_trainers() -> None:
