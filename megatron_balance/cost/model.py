@@ -139,13 +139,17 @@ class CostModel:
         )
 
     def at_cp_size(self, cp_size: int) -> CostModel:
-        """Costs of samples that `cp_size` ranks share, with what these receive from one another.
+        """Costs of samples that `cp_size` ranks share, summed over these ranks.
+
+        Each receives keys and values from the others, and pays a micro-batch's fixed cost in full.
 
         Example:
             >>> CostModel(linear=100, cp_exchange=8).at_cp_size(4)(10)
             1240
         """
-        return replace(self, linear=self.linear + self.cp_exchange * (cp_size - 1), cp_exchange=0)
+        received = self.cp_exchange * (cp_size - 1)
+        fixed = self.per_microbatch * cp_size
+        return replace(self, linear=self.linear + received, per_microbatch=fixed, cp_exchange=0)
 
     def __call__(self, length: int) -> int:
         """Cost of one sample of `length` tokens on its own rank, unscaled, exact."""

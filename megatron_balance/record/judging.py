@@ -1,5 +1,8 @@
 """Computes costs and metrics of steps under one cost model: as recorded, planned, or under Megatron's own sampler.
 
+With dynamic context-parallel sizes a step without sizes of its own (stock) ran at the run's: a row is a data-parallel
+rank and its costs are those of `cp_size` leaves together.
+
 Invariant: compared steps hold the same samples, or are marked otherwise; they are judged by the same cost model, ranks
 and limits.
 """
@@ -12,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, slowest_over_mean
+from megatron_balance.planner.dynamic_cp.groups import Groups
+from megatron_balance.planner.dynamic_cp.sizing import size_samples
+from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, group_metrics, slowest_over_mean
 from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.problem import build_problem
 from megatron_balance.record.run_record import RunInfo
-from megatron_balance.record.step import StepRecord
+from megatron_balance.record.step import StepRecord, unmeasured
+from megatron_balance.topology import Topology
 
 
 def assigned_step(
@@ -29,17 +35,29 @@ def assigned_step(
     home_ranks: NDArray[np.int64],
     cost_model: CostModel,
     info: RunInfo,
+    cp_sizes: NDArray[np.int64] | None = None,
 ) -> StepRecord:
     """A step whose costs are those of a cost model. Arguments are the fields of StepRecord."""
-    problem = build_problem(
-        info.topology.padded_seq_len(segment_lengths),
-        cost_model=cost_model,
-        topology=info.topology,
-        limits=info.limits,
-        objective=OBJECTIVES[info.objective],
-        num_segments=num_segments,
-    )
-    grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
+    if cp_sizes is None:
+        topology, at_one_size = _at_one_size(info.topology, cost_model)
+        problem = build_problem(
+            topology.padded_seq_len(segment_lengths),
+            cost_model=at_one_size,
+            topology=topology,
+            limits=info.limits,
+            objective=OBJECTIVES[info.objective],
+            num_segments=num_segments,
+        )
+        grid, shift = problem.cost_grid(slot_of, num_microbatches=num_microbatches), problem.cost_shift
+    else:
+        samples, shift = size_samples(
+            segment_lengths,
+            cost_model=cost_model,
+            topology=info.topology,
+            limits=info.limits,
+            num_segments=num_segments,
+        )
+        grid = Groups.of_slots(slot_of, cp_sizes=cp_sizes).cost_grid(samples)
     return StepRecord(
         iteration=iteration,
         num_microbatches=num_microbatches,
@@ -48,13 +66,21 @@ def assigned_step(
         slot_of=slot_of,
         home_ranks=home_ranks,
         cost_grid=grid,
-        cost_shift=problem.cost_shift,
+        cost_shift=shift,
         cost_model=cost_model,
         plan_seconds=0.0,
         exchange_seconds=0.0,
         exposed_seconds=0.0,
-        seconds=np.full(grid.shape, np.nan),
+        seconds=unmeasured(grid.shape, cp_sizes=cp_sizes),
+        cp_sizes=cp_sizes,
     )
+
+
+def _at_one_size(topology: Topology, cost_model: CostModel) -> tuple[Topology, CostModel]:
+    """Ranks and cost of a step without sizes of its own."""
+    if not topology.dynamic_cp:
+        return topology, cost_model
+    return topology.at_cp_size(topology.cp_size), cost_model.at_cp_size(topology.cp_size)
 
 
 def recosted(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepRecord:
@@ -68,6 +94,7 @@ def recosted(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepR
         home_ranks=step.home_ranks,
         cost_model=cost_model,
         info=info,
+        cp_sizes=step.cp_sizes,
     )
     return replace(step, cost_grid=judged.cost_grid, cost_shift=judged.cost_shift, cost_model=cost_model)
 
@@ -109,30 +136,60 @@ def stock_step(step: StepRecord, *, info: RunInfo) -> StepRecord:
 
 
 def samples_of_slots(step: StepRecord) -> list[list[int]]:
-    """`[dp_size * num_microbatches]` lists of sample ids, ascending; rank by rank, slot by slot."""
+    """`[dp_size * num_microbatches]` lists of sample ids, ascending; rank by rank, slot by slot.
+
+    With dynamic context-parallel sizes rows are leaves, and the samples of a group are on its first one.
+    """
     order = np.argsort(step.slot_of, kind="stable").tolist()
     ends = np.cumsum(np.bincount(step.slot_of, minlength=step.cost_grid.size)).tolist()
     return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def samples_of_ranks(step: StepRecord) -> list[list[list[int]]]:
-    """`samples_of_ranks(step)[rank][slot]` are sample ids, ascending."""
+    """`samples_of_ranks(step)[rank][slot]` are sample ids, ascending; those of a group are on all its leaves."""
     slots, num_slots = samples_of_slots(step), step.num_microbatches
-    return [slots[first : first + num_slots] for first in range(0, len(slots), num_slots)]
+    ranks = [slots[first : first + num_slots] for first in range(0, len(slots), num_slots)]
+    if step.cp_sizes is None:
+        return ranks
+    sizes: list[list[int]] = step.cp_sizes.tolist()
+    return [
+        [ranks[leaf - leaf % size][slot] for slot, size in enumerate(of_leaf) if size]
+        for leaf, of_leaf in enumerate(sizes)
+    ]
 
 
 def step_metrics(step: StepRecord, *, info: RunInfo) -> ScheduleMetrics:
     """Metrics of a step by its own cost model."""
+    if step.cp_sizes is not None:
+        return group_metrics(
+            Groups.of_slots(step.slot_of, cp_sizes=step.cp_sizes),
+            of_segments=step.segment_lengths,
+            num_segments=step.num_segments,
+            cost_model=step.cost_model,
+            topology=info.topology,
+            limits=info.limits,
+            objective=info.objective,
+        )
+    topology, cost_model = _at_one_size(info.topology, step.cost_model)
     return assignment_metrics(
         samples_of_ranks(step),
         lengths=step.segment_lengths,
         num_segments=step.num_segments,
-        cost_model=step.cost_model,
-        topology=info.topology,
+        cost_model=cost_model,
+        topology=topology,
         limits=info.limits,
         objective=info.objective,
         home_ranks=step.home_ranks,
     )
+
+
+def costs_of_rows(step: StepRecord, *, info: RunInfo) -> NDArray[np.float64]:
+    """Costs of a step with a row for each that a run's timeline has: ranks, or leaves where sizes differ."""
+    costs = step.cost_grid.astype(np.float64)
+    cp_size = info.topology.cp_size
+    if info.topology.dynamic_cp and step.cp_sizes is None:
+        return np.repeat(costs / cp_size, cp_size, axis=0)
+    return costs
 
 
 def imbalance(grid: NDArray[np.float64] | NDArray[np.int64], *, info: RunInfo) -> float:

@@ -17,10 +17,10 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import parse_json
 from megatron_balance.planner.inputs import as_integers
 from megatron_balance.planner.objectives import resolve_objective
-from megatron_balance.record.judging import assigned_step
+from megatron_balance.record.judging import assigned_step, samples_of_ranks
 from megatron_balance.record.run_record import RunInfo, RunRecord, read_record
 from megatron_balance.record.step import StepRecord
-from megatron_balance.record.step_checks import check_step
+from megatron_balance.record.step_checks import check_cp_sizes, check_step
 from megatron_balance.topology import Limits, Topology
 
 
@@ -71,13 +71,18 @@ def _info(content: Mapping[str, Any]) -> RunInfo:
 def _step(step: Mapping[str, Any], *, iteration: int, info: RunInfo) -> StepRecord:
     lengths = as_integers(step["lengths"], name="lengths")
     ranks, num_microbatches = step["ranks"], int(step["num_microbatches"])
+    dynamic = info.topology.dynamic_cp
+    num_ranks = info.topology.num_leaves if dynamic else info.topology.dp_size
     # The file holds every slot, so that every size can be checked.
-    if len(ranks) != info.topology.dp_size or {len(slots) for slots in ranks} != {num_microbatches}:
-        raise ValueError(
-            f"step {iteration} is not of {info.topology.dp_size} ranks with {num_microbatches} micro-batches"
-        )
+    slots = [len(slots) for slots in ranks]
+    if len(ranks) != num_ranks or max(slots) != num_microbatches or (min(slots) < max(slots) and not dynamic):
+        raise ValueError(f"step {iteration} is not of {num_ranks} ranks with {num_microbatches} micro-batches")
+    slot_of = _slot_of(ranks, num_samples=lengths.size, num_microbatches=num_microbatches)
+    cp_sizes = _cp_sizes(step["cp_sizes"], slots=slots) if dynamic else None
+    if cp_sizes is not None:
+        check_cp_sizes(cp_sizes, slot_of=slot_of, shape=(num_ranks, num_microbatches), topology=info.topology)
     planned = assigned_step(
-        _slot_of(ranks, num_samples=lengths.size, num_microbatches=num_microbatches),
+        slot_of,
         iteration=iteration,
         num_microbatches=num_microbatches,
         segment_lengths=lengths,
@@ -85,16 +90,30 @@ def _step(step: Mapping[str, Any], *, iteration: int, info: RunInfo) -> StepReco
         home_ranks=np.arange(lengths.size, dtype=np.int64) % info.topology.dp_size,
         cost_model=info.cost_model,
         info=info,
+        cp_sizes=cp_sizes,
     )
     check_step(planned, topology=info.topology)
+    if dynamic and samples_of_ranks(planned) != ranks:
+        raise ValueError(f"step {iteration} has a group whose leaves hold different samples")
     return planned
 
 
 def _slot_of(ranks: Sequence[Sequence[Sequence[int]]], *, num_samples: int, num_microbatches: int) -> NDArray[np.int64]:
+    """Slots of samples; of one that several leaves share, the first leaf's."""
     slot_of = np.full(num_samples, -1, dtype=np.int64)
-    for rank, slots in enumerate(ranks):
-        for slot, ids in enumerate(slots):
+    for rank in reversed(range(len(ranks))):
+        for slot, ids in enumerate(ranks[rank]):
             slot_of[as_integers(ids, name="sample ids")] = rank * num_microbatches + slot
     if (slot_of < 0).any():
         raise ValueError(f"sample {int(np.argmin(slot_of))} has no rank")
     return slot_of
+
+
+def _cp_sizes(of_leaves: Sequence[Sequence[int]], *, slots: Sequence[int]) -> NDArray[np.int64]:
+    """`StepRecord.cp_sizes` of the lists of a file."""
+    if [len(sizes) for sizes in of_leaves] != slots:
+        raise ValueError("cp_sizes has other slots than ranks")
+    grid = np.zeros((len(slots), max(slots)), dtype=np.int64)
+    for leaf, sizes in enumerate(of_leaves):
+        grid[leaf, : len(sizes)] = as_integers(sizes, name="cp_sizes")
+    return grid

@@ -29,7 +29,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import opened_archive, parse_json
 from megatron_balance.planner.objectives import resolve_objective
-from megatron_balance.record.step import StepRecord
+from megatron_balance.record.step import StepRecord, unmeasured
 from megatron_balance.record.step_checks import check_seconds, check_step, cut
 from megatron_balance.topology import Limits, Topology
 
@@ -187,5 +187,5 @@ def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
         values |= {"cost_model": _cost_model(parse_json(chunk["cost_model"][index].item()))}
         if cp_sizes is not None:
             values["cp_sizes"] = cp_sizes[index].reshape(shape)
-        steps.append(StepRecord(**values, seconds=np.full(shape, np.nan)))
+        steps.append(StepRecord(**values, seconds=unmeasured(shape, cp_sizes=values.get("cp_sizes"))))
     return steps

@@ -27,7 +27,8 @@ class StepRecord:
         cost_model: what the step was planned with. Where calibration learns in training it is no longer the run's
             first, and counts attoseconds.
         plan_seconds, exchange_seconds, exposed_seconds: spent planning, moving, and waiting for both.
-        seconds: `[dp_size, num_microbatches]` measured, forward and backward; NaN where it was not.
+        seconds: `[dp_size, num_microbatches]` measured, forward and backward; NaN where it was not, 0 where a leaf
+            has no such slot.
         cp_sizes: `[num_leaves, num_microbatches]` int64 leaves that share each micro-batch, 1 for a dummy, 0 where a
             leaf has no such slot; None where all have the run's size. With sizes, cost_grid and seconds have a row a
             leaf too, and slot_of holds the first leaf of a sample's group as its rank (DynamicCpSchedule).
@@ -61,6 +62,7 @@ class StepRecord:
     ) -> StepRecord:
         """A step as it was planned, not measured yet."""
         num_samples = schedule.slot_of.size
+        cp_sizes = schedule.cp_size_grid() if schedule.topology.dynamic_cp else None
         lengths, counts, homes = schedule.segment_lengths, schedule.num_segments, schedule.home_ranks
         return cls(
             iteration=iteration,
@@ -75,8 +77,8 @@ class StepRecord:
             plan_seconds=plan_seconds,
             exchange_seconds=exchange_seconds,
             exposed_seconds=exposed_seconds,
-            seconds=np.full(schedule.cost_grid.shape, np.nan),
-            cp_sizes=schedule.cp_size_grid() if schedule.topology.dynamic_cp else None,
+            seconds=unmeasured(schedule.cost_grid.shape, cp_sizes=cp_sizes),
+            cp_sizes=cp_sizes,
         )
 
     @property
@@ -84,3 +86,11 @@ class StepRecord:
         """`[num_samples]` original tokens of each sample."""
         samples = np.repeat(np.arange(self.num_segments.size), self.num_segments)
         return np.bincount(samples, weights=self.segment_lengths, minlength=self.num_segments.size).astype(np.int64)
+
+
+def unmeasured(shape: tuple[int, ...], *, cp_sizes: NDArray[np.int64] | None) -> NDArray[np.float64]:
+    """`StepRecord.seconds` before anything was measured."""
+    seconds = np.full(shape, np.nan)
+    if cp_sizes is not None:
+        seconds[cp_sizes == 0] = 0.0
+    return seconds

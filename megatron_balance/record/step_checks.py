@@ -47,10 +47,7 @@ def check_step(step: StepRecord, *, topology: Topology) -> None:
     if (step.cp_sizes is not None) != topology.dynamic_cp:
         raise ValueError(f"step {step.iteration} has {'no ' if step.cp_sizes is None else ''}cp_sizes")
     if step.cp_sizes is not None:
-        _check_cp_sizes(step.cp_sizes, shape=step.cost_grid.shape, topology=topology)
-        first_leaves, of_samples = step.slot_of // step.num_microbatches, step.cp_sizes.ravel()[step.slot_of]
-        if not of_samples.all() or (first_leaves % of_samples).any():
-            raise ValueError("slot_of has a sample that is not on the first leaf of a group")
+        check_cp_sizes(step.cp_sizes, slot_of=step.slot_of, shape=step.cost_grid.shape, topology=topology)
     if not 0 <= step.cost_shift <= _MAX_COST_SHIFT:
         raise ValueError(f"cost_shift is {step.cost_shift}")
     for name in ("plan_seconds", "exchange_seconds", "exposed_seconds"):
@@ -58,8 +55,20 @@ def check_step(step: StepRecord, *, topology: Topology) -> None:
             raise ValueError(f"{name} is {getattr(step, name)}")
 
 
-def _check_cp_sizes(sizes: NDArray[Any], *, shape: tuple[int, ...], topology: Topology) -> None:
-    """Each group is whole: aligned leaves that share a slot; no leaf lacks a slot before its last."""
+def check_cp_sizes(
+    sizes: NDArray[Any], *, slot_of: NDArray[np.int64], shape: tuple[int, ...], topology: Topology
+) -> None:
+    """Each group is whole: aligned leaves that share a slot; no leaf lacks a slot before its last.
+
+    Args:
+        sizes: `StepRecord.cp_sizes`.
+        slot_of: of the step.
+        shape: `(num_leaves, num_microbatches)`.
+        topology: of the run.
+
+    Raises:
+        ValueError: says what is impossible.
+    """
     if sizes.dtype != np.int64 or sizes.shape != shape:
         raise ValueError(f"cp_sizes is {sizes.dtype} of shape {sizes.shape}; it must be int64 of shape {shape}")
     there = sizes > 0
@@ -70,6 +79,9 @@ def _check_cp_sizes(sizes: NDArray[Any], *, shape: tuple[int, ...], topology: To
         of_nodes = held[: len(sizes) // size * size].reshape(-1, size, shape[1])
         if size * of_nodes.all(axis=1).sum() != held.sum():
             raise ValueError(f"cp_sizes has a group of {size} leaves that is not whole")
+    first_leaves, of_samples = slot_of // shape[1], sizes.ravel()[slot_of]
+    if not of_samples.all() or (first_leaves % of_samples).any():
+        raise ValueError("slot_of has a sample that is not on the first leaf of a group")
 
 
 def cut(values: NDArray[Any], *, sizes: NDArray[Any]) -> list[NDArray[Any]]:

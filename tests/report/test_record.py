@@ -54,10 +54,10 @@ def write(folder: Path, *, num_steps: int, flush: bool = True, info: RunInfo = I
         plans.add(step)
         step.seconds[:] = np.random.default_rng(step.iteration).random(step.seconds.shape).astype(np.float32)
         if step.cp_sizes is not None:
-            step.seconds[step.cp_sizes == 0] = np.nan
+            step.seconds[step.cp_sizes == 0] = 0.0
         for rank, writer in enumerate(ranks):
-            seconds = step.seconds[rank]
-            writer.add(step.iteration, seconds=seconds[~np.isnan(seconds)])
+            there = slice(None) if step.cp_sizes is None else step.cp_sizes[rank] > 0
+            writer.add(step.iteration, seconds=step.seconds[rank][there])
     if flush:
         plans.flush()
         for writer in ranks:

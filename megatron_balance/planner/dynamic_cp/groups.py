@@ -30,6 +30,20 @@ class Groups:
     slots: NDArray[np.int64]
     num_slots: NDArray[np.int64]
 
+    @classmethod
+    def of_slots(cls, slot_of: NDArray[np.int64], *, cp_sizes: NDArray[np.int64]) -> Groups:
+        """The groups of a plan as records keep it.
+
+        Args:
+            slot_of: `[num_samples]` int64 `first_leaf * num_microbatches + slot` of each sample's group.
+            cp_sizes: `[num_leaves, num_microbatches]` int64 leaves that share a micro-batch, 1 for a dummy, 0 where a
+                leaf has no such slot.
+        """
+        places, group_of = np.unique(slot_of, return_inverse=True)
+        first_leaves, slots = np.divmod(places, cp_sizes.shape[1])
+        levels = np.log2(cp_sizes[first_leaves, slots]).astype(np.int64)
+        return cls(group_of, levels, first_leaves, slots, (cp_sizes > 0).sum(axis=1))
+
     def group_grid(self) -> NDArray[np.int64]:
         """The group of every leaf in every slot, `[num_leaves, max(num_slots)]`; -1 for none."""
         grid = np.full((self.num_slots.size, int(self.num_slots.max())), -1, dtype=np.int64)

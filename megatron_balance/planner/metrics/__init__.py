@@ -8,5 +8,13 @@ from __future__ import annotations
 
 from megatron_balance.planner.metrics.assignments import assignment_metrics, schedule_metrics
 from megatron_balance.planner.metrics.figures import ScheduleMetrics, slowest_over_mean, sync_group_size
+from megatron_balance.planner.metrics.groups import group_metrics
 
-__all__ = ["ScheduleMetrics", "assignment_metrics", "schedule_metrics", "slowest_over_mean", "sync_group_size"]
+__all__ = [
+    "ScheduleMetrics",
+    "assignment_metrics",
+    "group_metrics",
+    "schedule_metrics",
+    "slowest_over_mean",
+    "sync_group_size",
+]
