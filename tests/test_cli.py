@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,10 @@ import pytest
 from megatron_balance.cli import main
 from megatron_balance.cli.table import plain_table, print_table
 from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import assignment_metrics
+from megatron_balance.record.plan_file import read_plan
 from megatron_balance.topology import Limits, Topology
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "4096"]
@@ -88,6 +94,70 @@ def test_json_is_a_valid_plan_of_the_lengths_in_file_order(lengths_file: Path, t
         assert metrics.num_over_cap == 0
         assert metrics.predicted_cost == step["metrics"]["predicted_cost"]
         assert step["metrics"]["moved_tokens_unlabelled"] >= step["metrics"]["moved_tokens"]
+
+
+def test_a_plan_with_sizes_of_their_own_is_written_whole(
+    lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    arguments = [*BATCH[:-1], "1024", "--model", "Qwen3-8B", "--cp-size", "2", "--balance-context-parallel", "4"]
+    assert plan(str(lengths_file), *arguments, "--json", str(out)) == 0
+    content = json.loads(out.read_text())
+    topology = Topology(**content["topology"])
+    assert (topology.dynamic_cp, topology.max_cp_size) == (True, 4)
+    cost_model = CostModel(**{**content["cost_model"], "windows": ()})
+    assert cost_model.cp_exchange > 0
+    read = read_plan(out)
+    for step, written in zip(read.steps, content["steps"], strict=True):
+        schedule = build_data_schedule(
+            written["lengths"], cost_model=cost_model, topology=topology, limits=Limits(1024)
+        ).check()
+        assert written["ranks"] == [[list(ids) for ids in slots] for slots in schedule.ranks]
+        assert written["cp_sizes"] == [list(sizes) for sizes in schedule.cp_sizes]
+        assert written["metrics"]["predicted_cost"] == schedule.predicted_cost << schedule.cost_shift
+        assert np.array_equal(step.cost_grid, schedule.cost_grid)
+        assert np.array_equal(step.cp_sizes, schedule.cp_size_grid())
+
+    # The table of the first step: groups of each size, and leaves without one.
+    printed = capsys.readouterr().out
+    assert "FLOPs, dynamic CP" in printed
+    schedule = build_data_schedule(
+        content["steps"][0]["lengths"], cost_model=cost_model, topology=topology, limits=Limits(1024)
+    )
+    lines = printed.split("Step 1, groups")[1].splitlines()
+    sizes = [int(size) for size in re.findall(r"CP (\d+)", lines[1])]
+    for slot in range(schedule.num_microbatches):
+        of_slot = [
+            (size[slot] if ids[slot] else 0) if slot < len(ids) else 0
+            for ids, size in zip(schedule.ranks, schedule.cp_sizes, strict=True)
+        ]
+        cells = [0 if cell == "." else int(cell) for cell in lines[3 + slot].split()]
+        assert cells[1 : 1 + len(sizes)] == [of_slot.count(size) // size for size in sizes]
+        assert cells[1 + len(sizes)] == of_slot.count(0)
+
+
+def test_a_plan_whose_groups_disagree_is_no_plan(lengths_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = [*BATCH[:-1], "1024", "--model", "Qwen3-8B", "--balance-context-parallel", "--steps", "1"]
+    assert plan(str(lengths_file), *arguments, "--json", str(out)) == 0
+    content = json.loads(out.read_text())
+    (step,) = content["steps"]
+    leaf, slot = next(
+        (leaf, slot) for leaf, sizes in enumerate(step["cp_sizes"]) for slot, size in enumerate(sizes) if size > 1
+    )
+    breaks: tuple[Callable[[dict[str, Any]], object], ...] = (
+        lambda step: step["cp_sizes"][leaf].__setitem__(slot, 1),
+        lambda step: step["cp_sizes"][leaf].__setitem__(slot, 3),
+        lambda step: step["ranks"][leaf][slot].clear(),
+        lambda step: step["cp_sizes"][leaf].pop(),
+    )
+    for break_it in breaks:
+        content["steps"] = [json.loads(out.read_text())["steps"][0]]
+        break_it(content["steps"][0])
+        broken = tmp_path / "broken.json"
+        broken.write_text(json.dumps(content))
+        with pytest.raises(BalanceError, match="is no plan"):
+            read_plan(broken)
 
 
 def test_tokens_are_the_cost_without_a_model(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

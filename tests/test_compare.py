@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 from megatron_balance.cli import main
 from megatron_balance.cli.comparison.batches import GlobalBatch, look_ahead
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import schedule_metrics
 from megatron_balance.record.run_record import RunInfo
@@ -127,9 +129,9 @@ def test_policies_are_those_that_can_be_judged(lengths_file: Path, calibration_f
 
     tokens = ["stock", "packed", "balance-data"]
     assert names() == [*tokens, "balance-data, look-ahead 2"]
-    assert names("--model", "Qwen3-8B") == [*tokens, "by-flops", "by-flops, look-ahead 2"]
+    assert names("--model", "Qwen3-8B") == [*tokens, "by-flops", "by-flops, dynamic CP", "by-flops, look-ahead 2"]
     assert names("--cost", calibration_file) == [*tokens, "calibrated", "calibrated, look-ahead 2"]
-    both = ["by-flops", "calibrated", "calibrated, look-ahead 2"]
+    both = ["by-flops", "calibrated", "calibrated, dynamic CP", "calibrated, look-ahead 2"]
     assert names("--model", "Qwen3-8B", "--cost", calibration_file) == [*tokens, *both]
 
 
@@ -221,6 +223,139 @@ def test_a_sample_that_outweighs_a_rank_is_told_with_what_lifts_it(tmp_path: Pat
     # All eight GPUs then share what one ran: as much faster as it was slow.
     assert advice["cp_speedup"] == pytest.approx(content["policies"]["by-flops"]["step_imbalance"], rel=0.05)
     assert any("CP 8 on the same GPUs would lift the floor" in sentence for sentence in advice["sentences"])
+    # So do sizes of their own.
+    assert advice["policy"] == "by-flops, dynamic CP"
+    assert advice["flags"].endswith("--balance-by-flops --balance-context-parallel")
+    assert advice["dynamic_cp_speedup"] == pytest.approx(advice["cp_speedup"], rel=0.05)
+
+
+SHAPE = ModelShape.preset("Qwen3-8B")
+FLOPS = CostModel.from_shape(SHAPE, microbatch_tokens=MICROBATCH_TOKENS)
+SIZES = ["--global-batch-size", 64, "--dp-size", 4, "--cp-size", 2, "--max-tokens-per-gpu", 4096, "--model", "Qwen3-8B"]
+
+
+def received_flops(gigabytes_per_second: float) -> int:
+    """One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s."""
+    nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2
+    return round(nbytes * 400e12 / (gigabytes_per_second * 1e9))
+
+
+def leaf_cost(lengths: np.ndarray, *, exchange: int) -> int:
+    schedule = build_data_schedule(
+        lengths,
+        cost_model=replace(FLOPS, cp_exchange=exchange),
+        topology=Topology(4, cp_size=2, dynamic_cp=True),
+        limits=Limits(4096),
+    )
+    return schedule.predicted_cost << schedule.cost_shift
+
+
+def rank_cost(lengths: np.ndarray, *, exchange: int) -> float:
+    """The slowest rank of two GPUs under by-flops, on each of them: half of its samples, and what it receives."""
+    topology = Topology(4, cp_size=2)
+    schedule = build_data_schedule(
+        lengths, cost_model=FLOPS, topology=topology, limits=Limits(4096), home_ranks=np.arange(64) % 4
+    )
+    padded = topology.padded_seq_len(lengths).tolist()
+    return max(
+        sum(
+            FLOPS.per_microbatch + sum((FLOPS(padded[sample]) + exchange * padded[sample]) / 2 for sample in ids)
+            for ids in slots
+        )
+        for slots in schedule.ranks
+    )
+
+
+@pytest.mark.parametrize(("arguments", "bandwidth"), [([], 450), (["--cp-bandwidth", 20], 20)])
+def test_dynamic_sizes_are_judged_like_one_size(
+    lengths_file: Path, tmp_path: Path, arguments: list[object], bandwidth: float
+) -> None:
+    policies = figures_of(tmp_path, lengths_file, *SIZES, *arguments)["policies"]
+    lengths = np.load(lengths_file)
+    batches = [lengths[64 * step :][:64] for step in range(lengths.size // 64)]
+    for key, exchange in (("speedup", received_flops(bandwidth)), ("free_speedup", 0)):
+        gain = policies["by-flops, dynamic CP"][key] / policies["by-flops"][key]
+        dynamic = sum(leaf_cost(batch, exchange=exchange) for batch in batches)
+        assert gain == pytest.approx(sum(rank_cost(batch, exchange=exchange) for batch in batches) / dynamic)
+    assert policies["by-flops"]["mean_cp_size"] == 2
+    assert policies["by-flops, dynamic CP"]["mean_cp_size"] < 2
+
+
+def test_seconds_of_dynamic_sizes_are_those_of_a_leaf(lengths_file: Path, tmp_path: Path) -> None:
+    speed = ["--peak-tflops", 1000, "--efficiency", 0.4]
+    figures = figures_of(tmp_path, lengths_file, *SIZES, *speed)["policies"]["by-flops, dynamic CP"]
+    lengths = np.load(lengths_file)
+    costs = [leaf_cost(lengths[64 * step :][:64], exchange=received_flops(450)) for step in range(lengths.size // 64)]
+    assert figures["seconds_per_step"] == pytest.approx(np.mean(costs) / 400e12)
+
+
+def test_dynamic_sizes_in_seconds_of_a_calibration(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
+    policies = figures_of(tmp_path, lengths_file, *SIZES, "--cost", calibration_file, "--tp-size", 2)["policies"]
+    nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2
+    exchange = round(nbytes / 50e9 / 2 * 1e18)  # sixteen GPUs, so several nodes; two hold the heads
+    cost_model = replace(Calibration.read(calibration_file).cost_model(model_parallel_size=2), cp_exchange=exchange)
+    lengths = np.load(lengths_file)
+    schedules = [
+        build_data_schedule(
+            lengths[64 * step :][:64],
+            cost_model=cost_model,
+            topology=Topology(4, cp_size=2, tp_size=2, dynamic_cp=True),
+            limits=Limits(4096),
+        )
+        for step in range(lengths.size // 64)
+    ]
+    seconds = np.mean([schedule.predicted_cost << schedule.cost_shift for schedule in schedules]) / 1e18
+    assert policies["calibrated, dynamic CP"]["seconds_per_step"] == pytest.approx(seconds)
+    # A micro-batch takes its 2 ms at one size as well, and a token what a quarter of the model takes.
+    assert policies["stock"]["seconds_per_step"] > 16 * 2e-3
+
+
+def test_dynamic_sizes_are_recommended_for_more_than_noise_alone(
+    lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [lengths_file, *SIZES, "--lookahead", 1]
+    slow = figures_of(tmp_path, *arguments, "--cp-bandwidth", 20)["recommendation"]
+    assert slow["policy"] == "by-flops, dynamic CP"
+    assert slow["dynamic_cp_speedup"] > 1.05
+    printed = capsys.readouterr().out
+    assert "--balance-context-parallel (objective step" in printed
+    assert re.search(r"ranks share a token on average, not 2, and receive less", printed)
+    fast = figures_of(tmp_path, *arguments, "--cp-bandwidth", 900)["recommendation"]
+    assert fast["policy"] == "by-flops"
+    assert fast["dynamic_cp_speedup"] < 1.05
+    assert "--balance-context-parallel" not in fast["flags"]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("DeepSeek-V3", []),  # multi-latent attention
+        ("gpt-oss-20b", []),  # sliding windows
+        ("Qwen3-8B", ["--objective", "microbatch"]),
+        ("Qwen3-8B", ["--algorithm", "greedy"]),
+    ],
+)
+def test_what_training_refuses_is_not_compared(
+    lengths_file: Path, tmp_path: Path, model: str, arguments: list[object]
+) -> None:
+    policies = figures_of(tmp_path, lengths_file, *BATCH, "--model", model, "--steps", 1, *arguments)["policies"]
+    assert "by-flops" in policies
+    assert not [name for name in policies if "dynamic" in name]
+
+
+def test_a_sweep_of_sizes_shows_dynamic_ones_beside_each(lengths_file: Path, tmp_path: Path) -> None:
+    arguments = [lengths_file, "--global-batch-size", 64, "--dp-size", 2, "--max-tokens-per-gpu", 8192]
+    sweep = figures_of(tmp_path, *arguments, "--model", "Qwen3-8B", "--sweep", "cp_size=1,4")["sweep"]
+    for point, size in zip(sweep["points"], (1, 4), strict=True):
+        by_name = {figures["name"]: figures for figures in point["policies"]}
+        assert by_name["by-flops"]["mean_cp_size"] == size
+        assert by_name["by-flops, dynamic CP"]["mean_cp_size"] < 4
+        # At one size every token pays for it.
+        lost = (
+            by_name["by-flops"]["tokens_per_second_per_gpu"]
+            / by_name["by-flops, dynamic CP"]["tokens_per_second_per_gpu"]
+        )
+        assert lost < 1 if size == 4 else lost == pytest.approx(1, rel=0.02)
 
 
 def test_look_ahead_keeps_every_sample_and_its_rank() -> None:
@@ -381,9 +516,10 @@ def test_a_sweep_compares_per_gpu(lengths_file: Path, tmp_path: Path, capsys: py
     assert [point["num_gpus"] for point in sweep["points"]] == [2, 4, 8, 16]
     printed = capsys.readouterr().out
     assert "stock at the first point = 1" in printed
-    # Fewer ranks wait less; context parallelism is all but free where communication is not counted.
+    # Fewer ranks wait less, and receive less.
     assert re.search(
-        r"Most tokens per GPU, predicted without communication: dp_size 2, cp_size \d with by-flops", printed
+        r"Most tokens per GPU, predicted with that of context-parallel ranks: dp_size 2, cp_size 1 with by-flops",
+        printed,
     )
     # A point is what compare says there.
     alone = figures_of(tmp_path, *arguments, "--dp-size", 8, "--cp-size", 2, "--lookahead", 1)["policies"]

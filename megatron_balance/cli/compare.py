@@ -1,7 +1,7 @@
 """Compare every policy on your lengths, before any training or on a run that was recorded.
 
 Each policy plans the same global batches, and one cost model judges them all. Times are predicted from these plans:
-communication, optimiser and data loading are not in them.
+optimiser and data loading are not in them, nor any communication but that of context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from megatron_balance.cli.flags import (
     add_lengths_flags,
     add_planning_flags,
     add_rank_flags,
+    max_cp_size,
     topology_from_flags,
 )
 from megatron_balance.cli.json_file import write_json
@@ -78,7 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="E",
         help=f"fraction of it that your training reaches (default: {DEFAULT_EFFICIENCY}, an assumption)",
     )
-    planning = add_planning_flags(parser, objective_default="auto, from the ranks; of a record, the run's")
+    planning = add_planning_flags(
+        parser,
+        objective_default="auto, from the ranks; of a record, the run's",
+        dynamic_cp_help="the policy dynamic CP is compared anyway; SIZE is the largest context-parallel size of a "
+        "micro-batch (default: all data- and context-parallel ranks)",
+    )
     planning.add_argument(
         "--lookahead", default="2,4", metavar="W,…", help="windows of look-ahead to try; 1 for none (default: 2,4)"
     )
@@ -109,8 +115,10 @@ def run(args: argparse.Namespace) -> int:
         objective=args.objective or (None if record is None or axes else record.info.objective),
         algorithm=args.algorithm,
         lookaheads=_lookaheads(args.lookahead),
+        max_cp_size=max_cp_size(args),
     )
-    setting = question.setting(topology, limits=limits)  # wrong flags are reported before long work
+    # Wrong flags are reported before long work.
+    rate, setting = question.costs.rate(topology), question.setting(topology, limits=limits)
     most_samples = _most_samples(setting) // num_points(axes)
     batches = _batches(args, record=record, dp_size=topology.dp_size, most_samples=most_samples)
     if axes or not can_look_ahead(batches):
@@ -123,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         "cost_name": setting.cost_name,
         "num_steps": len(batches),
         "num_samples": sum(batch.num_samples for batch in batches),
-        "rate": asdict(question.costs.rate(topology)),
+        "rate": asdict(rate),
     }
     num_policies = len(question.policies(setting))
     with progress_bar("planning") as progress:
@@ -136,12 +144,11 @@ def run(args: argparse.Namespace) -> int:
             points = []
             comparison = question.compare(batches, topology=topology, limits=limits, after_step=after_step)
     if axes:
-        is_absolute = question.costs.rate(topology).is_absolute
-        print_sweep(points, axes=axes, is_absolute=is_absolute)
+        print_sweep(points, axes=axes, is_absolute=rate.is_absolute)
         content["sweep"] = {"axes": [asdict(axis) for axis in axes], "points": [asdict(point) for point in points]}
         if args.chart is not None:
             caption = f"Predicted by imbalance alone, from {question.costs.text(topology)}; global batch unchanged."
-            write_sweep_chart(args.chart, points, axes=axes, is_absolute=is_absolute, caption=caption)
+            write_sweep_chart(args.chart, points, axes=axes, is_absolute=rate.is_absolute, caption=caption)
             print(f"The chart is in {args.chart}.")
     else:
         shown, advice = _conclude(comparison, question=question, record=record, topology=topology)
@@ -185,7 +192,11 @@ def _ranks_and_cap(
     cap = args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu
     if cap is None:
         raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
-    return topology_from_flags(args, base=record.info.topology), Limits(cap)
+    return topology_from_flags(args, base=_at_one_size(record.info.topology)), Limits(cap)
+
+
+def _at_one_size(topology: Topology) -> Topology:
+    return topology.at_cp_size(topology.cp_size)
 
 
 def _lookaheads(text: str) -> tuple[int, ...]:
@@ -257,13 +268,20 @@ def _conclude(
 ) -> tuple[list[PolicyMeans], Recommendation]:
     """Print the table, the flags and the recommendation."""
     shown = [comparison.figures(result) for result in comparison.results]
-    if record is not None and topology == record.info.topology:
-        shown.insert(1, comparison.figures(as_it_ran(record, batches=comparison.batches, setting=comparison.setting)))
+    if record is not None and topology == _at_one_size(record.info.topology):
+        setting = comparison.setting
+        if record.info.topology.dynamic_cp:
+            setting = question.setting(record.info.topology, limits=setting.limits)
+        shown.insert(1, comparison.figures(as_it_ran(record, batches=comparison.batches, setting=setting)))
     advice = recommend(comparison, question=question, results=comparison.results)
     print_policies(shown, comparison=comparison, advised=advice.policy)
     if question.costs.measured_imbalance is not None:
         print(f"Measured in the run: slowest over mean {question.costs.measured_imbalance:.3f}.")
-    how = "measured seconds of micro-batches" if comparison.setting.cost_name == "seconds" else "imbalance alone"
+    how = "measured seconds of micro-batches" if comparison.setting.cost_name == "seconds" else "imbalance"
+    if comparison.counts_communication:
+        how += " and what context-parallel ranks receive"
+    elif how == "imbalance":
+        how += " alone"
     print(f"Recommendation, predicted by {how}:")
     for sentence in advice.sentences:
         print(f"  {sentence}")

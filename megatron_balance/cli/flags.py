@@ -12,7 +12,9 @@ from dataclasses import replace
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import SYNTHETIC_LENGTHS
 from megatron_balance.lengths.text import TOKENS_PER_MESSAGE
-from megatron_balance.mcore.setup.flags import token_cap
+from megatron_balance.mcore.setup.arguments import ALL_RANKS
+from megatron_balance.mcore.setup.flags import context_parallel_limit, token_cap
+from megatron_balance.mcore.setup.one_flag import OFF
 from megatron_balance.model.presets import PRESETS
 from megatron_balance.planner.objectives import objective_names
 from megatron_balance.topology import Topology
@@ -102,10 +104,19 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="COST",
         help="what a sample costs: tokens, flops, or a calibration.json (default: flops with --model, else tokens)",
     )
+    group.add_argument(
+        "--cp-bandwidth",
+        type=float,
+        metavar="GBPS",
+        help="GB/s that a GPU receives from the others of its context-parallel group; with --model it says what that "
+        "costs (default: 450, NVLink, on at most 8 GPUs, else 50, one 400 Gb/s link a GPU)",
+    )
     return group
 
 
-def add_planning_flags(parser: argparse.ArgumentParser, *, objective_default: str) -> argparse._ArgumentGroup:
+def add_planning_flags(
+    parser: argparse.ArgumentParser, *, objective_default: str, dynamic_cp_help: str
+) -> argparse._ArgumentGroup:
     """Flags for planning and judging."""
     group = parser.add_argument_group("planning")
     group.add_argument(
@@ -115,7 +126,26 @@ def add_planning_flags(parser: argparse.ArgumentParser, *, objective_default: st
         f"pipeline (default: {objective_default})",
     )
     group.add_argument("--algorithm", default="auto", metavar="NAME", help="how samples are packed (default: auto)")
+    group.add_argument(
+        "--balance-context-parallel",
+        nargs="?",
+        type=context_parallel_limit,
+        const=ALL_RANKS,
+        metavar="SIZE",
+        help=f"as in training: {dynamic_cp_help}",
+    )
     return group
+
+
+def max_cp_size(args: argparse.Namespace) -> int | None:
+    """The largest context-parallel size of `--balance-context-parallel`; None for all ranks."""
+    limit = args.balance_context_parallel
+    return None if limit in (None, ALL_RANKS, OFF) else limit
+
+
+def asks_for_dynamic_cp(args: argparse.Namespace) -> bool:
+    """Whether `--balance-context-parallel` is given, and not `off`."""
+    return args.balance_context_parallel not in (None, OFF)
 
 
 def topology_from_flags(args: argparse.Namespace, *, base: Topology | None = None) -> Topology:

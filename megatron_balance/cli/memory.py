@@ -16,7 +16,6 @@ from megatron_balance.memory.budget import AUTO, derive_cap, gib_to_bytes
 from megatron_balance.memory.model import GIB, MemoryModel, TrainingMemory, memory_model
 from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.inputs import sum_segments
-from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord
 from megatron_balance.topology import Limits, Topology
 
@@ -105,22 +104,27 @@ class Shapes:
     filler: float
 
 
-def shapes_of(result: PolicyResult, *, setting: RunInfo, shape_bucket: int) -> Shapes:
+def shapes_of(result: PolicyResult, *, shape_bucket: int) -> Shapes:
     """Shapes of a policy's micro-batches; stock's are never filled up.
 
     Args:
         result: the plans.
-        setting: ranks and limits.
         shape_bucket: tokens on a GPU.
     """
-    tokens = np.concatenate([_tokens(step, setting.topology) for step in result.steps])
+    topology, limits = result.setting.topology, result.setting.limits
+    if topology.dynamic_cp:
+        # Parts of micro-batches on one leaf each: these are what runs.
+        tokens = np.concatenate([_tokens_on_leaves(step, topology) for step in result.steps])
+        topology = topology.at_cp_size(1)
+    else:
+        tokens = np.concatenate([_tokens(step, topology) for step in result.steps])
     filled = tokens
     if result.policy.cost_model is not None:
-        filled = filled_tokens(tokens, topology=setting.topology, limits=setting.limits, shape_bucket=shape_bucket)
+        filled = filled_tokens(tokens, topology=topology, limits=limits, shape_bucket=shape_bucket)
     most = int(filled.max(initial=0))
     return Shapes(
         num_shapes=np.unique(filled).size,
-        peak_tokens=-(-most // setting.topology.cp_size),
+        peak_tokens=-(-most // topology.cp_size),
         filler=float((filled - tokens).sum() / max(int(filled.sum()), 1)),
     )
 
@@ -157,3 +161,18 @@ def _tokens(step: StepRecord, topology: Topology) -> NDArray[np.int64]:
     tokens = np.zeros(step.cost_grid.size, dtype=np.int64)
     np.add.at(tokens, step.slot_of, padded)
     return tokens[np.unique(step.slot_of)]
+
+
+def _tokens_on_leaves(step: StepRecord, topology: Topology) -> NDArray[np.int64]:
+    """`[num_filled]` padded tokens on one leaf of every group that holds samples, once for each of its leaves."""
+    assert step.cp_sizes is not None, "sizes differ"
+    sizes = step.cp_sizes.ravel()
+    tokens = np.zeros(step.cost_grid.size, dtype=np.int64)
+    of_samples = sizes[step.slot_of]
+    of_segments = np.repeat(of_samples, step.num_segments)
+    for size in topology.dynamic_cp_sizes:
+        padded = topology.at_cp_size(size).padded_seq_len(step.segment_lengths)
+        sums = sum_segments(np.where(of_segments == size, padded // size, 0), num_segments=step.num_segments)
+        np.add.at(tokens, step.slot_of, sums)
+    filled = np.unique(step.slot_of)
+    return np.repeat(tokens[filled], sizes[filled])

@@ -1,14 +1,14 @@
 """Show what balancing would change on your sample lengths, before any training.
 
 Lengths are taken in file order and cut into global batches. Each is planned in four ways, from Megatron's own
-sampler to `--balance-data`, and one cost model judges all four.
+sampler to `--balance-data`, and in a fifth with `--balance-context-parallel`. One cost model judges all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cli.comparison.batches import GlobalBatch, check_counts, cut, read_flagged_lengths
-from megatron_balance.cli.comparison.cost_source import CostSource
+from megatron_balance.cli.comparison.cost_source import CostSource, check_cp_bandwidth
 from megatron_balance.cli.comparison.policies import Policy, PolicyResult, token_policies
 from megatron_balance.cli.comparison.recommendation import NOTABLE_FLOOR
-from megatron_balance.cli.comparison.results import Question
+from megatron_balance.cli.comparison.results import Comparison, Question
 from megatron_balance.cli.flags import (
     LENGTHS_HELP,
     MODELS_HELP,
@@ -28,8 +28,11 @@ from megatron_balance.cli.flags import (
     add_lengths_flags,
     add_planning_flags,
     add_rank_flags,
+    asks_for_dynamic_cp,
+    max_cp_size,
     topology_from_flags,
 )
+from megatron_balance.cli.group_table import print_groups
 from megatron_balance.cli.json_file import write_json
 from megatron_balance.cli.memory import (
     Shapes,
@@ -40,12 +43,14 @@ from megatron_balance.cli.memory import (
     shapes_of,
 )
 from megatron_balance.cli.table import print_table
+from megatron_balance.errors import BalanceError
 from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.metrics import ScheduleMetrics
 from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.record.judging import samples_of_ranks
 from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
 
 MAX_STEPS = 100
 """Global batches planned when --steps is not given: enough for stable means, quick to plan."""
@@ -58,6 +63,8 @@ examples:
       --max-tokens-per-gpu 16384 --model Qwen3-8B --json plan.json
   megatron-balance plan chats.jsonl --tokenizer Qwen3-8B/ --global-batch-size 256 --dp-size 8 \\
       --max-tokens-per-gpu 16384 --model Qwen3-8B/config.json
+  megatron-balance plan synthetic:servegen_mlarge:4096 --global-batch-size 256 --dp-size 8 --cp-size 4 \\
+      --max-tokens-per-gpu 4096 --model Qwen3-8B --balance-context-parallel
   megatron-balance plan synthetic:servegen_mlarge:4096 --global-batch-size 256 --dp-size 8 --tp-size 2 \\
       --sequence-parallel --distributed-optimizer --max-tokens-per-gpu auto --memory-gib 72 --model Qwen3-8B
 
@@ -83,7 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_flags(parser, required=True, steps_default=f"as many as there are lengths for, at most {MAX_STEPS}")
     add_rank_flags(parser, required=True)
     add_cost_flags(parser)
-    add_planning_flags(parser, objective_default="auto, from the ranks")
+    add_planning_flags(
+        parser,
+        objective_default="auto, from the ranks",
+        dynamic_cp_help="each micro-batch has a context-parallel size of its own, a power of two up to SIZE or all "
+        "data- and context-parallel ranks; communication is counted, at one size too",
+    )
     add_memory_flags(parser)
 
     output = parser.add_argument_group("output")
@@ -100,24 +112,35 @@ def run(args: argparse.Namespace) -> int:
         shape_bucket=args.shape_bucket,
         flag="--shape-bucket",
     )
+    dynamic = asks_for_dynamic_cp(args)
+    check_cp_bandwidth(args)
     question = Question(
-        costs=CostSource(args.cost, args.model), objective=args.objective, algorithm=args.algorithm, lookaheads=()
+        costs=CostSource(args.cost, args.model, cp_bandwidth=args.cp_bandwidth, counts_communication=dynamic),
+        objective=args.objective,
+        algorithm=args.algorithm,
+        lookaheads=(),
+        max_cp_size=max_cp_size(args),
     )
     setting = question.setting(topology, limits=limits)  # wrong flags are reported before long work
     check_counts(args.global_batch_size, steps=args.steps)
     lengths = read_flagged_lengths(args, global_batch_size=args.global_batch_size)
     batches = cut(lengths, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=MAX_STEPS)
-    policies = [*token_policies(max_tokens_per_gpu=limits.max_tokens_per_gpu), _balanced(setting, args.algorithm)]
-    results = question.compare(batches, topology=topology, limits=limits, policies=policies).results
+    policies = [*token_policies(max_tokens_per_gpu=limits.max_tokens_per_gpu), _balanced(question, setting)]
+    if dynamic:
+        policies.append(_dynamic(question, policies[-1], setting=setting))
+    comparison = question.compare(batches, topology=topology, limits=limits, policies=policies)
+    results = comparison.results
 
     _print_inputs(lengths, batches, setting=setting)
-    shapes = [shapes_of(result, setting=setting, shape_bucket=args.shape_bucket) for result in results]
+    shapes = [shapes_of(result, shape_bucket=args.shape_bucket) for result in results]
     print_table(_COLUMNS, [_cells(result, of) for result, of in zip(results, shapes, strict=True)])
-    _print_conclusion(results, batches, setting=setting)
+    _print_conclusion(comparison)
+    if dynamic:
+        print_groups(results[-1].steps[0], metrics=results[-1].metrics[0], steps_metrics=results[-1].metrics)
     if memory is not None:
         print_memory(memory, names=[_label(result) for result in results], shapes=shapes, budget_gib=args.memory_gib)
     if args.json is not None:
-        write_json(args.json, _plan_file(results[-1], setting=setting))
+        write_json(args.json, _plan_file(results[-1]))
         print(f"The balanced plan of every step is in {args.json}.")
     return 0
 
@@ -129,8 +152,9 @@ _LABELS = {
 }
 
 
-def _balanced(setting: RunInfo, algorithm: str) -> Policy:
-    """The balanced policy, whose plan `--json` writes."""
+def _balanced(question: Question, setting: RunInfo) -> Policy:
+    """The plan that the command is about, at one context-parallel size."""
+    algorithm = question.algorithm
     named = "" if algorithm == "auto" else f", {algorithm}"
     if setting.cost_name == "flops":
         label = f"FLOPs{named} (--balance-data --balance-by-flops)"
@@ -139,7 +163,27 @@ def _balanced(setting: RunInfo, algorithm: str) -> Policy:
     else:
         # Training flags pack tokens first fit; with --model there is more to even out.
         label = f"tokens{named or ', level packing'} (from Python)"
-    return Policy(label, flags="", cost_model=setting.cost_model, algorithm=algorithm)
+    costs = question.costs
+    planning = costs.calibrated_model(setting.topology) or costs.flops_model(setting.topology)
+    if setting.cost_name == "tokens":
+        planning = setting.cost_model
+    return Policy(label, flags="", cost_model=planning, algorithm=algorithm)
+
+
+def _dynamic(question: Question, policy: Policy, *, setting: RunInfo) -> Policy:
+    """The same with a context-parallel size for each micro-batch.
+
+    Raises:
+        BalanceError: they cannot be planned, or trained with.
+    """
+    why_not = question.why_not_dynamic(setting)
+    if why_not is not None:
+        raise BalanceError(f"--balance-context-parallel is given: {why_not.rstrip('.')}.")
+    unit = "seconds" if setting.cost_name == "seconds" else "FLOPs"
+    return replace(
+        question.dynamic_policy(policy, topology=setting.topology),
+        name=f"{unit}, dynamic CP (and --balance-context-parallel)",
+    )
 
 
 _COLUMNS = ("policy", "imbalance", "over bound", "padding", "cap headroom", "micro-batches", "shapes", "plan ms")
@@ -175,9 +219,12 @@ def _print_inputs(lengths: NDArray[np.int64], batches: Sequence[GlobalBatch], *,
     )
 
 
-def _print_conclusion(results: Sequence[PolicyResult], batches: Sequence[GlobalBatch], *, setting: RunInfo) -> None:
-    cap = setting.limits.max_tokens_per_microbatch(setting.topology)
-    padded = [setting.topology.padded_seq_len(batch.segment_lengths) for batch in batches]
+def _print_conclusion(comparison: Comparison) -> None:
+    setting, batches, balanced = comparison.setting, comparison.batches, comparison.results[-1]
+    topology = balanced.setting.topology
+    largest = topology.at_cp_size(topology.dynamic_cp_sizes[-1])
+    cap = setting.limits.max_tokens_per_microbatch(largest)
+    padded = [largest.padded_seq_len(batch.segment_lengths) for batch in batches]
     num_over_long = sum(int((tokens > cap).sum()) for tokens in padded) if cap is not None else 0
     if num_over_long:
         print(f"Note: {num_over_long} samples are longer than a micro-batch's {cap} tokens; each runs alone.")
@@ -189,13 +236,19 @@ def _print_conclusion(results: Sequence[PolicyResult], batches: Sequence[GlobalB
         key=lambda advice: advice.floor,
     )
     if advice.floor > NOTABLE_FLOOR:
-        print(f"Note: in the worst step one sample outweighs a rank's share: {advice.message}.")
-    stock, packed, _, balanced = (result.predicted_cost for result in results)
-    if balanced:
+        at_one_size = ", at one context-parallel size" if topology.dynamic_cp else ""
+        print(f"Note: in the worst step one sample outweighs a rank's share{at_one_size}: {advice.message}.")
+    stock, packed, _, *_ = comparison.results
+    by = "imbalance and what context-parallel ranks receive" if comparison.counts_communication else "imbalance alone"
+    if balanced.predicted_cost:
         print(
-            f"Predicted: the balanced step is {stock / balanced:.2f}x as fast as stock, "
-            f"{packed / balanced:.2f}x as packed, by imbalance alone."
+            f"Predicted: the balanced step is {comparison.speedup(balanced, over=stock):.2f}x as fast as stock, "
+            f"{comparison.speedup(balanced, over=packed):.2f}x as packed, by {by}."
         )
+    if topology.dynamic_cp:
+        fixed = comparison.results[-2]
+        gain, free = (comparison.speedup(balanced, over=fixed, free=free) for free in (False, True))
+        print(f"Dynamic CP is {gain:.2f}x the plan at CP {topology.cp_size}, {free:.2f}x were communication free.")
 
 
 def _file_metrics(metrics: ScheduleMetrics) -> dict[str, Any]:
@@ -205,8 +258,9 @@ def _file_metrics(metrics: ScheduleMetrics) -> dict[str, Any]:
     return content
 
 
-def _plan_file(balanced: PolicyResult, *, setting: RunInfo) -> dict[str, Any]:
-    """The content of `--json`: the balanced plan of every step."""
+def _plan_file(balanced: PolicyResult) -> dict[str, Any]:
+    """The content of `--json`: the balanced plan of every step; with dynamic sizes ranks are leaves."""
+    setting = balanced.setting
     return {
         "cost_model": asdict(setting.cost_model),
         "cost_name": setting.cost_name,
@@ -217,8 +271,17 @@ def _plan_file(balanced: PolicyResult, *, setting: RunInfo) -> dict[str, Any]:
                 "lengths": step.segment_lengths.tolist(),
                 "num_microbatches": step.num_microbatches,
                 "ranks": samples_of_ranks(step),
+                **_cp_sizes(step),
                 "metrics": _file_metrics(metrics),
             }
             for step, metrics in zip(balanced.steps, balanced.metrics, strict=True)
         ],
     }
+
+
+def _cp_sizes(step: StepRecord) -> dict[str, Any]:
+    """`cp_sizes[leaf][slot]`, where sizes differ."""
+    if step.cp_sizes is None:
+        return {}
+    sizes: list[list[int]] = step.cp_sizes.tolist()
+    return {"cp_sizes": [[size for size in of_leaf if size] for of_leaf in sizes]}

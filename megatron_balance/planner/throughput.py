@@ -97,9 +97,9 @@ def step_seconds(predicted_cost: int, *, objective: str, topology: Topology, rat
 
 def num_gpus(topology: Topology) -> int:
     """GPUs of the run. Experts are spread over those that are there already."""
-    return topology.dp_size * topology.pp_size * _sharing(topology)
+    return topology.num_leaves * topology.pp_size * topology.tp_size
 
 
 def _sharing(topology: Topology) -> int:
-    """GPUs that share a sample on one pipeline stage."""
-    return topology.tp_size * topology.cp_size
+    """GPUs that do the work a cost counts, on one pipeline stage: with dynamic context-parallel sizes a leaf's."""
+    return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)

@@ -5,6 +5,9 @@
     a recorded run                               the cost that the run planned with
     nothing                                      tokens
 
+What context-parallel ranks receive from one another is part of the cost where the model is known: at one size by
+`CostModel.at_cp_size`, with dynamic sizes as `cp_exchange`.
+
 Invariant: seconds are shown only where they were measured, or follow from a speed that the user stated.
 """
 
@@ -16,9 +19,12 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_balance.cli.comparison.communication import ASSUMED_LINKS, cp_link, exchange_cost
+from megatron_balance.cost.communication import Link
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import resolve_cost
+from megatron_balance.cost.resolve import find_shape, resolve_cost
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner.throughput import (
     CostRate,
     rate_of_calibration,
@@ -35,6 +41,14 @@ DEFAULT_EFFICIENCY = 0.4
 """Fraction of a GPU's peak where none is given: often reached, and shown as an assumption."""
 
 
+def check_cp_bandwidth(args: argparse.Namespace) -> None:
+    """Raises where `--cp-bandwidth` is given and nothing says what is received."""
+    if args.cp_bandwidth is not None and args.model is None:
+        raise BalanceError(
+            "--cp-bandwidth is given without --model, whose keys and values ranks receive: add it, or drop it."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class CostSource:
     """The cost of a sample on any number of ranks.
@@ -45,6 +59,9 @@ class CostSource:
         record: the recorded run, or None.
         peak_tflops: of one GPU, or None.
         efficiency: fraction of it that is reached, or None for the default.
+        cp_bandwidth: `--cp-bandwidth`, GB/s, or None for that of the ranks' nodes.
+        counts_communication: costs have what context-parallel ranks receive, where that is known; False for costs as
+            training plans with them at one size.
     """
 
     cost: str | None
@@ -52,15 +69,18 @@ class CostSource:
     record: RunRecord | None = None
     peak_tflops: float | None = None
     efficiency: float | None = None
+    cp_bandwidth: float | None = None
+    counts_communication: bool = True
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, *, record: RunRecord | None) -> CostSource:
         """Read and check the flags.
 
         Raises:
-            BalanceError: a speed is stated for a cost that is no FLOPs.
+            BalanceError: a speed is stated for a cost that is no FLOPs, or a bandwidth for an unknown model.
         """
-        source = cls(args.cost, args.model, record, args.peak_tflops, args.efficiency)
+        source = cls(args.cost, args.model, record, args.peak_tflops, args.efficiency, args.cp_bandwidth)
+        check_cp_bandwidth(args)
         if args.efficiency is not None and args.peak_tflops is None:
             raise BalanceError("--efficiency is a part of --peak-tflops, which is missing: give both or neither.")
         if args.peak_tflops is not None and source.cost_name != "flops":
@@ -78,12 +98,19 @@ class CostSource:
             return "flops"
         return "tokens" if self.record is None else self.record.info.cost_name
 
-    def cost_model(self, topology: Topology) -> CostModel:
-        """The cost model that judges on these ranks.
+    def cost_model(self, topology: Topology, *, free: bool = False) -> CostModel:
+        """The cost model that judges on these ranks, communication included where it is known.
+
+        Args:
+            topology: the ranks.
+            free: communication takes no time.
 
         Raises:
             BalanceError: the model is unknown or missing, or the run's own costs are not valid on these ranks.
         """
+        return self._with_communication(self._judging(topology), topology=topology, cost_name=self.cost_name, free=free)
+
+    def _judging(self, topology: Topology) -> CostModel:
         if self.cost is not None or self.model is not None or self.record is None:
             return self._chosen(self.cost, topology)
         if not self.holds_at(topology):
@@ -93,6 +120,46 @@ class CostSource:
             )
         return self.record.info.cost_model
 
+    def _with_communication(
+        self, cost_model: CostModel, *, topology: Topology, cost_name: str, free: bool = False
+    ) -> CostModel:
+        exchange = self.exchange(topology, cost_name=cost_name) if self.counts_communication else None
+        if exchange is None:
+            return replace(cost_model, cp_exchange=0)
+        priced = replace(cost_model, cp_exchange=0 if free else exchange)
+        if topology.dynamic_cp:
+            return priced
+        if self.cost is not None and cost_name == "seconds":
+            # A calibration's costs are those of one rank already: each receives (c-1)/c of a sample.
+            received = priced.cp_exchange * (topology.cp_size - 1) // topology.cp_size
+            return replace(priced, linear=priced.linear + received, cp_exchange=0)
+        return priced.at_cp_size(topology.cp_size)
+
+    def exchange(self, topology: Topology, *, cost_name: str) -> int | None:
+        """`CostModel.cp_exchange` on these ranks in a unit, `flops` or `seconds`; None where it is not known."""
+        own = self._own_exchange(topology, cost_name=cost_name)
+        if own or self.shape is None or cost_name == "tokens":
+            return own or None
+        return exchange_cost(self.shape, topology=topology, link=self.cp_link(topology), cost_name=cost_name)
+
+    def _own_exchange(self, topology: Topology, *, cost_name: str) -> int:
+        """What the run counted, or the calibration measured."""
+        if self.record is not None and self.cost is None and self.model is None:
+            return self.record.info.cost_model.cp_exchange
+        return self._chosen(self.cost, topology).cp_exchange if self.cost and cost_name == "seconds" else 0
+
+    def cp_link(self, topology: Topology) -> Link:
+        """The link that context-parallel ranks receive over."""
+        tflops = None
+        if self.peak_tflops is not None:
+            tflops = self.peak_tflops * (DEFAULT_EFFICIENCY if self.efficiency is None else self.efficiency)
+        return cp_link(topology, gigabytes_per_second=self.cp_bandwidth, tflops=tflops)
+
+    @cached_property
+    def shape(self) -> ModelShape | None:
+        """The model of `--model`."""
+        return None if self.model is None else find_shape(self.model)
+
     def holds_at(self, topology: Topology) -> bool:
         """Whether the cost is known on these ranks; a recorded run's own is known only on its own."""
         if self.cost is not None or self.model is not None or self.record is None or self.cost_name == "tokens":
@@ -100,18 +167,26 @@ class CostSource:
         ran_on = self.record.info.topology
         if topology.ep_size != ran_on.ep_size:
             return False
-        same_sharing = topology.tp_size * topology.cp_size == ran_on.tp_size * ran_on.cp_size
-        return self.cost_name == "flops" or same_sharing
+        return self.cost_name == "flops" or _sharing(topology) == _sharing(ran_on)
 
     def flops_model(self, topology: Topology) -> CostModel | None:
-        """The cost model of `--balance-by-flops`; None where the model is unknown."""
+        """The cost model that `--balance-by-flops` plans with; None where the model is unknown."""
         if self.model is not None:
-            return self._chosen("flops", topology)
-        return self.cost_model(topology) if self.cost_name == "flops" else None
+            return self._planning(self._chosen("flops", topology), topology=topology, cost_name="flops")
+        return self._planning_as_judged(topology) if self.cost_name == "flops" else None
 
     def calibrated_model(self, topology: Topology) -> CostModel | None:
-        """The cost model of `--balance-calibration`; None without a calibration."""
-        return self.cost_model(topology) if self.cost_name == "seconds" else None
+        """The cost model that `--balance-calibration` plans with; None without a calibration."""
+        return self._planning_as_judged(topology) if self.cost_name == "seconds" else None
+
+    def _planning_as_judged(self, topology: Topology) -> CostModel:
+        return self._planning(self._judging(topology), topology=topology, cost_name=self.cost_name)
+
+    def _planning(self, cost_model: CostModel, *, topology: Topology, cost_name: str) -> CostModel:
+        """Training counts communication where sizes differ; at one size it is left out."""
+        if not topology.dynamic_cp:
+            return replace(cost_model, cp_exchange=0)
+        return self._with_communication(cost_model, topology=topology, cost_name=cost_name)
 
     def rate(self, topology: Topology) -> CostRate:
         """Seconds of a unit of the cost."""
@@ -134,6 +209,9 @@ class CostSource:
             source += ", an assumption (--efficiency)"
         if not self.rate(topology).is_absolute:
             source += " (for seconds: --peak-tflops, or --cost calibration.json)"
+        if self.counts_communication and self.exchange(topology, cost_name=self.cost_name) and self.shape is not None:
+            stated = f"{self.cp_bandwidth:g} GB/s" if self.cp_bandwidth else f"{ASSUMED_LINKS} (--cp-bandwidth)"
+            source += f". Context-parallel ranks receive {stated}"
         return source
 
     @cached_property
@@ -162,5 +240,10 @@ class CostSource:
             cost,
             model=self.model,
             ep_size=topology.ep_size,
-            model_parallel_size=topology.tp_size * topology.cp_size,
+            model_parallel_size=_sharing(topology),
         )
+
+
+def _sharing(topology: Topology) -> int:
+    """Ranks that share a measured cost; where sizes differ, the planner shares it among context-parallel ranks."""
+    return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)

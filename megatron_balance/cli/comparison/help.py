@@ -31,13 +31,16 @@ policies (their flags are printed below the table):
   balance-data  samples move, ranks are made even in tokens
   by-flops      samples move, ranks are made even in FLOPs of --model
   calibrated    the same in the seconds of --cost calibration.json
-  look-ahead W  the last of these, a step's samples chosen from W global batches: the order of data changes
+  dynamic CP    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
+                where training does not refuse it
+  look-ahead W  the same at one size, a step's samples chosen from W global batches: the order of data changes
 
 columns, means over the steps:
   step s         predicted time of a step, forward and backward. Shown where its speed is known: --peak-tflops,
                  a calibration, or a recorded run that was measured
   tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
   speed          predicted time under stock over this policy's
+  no comm.       the same, were communication between context-parallel ranks free: planned again with dynamic CP
   step, micro-batch, pipeline
                  slowest over mean, as each objective sees it; 1.000 is even, also with one rank. * marks the one that
                  holds for your ranks, which the times are predicted by.
@@ -47,13 +50,17 @@ columns, means over the steps:
   padding        padding for context and sequence parallelism, of all tokens run
   headroom       room below the token cap in the fullest micro-batch of all steps, in tokens, not in bytes; below 0:
                  one sample is longer than the cap
+  CP             ranks that share a token by context parallelism
   micro-batches  of one rank in one step
   plan ms        time to plan one step
 
+With --model each context-parallel rank receives the keys, values and gradients of the others at --cp-bandwidth, at one
+size and at sizes that differ; none of it hides behind attention, so this is an upper end.
+
 FLOPs are those this package plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in
-training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} tokens besides, for launches. TFLOPS of tools
-that count the whole attention square, or 6*parameters, are not the same number: choose --efficiency by these FLOPs,
-or better, calibrate.
+training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} tokens besides on each context-parallel
+rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, are not the same number:
+choose --efficiency by these FLOPs, or better, calibrate.
 
 {MODELS_HELP}
 """

@@ -5,7 +5,8 @@ packed         every rank packs what it loaded, first fit, up to the token cap
 balance-data   samples move; ranks are made even in tokens, first fit
 by-flops       samples move; ranks are made even in FLOPs, by the chosen algorithm
 calibrated     the same in seconds of a calibration
-look-ahead     the same, and each step's samples are chosen from several global batches
+dynamic CP     the last of these, and each micro-batch has a context-parallel size of its own
+look-ahead     the same at one size, and each step's samples are chosen from several global batches
 
 Invariant: one cost model judges all of them; each is made with what its flags know.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from megatron_balance.cli.comparison.batches import GlobalBatch, look_ahead
 from megatron_balance.cost.model import CostModel
@@ -37,6 +38,7 @@ class Policy:
         algorithm: packing algorithm.
         move_samples: whether samples leave the rank that loaded them.
         lookahead: global batches that a step's samples are chosen from.
+        dynamic_cp: each micro-batch has a context-parallel size of its own.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Policy:
     algorithm: str = "auto"
     move_samples: bool = True
     lookahead: int = 1
+    dynamic_cp: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +59,15 @@ class PolicyResult:
         policy: the policy.
         steps: `[num_steps]` its plans.
         metrics: `[num_steps]` their figures, by the cost model that judges every policy.
+        setting: ranks and cost they are judged by; ranks are leaves where sizes differ.
+        free_costs: `[num_steps]` predicted times, were communication free; empty where none is counted.
     """
 
     policy: Policy
     steps: tuple[StepRecord, ...]
     metrics: tuple[ScheduleMetrics, ...]
+    setting: RunInfo
+    free_costs: tuple[int, ...] = ()
 
     @property
     def predicted_cost(self) -> int:
@@ -97,6 +104,7 @@ def plan_policy(
     batches: Sequence[GlobalBatch],
     *,
     setting: RunInfo,
+    free: CostModel | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> PolicyResult:
     """Plan every global batch under a policy.
@@ -105,23 +113,31 @@ def plan_policy(
         policy: the policy.
         batches: `[num_steps]`, in the order of training.
         setting: ranks, limits, objective and the cost that judges.
+        free: that cost without communication; None, or the same, where it has none.
         after_step: called after each.
     """
     if policy.lookahead > 1:
         assert policy.cost_model is not None, "stock does not look ahead"
         batches = look_ahead(batches, window=policy.lookahead, cost_model=policy.cost_model, topology=setting.topology)
-    planned: list[tuple[StepRecord, ScheduleMetrics]] = []
+    plan = _stock if policy.cost_model is None else _planned
+    steps: list[StepRecord] = []
+    metrics: list[ScheduleMetrics] = []
+    free_costs: list[int] = []
     for index, batch in enumerate(batches, start=1):
-        plan = _stock if policy.cost_model is None else _planned
-        planned.append(plan(batch, policy, setting=setting, iteration=index))
+        step, judge = plan(batch, policy, setting=setting, iteration=index)
+        steps.append(step)
+        metrics.append(judge(setting.cost_model))
+        if free is not None and free != setting.cost_model and not policy.dynamic_cp:
+            free_costs.append(judge(free).predicted_cost)
         after_step()
-    steps, metrics = zip(*planned, strict=True)
-    return PolicyResult(policy, steps, metrics)
+    return PolicyResult(policy, tuple(steps), tuple(metrics), setting, tuple(free_costs))
 
 
-def _planned(
-    batch: GlobalBatch, policy: Policy, *, setting: RunInfo, iteration: int
-) -> tuple[StepRecord, ScheduleMetrics]:
+_Planned = tuple[StepRecord, Callable[[CostModel], ScheduleMetrics]]
+"""A planned step, and its figures by a cost model."""
+
+
+def _planned(batch: GlobalBatch, policy: Policy, *, setting: RunInfo, iteration: int) -> _Planned:
     assert policy.cost_model is not None, "stock has no cost"
     started = time.perf_counter()
     schedule = build_data_schedule(
@@ -136,10 +152,10 @@ def _planned(
         move_samples=policy.move_samples,
     )
     step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
-    return step, schedule_metrics(schedule, cost_model=setting.cost_model)
+    return step, lambda cost_model: schedule_metrics(schedule, cost_model=cost_model)
 
 
-def _stock(batch: GlobalBatch, _: Policy, *, setting: RunInfo, iteration: int) -> tuple[StepRecord, ScheduleMetrics]:
+def _stock(batch: GlobalBatch, _: Policy, *, setting: RunInfo, iteration: int) -> _Planned:
     homes = batch.home_ranks(setting.topology.dp_size)
     slot_of, num_microbatches = stock_slots(homes, info=setting)
     step = assigned_step(
@@ -152,4 +168,4 @@ def _stock(batch: GlobalBatch, _: Policy, *, setting: RunInfo, iteration: int) -
         cost_model=setting.cost_model,
         info=setting,
     )
-    return step, step_metrics(step, info=setting)
+    return step, lambda cost_model: step_metrics(replace(step, cost_model=cost_model), info=setting)

@@ -2,8 +2,9 @@
 
     1. the policy with the fewest flags that is within WORTH of the fastest
     2. stock, where that gains nothing
-    3. where samples run alone above the cap: a cap that holds the longest, or context parallelism that does
-    4. where one sample bounds the step: what lifts that, planned again there
+    3. dynamic CP, where that gains DYNAMIC_WORTH more; and why it does
+    4. where samples run alone above the cap: a cap that holds the longest, or context parallelism that does
+    5. where one sample bounds the step: what lifts that, planned again there
 
 Invariant: every number is of a plan; nothing is promised that was not planned.
 """
@@ -22,6 +23,10 @@ from megatron_balance.topology import Limits, Topology
 
 WORTH = 0.01
 """A policy must gain at least this fraction to be worth its flags."""
+
+DYNAMIC_WORTH = 0.05
+"""Dynamic CP must gain at least this fraction over the best policy at one size: bandwidths are assumed, and predicted
+gains were off by up to this much in training (docs/measuring.md, the quickstart)."""
 
 NOTABLE_FLOOR = 1.01
 """A sample that costs less than this times a rank's even share is not mentioned."""
@@ -50,7 +55,8 @@ class Recommendation:
         floor_worst: single-sample floor of the worst step.
         floor_mean: mean over the steps.
         cp_size: context parallelism that lifts the floor on the same GPUs; None where none does or none has to.
-        cp_speedup: what that gains on top, predicted without its communication; None where it was not planned.
+        cp_speedup: what that gains on top; None where it was not planned.
+        dynamic_cp_speedup: dynamic CP over the best policy at one size; None where it was not planned.
         sentences: the recommendation as text.
     """
 
@@ -64,6 +70,7 @@ class Recommendation:
     floor_mean: float
     cp_size: int | None
     cp_speedup: float | None
+    dynamic_cp_speedup: float | None
     sentences: tuple[str, ...]
 
 
@@ -76,19 +83,33 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
         results: those that may be recommended, stock and packed first, then with ever more flags.
     """
     setting = comparison.setting
-    fastest = min(result.predicted_cost for result in results)
-    chosen = next(result for result in results if result.predicted_cost * (1 - WORTH) <= fastest)
+    at_one_size = [result for result in results if not result.policy.dynamic_cp]
+    fastest = min(comparison.seconds(result) for result in at_one_size)
+    fixed = next(result for result in at_one_size if comparison.seconds(result) * (1 - WORTH) <= fastest)
+    chosen, gain = fixed, None
+    for result in results:
+        if result.policy.dynamic_cp:
+            gain = comparison.speedup(result, over=fixed)
+            chosen = result if gain > 1 / (1 - DYNAMIC_WORTH) else fixed
     figures = comparison.figures(chosen)
-    over_packed = results[1].predicted_cost / chosen.predicted_cost if chosen.predicted_cost else 1.0
-    cap, on_cap = _cap(comparison)
-    floors = [step.single_sample_floor for step in chosen.metrics]
+    over_packed = comparison.speedup(chosen, over=results[1])
+    cap, on_cap = (setting.limits.max_tokens_per_gpu or 0, []) if chosen.policy.dynamic_cp else _cap(comparison)
+    floors = [step.single_sample_floor for step in fixed.metrics]
     sentences = [_use(figures, objective=setting.objective, cap=cap, over_packed=over_packed), *on_cap]
     if chosen.policy.lookahead > 1:
         latest = chosen.policy.lookahead - 1
         sentences.append(f"Look-ahead lets a sample wait up to {latest} step{'s' * (latest > 1)}.")
-    advice, cp_size, cp_speedup = _floor_advice(comparison, floors, chosen=chosen, question=question)
+    if chosen is not fixed:
+        sentences.append(_on_dynamic(comparison, chosen=chosen, fixed=fixed, floor=max(floors)))
+    advice, cp_size, cp_speedup = _floor_advice(comparison, floors, chosen=fixed, question=question)
     if advice is not None:
-        sentences += _on_floor(advice, floor_mean=math.fsum(floors) / len(floors), cp_speedup=cp_speedup)
+        sentences += _on_floor(
+            advice,
+            floor_mean=math.fsum(floors) / len(floors),
+            cp_speedup=cp_speedup,
+            at_one_size=chosen is not fixed,
+            counted=comparison.counts_communication,
+        )
     if comparison.setting.cost_name == "tokens":
         sentences.append("By tokens alone; with --model, --balance-by-flops can be judged as well.")
     return Recommendation(
@@ -102,6 +123,7 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
         floor_mean=math.fsum(floors) / len(floors),
         cp_size=cp_size,
         cp_speedup=cp_speedup,
+        dynamic_cp_speedup=gain,
         sentences=tuple(sentences),
     )
 
@@ -115,6 +137,23 @@ def _use(figures: PolicyMeans, *, objective: str, cap: int, over_packed: float) 
     )
     against = f", {over_packed:.2f}x packing alone" if figures.name != "packed" else ""
     return f"Use {flags} (objective {objective}, cap {cap}). Expect {figures.speedup:.2f}x the speed of stock{against}."
+
+
+def _on_dynamic(comparison: Comparison, *, chosen: PolicyResult, fixed: PolicyResult, floor: float) -> str:
+    """Why context-parallel sizes that differ gain here."""
+    gain, free = (comparison.speedup(chosen, over=fixed, free=free) for free in (False, True))
+    cp_size = comparison.setting.topology.cp_size
+    reasons: list[str] = []
+    if floor > NOTABLE_FLOOR:
+        reasons.append("several ranks share the samples that are longer than a rank's share")
+    mean_size = chosen.mean(lambda figures: figures.mean_cp_size)
+    if mean_size < cp_size:
+        reasons.append(f"{mean_size:.1f} ranks share a token on average, not {cp_size}, and receive less")
+    because = f": {', and '.join(reasons)}" if reasons else ""
+    return (
+        f"Dynamic CP is {gain:.2f}x {fixed.policy.name} ({free:.2f}x were communication free){because}. "
+        "What it does not go with: docs/options.md."
+    )
 
 
 def _cap(comparison: Comparison) -> tuple[int, list[str]]:
@@ -140,7 +179,10 @@ def _cap(comparison: Comparison) -> tuple[int, list[str]]:
 def _floor_advice(
     comparison: Comparison, floors: list[float], *, chosen: PolicyResult, question: Question
 ) -> tuple[FloorAdvice | None, int | None, float | None]:
-    """For the step with the largest floor: what lifts it, by how much context parallelism, and its gain."""
+    """For the step with the largest floor: what lifts it, by how much context parallelism, and its gain.
+
+    `chosen`: the best policy at one size.
+    """
     setting = comparison.setting
     worst = max(range(len(floors)), key=lambda step: floors[step])
     if floors[worst] <= NOTABLE_FLOOR:
@@ -173,20 +215,31 @@ def _seconds(
     setting = question.setting(topology, limits=limits)
     policy = next(policy for policy in question.policies(setting) if policy.name == name)
     comparison = question.compare(batches, topology=topology, limits=limits, policies=[policy])
-    return comparison.seconds(comparison.results[0].predicted_cost)
+    return comparison.seconds(comparison.results[0])
 
 
-def _on_floor(advice: FloorAdvice, *, floor_mean: float, cp_speedup: float | None) -> list[str]:
-    """Sentences on the single-sample floor: its cost, and the ways to lower it."""
+def _on_floor(
+    advice: FloorAdvice, *, floor_mean: float, cp_speedup: float | None, at_one_size: bool, counted: bool
+) -> list[str]:
+    """Sentences on the single-sample floor: its cost, and the ways to lower it.
+
+    Args:
+        advice: for the worst step.
+        floor_mean: mean over the steps.
+        cp_speedup: of more context parallelism for all samples.
+        at_one_size: another policy has been recommended, which the floor does not bound.
+        counted: `cp_speedup` has communication in it.
+    """
+    plans = "no plan at one size" if at_one_size else "no plan"
     sentences = [
         f"One sample outweighs a rank's share, {advice.floor:.2f}x in the worst step and {floor_mean:.2f}x on average, "
-        f"and no plan goes below that."
+        f"and {plans} goes below that."
     ]
     ways: list[str] = []
     if cp_speedup is not None:
         ways.append(
             f"CP {advice.cp_size} on the same GPUs would lift the floor: {cp_speedup:.2f}x on top, "
-            "its communication not counted"
+            f"its communication {'' if counted else 'not '}counted"
         )
     elif advice.cp_size is not None:
         ways.append(f"CP {advice.cp_size} would lift the floor")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_balance.cli.comparison.batches import GlobalBatch, recorded_steps
+from megatron_balance.cli.comparison.communication import dynamic_cp_refusal
 from megatron_balance.cli.comparison.cost_source import CostSource
 from megatron_balance.cli.comparison.policies import (
     Policy,
@@ -33,6 +34,7 @@ class PolicyMeans:
         seconds_per_step: predicted, in seconds where the rate is absolute, else in an arbitrary unit.
         tokens_per_second_per_gpu: original tokens (no padding) of a step, by its predicted time and all GPUs.
         speedup: predicted time under stock over this one's.
+        free_speedup: the same, were communication free; None where none is counted.
         step_imbalance, microbatch_imbalance, pipeline_imbalance: as in ScheduleMetrics.
         over_bound: predicted time over the lower bound, less 1.
         padding: part of the tokens run that is padding.
@@ -40,6 +42,7 @@ class PolicyMeans:
             is longer.
         num_microbatches: of one rank in one step.
         plan_seconds: to plan a step.
+        mean_cp_size: ranks that share a token by context parallelism.
     """
 
     name: str
@@ -47,6 +50,7 @@ class PolicyMeans:
     seconds_per_step: float
     tokens_per_second_per_gpu: float
     speedup: float
+    free_speedup: float | None
     step_imbalance: float
     microbatch_imbalance: float
     pipeline_imbalance: float
@@ -55,6 +59,7 @@ class PolicyMeans:
     cap_headroom: float
     num_microbatches: float
     plan_seconds: float
+    mean_cp_size: float
 
     def imbalance(self, waiting: str) -> float:
         """The one that the predicted time follows. `waiting`: see `Comparison.waiting`."""
@@ -71,13 +76,13 @@ class Comparison:
 
     Attributes:
         setting: ranks, limits and the cost that judges.
-        rate: seconds of a unit of cost.
+        costs: cost of a sample, and the seconds of a unit of it.
         batches: `[num_steps]` in the order of training.
         results: one a policy; stock is the first.
     """
 
     setting: RunInfo
-    rate: CostRate
+    costs: CostSource
     batches: Sequence[GlobalBatch]
     results: tuple[PolicyResult, ...]
 
@@ -92,15 +97,34 @@ class Comparison:
         objective = self.setting.objective
         return "pipeline" if is_makespan(objective, topology=self.setting.topology) else objective
 
-    def seconds(self, predicted_cost: int) -> float:
-        """Predicted time of a predicted cost."""
+    @property
+    def rate(self) -> CostRate:
+        """Seconds of a unit of cost at one context-parallel size."""
+        return self.costs.rate(self.setting.topology)
+
+    @property
+    def counts_communication(self) -> bool:
+        """Whether the costs of some policy have communication."""
+        return any(result.free_costs for result in self.results)
+
+    def seconds(self, result: PolicyResult, *, free: bool = False) -> float:
+        """Predicted time of a policy's steps; with `free` that without communication."""
+        topology = result.setting.topology
         return step_seconds(
-            predicted_cost, objective=self.setting.objective, topology=self.setting.topology, rate=self.rate
+            sum(result.free_costs) if free and result.free_costs else result.predicted_cost,
+            objective=result.setting.objective,
+            topology=topology,
+            rate=self.costs.rate(topology),
         )
+
+    def speedup(self, result: PolicyResult, *, over: PolicyResult, free: bool = False) -> float:
+        """Predicted time of one policy over that of another; 1 where that takes none."""
+        seconds = self.seconds(result, free=free)
+        return self.seconds(over, free=free) / seconds if seconds else 1.0
 
     def figures(self, result: PolicyResult) -> PolicyMeans:
         """The figures of a policy that tables show."""
-        seconds, num_steps = self.seconds(result.predicted_cost), len(result.steps)
+        seconds, num_steps = self.seconds(result), len(result.steps)
         num_tokens = sum(batch.num_tokens for batch in self.batches)
         gpus = num_gpus(self.setting.topology)
         return PolicyMeans(
@@ -108,7 +132,8 @@ class Comparison:
             flags=result.policy.flags,
             seconds_per_step=seconds / num_steps,
             tokens_per_second_per_gpu=num_tokens / (seconds * gpus) if seconds else 0.0,
-            speedup=self.stock.predicted_cost / result.predicted_cost if result.predicted_cost else 1.0,
+            speedup=self.speedup(result, over=self.stock),
+            free_speedup=self.speedup(result, over=self.stock, free=True) if self.counts_communication else None,
             step_imbalance=result.mean(lambda figures: figures.step_imbalance),
             microbatch_imbalance=result.mean(lambda figures: figures.microbatch_imbalance),
             pipeline_imbalance=result.mean(lambda figures: figures.pipeline_imbalance),
@@ -117,6 +142,7 @@ class Comparison:
             cap_headroom=min(step.cap_headroom or 0.0 for step in result.metrics),
             num_microbatches=result.mean(lambda figures: figures.num_microbatches),
             plan_seconds=result.mean_plan_seconds,
+            mean_cp_size=result.mean(lambda figures: figures.mean_cp_size),
         )
 
 
@@ -129,12 +155,14 @@ class Question:
         objective: `--objective`; None for auto.
         algorithm: of the policies that balance by FLOPs or seconds.
         lookaheads: windows of look-ahead to try.
+        max_cp_size: largest context-parallel size of a micro-batch where sizes differ; None for all ranks.
     """
 
     costs: CostSource
     objective: str | None
     algorithm: str
     lookaheads: tuple[int, ...]
+    max_cp_size: int | None = None
 
     def setting(self, topology: Topology, *, limits: Limits) -> RunInfo:
         """Ranks, limits, objective and the cost that judges."""
@@ -148,7 +176,7 @@ class Question:
         )
 
     def policies(self, setting: RunInfo) -> list[Policy]:
-        """Stock, then policies with ever more flags; look-ahead last, on top of the best of the others."""
+        """Stock, then policies with ever more flags; dynamic CP and look-ahead last, each on top of the best."""
         policies = token_policies(max_tokens_per_gpu=setting.limits.max_tokens_per_gpu)
         flags = f"{policies[-1].flags} --balance-by-flops"
         if self.algorithm != "auto":
@@ -166,6 +194,8 @@ class Question:
                 Policy("calibrated", flags=f"{flags} {how}", cost_model=calibrated, algorithm=self.algorithm)
             )
         best = policies[-1]
+        if best.name in ("by-flops", "calibrated") and self.why_not_dynamic(setting) is None:
+            policies.append(self.dynamic_policy(best, topology=setting.topology))
         return policies + [
             replace(
                 best,
@@ -175,6 +205,29 @@ class Question:
             )
             for window in self.lookaheads
         ]
+
+    def why_not_dynamic(self, setting: RunInfo) -> str | None:
+        """Why sizes that differ cannot be compared or trained with, None where they can."""
+        there = self.dynamic_topology(setting.topology)
+        if setting.objective != resolve_objective("auto", topology=setting.topology) or self.algorithm != "auto":
+            return "--balance-context-parallel has one algorithm, and its objective follows from the ranks"
+        refusal = dynamic_cp_refusal(self.costs.shape, topology=there)
+        if refusal is None and self.costs.exchange(there, cost_name=self.costs.cost_name) is None:
+            return "what context-parallel ranks receive is not known: add --model"
+        return refusal
+
+    def dynamic_topology(self, topology: Topology) -> Topology:
+        """The ranks where each micro-batch has a context-parallel size of its own."""
+        return replace(topology, dynamic_cp=True, max_cp_size=self.max_cp_size)
+
+    def dynamic_policy(self, policy: Policy, *, topology: Topology) -> Policy:
+        """A policy by FLOPs or seconds with sizes that differ."""
+        there = self.dynamic_topology(topology)
+        model = self.costs.calibrated_model(there) or self.costs.flops_model(there)
+        flag = "--balance-context-parallel" + ("" if self.max_cp_size is None else f" {self.max_cp_size}")
+        return replace(
+            policy, name=f"{policy.name}, dynamic CP", flags=f"{policy.flags} {flag}", cost_model=model, dynamic_cp=True
+        )
 
     def compare(
         self,
@@ -196,12 +249,19 @@ class Question:
         """
         setting = self.setting(topology, limits=limits)
         chosen = self.policies(setting) if policies is None else policies
-        return Comparison(
-            setting,
-            self.costs.rate(topology),
-            batches,
-            tuple(plan_policy(policy, batches, setting=setting, after_step=after_step) for policy in chosen),
-        )
+        results: list[PolicyResult] = []
+        for policy in chosen:
+            there = self.dynamic_topology(topology) if policy.dynamic_cp else topology
+            judging = self.setting(there, limits=limits)
+            free = replace(judging, cost_model=self.costs.cost_model(there, free=True))
+            result = plan_policy(policy, batches, setting=judging, free=free.cost_model, after_step=after_step)
+            if policy.dynamic_cp:
+                # Free communication is worth other plans.
+                unpriced = replace(policy.cost_model or free.cost_model, cp_exchange=0)
+                others = plan_policy(replace(policy, cost_model=unpriced), batches, setting=free)
+                result = replace(result, free_costs=tuple(step.predicted_cost for step in others.metrics))
+            results.append(result)
+        return Comparison(setting, self.costs, batches, tuple(results))
 
 
 def can_look_ahead(batches: Sequence[GlobalBatch]) -> bool:
@@ -216,4 +276,4 @@ def as_it_ran(record: RunRecord, *, batches: Sequence[GlobalBatch], setting: Run
         for step, _ in zip(recorded_steps(record), batches, strict=False)
     )
     policy = Policy("as it ran", flags=record.info.policy, cost_model=setting.cost_model)
-    return PolicyResult(policy, steps, tuple(step_metrics(step, info=setting) for step in steps))
+    return PolicyResult(policy, steps, tuple(step_metrics(step, info=setting) for step in steps), setting)

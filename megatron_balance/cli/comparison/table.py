@@ -23,8 +23,15 @@ def print_policies(shown: Sequence[PolicyMeans], *, comparison: Comparison, advi
 def _columns(comparison: Comparison) -> list[str]:
     timed = ["step s", "tokens/s/GPU"] if comparison.rate.is_absolute else []
     imbalances = [("step", "step"), ("microbatch", "micro-batch"), ("pipeline", "pipeline")]
+    free = ["no comm."] if comparison.counts_communication else []
+    sizes = ["CP"] if _has_sizes(comparison) else []
     marked = [name + "*" * (objective == comparison.waiting) for objective, name in imbalances]
-    return ["policy", *timed, "speed", *marked, "over bound", "padding", "headroom", "micro-batches", "plan ms"]
+    shown = ["over bound", "padding", "headroom", *sizes, "micro-batches", "plan ms"]
+    return ["policy", *timed, "speed", *free, *marked, *shown]
+
+
+def _has_sizes(comparison: Comparison) -> bool:
+    return any(result.policy.dynamic_cp for result in comparison.results)
 
 
 def _cells(figures: PolicyMeans, comparison: Comparison) -> list[str]:
@@ -33,12 +40,14 @@ def _cells(figures: PolicyMeans, comparison: Comparison) -> list[str]:
         figures.name,
         *(timed if comparison.rate.is_absolute else []),
         f"{figures.speedup:.2f}x",
+        *([] if figures.free_speedup is None else [f"{figures.free_speedup:.2f}x"]),
         f"{figures.step_imbalance:.3f}",
         f"{figures.microbatch_imbalance:.3f}",
         f"{figures.pipeline_imbalance:.3f}",
         f"+{figures.over_bound:.1%}",
         f"{figures.padding:.1%}",
         f"{figures.cap_headroom:.1%}",
+        *([f"{figures.mean_cp_size:.1f}"] if _has_sizes(comparison) else []),
         f"{figures.num_microbatches:.1f}",
         f"{figures.plan_seconds * 1e3:.1f}",
     ]
@@ -68,7 +77,9 @@ def print_sweep(points: Sequence[SweepPoint], *, axes: Sequence[Axis], is_absolu
     best = best_point(points)
     print_table([*columns, "worst floor"], rows, emphasized=points.index(best))
     where = ", ".join(f"{axis.name} {value}" for axis, value in zip(axes, best.values, strict=True))
+    counted = any(figures.free_speedup is not None for point in points for figures in point.policies)
+    communication = "with that of context-parallel ranks" if counted else "without communication"
     print(
-        f"Most tokens per GPU, predicted without communication: {where} with {best.best.name} "
+        f"Most tokens per GPU, predicted {communication}: {where} with {best.best.name} "
         f"({best.best.speedup:.2f}x stock there)."
     )

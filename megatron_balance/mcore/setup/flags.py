@@ -100,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--balance-context-parallel",
         nargs="?",
-        type=_context_parallel_limit,
+        type=context_parallel_limit,
         const=ALL_RANKS,
         default=None,
         metavar="SIZE",
@@ -170,7 +170,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _context_parallel_limit(text: str) -> int | str:
+def context_parallel_limit(text: str) -> int | str:
+    """The value of `--balance-context-parallel`."""
     return text if text in (ALL_RANKS, OFF) else int(text)
 
 
