@@ -49,9 +49,7 @@ def main() -> int:
         sys.stdout.flush()
     sys.stdout.write("\n" + table_of(rows))
     if args.publish:
-        from megatron.core.package_info import __version__
-
-        publish(rows, checkout=f"{args.name} ({__version__})", folder=ROOT / "benchmarks" / "results")
+        publish(rows, checkout=_checkout(args.name), folder=ROOT / "benchmarks" / "results")
     return 0 if rows and all(row["good"] for row in rows) else 1
 
 
@@ -69,10 +67,15 @@ def _speed(args: argparse.Namespace) -> int:
     result = speed.measure(run)
     sys.stdout.write(speed.table_of(result))
     if args.publish:
-        from megatron.core.package_info import __version__
-
-        speed.publish(result, checkout=f"{args.name} ({__version__})", folder=ROOT / "benchmarks" / "results")
+        speed.publish(result, checkout=_checkout(args.name), folder=ROOT / "benchmarks" / "results")
     return 0 if speed.is_equal(result) else 1
+
+
+def _checkout(name: str) -> str:
+    """The name and its release, without the commit of whatever folder the runs were started in."""
+    from megatron.core.package_info import __version__
+
+    return f"{name} ({__version__.partition('+')[0]})"
 
 
 @dataclass

@@ -15,6 +15,8 @@ NUM_STEPS = 4
 SEQ_LENGTH = 512
 MAX_TOKENS = 768
 """Above the row length: a balanced micro-batch then differs from a row even where rows hold no padding."""
+MAX_TOKENS_DYNAMIC = 192
+"""Below the row length: the longest samples need several ranks."""
 
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
@@ -22,7 +24,7 @@ COMMON = (
     # As many as the tokenizer of conversations has, and the same on one rank and on two that share them.
     "--vocab-size 258"
 )
-BALANCED = f"--use-dynamic-batch-size --max-tokens-per-gpu {MAX_TOKENS} --balance-data --balance-by-flops"
+BALANCED = "--use-dynamic-batch-size --balance-data --balance-by-flops"
 
 MODELS = {
     "dense": "",
@@ -55,6 +57,7 @@ _DISPATCHER = "--moe-token-dispatcher-type"
 
 LAYOUTS = {
     "DP2": Layout("", 2),
+    "DP4": Layout("", 4),
     "DP2 TP2": Layout(_TP2, 4),
     "DP2 TP2 SP": Layout(f"{_TP2} --sequence-parallel", 4),
     "DP2 CP2": Layout("--context-parallel-size 2", 4),
@@ -64,6 +67,9 @@ LAYOUTS = {
     "DP2 EP2": Layout(f"{_EP2} {_DISPATCHER} alltoall", 2, model="experts"),
     "DP2 EP2 allgather": Layout(f"{_EP2} {_DISPATCHER} allgather", 2, model="experts", refused=_DISPATCHER),
 }
+
+DYNAMIC = ("DP2 CP2", "DP4", "DP2 PP2", "DP2 TP2 SP")
+"""Layouts that train with `--balance-context-parallel` as well."""
 
 DATA = ("--sft", "--dataloader-inter-document-masking")
 
@@ -78,6 +84,7 @@ class Case:
         balanced: with the balance flags.
         model: a name in MODELS.
         launched: started by torchrun and the launcher, as users do; else a fork.
+        dynamic: each micro-batch has a context-parallel size of its own.
     """
 
     layout: str
@@ -85,12 +92,14 @@ class Case:
     balanced: bool = False
     model: str = "dense"
     launched: bool = False
+    dynamic: bool = False
 
     @property
     def name(self) -> str:
         """For people."""
         parts = (self.layout, self.data, "balanced" if self.balanced else "stock")
-        return " / ".join((*parts, "torchrun") if self.launched else parts)
+        variants = [*(["dynamic sizes"] if self.dynamic else []), *(["torchrun"] if self.launched else [])]
+        return " / ".join((*parts, *variants))
 
     @property
     def num_ranks(self) -> int:
@@ -100,7 +109,7 @@ class Case:
     @property
     def stock(self) -> Case:
         """The same layout and data without balancing."""
-        return replace(self, balanced=False, launched=False)
+        return replace(self, balanced=False, launched=False, dynamic=False)
 
     @property
     def on_one_rank(self) -> Case:
@@ -111,7 +120,10 @@ class Case:
         """All but those of the weights."""
         parts = [COMMON, MODELS[self.model], *data_flags(self.data, data)]
         parts += [LAYOUTS[self.layout].flags] if self.layout != ONE_RANK else []
-        parts += [BALANCED] if self.balanced else []
+        if self.dynamic:
+            parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS_DYNAMIC} --balance-context-parallel")
+        elif self.balanced:
+            parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS}")
         return " ".join(parts).split()
 
 
@@ -119,6 +131,7 @@ def cases(only: Sequence[str] = ()) -> Iterator[Case]:
     """The balanced runs; of `only` their names hold one, where there are any."""
     for data in DATA:
         every = [Case(name, data, balanced=True, model=layout.model) for name, layout in LAYOUTS.items()]
+        every += [Case(name, data, balanced=True, model=LAYOUTS[name].model, dynamic=True) for name in DYNAMIC]
         every.append(Case("DP2", data, balanced=True, launched=True))
         yield from (case for case in every if not only or any(text in case.name for text in only))
 

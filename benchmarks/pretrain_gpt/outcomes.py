@@ -1,7 +1,8 @@
 """Judges the outcomes of runs: a balanced run against its reference.
 
-A balanced run is right where every step was balanced and its loss and gradient norm differ from the reference by
-rounding alone (scripts/rounding.py). The reference is the stock run of the layout; where that fails, one rank.
+A balanced run is right where every step was balanced, with dynamic sizes some micro-batch was shared by several ranks,
+and its loss and gradient norm differ from the reference by rounding alone (scripts/rounding.py). The reference is the
+stock run of the layout; where that fails, one rank.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ def judge(case: Case, *, ours: Outcome, stock: Outcome, one_rank: Outcome | None
     balanced = sum("ranks" in step for step in ours.recorded.ranks[0])
     if not len(ours.recorded.steps) == len(reference.steps) == balanced == NUM_STEPS:
         return Verdict(case, False, f"{balanced} of {NUM_STEPS} steps were balanced", reference=name)
+    if case.dynamic and max(size for rank in ours.recorded.ranks for step in rank for size in step["cp_sizes"]) == 1:
+        return Verdict(case, False, "no micro-batch was shared", reference=name)
     loss = largest_difference(ours.recorded, reference=reference, key="lm_loss")
     grad_norm = largest_difference(ours.recorded, reference=reference, key="grad_norm")
     allowed = ALLOWANCES["fp32"]

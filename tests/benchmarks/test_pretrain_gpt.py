@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from training_run import ROOT, Recorded
 
-from benchmarks.pretrain_gpt.cases import DATA, LAYOUTS, NUM_STEPS, Case, cases
+from benchmarks.pretrain_gpt.cases import DATA, DYNAMIC, LAYOUTS, NUM_STEPS, Case, cases
 from benchmarks.pretrain_gpt.data import CONVERSATIONS_IN_A_ROW, NUM_SAMPLES, write_data
 from benchmarks.pretrain_gpt.outcomes import Outcome, judge, judge_refusal, last_error
 
@@ -79,7 +80,18 @@ def test_the_last_error_of_an_output_is_its_own_line() -> None:
 def test_every_layout_runs_on_both_kinds_of_data() -> None:
     every = list(cases())
     assert {(case.layout, case.data) for case in every} == {(name, data) for name in LAYOUTS for data in DATA}
-    assert [case.name for case in cases(["TP2 SP / --sft"])] == ["DP2 TP2 SP / --sft / balanced"]
+    assert {case.layout for case in every if case.dynamic} == {*DYNAMIC}
+    name = "DP2 TP2 SP / --sft / balanced"
+    assert [case.name for case in cases(["TP2 SP / --sft"])] == [name, f"{name} / dynamic sizes"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_with_dynamic_sizes_some_micro_batch_is_shared(size: int) -> None:
+    ours = outcome()
+    for step in ours.recorded.steps if ours.recorded else ():
+        step["cp_sizes"] = [1, size]
+    verdict = judge(replace(CASE, dynamic=True), ours=ours, stock=STOCK, one_rank=None)
+    assert verdict.says == ("equal" if size > 1 else "no micro-batch was shared")
 
 
 def test_the_data(tmp_path: Path) -> None:
@@ -108,4 +120,4 @@ def test_the_script_of_a_checkout_trains_as_stock_does() -> None:
     command = [str(ROOT / "scripts" / "check_upstream.sh"), os.environ["MEGATRON_CHECKOUT"], "--only", *LEAN]
     done = subprocess.run(command, text=True, capture_output=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 of 4 as they must be" in done.stdout
+    assert "6 of 6 as they must be" in done.stdout
