@@ -33,6 +33,8 @@ FOLDER = ROOT / "build" / "bench" / "resume"
 LEAN = (
     "look-ahead 3, DP2→DP2, overlap",
     "look-ahead 3, calibration, record, DP2→DP4, overlap",
+    "dynamic CP, look-ahead 3, record, DP2→DP2, overlap",
+    "dynamic CP, look-ahead 3, record, DP2→DP4, overlap",
     "a rank is killed with half of its samples written",
     "truncated samples: refused on every rank",
 )

@@ -19,13 +19,15 @@ STEPS = f"--train-iters {NUM_STEPS}"
 
 LOOK_AHEAD = "--balance-lookahead 3"
 ONLINE = "--balance-calibrate-online"
+DYNAMIC = f"--balance-context-parallel --max-tokens-per-gpu {SEQ_LENGTH // 2}"
 POLICIES = {
     "by FLOPs": "",
     "look-ahead 3": LOOK_AHEAD,
     "online calibration": ONLINE,
     "look-ahead 3, calibration, record": f"{LOOK_AHEAD} {ONLINE}",
+    "dynamic CP, look-ahead 3, record": f"{LOOK_AHEAD} {DYNAMIC}",
 }
-RECORDED = frozenset({"look-ahead 3, calibration, record"})
+RECORDED = frozenset(name for name in POLICIES if name.endswith("record"))
 RANKS = ((2, 2), (2, 4), (4, 2), (2, 1))
 
 

@@ -19,5 +19,5 @@ def test_killed_runs_go_on_and_what_is_half_written_is_refused() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")][2:]
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert all(row.endswith("| good |") for row in rows)
