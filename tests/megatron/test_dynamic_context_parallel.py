@@ -72,6 +72,12 @@ LAYOUTS = [
         4,
         name="recomputed-in-parts",
     ),
+    case(
+        f"{LAYERS} {CP2} {EXPERTS} --expert-model-parallel-size 2 --recompute-granularity selective "
+        "--recompute-modules core_attn moe",
+        4,
+        name="experts-recomputed-in-parts",
+    ),
     case(f"{LAYERS} {CP2} --balance-shape-bucket 64", 4, name="shape-bucket"),
     case(f"{LAYERS} {CP2} --dataloader-inter-document-masking", 4, name="documents"),
     case(f"{LAYERS} --position-embedding-type learned_absolute", 4, name="learned-positions"),
@@ -90,6 +96,16 @@ def test_equal_to_static(tmp_path: Path, flags: str, num_ranks: int) -> None:
     assert len(sizes_that_ran(random)) > 1
     if PP2 not in flags and EXPERTS not in flags:
         assert any(len({step["num_microbatches"] for step in steps}) > 1 for steps in zip(*random.ranks, strict=True))
+
+
+@pytest.mark.slow
+def test_bf16_with_the_distributed_optimizer_and_overlap(tmp_path: Path) -> None:
+    flags = f"{LAYERS} {CP2} --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    static = run(tmp_path / "static", flags, STATIC, num_ranks=4)
+    for module in ("record_steps", "dynamic_steps"):
+        ours = run(tmp_path / module, flags, DYNAMIC, num_ranks=4, module=module)
+        assert_equal(ours, reference=static, precision="bf16")
+        assert len(sizes_that_ran(ours)) > 1
 
 
 def test_a_limit_and_look_ahead(tmp_path: Path) -> None:
