@@ -1,7 +1,11 @@
 """One rank that runs random plans of dynamic context parallelism, attention only, and compares every token it holds.
 
-`forked_runs.train` runs it, with `--num-plans`, `--context-parallel-size` and `--seed`. Reference is the attention of
-one rank over each sample alone, outputs and gradients, in double precision.
+`forked_runs.train` runs it, or
+
+    torchrun --nproc-per-node 8 tests/megatron/attention_ranks.py FOLDER --num-plans 2500 --context-parallel-size 2
+
+Reference is the attention of one rank over each sample alone, outputs and gradients, in double precision. Groups are
+counted by size: 1, 2, 4 …
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import os
 import random
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +45,7 @@ def main() -> None:
     from megatron_balance.mcore.thd.attention import ThdAttention
 
     folder, *flags = sys.argv[1:]
+    Path(folder).mkdir(parents=True, exist_ok=True)
     parser = argparse.ArgumentParser()
     for name in ("num-plans", "context-parallel-size", "seed"):
         parser.add_argument(f"--{name}", type=int, default=1)
@@ -57,6 +63,7 @@ def main() -> None:
     own = SimpleNamespace(cp=parallel_state.get_context_parallel_group())
     attention = ThdAttention(config, 1, None, "self", pg_collection=own)
     worst, num_tokens, num_groups = 0.0, 0, [0] * len(topology.dynamic_cp_sizes)
+    started = time.perf_counter()
     for plan in range(args.num_plans):
         draw = random.Random(args.seed * 1_000_003 + plan)
         lengths = [draw.randint(1, 40) for _ in range(draw.randint(1, 24))]
@@ -75,6 +82,7 @@ def main() -> None:
                 worst, num_tokens = max(worst, difference), num_tokens + tokens
                 num_groups[size.bit_length() - 1] += 1
     row: dict[str, Any] = {"worst": worst, "tokens": num_tokens, "groups": num_groups}
+    row["seconds"] = time.perf_counter() - started
     (Path(folder) / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")
     dist.barrier()
 
@@ -104,7 +112,7 @@ def run_slot(
     gradient, wanted = packs[3].flatten(1), packs[4:]
     gradients = torch.autograd.grad(output, (query, key, value), gradient)
     real = packed([torch.ones(length) for length in lengths], padded=padded)[held].bool()
-    seen = (output.view(-1, HEADS, CHANNELS), *gradients)
+    seen = (output.detach().view(-1, HEADS, CHANNELS), *gradients)
     worst = max(float((a - b)[real].abs().max()) if real.any() else 0.0 for a, b in zip(seen, wanted, strict=True))
     return worst, int(real.sum())
 
@@ -129,3 +137,7 @@ def packed(pieces: list[Tensor], *, padded: list[int]) -> Tensor:
         for piece, width in zip(pieces, padded, strict=True)
     ]
     return torch.cat(gaps)
+
+
+if __name__ == "__main__":
+    main()
