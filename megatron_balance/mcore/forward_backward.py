@@ -227,7 +227,10 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
     context = None
     if config.dynamic_cp:
-        context = MicrobatchContext(make_context_groups(setup.topology.dynamic_cp_sizes, timeout=setup.timeout))
+        groups = make_context_groups(
+            setup.topology.dynamic_cp_sizes, timeout=setup.timeout, for_routers=setup.counts_router_tokens
+        )
+        context = MicrobatchContext(groups)
         prepare_engine_attention()
     observer = build_watchers(setup, planner=prefetcher.planner, log=log)
     return BalancedForwardBackward(

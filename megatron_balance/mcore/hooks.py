@@ -33,6 +33,7 @@ from megatron_balance.mcore.wrappers import (
     with_group_of_the_microbatch,
     with_packs_kept,
     with_planned_shapes,
+    with_router_group_of_the_microbatch,
     with_state_saved,
 )
 
@@ -110,6 +111,15 @@ HOOKS = (
         wrap=with_group_of_the_microbatch,
         why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
         until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
+        first=(0, 19),
+    ),
+    Hook(
+        target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+        bound_in=("megatron.core.transformer.transformer_layer:TransformerLayer",),
+        parameters=(),
+        wrap=with_router_group_of_the_microbatch,
+        why="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
+        until="a release hands routers the group of packed_seq_params",
         first=(0, 19),
     ),
     Hook(

@@ -117,6 +117,20 @@ def with_group_of_the_microbatch(attention_forward: Function) -> Function:
     return wrapper
 
 
+def with_router_group_of_the_microbatch(layer_forward: Function) -> Function:
+    """`TransformerLayer.forward` whose router sums its losses over the micro-batch's own context-parallel group."""
+
+    @functools.wraps(layer_forward)
+    def wrapper(layer: Any, *positional: Any, **keywords: Any) -> Any:
+        balanced = current()
+        if balanced is None or balanced.context is None:
+            return layer_forward(layer, *positional, **keywords)
+        with balanced.context.router_group(layer, keywords.get("packed_seq_params")):
+            return layer_forward(layer, *positional, **keywords)
+
+    return wrapper
+
+
 def with_packs_kept(merge_rows: Function) -> Function:
     """Return cu_seqlens as they are: packs have no padding there."""
 

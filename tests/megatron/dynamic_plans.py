@@ -24,6 +24,7 @@ def random_schedule(
     num_segments: Any = None,
     home_ranks: Any = None,
     rows: int = 0,
+    most: int = 4,
     seed: int = 1,
 ) -> DynamicCpSchedule:
     """A plan, checked; arguments as `build_data_schedule`.
@@ -31,12 +32,13 @@ def random_schedule(
     Args:
         rows: every leaf has a multiple of so many slots, each a partition of the leaves; 0 for a tree, root first, with
             any number on each leaf.
+        most: samples in a group.
         seed: of the draw.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     counts = None if num_segments is None else np.asarray(num_segments, dtype=np.int64)
     samples, shift = size_samples(lengths, cost_model=cost_model, topology=topology, limits=limits, num_segments=counts)
-    draw = _Draw(samples, seed=seed)
+    draw = _Draw(samples, most=most, seed=seed)
     groups = draw.in_rows(rows) if rows else draw.on_tree()
     objective = "pipeline" if topology.pp_size > 1 else "microbatch" if rows else "step"
     return DynamicCpSchedule.of_groups(
@@ -58,8 +60,9 @@ def random_schedule(
 class _Draw:
     """Groups drawn at random: levels, first leaves and slots."""
 
-    def __init__(self, samples: Any, *, seed: int) -> None:
+    def __init__(self, samples: Any, *, most: int, seed: int) -> None:
         self._samples = samples
+        self._most = most
         self._draw = random.Random(repr((seed, samples.tokens[0].tolist())))
         self._left = list(range(samples.num_samples))
         self._draw.shuffle(self._left)
@@ -112,7 +115,7 @@ class _Draw:
 
     def _take(self, level: int) -> Sequence[int]:
         tokens, room, taken = self._samples.tokens[level], self._samples.capacity, []
-        for _ in range(self._draw.randint(1, 4)):
+        for _ in range(self._draw.randint(1, self._most)):
             if not self._left:
                 break
             sample = self._left[-1]

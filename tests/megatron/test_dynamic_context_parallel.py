@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,41 @@ def test_bf16_with_the_distributed_optimizer_and_overlap(tmp_path: Path) -> None
         ours = run(tmp_path / module, flags, DYNAMIC, num_ranks=4, module=module)
         assert_equal(ours, reference=static, precision="bf16")
         assert len(sizes_that_ran(ours)) > 1
+
+
+ROUTED = (
+    f"{LAYERS} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 --moe-z-loss-coeff 1e-2 --log-interval 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_ranks"),
+    [
+        case(CP2, 4, name="DP2-CP2", slow=False),
+        case("", 4, name="DP4"),
+        case(f"{CP2} --moe-router-load-balancing-type seq_aux_loss {RECOMPUTED}", 4, name="seq-recomputed"),
+        case(f"{PP2} {CP2}", 8, name="PP2-DP2-CP2"),
+        case(f"{TP2_SP} --expert-tensor-parallel-size 1 {CP2}", 8, name="TP2-SP-DP2-CP2"),
+    ],
+)
+def test_router_losses_are_those_of_static_sizes(tmp_path: Path, flags: str, num_ranks: int) -> None:
+    """An auxiliary loss depends on which samples share a micro-batch: each runs alone."""
+    static = run(tmp_path / "static", ROUTED, flags, "--balance-data", num_ranks=num_ranks)
+    alone = {"MOST_SAMPLES": "1"}
+    ours = run(
+        tmp_path / "ours", ROUTED, flags, DYNAMIC, num_ranks=num_ranks, module="dynamic_steps", environment=alone
+    )
+    assert_equal(ours, reference=static)
+    assert len(sizes_that_ran(ours)) > 1
+    logged = [_logged_losses(tmp_path / folder / f"rank{num_ranks - 1}.log") for folder in ("static", "ours")]
+    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+    assert len(set(logged[0]) - {0.0}) == NUM_STEPS
+
+
+def _logged_losses(log: Path) -> list[float]:
+    """Auxiliary losses as Megatron logs them, of all micro-batches."""
+    return [float(loss) for loss in re.findall(r"load_balancing_loss: (\S+)", log.read_text(errors="replace"))]
 
 
 def test_a_limit_and_look_ahead(tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ REFUSED = [
     f"--mtp-num-layers 1 {SIZED}",
     f"--window-size 64,0 {SIZED}",
     f"--cp-comm-type a2a {SIZED}",
-    f"--moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
-    f"--moe-z-loss-coeff 0.01 {SIZED} {EXPERTS}",
+    f"--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
+    f"--recompute-modules moe --recompute-granularity selective --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
+    f"--moe-layer-recompute --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
     f"--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2 "
     f"--context-parallel-size 2 {SIZED}",
     f"--use-megatron-fsdp {SIZED}",

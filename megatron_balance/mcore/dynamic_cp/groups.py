@@ -14,7 +14,7 @@ context-parallel group serves its size; no group is shared with the gradient red
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -30,10 +30,13 @@ class ContextGroups:
     Attributes:
         by_size: group of each size; a rank whose leaf is in no whole group of a size lacks that size.
         static_size: `--context-parallel-size`, which evaluation runs at.
+        with_tensor: the same groups with all their tensor-parallel ranks, over which routers sum; empty where none has
+            a loss of its own.
     """
 
     by_size: Mapping[int, dist.ProcessGroup]
     static_size: int
+    with_tensor: Mapping[int, dist.ProcessGroup] = field(default_factory=dict[int, dist.ProcessGroup])
 
     def of_size(self, size: int) -> dist.ProcessGroup:
         """The group of `size` ranks that this rank is in."""
@@ -44,26 +47,41 @@ class ContextGroups:
         return None if size == 1 else self.by_size[size]
 
 
-def make_context_groups(sizes: Sequence[int], *, timeout: timedelta) -> ContextGroups:
+def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers: bool = False) -> ContextGroups:
     """Make the groups of these sizes. Every rank of the world calls it.
 
     Args:
         sizes: that micro-batches may have, the same on all ranks.
         timeout: of the groups' collectives.
+        for_routers: whether MoE routers sum over them.
     """
     from megatron.core import parallel_state
 
     lane_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     static_group: Any = parallel_state.get_context_parallel_group()
+    tensor_group: Any = parallel_state.get_tensor_model_parallel_group()
     leaf, lane = lane_group.rank(), dist.get_process_group_ranks(lane_group)
-    backend = dist.get_backend(static_group)
-    by_size: dict[int, dist.ProcessGroup] = {static_group.size(): static_group}
-    for size in sizes:
-        if size == static_group.size():
-            continue
-        start = leaf // size * size
-        color = lane[start] if start + size <= len(lane) else None
-        group = split_world(color, timeout=timeout, backend=backend)
-        if group is not None:
-            by_size[size] = group
-    return ContextGroups(by_size, static_size=static_group.size())
+    static_size, backend = static_group.size(), dist.get_backend(static_group)
+
+    def make(static: dist.ProcessGroup, *, first_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
+        """Groups of ranks whose lanes start alike; `first_of` is the lane of the first rank that shares a group."""
+        by_size = {static_size: static}
+        for size in sizes:
+            if size == static_size:
+                continue
+            start = leaf // size * size
+            color = first_of[start] if start + size <= len(lane) else None
+            group = split_world(color, timeout=timeout, backend=backend)
+            if group is not None:
+                by_size[size] = group
+        return by_size
+
+    by_size = make(static_group, first_of=lane)
+    if not for_routers:
+        return ContextGroups(by_size, static_size=static_size)
+    if tensor_group.size() == 1:
+        return ContextGroups(by_size, static_size=static_size, with_tensor=by_size)
+    to_first = dist.get_process_group_ranks(tensor_group)[0] - dist.get_rank()
+    shared: Any = parallel_state.get_tensor_and_context_parallel_group()
+    with_tensor = make(shared, first_of=[rank + to_first for rank in lane])
+    return ContextGroups(by_size, static_size=static_size, with_tensor=with_tensor)

@@ -6,6 +6,8 @@ What Megatron reads of context parallelism while a micro-batch runs, and where e
 * attention kernels: `cp_group` and `local_cp_size` of the PackedSeqParams, set as the model is called, so that
   recomputation in the backward pass finds them;
 * rotary angles: the attention module's own collection of groups, replaced by a view while its forward runs;
+* auxiliary losses: the router's group, replaced while its layer runs; what is logged of them is summed over the static
+  group, as ranks have no other in common;
 * the statistics behind the logged FLOP/s: divided by `--context-parallel-size`, so they are scaled before.
 
 Invariant: outside a forward pass and its loss function everything is as `--context-parallel-size` has it.
@@ -87,6 +89,27 @@ class MicrobatchContext:
             attention.pg_collection = stock
 
     @contextlib.contextmanager
+    def router_group(self, layer: Any, packed_seq_params: Any) -> Iterator[None]:
+        """Have the router of a transformer layer sum its losses over the micro-batch's group in this context.
+
+        Args:
+            layer: with a router or without.
+            packed_seq_params: as in `rotary_group`.
+        """
+        router = getattr(getattr(layer, "mlp", None), "router", None)
+        size = getattr(packed_seq_params, "local_cp_size", None)
+        if router is None or size in (None, self.groups.static_size) or not self.groups.with_tensor:
+            yield
+            return
+        stock, own = router.tp_cp_group, self.groups.with_tensor[size]
+        router.tp_cp_group = own
+        try:
+            yield
+        finally:
+            router.tp_cp_group = stock
+            _log_over(stock, instead_of=own)
+
+    @contextlib.contextmanager
     def _parallel_state(self, size: int) -> Iterator[None]:
         from megatron.core import parallel_state
 
@@ -130,3 +153,12 @@ class MicrobatchContext:
         if counted is not None and size != self.groups.static_size:
             start = 0 if before is None else before
             counted.copy_(start + (counted - start) * (self.groups.static_size / size))
+
+
+def _log_over(group: Any, *, instead_of: Any) -> None:
+    """Have Megatron sum what routers recorded over a group that all its ranks recorded last."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    for entry in get_moe_metrics_tracker().metrics.values():
+        if entry.reduce_group is instead_of:
+            entry.reduce_group = group

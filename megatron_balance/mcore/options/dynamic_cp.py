@@ -7,6 +7,7 @@ from typing import Any
 from megatron_balance.mcore.options.conditions import (
     among,
     both,
+    either,
     experts_span_ranks,
     given,
     megatron_before,
@@ -19,11 +20,10 @@ _TEST = "tests/megatron/test_dynamic_context_parallel.py"
 _WITH = "with --balance-context-parallel"
 
 
-def _has_router_loss(args: Any) -> bool:
+def _has_aux_loss(args: Any) -> bool:
     """Routers add a loss over the tokens of a context-parallel group."""
     weights = getattr(args, "moe_aux_loss_coeff", None) or 0.0
-    has_aux_loss = any(weights if isinstance(weights, list) else [weights])
-    return bool(getattr(args, "num_experts", None)) and (has_aux_loss or given("moe_z_loss_coeff")(args))
+    return bool(getattr(args, "num_experts", None)) and any(weights if isinstance(weights, list) else [weights])
 
 
 def _bucket_splits_unevenly(args: Any) -> bool:
@@ -52,7 +52,7 @@ DYNAMIC_CP = (
         case=_WITH,
         support=Support.REFUSED,
         when=both(_DYNAMIC, given("multi_latent_attention")),
-        because="its rotary angles are those of the static context-parallel group",
+        because="Megatron asserts that its micro-batches name no group: its rotary angles are those of the static one",
         remedy="drop --balance-context-parallel",
     ),
     Option(
@@ -60,7 +60,7 @@ DYNAMIC_CP = (
         case=_WITH,
         support=Support.REFUSED,
         when=both(_DYNAMIC, given("mtp_num_layers")),
-        because="tokens are shifted within the static context-parallel group",
+        because="tokens are shifted within the static context-parallel group, whose ranks weigh parts by themselves",
         remedy="drop --balance-context-parallel",
     ),
     Option(
@@ -82,11 +82,24 @@ DYNAMIC_CP = (
     Option(
         names=("moe_aux_loss_coeff", "moe_z_loss_coeff", "balance_context_parallel"),
         case=_WITH,
+        support=Support.SUPPORTED,
+        test=f"{_TEST}::test_router_losses_are_those_of_static_sizes",
+    ),
+    Option(
+        names=("moe_router_load_balancing_type", "balance_context_parallel"),
+        case=f"global_aux_loss, {_WITH}",
         support=Support.REFUSED,
-        when=both(_DYNAMIC, _has_router_loss),
-        because="routers reduce these losses over the static context-parallel group",
-        remedy="set them to 0, with --moe-router-enable-expert-bias to spread tokens, or drop "
-        "--balance-context-parallel",
+        when=both(_DYNAMIC, _has_aux_loss, among("moe_router_load_balancing_type", "global_aux_loss")),
+        because="all ranks meet for it in every micro-batch, of which they may run different numbers",
+        remedy="set aux_loss or seq_aux_loss, or drop --balance-context-parallel",
+    ),
+    Option(
+        names=("recompute_modules", "moe_layer_recompute", "balance_context_parallel"),
+        case=f"moe, with an auxiliary loss, {_WITH}",
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, _has_aux_loss, either(among("recompute_modules", "moe"), given("moe_layer_recompute"))),
+        because="the router runs again in the backward pass, where the group of its micro-batch is not known",
+        remedy="drop moe from --recompute-modules, or set --recompute-granularity full",
     ),
     Option(
         names=("moe_token_dispatcher_type", "balance_context_parallel"),
