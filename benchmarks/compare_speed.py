@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.markdown import table
 
@@ -27,15 +27,8 @@ SETTINGS = {
 _LENGTHS = "synthetic:servegen_mlarge:100000"
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Time of one command, and its last line.
-
-    Attributes:
-        wall_seconds: from start to end.
-        cpu_seconds: of all its threads, user and system.
-        last_line: what it printed last.
-    """
+class Taken(NamedTuple):
+    """Time of one command, CPU seconds being those of all its threads, and its last line."""
 
     wall_seconds: float
     cpu_seconds: float

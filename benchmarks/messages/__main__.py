@@ -13,12 +13,12 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from training_run import ROOT
 
+from benchmarks.equality.cases import Layout
 from benchmarks.forked import import_once, train_forked
 from benchmarks.markdown import table
 from benchmarks.messages.counted import FIGURES, WAY
@@ -32,14 +32,6 @@ FLAGS = (
 )
 _PP4 = "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 _PP2_VPP2 = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Flags of one replica, and its ranks."""
-
-    flags: str
-    num_ranks: int
 
 
 LAYOUTS = {

@@ -47,14 +47,8 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     num_steps = WARM_UP_STEPS + 2 * args.pairs
     flags = [*FLAGS, *POLICIES["balance_by_flops"].split(), "--train-iters", str(num_steps + 1)]
-    flags += [
-        "--global-batch-size",
-        "12",
-        "--log-interval",
-        str(len(WATCHED)),
-        "--balance-record",
-        str(folder / "record"),
-    ]
+    flags += ["--global-batch-size", "12", "--log-interval", str(len(WATCHED))]
+    flags += ["--balance-record", str(folder / "record")]
     script = ROOT / "benchmarks" / "metrics" / "watched.py"
     run = train(folder / "steps", flags, num_ranks=NUM_RANKS, script=script, timeout_seconds=3600)
     result = made_by(f"scripts/bench_metrics.sh --pairs {args.pairs}", **_figures(run.ranks))

@@ -13,14 +13,12 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.rerun_state_machine import RerunDataIterator
 from record_steps import train_wrapped
 
-from benchmarks.metrics import WATCHED
+from benchmarks.metrics import WATCHED, same_batch_again
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
 from megatron_balance.mcore.step.planner import BalancedStep
@@ -47,8 +45,7 @@ def _alternating(train_step: Function, *, out: TextIO) -> Function:
         nonlocal began
         now, step = time.process_time(), next(steps)
         if not data:
-            rows = [next(data_iterator) for _ in range(get_num_microbatches())]
-            data.append(RerunDataIterator(itertools.cycle(rows)))
+            data.append(same_batch_again(data_iterator))
         balanced = hooks.current()
         if step and balanced is not None:
             if not metered:
@@ -79,21 +76,18 @@ class Metered:
         with self._metering():
             self._observer.begin(step, iteration=iteration)
 
-    @contextlib.contextmanager
-    def forward(self, slot: int) -> Iterator[None]:
+    def forward(self, slot: int) -> contextlib.AbstractContextManager[None]:
         """As the observer's."""
-        with self._metering():
-            inner = self._observer.forward(slot)
-            inner.__enter__()
-        yield
-        with self._metering():
-            inner.__exit__(None, None, None)
+        return self._metered(lambda: self._observer.forward(slot))
+
+    def backward(self) -> contextlib.AbstractContextManager[None]:
+        """As the observer's."""
+        return self._metered(self._observer.backward)
 
     @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """As the observer's."""
+    def _metered(self, timed: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
         with self._metering():
-            inner = self._observer.backward()
+            inner = timed()
             inner.__enter__()
         yield
         with self._metering():

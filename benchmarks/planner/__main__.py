@@ -38,14 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot = None
         _announce("no plot: matplotlib is not installed; `pip install .[bench]` has it")
     header = make_header(command=args.command, real_lengths=folder is not None)
-    results = Results(
-        header=header,
-        setups=setups,
-        rows=rows,
-        speed_ratios=ratios,
-        growth=points,
-        plot=plot,
-    )
+    results = Results(header=header, setups=setups, rows=rows, speed_ratios=ratios, growth=points, plot=plot)
     write_planner(results, args.out)
     gc.unfreeze()  # measure.py froze what was imported.
     _announce(f"wrote planner.md and planner.json to {args.out}")

@@ -27,6 +27,7 @@ from benchmarks.soak.overhead import LIMIT, measure_overhead
 from benchmarks.soak.report import report
 from benchmarks.soak.runs import soak
 
+HELD = ("step", "malloc_bytes", "rss_bytes", "num_blocks", "num_fds", "num_threads")
 SAMPLE_STEPS = 20
 MIN_STEPS = 2 * (STEPS_PER_SWING + SAMPLE_STEPS)
 """Growth is of the second half, between samples that are a whole swing of the lengths apart."""
@@ -53,15 +54,10 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     runs: dict[str, Any] = {}
     for name in ("balanced", "stock"):
-        ranks = soak(
-            folder / name,
-            balanced=name == "balanced",
-            num_steps=args.steps,
-            sample_steps=SAMPLE_STEPS,
-            reuse=args.reuse,
-        )
+        run = {"num_steps": args.steps, "sample_steps": SAMPLE_STEPS, "reuse": args.reuse}
+        ranks = soak(folder / name, balanced=name == "balanced", **run)
         runs[name] = {"ranks": [asdict(Growth.of(rank)) for rank in ranks]}
-        runs[name]["samples"] = [[_held(sample) for sample in rank] for rank in ranks]
+        runs[name]["samples"] = [[{key: sample[key] for key in HELD} for sample in rank] for rank in ranks]
         sys.stdout.write(f"{name}: {ranks[0][-1]['step']} steps\n")
         sys.stdout.flush()
     overhead = measure_overhead(folder / "overhead", num_pairs=args.pairs, reuse=args.reuse)
@@ -78,12 +74,6 @@ def main() -> int:
     text = write_results("soak", result, report=report, out=args.out)
     sys.stdout.write("\n".join([text, *problems]) + "\n")
     return 1 if problems else 0
-
-
-def _held(sample: dict[str, Any]) -> dict[str, int]:
-    return {
-        name: sample[name] for name in ("step", "malloc_bytes", "rss_bytes", "num_blocks", "num_fds", "num_threads")
-    }
 
 
 def _problems(result: dict[str, Any]) -> list[str]:

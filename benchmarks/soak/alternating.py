@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TextIO
 
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.rerun_state_machine import RerunDataIterator
 from record_steps import train_wrapped
 
-from benchmarks.metrics import WATCHED
+from benchmarks.metrics import WATCHED, same_batch_again
 from benchmarks.metrics.watched import Metered
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
@@ -46,8 +44,7 @@ def _alternating(train_step: Function, *, out: TextIO) -> Function:
     @functools.wraps(train_step)
     def wrapper(forward_step_func: Any, data_iterator: Any, *rest: Any, **keywords: Any) -> Any:
         if not data:
-            rows = [next(data_iterator) for _ in range(get_num_microbatches())]
-            data.append(RerunDataIterator(itertools.cycle(rows)))
+            data.append(same_batch_again(data_iterator))
         balanced = hooks.current()
         if balanced is not None and isinstance(balanced.prefetcher, StepPrefetcher):
             turns = TakesTurns(balanced.prefetcher, observer=balanced.observer, out=out)
