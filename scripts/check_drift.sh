@@ -36,4 +36,8 @@ drift "${accept[@]}" "${places[@]}" || status=1
 if [[ -n $checkout && -f $checkout/megatron/core/datasets/data_schedule_utils.py ]]; then
     MEGATRON_CHECKOUT=$checkout .venv/bin/python -m pytest -q -m checkout tests/megatron/test_packing_scheduler.py || status=1
 fi
+if [[ -n $checkout ]] && grep -qs '^class DefaultDynamicCPScheduler' "$checkout/megatron/core/datasets/data_schedule.py"; then
+    MEGATRON_DEV_CHECKOUT=$checkout \
+        .venv/bin/python -m pytest -q -m checkout tests/megatron/test_dynamic_packing_scheduler.py || status=1
+fi
 exit "$status"

@@ -140,3 +140,25 @@ def test_every_row_was_recorded_in_every_reviewed_release(package: Package) -> N
 def test_sources_of_another_package_are_refused(tmp_path: Path) -> None:
     with open_sources(tmp_path) as sources, pytest.raises(SystemExit, match="give a wheel or a checkout of"):
         package_of(tmp_path, sources)
+
+
+def test_rows_of_a_branch_are_looked_at_where_it_has_them(tmp_path: Path) -> None:
+    relied = Relied("up.schedules:Loader.__init__", "a test", parameters=("parts",))
+    package = Package(
+        "up",
+        marker="up",
+        rows=(),
+        version_of=lambda place, sources: "1.0",
+        remedy="a test",
+        branch="up.schedules:Loader",
+        branch_rows=(relied,),
+    )
+    for path, text in STOCK.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    with open_sources(tmp_path) as sources:
+        assert package.branch_rows_of(sources) == (relied,)
+        assert [finding.says for finding in compare.broken([relied], sources=sources)] == ["no longer takes parts"]
+    (tmp_path / "up/schedules.py").write_text("")
+    with open_sources(tmp_path) as sources:
+        assert package.branch_rows_of(sources) == ()

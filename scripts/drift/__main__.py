@@ -37,7 +37,8 @@ def _check(place: Path, *, accept: bool) -> int:
         package = package_of(place, sources)
         version = package.version_of(place, sources)
         rows = package.rows_of(version)
-        findings = compare.broken(rows, sources=sources)
+        branch_rows = package.branch_rows_of(sources)
+        findings = compare.broken([*rows, *branch_rows], sources=sources)
         now = compare.record(rows, sources=sources)
         if package.option_rows:
             # A branch may say that it is a release and have other options.

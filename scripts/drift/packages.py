@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drift import compare
 from drift.apex import APEX
-from drift.relied import MEGATRON, Relied
+from drift.relied import DYNAMIC_CP, MEGATRON, MEGATRON_DYNAMIC_CP, Relied
 from drift.sources import Sources
 from drift.transformer_engine import TRANSFORMER_ENGINE
 from megatron_balance.hooking.patches import Hook
@@ -33,6 +33,8 @@ class Package:
         version_of: reads the version from a wheel's or a checkout's place and sources.
         remedy: what to read and run after a difference.
         option_rows: what becomes of the options of its parser, where it has one.
+        branch: a definition that only some branches have, whatever version they name.
+        branch_rows: definitions that are relied on where it is there.
         in_registry: whether its wheels can be downloaded.
     """
 
@@ -43,7 +45,13 @@ class Package:
     remedy: str
     hooks: Sequence[Hook] = ()
     option_rows: Sequence[Option] = ()
+    branch: str = ""
+    branch_rows: Sequence[Relied] = ()
     in_registry: bool = True
+
+    def branch_rows_of(self, sources: Sources) -> Sequence[Relied]:
+        """Definitions that are relied on beside those of the release, in sources that have the branch's."""
+        return self.branch_rows if self.branch and sources.find(self.branch) is not None else ()
 
     def rows_of(self, version: str) -> list[compare.Row]:
         """Definitions that are relied on in a release."""
@@ -108,6 +116,8 @@ MEGATRON_CORE = Package(
     marker="megatron.core.package_info",
     rows=MEGATRON,
     hooks=HOOKS,
+    branch=DYNAMIC_CP,
+    branch_rows=MEGATRON_DYNAMIC_CP,
     option_rows=[row for subject in SUBJECTS.values() for row in subject],
     version_of=_megatron_version,
     remedy="mend or widen what relies on them (megatron_balance/mcore, scripts/drift/relied.py), classify options "

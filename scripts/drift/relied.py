@@ -242,3 +242,50 @@ MEGATRON = (
         first=(0, 20),
     ),
 )
+
+_DATA_SCHEDULE = "megatron.core.datasets.data_schedule"
+
+DYNAMIC_CP = f"{_DATA_SCHEDULE}:DefaultDynamicCPScheduler"
+"""By this definition a checkout is known to have an executor of dynamic context parallelism, as the dev branch has."""
+
+MEGATRON_DYNAMIC_CP = (
+    Relied(
+        f"{DYNAMIC_CP}.__init__",
+        "keeps what DynamicCpPackingScheduler plans with",
+        parameters=("min_cp_size",),
+        names=(".is_dynamic_cp", ".min_cp_size"),
+    ),
+    Relied(
+        f"{DYNAMIC_CP}.get_groups_and_subsamples",
+        "answers with a list of ids for every rank of every micro-batch",
+        parameters=("sample_id_seqlens",),
+    ),
+    Relied(
+        f"{_DATA_SCHEDULE}:DpBalancedScheduler.run",
+        "asks for the plan, and has stages and experts in its last argument",
+        parameters=("pp_group", "dp_cp_group", "config"),
+        names=(".get_groups_and_subsamples", "build_packed_microbatches", ".is_dynamic_cp"),
+    ),
+    Relied(
+        f"{_DATA_SCHEDULE}:wrap_data_iterator",
+        "looks the scheduler up by a name when it is called",
+        names=("scheduler_map", ".min_dynamic_context_parallel_size"),
+    ),
+    Relied(
+        f"{_DATA_SCHEDULE}_utils:build_packed_microbatches",
+        "takes the number of ranks that hold the first id as the size of a group",
+        parameters=("sample_id_groups", "dcp_rank"),
+        names=("sample_ids_this_group",),
+    ),
+    Relied(
+        f"{_PARALLEL_STATE}:create_dynamic_dp_cp_groups",
+        "makes the groups: powers of two below all ranks, each from a multiple of its size on",
+        parameters=("ranks", "min_cp_size"),
+        names=("log2", "group_size"),
+    ),
+    Relied(
+        f"{_PARALLEL_STATE}:get_dynamic_data_context_parallel_groups",
+        "has the group of each size, all ranks among them",
+        parameters=("group_size",),
+    ),
+)
