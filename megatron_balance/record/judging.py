@@ -9,7 +9,7 @@ and limits.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,6 +190,34 @@ def costs_of_rows(step: StepRecord, *, info: RunInfo) -> NDArray[np.float64]:
     if info.topology.dynamic_cp and step.cp_sizes is None:
         return np.repeat(costs / cp_size, cp_size, axis=0)
     return costs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step's timeline: a rank's micro-batches, or a leaf's where sizes differ.
+
+    Attributes:
+        samples: sample ids of each slot, ascending.
+        cp_sizes: leaves that share each slot, 0 where the row has no such slot; empty where sizes do not differ.
+    """
+
+    samples: list[list[int]]
+    cp_sizes: list[int]
+
+
+def rows_of(step: StepRecord, *, info: RunInfo) -> list[Row]:
+    """The rows of a step, as `costs_of_rows` has them."""
+    slots, num_slots, cp_size = samples_of_slots(step), step.num_microbatches, info.topology.cp_size
+    ranks = [slots[first : first + num_slots] for first in range(0, len(slots), num_slots)]
+    if not info.topology.dynamic_cp:
+        return [Row(samples, []) for samples in ranks]
+    if step.cp_sizes is None:
+        return [Row(samples, [cp_size] * num_slots) for samples in ranks for _ in range(cp_size)]
+    sizes: list[list[int]] = step.cp_sizes.tolist()
+    return [
+        Row([ranks[leaf - leaf % max(size, 1)][slot] for slot, size in enumerate(of_leaf)], of_leaf)
+        for leaf, of_leaf in enumerate(sizes)
+    ]
 
 
 def imbalance(grid: NDArray[np.float64] | NDArray[np.int64], *, info: RunInfo) -> float:

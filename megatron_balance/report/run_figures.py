@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.metrics import ScheduleMetrics
-from megatron_balance.record.judging import imbalance, recosted, step_metrics, stock_step
+from megatron_balance.record.judging import costs_of_rows, imbalance, recosted, step_metrics, stock_step
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 from megatron_balance.report.time_scale import TimeScale, in_one_unit, is_measured, time_scale
@@ -137,6 +137,6 @@ def _policy(steps: tuple[StepRecord, ...], *, scale: TimeScale) -> PolicyFigures
     return PolicyFigures(
         steps=steps,
         metrics=metrics,
-        imbalance=np.array([imbalance(step.cost_grid, info=info) for step in steps]),
+        imbalance=np.array([imbalance(costs_of_rows(step, info=info), info=info) for step in steps]),
         times=np.array([step_timeline(scale.times(step), info=info).total for step in steps]),
     )

@@ -166,6 +166,11 @@ def _notes(figures: RunFigures) -> tuple[str, ...]:
         f"{samples} a micro-batch. Both are judged by the same cost model. The "
         f"predicted speed-up counts {counted}; the padding that packing saves is not in it."
     ]
+    if figures.info.topology.dynamic_cp:
+        notes.append(
+            "Rows are data- and context-parallel ranks, and a micro-batch is as high as ranks share it. Stock shares "
+            f"every sample by {figures.info.topology.cp_size}, and its bound is that of this size."
+        )
     if figures.is_measured:
         notes.append("What is measured are micro-batches: a measured step is the busiest rank's sum of them.")
     if OBJECTIVES[figures.info.objective].waits_in_slots():

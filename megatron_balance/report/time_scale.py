@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.planner.metrics import sync_group_size
-from megatron_balance.record.judging import recosted
+from megatron_balance.record.judging import costs_of_rows, recosted
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 
@@ -43,8 +43,8 @@ class TimeScale:
     info: RunInfo
 
     def times(self, step: StepRecord) -> NDArray[np.float64]:
-        """`[dp_size, num_microbatches]` predicted times of a step's micro-batches."""
-        return step.cost_grid.astype(np.float64) * self.of_cost(step)
+        """`[num_rows, num_microbatches]` predicted times of a step's micro-batches; rows as for `costs_of_rows`."""
+        return costs_of_rows(step, info=self.info) * self.of_cost(step)
 
     def of_cost(self, step: StepRecord) -> float:
         """Units of one count of the step's cost grid."""

@@ -68,6 +68,8 @@ def _makespan(durations: NDArray[np.float64], *, info: RunInfo) -> float:
     topology = info.topology
     shares_work = bool(info.cost_model.expert_linear)
     span = OBJECTIVES[info.objective].sync_group_size(topology, shares_work=shares_work)
+    if topology.dynamic_cp:
+        span = sync_group_size(info.objective, topology=topology)
     of_groups = durations.reshape(-1, span, durations.shape[1]).max(axis=1)
     longest = float(of_groups.sum(axis=1).max())
     # A micro-batch costs all stages together what it costs one of them, times their number.

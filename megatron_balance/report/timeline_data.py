@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.record.judging import samples_of_slots
+from megatron_balance.record.judging import rows_of
 from megatron_balance.record.step import StepRecord
 from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import is_measured
@@ -73,7 +73,7 @@ def timeline_data(figures: RunFigures) -> TimelineData:
 
 
 def _note(figures: RunFigures, order: list[int]) -> str:
-    num_steps, dp_size = len(figures.record.steps), figures.info.topology.dp_size
+    num_steps, dp_size = len(figures.record.steps), _num_rows(figures)
     note = (
         ""
         if len(order) == num_steps
@@ -83,6 +83,12 @@ def _note(figures: RunFigures, order: list[int]) -> str:
     if drawn < dp_size:
         note += f"At least {drawn} of {dp_size:,} ranks are drawn: the busiest of each timeline, and others evenly. "
     return note
+
+
+def _num_rows(figures: RunFigures) -> int:
+    """Ranks of a timeline; leaves where context-parallel sizes differ."""
+    topology = figures.info.topology
+    return topology.num_leaves if topology.dynamic_cp else topology.dp_size
 
 
 def _by_interest(figures: RunFigures) -> Iterator[tuple[int, str]]:
@@ -126,7 +132,7 @@ def _timelines(figures: RunFigures, index: int) -> list[tuple[str, str, StepReco
 def _drawn_ranks(figures: RunFigures, index: int) -> NDArray[np.int64]:
     """Ranks that are drawn: all, or the busiest of each timeline and others evenly."""
     lines = _timelines(figures, index)
-    dp_size = figures.info.topology.dp_size
+    dp_size = _num_rows(figures)
     num_slots = max(step.num_microbatches for _, _, step, _ in lines)
     num_drawn = min(dp_size, MAX_RANKS, max(MAX_SLICES // num_slots, 8))
     if num_drawn == dp_size:
@@ -147,12 +153,8 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
         lengths = placed.lengths.tolist()
         if lengths not in batches:
             batches.append(lengths)
-        slots = samples_of_slots(placed)
-        drawn = [
-            slots[rank * placed.num_microbatches + slot]
-            for rank in ranks.tolist()
-            for slot in range(placed.num_microbatches)
-        ]
+        rows = rows_of(placed, info=figures.info)
+        drawn = [ids for rank in ranks.tolist() for ids in rows[rank].samples]
         panels.append(
             {
                 "key": key,
@@ -166,6 +168,7 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
                 "batch": batches.index(lengths),
                 "counts": [len(ids) for ids in drawn],
                 "ids": [sample for ids in drawn for sample in ids],
+                "sizes": [size for rank in ranks.tolist() for size in rows[rank].cp_sizes],
             }
         )
     return {

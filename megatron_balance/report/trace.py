@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.record.judging import samples_of_slots
+from megatron_balance.record.judging import rows_of
 from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import is_measured
 from megatron_balance.report.timeline import step_timeline
@@ -88,9 +88,13 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
                 "exposed_ms": step.exposed_seconds * 1e3,
             },
         }
-        samples, lengths = samples_of_slots(step), step.lengths.tolist()
+        rows, lengths = rows_of(step, info=figures.info), step.lengths.tolist()
         for place in np.argsort(begins, axis=None, kind="stable").tolist():
             rank, slot = divmod(place, step.num_microbatches)
+            sizes = rows[rank].cp_sizes
+            if sizes and not sizes[slot]:
+                continue
+            samples = rows[rank].samples[slot]
             yield {
                 "ph": "X",
                 "name": f"micro-batch {slot}",
@@ -99,8 +103,9 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
                 "tid": rank,
                 **_span(float(begins[rank, slot]), float(ends[rank, slot])),
                 "args": {
-                    "samples": samples[place],
-                    "lengths": [lengths[sample] for sample in samples[place]],
+                    "samples": samples,
+                    "lengths": [lengths[sample] for sample in samples],
+                    **({"cp_size": sizes[slot]} if sizes else {}),
                     "cost": int(step.cost_grid[rank, slot]) << step.cost_shift,
                     f"predicted_{figures.scale.unit}": float(times[rank, slot]),
                     "measured_s": float(step.seconds[rank, slot]) if measured else None,
@@ -120,6 +125,8 @@ def _names(figures: RunFigures) -> Iterator[dict[str, Any]]:
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
     yield named("process_name", pid=_STEPS, tid=0, name="steps")
-    yield named("process_name", pid=_RANKS, tid=0, name="data-parallel ranks")
-    for rank in range(figures.info.topology.dp_size):
+    topology = figures.info.topology
+    kind = "data- and context-parallel ranks" if topology.dynamic_cp else "data-parallel ranks"
+    yield named("process_name", pid=_RANKS, tid=0, name=kind)
+    for rank in range(topology.num_leaves if topology.dynamic_cp else topology.dp_size):
         yield named("thread_name", pid=_RANKS, tid=rank, name=f"rank {rank}")

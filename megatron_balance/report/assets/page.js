@@ -76,8 +76,10 @@
         const [start, end] = [panel.starts[place], panel.ends[place]];
         const ids = panel.ids.slice(sample, sample + panel.counts[place]);
         sample += ids.length;
+        const size = panel.sizes.length ? panel.sizes[place] : 1;
+        if (!size) continue; // a leaf without this slot
         if (start > free) waits.push({ row, rank, start: free, end: start });
-        work.push({ row, rank, slot, start, end, ids });
+        work.push({ row, rank, slot, start, end, ids, size });
         free = Math.max(free, end);
       }
       if (panel.total > free) waits.push({ row, rank, start: free, end: panel.total });
@@ -88,7 +90,10 @@
   function about(slice, panel, step) {
     const lengths = step.batches[panel.batch];
     const time = `${amount((slice.end - slice.start) * step.tick)}${panel.key === "measured" ? "" : " predicted"}`;
-    const head = `<b>rank ${slice.rank}, micro-batch ${slice.slot}</b><br>${time}`;
+    const first = slice.rank - (slice.rank % slice.size);
+    const ranks = slice.size > 1 ? `ranks ${first} to ${first + slice.size - 1}` : `rank ${slice.rank}`;
+    const size = panel.sizes.length ? `, CP ${slice.size}` : "";
+    const head = `<b>${ranks}, micro-batch ${slice.slot}${size}</b><br>${time}`;
     if (!slice.ids.length) return `${head}<br>no samples: a masked dummy`;
     const tokens = slice.ids.reduce((sum, id) => sum + lengths[id], 0);
     const shown = slice.ids.slice(0, MAX_SAMPLES).map((id) => `sample ${id}: ${count(lengths[id])}`);
@@ -97,10 +102,26 @@
     return `${head}<br>${samples}, ${count(tokens)} tokens<br>${shown.join("<br>")}`;
   }
 
+  // A micro-batch that several ranks share is one block over them, where all are drawn and run it at the same time.
+  function blocksOf(work) {
+    const blocks = new Map();
+    const whole = (slices) => slices.length === slices[0].size && slices.every((slice) =>
+      Math.abs(slice.start - slices[0].start) <= 1 && Math.abs(slice.end - slices[0].end) <= 1);
+    work.forEach((slice) => {
+      const key = `${slice.rank - (slice.rank % slice.size)} ${slice.slot} ${slice.size}`;
+      blocks.set(key, [...(blocks.get(key) ?? []), slice]);
+    });
+    return [...blocks.values()].flatMap((slices) => {
+      if (slices.length === 1 || !whole(slices)) return slices;
+      return [{ ...slices[0], height: slices.length }];
+    });
+  }
+
   function bars(slices, step, axes) {
     return {
-      type: "bar", orientation: "h", showlegend: false, width: 0.88, ...axes,
-      y: slices.map((slice) => slice.row),
+      type: "bar", orientation: "h", showlegend: false, ...axes,
+      width: slices.map((slice) => (slice.height ?? 1) - 0.12),
+      y: slices.map((slice) => slice.row + ((slice.height ?? 1) - 1) / 2),
       base: slices.map((slice) => slice.start * step.tick),
       x: slices.map((slice) => (slice.end - slice.start) * step.tick),
     };
@@ -139,7 +160,8 @@
       const suffix = index ? String(index + 1) : "";
       const top = 1 - (index * (panelPixels + gapPixels)) / inner;
       const axes = { xaxis: "x", yaxis: `y${suffix}` };
-      const { work, waits } = slicesOf(panel, step);
+      const { work: ofRanks, waits } = slicesOf(panel, step);
+      const work = blocksOf(ofRanks);
       const every = Math.ceil(14 / rowPixels);
       const ticks = step.ranks.map((_, row) => row).filter((row) => row % every === 0);
       layout[`yaxis${suffix}`] = {
