@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_balance import CostModel
 from megatron_balance.devkit.cpu import enable_cpu
@@ -37,6 +38,7 @@ def main() -> None:
     """Run them."""
     out, checkout = Path(sys.argv[1]), Path(sys.argv[2])
     enable_cpu()
+    dist.init_process_group("gloo")  # else its tests make one of NCCL
     from megatron_balance.mcore import dynamic_packing_scheduler
 
     num_plans = 0
