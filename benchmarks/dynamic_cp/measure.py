@@ -16,6 +16,7 @@ from benchmarks.planner.measure import median_timing, timed
 from megatron_balance import build_data_schedule
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
+from megatron_balance.planner.filling import fill_dummies
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Cell:
         exchange: cost of receiving a token, as part of its linear cost.
         objective: `step` or `microbatch`.
         ours: time over the ideal.
+        filled: time of the plan without dummies, as dev's executor wants it, over the ideal.
         bound: what no plan can beat, over the ideal.
         dev: time of Megatron dev's scheduler, or None where there is no checkout.
         fixed: a perfect plan in which every sample runs at the setup's context-parallel size.
@@ -39,6 +41,7 @@ class Cell:
     exchange: float
     objective: str
     ours: float
+    filled: float
     bound: float
     dev: float | None
     fixed: float
@@ -85,6 +88,7 @@ def measure_cell(
 ) -> Cell:
     """Plans every batch. `planned`: batches, each with the rows of dev's scheduler."""
     ours: list[float] = []
+    filled: list[float] = []
     bounds: list[float] = []
     devs: list[float] = []
     fixed: list[float] = []
@@ -97,6 +101,7 @@ def measure_cell(
         ideal /= 1 << schedule.cost_shift
         level = setup.topology.cp_size.bit_length() - 1
         ours.append(schedule.predicted_cost / ideal)
+        filled.append(fill_dummies(schedule).check().predicted_cost / ideal)
         bounds.append(schedule.lower_bound / ideal)
         fixed.append((int(samples.costs[level].sum()) << level) / samples.num_leaves / ideal)
         if rows is not None:
@@ -109,6 +114,7 @@ def measure_cell(
         exchange,
         objective,
         ours=statistics.fmean(ours),
+        filled=statistics.fmean(filled),
         bound=statistics.fmean(bounds),
         dev=statistics.fmean(devs) if devs else None,
         fixed=statistics.fmean(fixed),

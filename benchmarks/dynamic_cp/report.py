@@ -35,9 +35,10 @@ FLOPs of training, mean of {result["num_batches"]} batches; named sets are {leng
 values costs 0, 0.01 or 0.08 of its linear cost: none, inside a node, between nodes.
 
 Cells are *this package* / *Megatron dev's scheduler* / *bound*. The bound counts communication and holds for `step`;
-under `microbatch`, where ranks meet in every slot, it says less. *Fixed* is a perfect plan in which every sample runs
-at the setup's CP. *Mean size* is the ranks that share a token. Under `step` dev's scheduler is charged its fullest
-rank's work, not what its groups wait for.
+under `microbatch`, where ranks meet in every slot, it says less. *Without dummies* is this package's plan as dev's
+executor takes it: a sample on every rank in every micro-batch; *below dev* counts it. *Fixed* is a perfect plan in
+which every sample runs at the setup's CP. *Mean size* is the ranks that share a token. Under `step` dev's scheduler
+is charged its fullest rank's work, not what its groups wait for.
 
 Megatron dev: {dev}. {versions_of(result)}.
 
@@ -62,12 +63,15 @@ def _table(cells: Sequence[Mapping[str, Any]], objective: str) -> str:
         (
             name,
             *(_cell(chosen[name, exchange]) for exchange in EXCHANGES),
+            " / ".join(f"{chosen[name, exchange]['filled']:.4f}" for exchange in EXCHANGES),
             " / ".join(f"{chosen[name, exchange]['fixed']:.3f}" for exchange in EXCHANGES),
             " / ".join(f"{chosen[name, exchange]['mean_size']:.1f}" for exchange in EXCHANGES),
         )
         for name in names
     ]
-    columns = "setup | " + " | ".join(f"{exchange:g}" for exchange in EXCHANGES) + " | fixed | mean size"
+    columns = (
+        "setup | " + " | ".join(f"{exchange:g}" for exchange in EXCHANGES) + " | without dummies | fixed | mean size"
+    )
     return table(columns, rows)
 
 
@@ -82,13 +86,14 @@ def _verdicts(cells: Sequence[Mapping[str, Any]]) -> str:
         for exchange in EXCHANGES:
             chosen = [cell for cell in cells if (cell["objective"], cell["exchange"]) == (objective, exchange)]
             mean = statistics.fmean(cell["ours"] for cell in chosen)
+            filled = statistics.fmean(cell["filled"] for cell in chosen)
             judged = [cell for cell in chosen if cell["dev"] is not None]
             devs = f"{statistics.fmean(cell['dev'] for cell in judged):.4f}" if judged else "–"
-            below_dev = f"{sum(cell['ours'] < cell['dev'] for cell in judged)} of {len(judged)}"
+            below_dev = f"{sum(cell['filled'] < cell['dev'] for cell in judged)} of {len(judged)}"
             below_fixed = f"{sum(cell['ours'] < cell['fixed'] for cell in chosen)} of {len(chosen)}"
             aim = f"≤ {goal}" if not exchange else ""
-            rows.append((objective, f"{exchange:g}", f"{mean:.4f}", aim, devs, below_dev, below_fixed))
-    columns = "objective | communication | mean | aimed at | dev's mean | below dev | below fixed"
+            rows.append((objective, f"{exchange:g}", f"{mean:.4f}", aim, f"{filled:.4f}", devs, below_dev, below_fixed))
+    columns = "objective | communication | mean | aimed at | without dummies | dev's mean | below dev | below fixed"
     over = sum(cell["num_over_cap"] for cell in cells)
     return (
         f"{table(columns, rows)}\n\nMicro-batches of several samples over the cap: {over}. Every plan passed its check."

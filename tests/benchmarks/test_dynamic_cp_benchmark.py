@@ -64,6 +64,7 @@ def test_plans_are_below_the_fixed_size_and_near_the_ideal(objective):
     free = measure_cell(setup, exchange=0.0, objective=objective, planned=planned)
     between_nodes = measure_cell(setup, exchange=0.08, objective=objective, planned=planned)
     assert free.bound <= free.ours <= 1.012
+    assert free.bound <= free.filled <= 1.012  # the contract of dev's executor costs next to nothing
     assert between_nodes.bound <= between_nodes.ours < between_nodes.fixed
     assert (free.num_over_cap, between_nodes.num_over_cap, free.dev) == (0, 0, None)
 
