@@ -249,6 +249,17 @@ def test_objectives_are_drawn_from_todays_plans(monkeypatch: pytest.MonkeyPatch)
         assert after < before
 
 
+def test_groups_of_ranks_are_drawn_from_todays_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
+    pictures = importlib.import_module("dynamic_cp")
+    drawn, page = pictures.PICTURE.read_text(), (DOCS / "dynamic-cp.md").read_text()
+    times = [panel.title.rsplit(" ", 1)[1] for panel in pictures.panels()]
+    for panel, time in zip(pictures.panels(), times, strict=True):
+        assert panel.title in drawn, f"stale: run python docs/pictures/dynamic_cp.py ({panel.title})"
+        assert time in page
+    assert float(times[1]) < float(times[0])
+
+
 def test_rooms_are_drawn_from_the_import_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS / "pictures"))
     architecture = importlib.import_module("architecture")

@@ -16,6 +16,7 @@ class Bar:
         duration: likewise.
         shade: 0 (cheap) to 1 (costliest); None while it waits.
         label: written into the bar.
+        num_rows: rows that it reaches over, `row` the first of them.
     """
 
     row: int
@@ -24,6 +25,7 @@ class Bar:
     duration: float
     shade: float | None
     label: str = ""
+    num_rows: int = 1
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,12 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
         if bar.shade is not None:
             mixed = [low + (high - low) * bar.shade for low, high in zip(CHEAP, COSTLY, strict=True)]
             style = {"facecolor": mixed, "edgecolor": "white", "linewidth": 0.6}
-        axis.barh(bar.row, bar.duration, left=bar.start, height=0.82, **style)
+        row = bar.row + (bar.num_rows - 1) / 2
+        axis.barh(row, bar.duration, left=bar.start, height=bar.num_rows - 0.18, **style)
         if bar.label:
             middle = bar.start + bar.duration / 2
             colour = "white" if (bar.shade or 0) > 0.45 else "#10233f"
-            axis.text(middle, bar.row, bar.label, ha="center", va="center_baseline", fontsize=9, color=colour)
+            axis.text(middle, row, bar.label, ha="center", va="center_baseline", fontsize=9, color=colour)
     for meeting in panel.meetings:
         axis.axvline(meeting, color=GREY, linewidth=1)
     axis.set_yticks(range(len(panel.rows)), panel.rows)
