@@ -27,8 +27,8 @@ class Timing(ABC):
     slopes: tuple[int, ...] = (0,)
     """Steepness of the targets that are tried where ranks do not meet in micro-batches, see `packing.rank_levels`."""
 
-    fills_high_rows: bool = True
-    """Ranks that meet put samples beside one that makes their row high."""
+    fills: tuple[bool, ...] = (True,)
+    """Whether samples stand beside one that makes a row of ranks that meet high: the ways that are tried."""
 
     max_tried: int | None = None
     """Numbers of micro-batches that are tried."""
@@ -36,9 +36,18 @@ class Timing(ABC):
     max_lost: int | None = None
     """Numbers in a row that were no better than the best before the search ends."""
 
+    @property
+    def stages(self) -> int:
+        """A group that has this much less work ends one unit of time earlier."""
+        return 1
+
     @abstractmethod
+    def times(self, of_groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Time of each group, `[num_groups]`, for `[num_groups, num_microbatches]` costs in slot order."""
+
     def time(self, of_groups: NDArray[np.int64]) -> int:
-        """Time of the slowest group, for `[num_groups, num_microbatches]` costs in slot order."""
+        """Time of the slowest group."""
+        return int(self.times(of_groups).max())
 
     @abstractmethod
     def at_least(self, work: int, *, launch: int, longest: int = 0) -> int:
@@ -72,9 +81,9 @@ class Sum(Timing):
 
     max_tried = 3
 
-    def time(self, of_groups: NDArray[np.int64]) -> int:
+    def times(self, of_groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Timing`."""
-        return int(of_groups.sum(axis=1).max())
+        return of_groups.sum(axis=1)
 
     def at_least(self, work: int, *, launch: int, longest: int = 0) -> int:
         """See `Timing`."""
@@ -112,13 +121,17 @@ class Makespan(Timing):
 
     # The highest micro-batch as costly as the lowest, or six times so; slopes between hardly ever gave less.
     slopes = (0, 5)
-    # Full ones took 2 % longer.
-    fills_high_rows = False
+    fills = (True, False)
     max_lost = 2
 
-    def time(self, of_groups: NDArray[np.int64]) -> int:
+    @property
+    def stages(self) -> int:
         """See `Timing`."""
-        return int(pipeline_makespans(of_groups, pp_size=self.pp_size, vpp_size=self.vpp_size).max())
+        return self.pp_size
+
+    def times(self, of_groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Timing`."""
+        return pipeline_makespans(of_groups, pp_size=self.pp_size, vpp_size=self.vpp_size)
 
     def at_least(self, work: int, *, launch: int, longest: int = 0) -> int:
         """A stage's work, and the idling of both its ends: at least an empty micro-batch on the other stages."""

@@ -386,13 +386,39 @@ GOLDEN: dict[str, int] = {
     "pipeline, windows, short, tokens": 26264021940796881,
     "pipeline, windows, long, tokens": 62007554026549536,
     "pipeline, windows, equal, tokens": 6896693925707611,
-    "expert pipeline, quadratic, short, tokens": 30937179679755325,
-    "expert pipeline, quadratic, short, samples": 70606255202973405,
-    "expert pipeline, quadratic, long, tokens": 44742502676633905,
-    "expert pipeline, quadratic, long, samples": 63381578241245548,
+    "expert pipeline, quadratic, short, tokens": 31344908321982663,
+    "expert pipeline, quadratic, short, samples": 22935440738576521,
+    "expert pipeline, quadratic, long, tokens": 32214128876452211,
+    "expert pipeline, quadratic, long, samples": 46606967146479812,
     "expert pipeline, quadratic, equal, tokens": 34492504883817560,
     "expert pipeline, quadratic, equal, samples": 62500645261260029,
     "expert pipeline, windows, short, tokens": 71493658896030612,
-    "expert pipeline, windows, long, tokens": 9839310428465739,
+    "expert pipeline, windows, long, tokens": 27126196120261887,
     "expert pipeline, windows, equal, tokens": 6374180961597316,
 }
+
+
+def test_giants_share_rows_where_one_to_a_group_would_waste_too_much():
+    # Rows no higher than the bound took 1.128: a giant and next to nothing beside it, and too few rows for the rest.
+    lengths = [32768] * 8 + [1 + number % 4000 for number in whole_numbers(900, seed=5)]
+    schedule = build_data_schedule(
+        lengths,
+        cost_model=CostModel(linear=2000, quadratic=1, expert_linear=6000),
+        topology=Topology(64, ep_size=8),
+        limits=Limits(32768),
+    ).check()
+    assert schedule.predicted_cost <= 1.03 * schedule.lower_bound
+
+
+def test_groups_in_a_pipeline_are_levelled_by_their_makespans():
+    # By the sums of their rows it was 1.25 on the mean: a high row delays a group by more than it costs.
+    ratios = []
+    for seed in range(4):
+        schedule = build_data_schedule(
+            long_tailed(256, seed=seed + 1, longest=16384),
+            cost_model=CostModel(linear=2000, quadratic=1, expert_linear=6000),
+            topology=Topology(16, ep_size=4, pp_size=2),
+            limits=Limits(16384),
+        ).check()
+        ratios.append(schedule.predicted_cost / schedule.lower_bound)
+    assert sum(ratios) / len(ratios) <= 1.21

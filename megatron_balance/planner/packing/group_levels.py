@@ -6,7 +6,8 @@ computes the expert work of all its samples together.
     1. rows that a large sample makes high are packed full, costliest samples first (`partition/peeling.py`), but
        never beyond the time that no plan can beat: beside a giant, samples still cost their expert work
     2. high rows are given to the groups, the longest to the group with the least so far
-    3. the time that is left is poured over the other rows like water, so that all groups end together
+    3. the time that is left is poured over the other rows like water, so that all groups end together; where high rows
+       alone make them end later, higher limits are tried
     4. the samples that are left go, costliest first, to the micro-batch furthest below its target
     5. rows wait for their highest micro-batch, which targets do not foresee: what a group takes above the mean is
        taken off its other rows, and steps 3 and 4 are done again
@@ -28,39 +29,40 @@ from megatron_balance.planner.problem import Problem
 MAX_CORRECTIONS = 3
 """Times that step 5 is done."""
 
+MAX_LIMITS = 3
+"""Limits of high rows that are tried besides the first."""
 
-def place_groups(problem: Problem, *, num_microbatches: int, bound: int, work: int) -> Placement:
+WORTH_LIMITS = 256
+"""They are tried where the mean of groups is one part in this many above `work`: below, corrections do as well."""
+
+
+def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bool = True) -> Placement:
     """Places all samples, with the ranks of a group waiting for one another in every micro-batch.
 
     Args:
         problem: the global batch.
         num_microbatches: of every rank; more where it takes more.
-        bound: no plan costs less.
-        work: nor do the micro-batches of its slowest group, without `per_microbatch`.
+        work: no plan's micro-batches cost less on the slowest group, without `per_microbatch`.
+        fill: put samples beside those that make a row high.
     """
+    alone = problem.sync_group_size == problem.topology.dp_size
+    limit = None if alone else work if fill else 0
     packed: _GroupPacking | None = None
 
     def pack(num_rows: int, capacity: int) -> NDArray[np.int64] | None:
         nonlocal packed
-        packed = _GroupPacking(problem, num_rows=num_rows, capacity=capacity, bound=bound)
-        return packed.with_corrections(np.zeros(packed.num_groups, dtype=np.int64))
+        packed = _GroupPacking(problem, num_rows=num_rows, capacity=capacity, limit=limit)
+        return packed.bins()
 
     bin_of, num_microbatches = pack_fitting(problem, num_microbatches=num_microbatches, pack=pack)
     assert packed is not None
-    corrections = np.zeros(packed.num_groups, dtype=np.int64)
-    best, best_bins = _laid_out(problem, bin_of, num_microbatches=num_microbatches)
-    found = best
-    for _ in range(MAX_CORRECTIONS):
-        excess = _excess(problem, found, at_most=best.predicted_cost)
-        if excess is None:
-            break
-        corrections += excess
-        again = packed.with_corrections(corrections)
-        if again is None:
-            break
-        found, bin_of = _laid_out(problem, again, num_microbatches=num_microbatches)
-        if found.predicted_cost < best.predicted_cost:
-            best, best_bins = found, bin_of
+    found = _laid_out(problem, bin_of, num_microbatches=num_microbatches)
+    best, best_bins = _corrected(packed, *found)
+    higher = _with_higher_rows(packed, found[0], work=work) if limit else None
+    if higher is not None:
+        again, bin_of = _corrected(*higher)
+        if again.predicted_cost < best.predicted_cost:
+            best, best_bins = again, bin_of
     if problem.num_samples <= MAX_REFINED_SAMPLES:
         refined = refine(
             problem.costs,
@@ -83,7 +85,7 @@ def place_groups(problem: Problem, *, num_microbatches: int, bound: int, work: i
 class _GroupPacking:
     """Steps 1 and 2, done once, and steps 3 and 4, done for any corrections."""
 
-    def __init__(self, problem: Problem, *, num_rows: int, capacity: int, bound: int) -> None:
+    def __init__(self, problem: Problem, *, num_rows: int, capacity: int, limit: int | None) -> None:
         self.problem, self.capacity = problem, capacity
         self.span = problem.sync_group_size
         self.num_groups = problem.topology.dp_size // self.span
@@ -96,7 +98,7 @@ class _GroupPacking:
             capacity=capacity,
             num_rows=num_rows * self.num_groups,
             bins_per_row=self.span,
-            limit=_row_limit(problem, bound=bound),
+            limit=limit,
         )
         high = np.flatnonzero(self.bin_of >= 0)
         row, column = np.divmod(self.bin_of[high], self.span)
@@ -114,7 +116,7 @@ class _GroupPacking:
         first_bin = (self.open_group * num_rows + open_row) * self.span
         self.open_bins = (first_bin[:, None] + np.arange(self.span)).reshape(-1)
 
-    def with_corrections(self, corrections: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    def bins(self, corrections: NDArray[np.int64] | int = 0) -> NDArray[np.int64] | None:
         """Steps 3 and 4. Returns the bin of each sample, None where one found no room.
 
         Args:
@@ -128,7 +130,7 @@ class _GroupPacking:
         level = _water_level(bases, open_rows=num_open, volume=-(-(own + shared) // self.span))
         # Of a row's time, the part that is no expert work is the height of its micro-batches.
         heights = [
-            max(level - base, 0) * own // ((own + shared) * max(count, 1))
+            (level - base) * own // ((own + shared) * max(count, 1))
             for base, count in zip(bases, num_open, strict=True)
         ]
         found = level_packing(
@@ -145,12 +147,52 @@ class _GroupPacking:
         return bin_of
 
 
-def _row_limit(problem: Problem, *, bound: int) -> int | None:
-    """Time that a row may take, its expert work included."""
-    if problem.sync_group_size == problem.topology.dp_size:
-        # A single group computes all expert work, in whichever rows it lies.
-        return None
-    return bound if problem.timing.fills_high_rows else 0
+def _with_higher_rows(
+    packed: _GroupPacking, found: Placement, *, work: int
+) -> tuple[_GroupPacking, Placement, NDArray[np.int64]] | None:
+    """The best packing with a higher limit of high rows than `work`, placed, and its bins; None where none is better.
+
+    Groups can end together at their mean. Where that is above the limit, high rows waste too much: fewer and fuller
+    ones take less, so that the least limit which the mean stays below is searched for by halving.
+    """
+    problem, num_microbatches = packed.problem, found.num_microbatches
+    launches = num_microbatches * problem.per_microbatch
+    best, best_cost = None, found.predicted_cost
+    low, high = work, best_cost * problem.timing.stages - launches
+    mean = int(_group_times(problem, found).mean()) - launches
+    for _ in range(MAX_LIMITS if mean - work > work // WORTH_LIMITS else 0):
+        limit = (low + high) // 2
+        packed = _GroupPacking(problem, num_rows=num_microbatches, capacity=packed.capacity, limit=limit)
+        again = packed.bins()
+        if again is None:
+            break
+        found, again = _laid_out(problem, again, num_microbatches=num_microbatches)
+        if found.predicted_cost < best_cost:
+            best, best_cost = (packed, found, again), found.predicted_cost
+        mean = int(_group_times(problem, found).mean()) - launches
+        low, high = (limit, high) if mean > limit else (low, limit)
+    return best
+
+
+def _corrected(
+    packed: _GroupPacking, best: Placement, best_bins: NDArray[np.int64]
+) -> tuple[Placement, NDArray[np.int64]]:
+    """The best of a packing and its corrections (step 5), placed, and its bins."""
+    problem = packed.problem
+    corrections = np.zeros(packed.num_groups, dtype=np.int64)
+    found = best
+    for _ in range(MAX_CORRECTIONS):
+        excess = _excess(problem, found, at_most=best.predicted_cost)
+        if excess is None:
+            break
+        corrections += excess
+        again = packed.bins(corrections)
+        if again is None:
+            break
+        found, again = _laid_out(problem, again, num_microbatches=best.num_microbatches)
+        if found.predicted_cost < best.predicted_cost:
+            best, best_bins = found, again
+    return best, best_bins
 
 
 def _deal(
@@ -204,11 +246,17 @@ def _laid_out(
     return lay_out(problem, bin_of, num_microbatches=num_microbatches), bin_of
 
 
-def _excess(problem: Problem, placement: Placement, *, at_most: int) -> NDArray[np.int64] | None:
-    """Time of each group above their mean; None where groups of the mean would cost `at_most` or more all the same."""
+def _group_times(problem: Problem, placement: Placement) -> NDArray[np.int64]:
+    """What the rows of each group cost together, `[num_groups]`."""
     of_groups = placement.cost_grid.reshape(-1, problem.sync_group_size, placement.num_microbatches)
-    times = of_groups.max(axis=1).sum(axis=1)
+    return of_groups.max(axis=1).sum(axis=1)
+
+
+def _excess(problem: Problem, placement: Placement, *, at_most: int) -> NDArray[np.int64] | None:
+    """Work of each group above their mean; None where groups of the mean would cost `at_most` or more all the same."""
+    of_groups = placement.cost_grid.reshape(-1, problem.sync_group_size, placement.num_microbatches)
+    times = problem.timing.times(of_groups.max(axis=1))
     mean = int(times.sum()) // times.size
-    if int(times.max()) == mean or problem.timing.at_least(mean, launch=problem.per_microbatch) >= at_most:
+    if int(times.max()) == mean or mean >= at_most:
         return None
-    return times - mean
+    return (times - mean) * problem.timing.stages

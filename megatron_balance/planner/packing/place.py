@@ -7,11 +7,12 @@
     4. ranks that do not meet: samples go, costliest first, to the least loaded rank, there to the micro-batch
        furthest below its target (`rank_levels.py`)
     5. groups that meet: rows that a large sample makes high are packed first and full, each micro-batch with the
-       costliest samples that fit (`group_levels.py`)
+       costliest samples that fit; in a pipeline bare ones are tried as well (`group_levels.py`)
     6. high rows are given to the groups, the longest to the group with the least time
     7. the time left is poured over the other rows like water, and the samples left go, costliest first, to the
        micro-batch furthest below its target
-    8. what a group takes above the mean is taken off its targets, and step 7 is done again, three times at most
+    8. what a group takes above the mean is taken off its targets, and step 7 is done again, three times at most; where
+       the mean itself is too high, so is step 5 with higher rows
     9. an empty micro-batch takes a sample from elsewhere (`empty_slots.py`), and batches of up to 1,024 samples are
        refined by moves and swaps that relieve the slowest group (`partition/refine.py`)
     10. the plan of least predicted time is kept; small batches of ranks that do not meet are compared with plans of the
@@ -82,10 +83,13 @@ def _place_by_levels(problem: Problem, *, bound: int, work: int) -> Placement:
 
     def pack(num_microbatches: int) -> Iterator[Placement]:
         if problem.sync_group_size > 1:
-            yield place_groups(problem, num_microbatches=num_microbatches, bound=bound, work=work)
-            return
-        for steepness in problem.timing.slopes:
-            yield place_ranks(problem, num_microbatches=num_microbatches, work=work, steepness=steepness)
+            # A single group computes all expert work, in whichever rows it lies.
+            alone = problem.sync_group_size == problem.topology.dp_size
+            for fill in (True,) if alone else problem.timing.fills:
+                yield place_groups(problem, num_microbatches=num_microbatches, work=work, fill=fill)
+        else:
+            for steepness in problem.timing.slopes:
+                yield place_ranks(problem, num_microbatches=num_microbatches, work=work, steepness=steepness)
 
     return search(problem, timing=problem.timing, bound=bound, work=work, pack=pack)
 
