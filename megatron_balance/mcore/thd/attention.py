@@ -27,6 +27,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_balance.mcore.thd.chunk_attention import attend_chunk
 from megatron_balance.mcore.thd.context_parallel import gather_sequences, split_sequences
 
 _MIN_WINDOW_BLOCK = 64
@@ -172,6 +173,14 @@ class ThdAttention(MegatronModule):
         distance = queries[:, None] - keys[None, :]
         return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
 
+    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The last s positions of `[b, g, k, d]` keys and values: `[b, n, s, d]` of queries and of the result."""
+        if not self.window and not query.is_cuda:
+            return attend_chunk(query, key, value, scale=self.softmax_scale)
+        num_keys = key.shape[2]
+        mask = self._sees(torch.arange(num_keys - query.shape[2], num_keys), torch.arange(num_keys))
+        return self._attend_block(query, key, value, mask.to(query.device))
+
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """`[b, n, s, d]` of queries against `[b, g, k, d]` of keys and values: `[b, n, s, d]`."""
         return scaled_dot_product_attention(
@@ -213,8 +222,7 @@ class ThdAttention(MegatronModule):
         pieces: list[Tensor] = []
         for chunk_query, index, start in split_sequences(query, bounds=bounds, cp_size=cp_size, cp_rank=cp_rank):
             end = start + chunk_query.shape[0]
-            mask = self._sees(torch.arange(start, end), torch.arange(end)).to(query.device)
             chunk = (chunk_query, keys[index][:end], values[index][:end])
-            out = self._attend_block(*(x.transpose(0, 1).unsqueeze(0) for x in chunk), mask=mask)
+            out = self._attend_last(*(x.transpose(0, 1).unsqueeze(0) for x in chunk))
             pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
