@@ -60,8 +60,8 @@ class CostModel:
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
             attention.
         cp_exchange: cost of receiving one token's keys and values from another context-parallel rank. On each of c
-            ranks a sample then costs `cost(L)/c + cp_exchange*L*(c-1)/c`. Only plans with dynamic
-            context-parallel sizes ask for it: at one size it adds the same to every token.
+            ranks a sample then costs a c-th of `cost(L)`, `per_sequence` apart, and `cp_exchange*L*(c-1)/c`. Only
+            plans with dynamic context-parallel sizes ask for it: at one size it adds the same to every token.
 
     Raises:
         BalanceError: a coefficient is negative or not an integer, or all are zero.

@@ -33,6 +33,7 @@ def cost_on_a_rank(schedule, sample, size):
     model = schedule.cost_model
     length = int(schedule.topology.at_cp_size(size).padded_seq_len(schedule.lengths[[sample]])[0])
     cost = model(length) + model.expert_linear * length + model.cp_exchange * (size - 1) * length
+    cost += model.per_sequence * (size - 1)
     return max(-(-cost // size) >> schedule.cost_shift, 1) if cost else 0
 
 

@@ -2,7 +2,7 @@
 
 A sample of L tokens that c = 2**level ranks share costs each of them, rounded up,
 
-    (linear*L + quadratic*L² + ...) / c  +  cp_exchange * L * (c - 1) / c
+    (linear*L + quadratic*L² + ...) / c  +  cp_exchange * L * (c - 1) / c  +  per_sequence
 
 with L padded for that size: what a rank computes falls with the size, what it receives grows.
 """

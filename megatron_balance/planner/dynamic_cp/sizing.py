@@ -84,10 +84,10 @@ def _work(lengths: NDArray[np.int64], *, size: int, cost_model: CostModel) -> ND
     """
     per_token = cost_model.linear + cost_model.expert_linear + cost_model.cp_exchange * (size - 1)
     longest = int(lengths.max(initial=0))
-    highest = cost_model(longest) + per_token * longest
+    highest = cost_model(longest) + per_token * longest + cost_model.per_sequence * size
     exact: NDArray[Any] = lengths if highest < MAX_TOTAL_COST else lengths.astype(object)
     squares = exact * exact
-    cost = per_token * exact + cost_model.quadratic * squares + cost_model.per_sequence
+    cost = per_token * exact + cost_model.quadratic * squares + cost_model.per_sequence * size
     for window, coefficient in cost_model.windows:
         pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), squares)
         cost = cost + coefficient * pairs
