@@ -80,7 +80,7 @@ class ReplayDevice:
         """The whole model on the device, while the context lasts."""
         import torch
 
-        from megatron_balance.mcore.calibration.timed_model import TimedModel, single_process
+        from megatron_balance.mcore.calibration.timed_model import TimedModel, process_groups
 
-        with single_process(seed=seed + 1):
+        with process_groups(device=self.kind, seed=seed + 1):
             yield TimedModel(shape, device=self.kind, dtype=getattr(torch, self.dtype))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -23,6 +24,8 @@ from megatron_balance.model.shape import ModelShape
 _EPILOG = f"""\
 examples:
   megatron-balance calibrate --model Qwen3-8B --max-tokens 32768
+  torchrun --nproc-per-node 8 -m megatron_balance calibrate --model Qwen3-8B --max-tokens 16384
+      context-parallel exchange as well, for --balance-context-parallel; over several nodes as you start training
   megatron-balance calibrate --max-tokens 4096 -- --num-layers 2 --hidden-size 128 --num-attention-heads 4 …
       what follows -- are the flags of your training script, which describe its model
 
@@ -103,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         progress=_progress,
     )
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     calibration.write(args.out)
     _print_result(calibration, shape=shape, recompute=args.recompute)
     print(f"Written to {args.out}. Use it: plan --cost {args.out}, or --balance-calibration {args.out} in training.")
@@ -125,7 +130,7 @@ def _shape(model: str | None, megatron_args: list[str]) -> ModelShape:
 
 def _progress(done: int, total: int) -> None:
     """One line that grows, for people only."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(f"\r{done} of {total} measurements", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
 
@@ -142,6 +147,14 @@ def _print_result(calibration: Calibration, *, shape: ModelShape, recompute: boo
         f"On {sum(m['held_out'] for m in calibration.measurements)} micro-batches that were not fitted it is off by "
         f"{calibration.held_out_error:.1%} (median), {origin['held_out_error_worst']:.1%} at worst."
     )
+    for name, fit in origin["exchange"].items():
+        where = "several nodes" if name == "cp_exchange_between_nodes" else "a node"
+        sizes = ", ".join(map(str, fit["cp_sizes"]))
+        print(
+            f"Receiving a token's keys and values within {where} takes {getattr(calibration, name) * 1e6:.3g} us. On "
+            f"micro-batches that {sizes} ranks share, the calibration is off by {fit['held_out_error']:.1%} (median), "
+            f"by {fit['held_out_error_without']:.1%} without it."
+        )
     crossover = _crossover(calibration.cost_model())
     if crossover is not None:
         flops = _crossover(CostModel.from_shape(shape, recompute=recompute))

@@ -40,6 +40,9 @@ class Calibration:
         expert_linear: seconds per token in routed experts, on top of `linear`.
         quadratic: seconds per squared token.
         windows: pairs `(window tokens, seconds per squared token)` of sliding-window attention.
+        cp_exchange: seconds per token of keys and values that a rank receives from context-parallel ranks of its own
+            node, beyond its part of the computing; None where that was not measured.
+        cp_exchange_between_nodes: the same where the ranks are on several nodes.
         held_out_error: median relative error on micro-batches that were not fitted; None where none were kept.
         origin: what it was measured on and with: device, clock, versions, shape, command.
         measurements: one mapping for each measured micro-batch, for reports.
@@ -55,6 +58,8 @@ class Calibration:
     expert_linear: float = 0.0
     quadratic: float = 0.0
     windows: tuple[tuple[int, float], ...] = ()
+    cp_exchange: float | None = None
+    cp_exchange_between_nodes: float | None = None
     held_out_error: float | None = None
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
     measurements: tuple[Mapping[str, Any], ...] = ()
@@ -62,25 +67,37 @@ class Calibration:
     def __post_init__(self) -> None:
         seconds = {name: getattr(self, name) for name in _COEFFICIENTS}
         seconds |= {f"windows[{window}]": value for window, value in self.windows}
+        if not any(seconds.values()):
+            raise BalanceError("Calibration has no coefficient above zero: every micro-batch would be free.")
+        exchanges = {"cp_exchange": self.cp_exchange, "cp_exchange_between_nodes": self.cp_exchange_between_nodes}
+        seconds |= {name: value for name, value in exchanges.items() if value is not None}
         for name, value in seconds.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise BalanceError(f"Calibration.{name} is {value!r}: it must be a number of seconds, 0 or more.")
-        if not any(seconds.values()):
-            raise BalanceError("Calibration has no coefficient above zero: every micro-batch would be free.")
 
     def __call__(self, lengths: list[int]) -> float:
         """Seconds of one micro-batch of sequences of these lengths, tokens."""
         model = self.cost_model()
         return (model.per_microbatch + sum(model(length) for length in lengths)) / UNITS_PER_SECOND
 
-    def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
-        """The same as integer costs, in attoseconds.
+    def exchange_seconds(self, *, between_nodes: bool) -> float | None:
+        """What receiving a token's keys and values takes; None where that was not measured.
+
+        Args:
+            between_nodes: context-parallel ranks are on several nodes.
+        """
+        return self.cp_exchange_between_nodes if between_nodes else self.cp_exchange
+
+    def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1, between_nodes: bool = False) -> CostModel:
+        """The same as integer costs, in attoseconds; `cp_exchange` is 0 where it was not measured.
 
         Args:
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart.
             model_parallel_size: tensor- times context-parallel ranks, over which tokens and heads are spread; what
                 a micro-batch and a sequence cost besides stays the same on each.
+            between_nodes: context-parallel ranks are on several nodes.
         """
+        exchange = self.exchange_seconds(between_nodes=between_nodes) or 0.0
         linear = self.linear + (self.expert_linear if ep_size == 1 else 0.0)
 
         def units(seconds: float) -> int:
@@ -93,6 +110,7 @@ class Calibration:
             per_microbatch=units(self.per_microbatch),
             expert_linear=units(self.expert_linear / model_parallel_size) if ep_size > 1 else 0,
             windows=tuple((window, units(seconds / model_parallel_size)) for window, seconds in self.windows),
+            cp_exchange=units(exchange / model_parallel_size),
         )
 
     def write(self, path: Path) -> None:

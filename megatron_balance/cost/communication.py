@@ -5,8 +5,8 @@ more in the backward pass, and there their gradients as well (Liu et al. 2023, a
 of a group of c receives, for a sample of L tokens, `exchange_bytes_per_token * L * (c-1)/c` bytes. A sliding window
 does not shorten the ring. Recomputed layers pass keys and values once more.
 
-The transfer is counted in full. Where attention takes longer than the transfer a ring hides behind it, so this is an
-upper end for long samples.
+The transfer is counted in full. Where attention takes longer than the transfer a ring hides behind it (the same
+section), so this is an upper end for long samples.
 """
 
 from __future__ import annotations

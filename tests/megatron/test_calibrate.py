@@ -13,9 +13,12 @@ import pytest
 
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.mcore.calibration.calibrate import NUM_HELD_OUT, grid_of, mixed_microbatches
+from megatron_balance.mcore.calibration.exchange import SharedLayers, fit_exchange, shared_grid
+from megatron_balance.mcore.calibration.microbatches import NUM_HELD_OUT, grid_of, mixed_microbatches
+from megatron_balance.mcore.calibration.parts import Part
 from megatron_balance.mcore.setup.command_line import shape_from_command_line
 from megatron_balance.model.flops import fwd_flops
+from megatron_balance.model.layers import Layer
 
 DENSE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
@@ -70,6 +73,77 @@ def test_every_kind_of_layer_is_measured_by_itself(tmp_path: Path) -> None:
     attention, router, experts = 2 * 32 * (32 + 32) + 2 * 32 * 32, 2 * 32 * 4, 2 * 6 * 32 * 32
     assert calibration.expert_linear == pytest.approx(moe_linear * experts / (attention + router + experts))
     assert calibration.origin["recompute"]
+
+
+def test_several_ranks_measure_the_exchange(tmp_path: Path) -> None:
+    out = tmp_path / "calibration.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megatron_balance", "calibrate", "--device", "cpu", "--out", str(out)]
+    command += ["--max-tokens", "256", "--repeats", "1", "--layers-per-kind", "1", "--", *DENSE.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Written to") == 1
+    assert "within a node takes" in done.stdout
+    calibration = Calibration.read(out)
+    assert calibration.cp_exchange is not None
+    assert calibration.cp_exchange > 0  # two processes on one machine: what they send is copied
+    assert calibration.cp_exchange_between_nodes is None
+    assert calibration.cost_model().cp_exchange == round(calibration.cp_exchange * 1e18)
+    fit = calibration.origin["exchange"]["cp_exchange"]
+    assert fit["held_out_error"] < fit["held_out_error_without"]
+    assert {m["cp_size"] for m in fit["measurements"]} == {2}
+
+
+EXCHANGE, OF_LAYER = 3e-6, np.array([1e-3, 1e-4, 2e-5, 4e-9])
+
+
+def sizes_of(layer: Layer, *, max_tokens: int = 1024) -> list[SharedLayers]:
+    """Sizes 2 and 4 of one kind of layer, which the model has three times as often as it runs."""
+    mixed = mixed_microbatches(max_tokens, rng=np.random.default_rng(0))
+    held_out = [tuple(length + -length % 8 for length in lengths) for lengths in mixed]
+    return [
+        SharedLayers(
+            size,
+            [Part("layer", times=3, layer=layer, model=None, cp_size=size)],  # type: ignore[arg-type]
+            shared_grid(max_tokens, cp_size=size),
+            held_out,
+        )
+        for size in (2, 4)
+    ]
+
+
+def test_a_known_exchange_comes_back() -> None:
+    runs = sizes_of(Layer("attention", "dense"))
+    rng = np.random.default_rng(1)
+    seconds = np.array(
+        [
+            (part.features([lengths]) @ OF_LAYER).item() + EXCHANGE / 3 * sum(lengths) * (1 - 1 / part.cp_size)
+            for run in runs
+            for part, lengths in run.jobs
+        ]
+    )
+    fit = fit_exchange(runs, seconds=seconds * rng.normal(1, 0.01, seconds.size), fits={"layer": OF_LAYER})
+    assert fit is not None
+    assert fit.seconds == pytest.approx(EXCHANGE, rel=0.05)
+    assert fit.origin["held_out_error"] < 0.02 < fit.origin["held_out_error_without"]
+    assert fit_exchange([], seconds=seconds[:0], fits={}) is None
+
+
+def test_ranks_that_are_faster_together_exchange_for_nothing() -> None:
+    runs = sizes_of(Layer("attention", "dense"))
+    half = [(part.features([lengths]) @ OF_LAYER).item() / 2 for run in runs for part, lengths in run.jobs]
+    fit = fit_exchange(runs, seconds=np.array(half), fits={"layer": OF_LAYER})
+    assert fit is not None
+    assert fit.seconds == 0
+
+
+@pytest.mark.parametrize(("max_tokens", "cp_size"), [(256, 2), (1000, 4), (4096, 64)])
+def test_shared_micro_batches_split_into_two_chunks_a_rank(max_tokens: int, cp_size: int) -> None:
+    grid = shared_grid(max_tokens, cp_size=cp_size)
+    assert all(length % (2 * cp_size) == 0 for lengths in grid for length in lengths)
+    assert max_tokens * cp_size - 2 * cp_size < max(map(sum, grid)) <= max_tokens * cp_size
+    assert len(grid) == len(set(grid)) >= 3
 
 
 def test_flags_describe_the_model() -> None:

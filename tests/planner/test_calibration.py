@@ -24,6 +24,7 @@ CALIBRATION = Calibration(
     expert_linear=5e-7,
     quadratic=4e-10,
     windows=((128, 2e-9),),
+    cp_exchange=1e-7,
     held_out_error=0.02,
     origin={"device": "a test"},
 )
@@ -42,6 +43,15 @@ def microbatches(*, num: int, seed: int) -> np.ndarray:
 def test_exact_measurements_give_the_coefficients_back() -> None:
     features = microbatches(num=60, seed=0)
     np.testing.assert_allclose(fit_seconds(features, seconds=features @ TRUTH), TRUTH, rtol=1e-6)
+
+
+def test_what_is_known_is_left_out_of_the_fit() -> None:
+    features = microbatches(num=60, seed=0)
+    rest = np.array([0.0, 0.0, 1.0, 0.0])
+    fitted = fit_seconds(features[:, 2:3], seconds=features @ TRUTH, known=features @ (TRUTH * (1 - rest)))
+    np.testing.assert_allclose(fitted, TRUTH[2:3], rtol=1e-6)
+    # Less than what is known: nothing is left, and nothing is negative.
+    assert fit_seconds(features[:, 2:3], seconds=features @ TRUTH, known=2 * features @ TRUTH) == 0
 
 
 def test_disturbed_measurements_hardly_move_the_fit() -> None:
@@ -113,6 +123,23 @@ def test_the_cost_model_is_the_calibration_in_attoseconds() -> None:
     assert CALIBRATION(lengths) == pytest.approx(seconds, rel=1e-9)
 
 
+def test_a_file_without_the_exchange_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    CALIBRATION.write(path)
+    content = json.loads(path.read_text())
+    del content["cp_exchange"], content["cp_exchange_between_nodes"]
+    path.write_text(json.dumps(content))
+    assert Calibration.read(path) == replace(CALIBRATION, cp_exchange=None)
+
+
+def test_the_exchange_is_that_of_the_link() -> None:
+    both = replace(CALIBRATION, cp_exchange_between_nodes=8e-7)
+    assert both.cost_model().cp_exchange == 1e11
+    assert both.cost_model(between_nodes=True, model_parallel_size=4).cp_exchange == 2e11
+    assert CALIBRATION.cost_model(between_nodes=True).cp_exchange == 0
+    assert CALIBRATION.exchange_seconds(between_nodes=True) is None
+
+
 def test_parallel_ranks_share_tokens_but_not_launches() -> None:
     whole, shared = CALIBRATION.cost_model(), CALIBRATION.cost_model(ep_size=8, model_parallel_size=4)
     assert shared.linear * 4 == pytest.approx(1e12, abs=4)
@@ -152,6 +179,7 @@ def test_launches_make_a_plan_of_fewer_micro_batches() -> None:
         (json.dumps({"format": "megatron_balance calibration 1", "linear": "fast"}), "linear is 'fast'"),
         (json.dumps({"format": "megatron_balance calibration 1"}), "no coefficient above zero"),
         (json.dumps({"format": "megatron_balance calibration 1", "linear": 1, "windows": [3]}), "damaged"),
+        (json.dumps({"format": "megatron_balance calibration 1", "linear": 1, "cp_exchange": -1}), "cp_exchange is -1"),
     ],
 )
 def test_a_file_that_is_no_calibration_is_named(tmp_path: Path, content: str, message: str) -> None:

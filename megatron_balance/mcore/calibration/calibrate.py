@@ -7,64 +7,41 @@ the model is their sum. So a model that does not fit one device can be calibrate
     2. of each part, seconds = per_microbatch + per_sequence*n + linear*ΣL + quadratic*Σpairs(L), fitted robustly
     3. parts are added up, as often as the model has them
     4. the error of the sum is measured on micro-batches of mixed lengths that were not fitted
+    5. over several ranks (torchrun), layers run at context-parallel sizes 2, 4, … as well: what a micro-batch takes
+       beyond its part of the computing is what receiving keys and values costs (`exchange.py`)
 
 Invariants: the shapes of a round are timed in a shuffled order, so that a slow phase of the machine disturbs
-all equally; the first round warms up and is not kept; a time is the median of its rounds.
+all equally; the first round warms up and is not kept; a time is the median of its rounds, the mean of all ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.fitting import fit_seconds
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.calibration.timed_model import TimedModel, single_process
-from megatron_balance.model.flops import causal_pairs, mixer_flops, moe_flops
+from megatron_balance.mcore.calibration.exchange import (
+    ExchangeFit,
+    SharedLayers,
+    fit_exchange,
+    ranks_per_node,
+    shared_layers,
+)
+from megatron_balance.mcore.calibration.microbatches import SHORTEST, grid_of, mixed_microbatches
+from megatron_balance.mcore.calibration.parts import Part, ends_part, layer_parts, measure
+from megatron_balance.mcore.calibration.timed_model import process_groups
+from megatron_balance.model.flops import mixer_flops, moe_flops
 from megatron_balance.model.layers import Layer
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.environment import environment
-
-SHORTEST = 64
-"""Tokens of the shortest sequences in the grid."""
-
-NUM_HELD_OUT = 16
-"""Micro-batches of mixed lengths that judge the fit."""
-
-Lengths = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of the model that is timed by itself.
-
-    Attributes:
-        name: for people.
-        times: how often the whole model has what was timed.
-        layer: the kind of layer; None for embedding, output layer and loss.
-        model: what runs.
-    """
-
-    name: str
-    times: float
-    layer: Layer | None
-    model: TimedModel
-
-    def features(self, microbatches: list[Lengths]) -> NDArray[np.float64]:
-        """`[num_microbatches, 4]`: 1, sequences, tokens, and twice the pairs of query and key."""
-        return np.array([[1.0, len(lengths), sum(lengths), sum(map(self._pairs, lengths))] for lengths in microbatches])
-
-    def _pairs(self, length: int) -> int:
-        if self.layer is None or self.layer.mixer not in ("attention", "mla"):
-            return 0
-        return causal_pairs(length, window=self.layer.window or length)
 
 
 def calibrate(
@@ -104,10 +81,18 @@ def calibrate(
             raise BalanceError(f"{name} is {value}: it must be at least {least}.")
     rng = np.random.default_rng(seed)
     grid, held_out = grid_of(max_tokens), mixed_microbatches(max_tokens, rng=rng)
-    with single_process(seed=seed + 1):
+    with process_groups(device=device, seed=seed + 1):
         options: dict[str, Any] = {"device": device, "dtype": dtype, "recompute": recompute}
-        parts = _parts(shape, num_layers=num_layers, options=options)
-        seconds = _measure(parts, grid + held_out, repeats=repeats, rng=rng, progress=progress)
+        parts = [*layer_parts(shape, num_layers=num_layers, options=options), ends_part(shape, options=options)]
+        num_ranks = dist.get_world_size()
+        shared = shared_layers(
+            shape, num_ranks=num_ranks, max_tokens=max_tokens, num_layers=num_layers, rng=rng, options=options
+        )
+        jobs = [(part, lengths) for part in parts for lengths in grid + held_out]
+        num_alone = len(jobs)
+        jobs += [job for run in shared for job in run.jobs]
+        all_seconds = measure(jobs, repeats=repeats, rng=rng, progress=progress)
+    seconds = all_seconds[:num_alone].reshape(len(parts), -1)
     fits = [
         fit_seconds(part.features(grid), seconds=of_part[: len(grid)])
         for part, of_part in zip(parts, seconds, strict=True)
@@ -116,8 +101,14 @@ def calibrate(
     measured = times @ seconds
     predicted = times @ np.stack([part.features(grid + held_out) @ fit for part, fit in zip(parts, fits, strict=True)])
     errors = np.abs(predicted / measured - 1)[len(grid) :]
+    within, between = _exchanges(
+        shared, seconds=all_seconds[num_alone:], fits={part.name: fit for part, fit in zip(parts, fits, strict=True)}
+    )
+    exchanges = {"cp_exchange": within, "cp_exchange_between_nodes": between}
     return Calibration(
         **_add_up(parts, fits, shape=shape),
+        cp_exchange=None if within is None else within.seconds,
+        cp_exchange_between_nodes=None if between is None else between.seconds,
         held_out_error=float(np.median(errors)),
         origin={
             **environment(device),
@@ -127,6 +118,8 @@ def calibrate(
             "num_layers": num_layers,
             "repeats": repeats,
             "seed": seed,
+            "num_ranks": num_ranks,
+            "exchange": {name: fit.origin for name, fit in exchanges.items() if fit is not None},
             "held_out_error_worst": float(errors.max()),
             "parts": {part.name: [part.times, *fit.tolist()] for part, fit in zip(parts, fits, strict=True)},
             "shape": asdict(shape),
@@ -140,77 +133,19 @@ def calibrate(
     )
 
 
-def grid_of(max_tokens: int) -> list[Lengths]:
-    """Micro-batches of one length each: lengths by powers of two, sequences by powers of four, and full ones."""
-    grid: list[Lengths] = []
-    length = SHORTEST
-    while length <= max_tokens:
-        counts = {4**power for power in range(16) if 4**power * length <= max_tokens} | {max_tokens // length}
-        grid += [(length,) * count for count in sorted(counts)]
-        length *= 2
-    return grid
+def _exchanges(
+    shared: list[SharedLayers], *, seconds: NDArray[np.float64], fits: dict[str, NDArray[np.float64]]
+) -> tuple[ExchangeFit | None, ExchangeFit | None]:
+    """Within a node and between nodes, where they were measured; sizes rise, so those within a node are first."""
+    within = [run for run in shared if run.cp_size <= ranks_per_node()]
+    num_within = sum(len(run.jobs) for run in within)
+    return (
+        fit_exchange(within, seconds=seconds[:num_within], fits=fits),
+        fit_exchange(shared[len(within) :], seconds=seconds[num_within:], fits=fits),
+    )
 
 
-def mixed_microbatches(max_tokens: int, *, rng: np.random.Generator) -> list[Lengths]:
-    """`NUM_HELD_OUT` micro-batches of lognormal lengths, filled to between an eighth of `max_tokens` and `max_tokens`.
-
-    None holds one sequence alone, as the grid does.
-    """
-    microbatches: list[Lengths] = []
-    for target in np.geomspace(max_tokens / 8, max_tokens, NUM_HELD_OUT):
-        lengths: list[int] = []
-        left = int(target)
-        while left > 0:
-            length = int(np.clip(rng.lognormal(np.log(max_tokens / 8), 1.0), 1, min(left, 3 * target / 4)))
-            lengths.append(length)
-            left -= length
-        microbatches.append(tuple(lengths))
-    return microbatches
-
-
-def _parts(shape: ModelShape, *, num_layers: int, options: dict[str, Any]) -> list[_Part]:
-    kinds = Counter((*shape.decoder_layers(), *shape.mtp_layers()))
-    parts = [
-        _Part(
-            _name(layer),
-            times=count / num_layers,
-            layer=layer,
-            model=TimedModel(shape.stack_of(layer, num_layers=num_layers), part="layers", **options),
-        )
-        for layer, count in kinds.items()
-    ]
-    stack = shape.stack_of(next(iter(kinds)), num_layers=1)
-    ends = TimedModel(stack, part="ends", **options)
-    return [*parts, _Part("ends", times=1 + shape.mtp_num_layers, layer=None, model=ends)]
-
-
-def _name(layer: Layer) -> str:
-    window = f" window {layer.window}" if layer.window else ""
-    return " + ".join(filter(None, (layer.mixer, layer.mlp))) + window
-
-
-def _measure(
-    parts: list[_Part],
-    microbatches: list[Lengths],
-    *,
-    repeats: int,
-    rng: np.random.Generator,
-    progress: Callable[[int, int], None],
-) -> NDArray[np.float64]:
-    """`[num_parts, num_microbatches]` seconds, medians over the rounds."""
-    rounds = np.empty((repeats + 1, len(parts), len(microbatches)))
-    jobs = [(part, index) for part in range(len(parts)) for index in range(len(microbatches))]
-    done = 0
-    for one_round in rounds:
-        for job in rng.permutation(len(jobs)).tolist():
-            part, index = jobs[job]
-            one_round[part, index] = parts[part].model.seconds(microbatches[index])
-            done += 1
-            progress(done, rounds.size)
-    return np.median(rounds[1:], axis=0)
-
-
-def _add_up(parts: list[_Part], fits: list[NDArray[np.float64]], *, shape: ModelShape) -> dict[str, Any]:
+def _add_up(parts: list[Part], fits: list[NDArray[np.float64]], *, shape: ModelShape) -> dict[str, Any]:
     """The model's coefficients. Of a MoE layer's seconds per token, routed experts take their part of the FLOPs."""
     totals = {"per_microbatch": 0.0, "per_sequence": 0.0, "linear": 0.0, "expert_linear": 0.0, "quadratic": 0.0}
     windows: dict[int, float] = {}

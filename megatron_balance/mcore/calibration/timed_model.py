@@ -1,6 +1,6 @@
 """Runs a model's own Megatron layers over packed micro-batches, forward and backward, and times them.
 
-    with single_process():
+    with process_groups(device="cuda"):
         model = TimedModel(ModelShape.preset("Qwen3-8B"), num_layers=2, device="cuda", dtype=torch.bfloat16)
         model.seconds([4096, 512, 300])
 
@@ -16,6 +16,7 @@ Invariant: gradients are kept from run to run, so that each run adds to them, as
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,12 +39,21 @@ Part = Literal["whole", "layers", "ends"]
 
 
 @contextlib.contextmanager
-def single_process(*, seed: int = 1) -> Iterator[None]:
-    """Megatron's process groups for one process that is all ranks. On a CPU, `enable_cpu()` comes before
-    Megatron's import and `patch_megatron()` after it (`devkit/cpu.py`).
+def process_groups(*, device: str, seed: int = 1) -> Iterator[None]:
+    """Megatron's process groups, of the ranks that torchrun started or of this process alone. On a CPU, `enable_cpu()`
+    comes before Megatron's import and `patch_megatron()` after it (`devkit/cpu.py`).
+
+    Args:
+        device: `cuda` or `cpu`.
+        seed: of weights and data, the same on all ranks.
     """
     with TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'rendezvous'}", rank=0, world_size=1)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if device == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        else:
+            dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'rendezvous'}", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
@@ -52,6 +62,16 @@ def single_process(*, seed: int = 1) -> Iterator[None]:
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+def set_cp_size(cp_size: int) -> None:
+    """Make Megatron's process groups anew, for models that are built next; those of earlier models stay with them.
+
+    Args:
+        cp_size: context-parallel ranks; divides the ranks.
+    """
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=cp_size, create_gloo_process_groups=False)
 
 
 class TimedModel:
@@ -64,6 +84,7 @@ class TimedModel:
         dtype: of weights and activations.
         recompute: layers are recomputed in the backward pass.
         part: the part that runs.
+        cp_size: context-parallel ranks that share a micro-batch, as `set_cp_size` has made them; of `layers` only.
 
     Raises:
         BalanceError: Megatron cannot build a kind of layer here.
@@ -78,12 +99,15 @@ class TimedModel:
         dtype: torch.dtype,
         recompute: bool = False,
         part: Part = "whole",
+        cp_size: int = 1,
     ) -> None:
         config = transformer_config_of(shape, num_layers=num_layers, params_dtype=dtype, recompute=recompute)
         # Multi-token prediction is another decoder layer and output layer; a part is timed without it.
         config.mtp_num_layers = None
+        config.context_parallel_size = cp_size
         has_ends = part != "layers"
         self._shape, self._part, self._device, self._dtype = shape, part, device, dtype
+        self._cp_size = cp_size
         self._model = GPTModel(
             config,
             block_spec_of(config, layers=shape.decoder_layers()[: config.num_layers]),
@@ -99,13 +123,16 @@ class TimedModel:
         """Time one forward and backward pass.
 
         Args:
-            lengths: `[num_sequences]` tokens of the micro-batch's sequences.
+            lengths: `[num_sequences]` tokens of the micro-batch's sequences, multiples of `2*cp_size` where several
+                ranks share it.
 
         Returns:
             Seconds: of the GPU between two events, or of this process's CPU time.
         """
-        inputs = self._inputs(sum(lengths))
+        inputs = self._inputs(sum(lengths) // self._cp_size)
         packed = self._packed(lengths)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(torch.zeros(1))  # ranks start together
         if self._device == "cpu":
             started = time.process_time()
             self._run(inputs, packed)
