@@ -220,6 +220,8 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
             seq_length=setup.seq_length,
             cp_size=setup.topology.dynamic_cp_sizes[-1],
         )
+    if setup.exchange_source is not None:
+        log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     prefetcher = _prefetcher(setup)
     if setup.resumed_from is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from megatron_balance import BalanceError, ModelShape
+from megatron_balance import BalanceError, CostModel, ModelShape
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore import add_balance_args, hooks
 from megatron_balance.mcore.options.table import problems, why_stock
-from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
+from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args, exchange_source
+from megatron_balance.mcore.setup.cp_exchange import spans_nodes
 
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
@@ -179,3 +182,62 @@ def test_sizes_of_their_own_cost_the_exchange(
     args.balance_context_parallel = "all"
     model = cost_model_from_megatron_args(args, config=BalanceConfig.from_megatron_args(args))
     assert model.cp_exchange / model.linear == pytest.approx(part_of_linear, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "ranks_of_node", "spans"),
+    [
+        ("", None, 16, False),
+        ("", None, 8, True),
+        ("", 8, 8, False),
+        ("", 8, 4, True),
+        ("--tensor-model-parallel-size 2", 4, 8, False),
+        ("--tensor-model-parallel-size 2", 8, 8, True),
+        ("--pipeline-model-parallel-size 2", None, 8, False),
+        ("", 4, 6, True),  # groups of 4 from rank 4 on reach over the end of a node of 6
+    ],
+)
+def test_groups_that_fit_a_node_exchange_within_it(
+    parser: argparse.ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    limit: int | None,
+    ranks_of_node: int,
+    spans: bool,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
+    args = parser.parse_args(flags.split())
+    args.world_size = 16
+    assert spans_nodes(args, max_cp_size=limit) is spans
+
+
+def test_a_calibration_gives_the_exchange_or_a_link_does(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "calibration.json"
+    flags = f"{PER_TOKEN} {PACKED} --balance-data --balance-by-flops --balance-calibration {path} --bf16 --num-layers 4"
+    flags += " --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --ffn-hidden-size 128 --vocab-size 64"
+    args = parser.parse_args([*flags.split(), "--tensor-model-parallel-size", "2", "--balance-context-parallel"])
+    args.world_size, args.padded_vocab_size = 8, 64
+
+    def costs(**exchange: float) -> tuple[CostModel, str]:
+        Calibration(linear=1e-6, quadratic=1e-9, **exchange).write(path)
+        config = BalanceConfig.from_megatron_args(args)
+        source = exchange_source(args, config=config)
+        assert source is not None
+        return cost_model_from_megatron_args(args, config=config), source
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    model, source = costs(cp_exchange=4e-8, cp_exchange_between_nodes=2e-7)
+    assert (model.linear, model.cp_exchange) == (5e11, 2e10)  # two tensor-parallel ranks hold half the heads each
+    assert source == "4.00% of a token's linear cost, measured within a node by the calibration"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert costs(cp_exchange=4e-8, cp_exchange_between_nodes=2e-7)[0].cp_exchange == 1e11
+    # Not measured between nodes: 4 layers x 2 x 4 heads x 16 numbers of 2 bytes, three times, over 50 GB/s.
+    model, source = costs(cp_exchange=4e-8)
+    assert model.cp_exchange == pytest.approx(4 * 2 * 4 * 16 * 2 * 3 / 50e9 * 1e18 / 2)
+    assert "assumed from 50 GB/s between nodes; megatron-balance calibrate" in source
+    args.balance_context_parallel = None
+    config = BalanceConfig.from_megatron_args(args)
+    assert exchange_source(args, config=config) is None
+    assert cost_model_from_megatron_args(args, config=config).cp_exchange == 0

@@ -5,16 +5,15 @@ Megatron's namespace is read here and in the other files of this folder alone.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.cost.communication import BETWEEN_NODES, WITHIN_NODE, exchange_flops_per_token
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options.table import problems
+from megatron_balance.mcore.setup.cp_exchange import ExchangeCost, exchange_cost
 from megatron_balance.mcore.setup.token_alignment import token_alignment
 from megatron_balance.memory.budget import AUTO
 from megatron_balance.memory.shape_buckets import bucketed_limits
@@ -170,28 +169,31 @@ class BalanceConfig:
 
 def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostModel:
     """Tokens, the FLOPs of the model that the run's own arguments describe, or the seconds of a calibration."""
+    return _costs_of_run(args, config=config).cost_model
+
+
+def exchange_source(args: Any, *, config: BalanceConfig) -> str | None:
+    """Where the cost of context-parallel exchange comes from, for the log; None where all sizes are the same."""
+    return _costs_of_run(args, config=config).source if config.dynamic_cp else None
+
+
+def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
     if not config.balance_by_flops:
-        return CostModel.tokens()
+        return ExchangeCost(CostModel.tokens(), "not counted beside tokens: add --balance-by-flops")
+    calibration = None
     if config.calibration is not None:
+        calibration = Calibration.read(Path(config.calibration))
         # Where sizes differ, the planner shares a sample's cost among its context-parallel ranks itself.
         cp_size = 1 if config.dynamic_cp else args.context_parallel_size
-        return Calibration.read(Path(config.calibration)).cost_model(
+        costs = calibration.cost_model(
             ep_size=args.expert_model_parallel_size,
             model_parallel_size=args.tensor_model_parallel_size * cp_size,
         )
-    flops = flops_from_megatron_args(args)
-    return replace(flops, cp_exchange=_cp_exchange_from_megatron_args(args)) if config.dynamic_cp else flops
-
-
-def _cp_exchange_from_megatron_args(args: Any) -> int:
-    """Receiving one token's keys and values, in FLOPs; torchrun says how many ranks a node has."""
-    on_one_node = args.world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return exchange_flops_per_token(
-        ModelShape.from_megatron_args(args),
-        link=WITHIN_NODE if on_one_node else BETWEEN_NODES,
-        bytes_per_number=2 if args.bf16 or args.fp16 else 4,
-        recompute=args.recompute_granularity == "full",
-    )
+    else:
+        costs = flops_from_megatron_args(args)
+    if not config.dynamic_cp:
+        return ExchangeCost(replace(costs, cp_exchange=0), "")
+    return exchange_cost(costs, args=args, max_cp_size=config.max_cp_size, calibration=calibration)
 
 
 def flops_from_megatron_args(args: Any) -> CostModel:

@@ -23,6 +23,7 @@ from megatron_balance.mcore.options.table import cautions, why_stock
 from megatron_balance.mcore.setup.arguments import (
     BalanceConfig,
     cost_model_from_megatron_args,
+    exchange_source,
     topology_from_megatron_args,
 )
 from megatron_balance.mcore.setup.groups import meeting_of_world
@@ -58,6 +59,7 @@ class RunSetup:
         topology: the ranks.
         limits: of a micro-batch.
         cost_model: of a sample.
+        exchange_source: where its cost of context-parallel exchange comes from, or None where all sizes are the same.
         timeout: of collectives.
         cap: this rank's under `--max-tokens-per-gpu auto`, or None.
         seq_length: tokens of the longest sample.
@@ -76,6 +78,7 @@ class RunSetup:
     topology: Topology
     limits: Limits
     cost_model: CostModel
+    exchange_source: str | None
     timeout: timedelta
     cap: DerivedCap | None
     seq_length: int
@@ -103,6 +106,7 @@ class RunSetup:
             topology=topology,
             limits=config.limits(micro_batch_size=args.micro_batch_size, topology=topology),
             cost_model=cost_model_from_megatron_args(args, config=config),
+            exchange_source=exchange_source(args, config=config),
             timeout=timeout_of(args),
             cap=cap,
             seq_length=args.seq_length,

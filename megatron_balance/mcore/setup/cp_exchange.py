@@ -1,0 +1,99 @@
+"""What receiving a token's keys and values costs in a run: measured by its calibration, or assumed from a link.
+
+One value serves a run: that between nodes where a context-parallel group may reach over several, else that within a
+node. Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and torchrun puts
+consecutive ranks on a node.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
+from megatron_balance.cost.communication import (
+    BETWEEN_NODES,
+    WITHIN_NODE,
+    exchange_bytes_per_token,
+    exchange_flops_per_token,
+)
+from megatron_balance.cost.model import CostModel
+from megatron_balance.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """The cost of a run's exchange.
+
+    Attributes:
+        cost_model: with `cp_exchange`.
+        source: where the value comes from, for the log.
+    """
+
+    cost_model: CostModel
+    source: str
+
+
+def exchange_cost(
+    cost_model: CostModel, *, args: Any, max_cp_size: int | None, calibration: Calibration | None
+) -> ExchangeCost:
+    """Add the exchange to a run's cost model.
+
+    Args:
+        cost_model: FLOPs, or the seconds of the calibration.
+        args: Megatron's arguments.
+        max_cp_size: the largest context-parallel size, None for as large as the ranks allow.
+        calibration: of the run, None where it counts FLOPs.
+
+    Raises:
+        BalanceError: the model has layers that are not split by a ring of keys and values.
+    """
+    between = spans_nodes(args, max_cp_size=max_cp_size)
+    where = "between nodes" if between else "within a node"
+    if calibration is not None and calibration.exchange_seconds(between_nodes=between) is not None:
+        # The calibration is of all heads; each tensor-parallel rank receives its own.
+        measured = calibration.cost_model(
+            model_parallel_size=args.tensor_model_parallel_size, between_nodes=between
+        ).cp_exchange
+        cost_model = replace(cost_model, cp_exchange=measured)
+        return ExchangeCost(cost_model, f"{_part(cost_model)}, measured {where} by the calibration")
+    shape, link = ModelShape.from_megatron_args(args), BETWEEN_NODES if between else WITHIN_NODE
+    how: dict[str, Any] = {
+        "bytes_per_number": 2 if args.bf16 or args.fp16 else 4,
+        "recompute": args.recompute_granularity == "full",
+    }
+    if calibration is None:
+        assumed = exchange_flops_per_token(shape, link=link, **how)
+    else:
+        seconds = exchange_bytes_per_token(shape, **how) / link.bytes_per_second
+        assumed = round(seconds * UNITS_PER_SECOND / args.tensor_model_parallel_size)
+    cost_model = replace(cost_model, cp_exchange=assumed)
+    source = (
+        f"{_part(cost_model)}, assumed from {link.bytes_per_second / 1e9:g} GB/s {where}"
+        f"{'' if calibration else f' and {link.flops_per_second / 1e12:g} TFLOP/s'}; megatron-balance calibrate, "
+        "started by torchrun, measures it"
+    )
+    return ExchangeCost(cost_model, source)
+
+
+def spans_nodes(args: Any, *, max_cp_size: int | None) -> bool:
+    """Whether a context-parallel group may have ranks on several nodes; torchrun says how many ranks a node has.
+
+    Args:
+        args: Megatron's arguments.
+        max_cp_size: the largest context-parallel size, None for as large as the ranks allow.
+    """
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.world_size <= ranks_per_node:
+        return False
+    tp_size = args.tensor_model_parallel_size
+    ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
+    largest = min(ranks_of_stage // tp_size, max_cp_size or ranks_of_stage)
+    ranks_of_group = tp_size << (largest.bit_length() - 1)
+    return bool(ranks_per_node % ranks_of_group or ranks_of_stage % ranks_of_group)
+
+
+def _part(cost_model: CostModel) -> str:
+    linear = cost_model.linear + cost_model.expert_linear
+    return f"{cost_model.cp_exchange / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
