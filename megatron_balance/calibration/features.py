@@ -1,9 +1,11 @@
 """Features of a rank's micro-batches on which their seconds depend.
 
-    seconds ≈ per_microbatch*1 + per_sequence*num_sequences + linear*tokens + attention*core
+    seconds ≈ per_microbatch*1 + per_sequence*num_sequences + linear*tokens + attention*core + cp_exchange*received
 
 `core` is the attention of the cost model: `Σ quadratic*L² + Σ_w window_w*pairs(L, w)`. Its parts are left in the
-proportions that the model's shape gives, since lengths seen in training seldom separate them.
+proportions that the model's shape gives, since lengths seen in training seldom separate them. `received` are tokens
+whose keys and values come from other context-parallel ranks, where micro-batches have sizes of their own: of c ranks
+each computes a c-th part of tokens and core, and receives (c-1)/c of the tokens. Elsewhere it is 0.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.schedule import DataSchedule
 
-NUM_FEATURES = 4
-"""1, sequences, tokens, core."""
+NUM_FEATURES = 5
+"""1, sequences, tokens, core, received."""
+
+RECEIVED = 4
+"""The column of received tokens."""
 
 
 def slot_features(schedule: DataSchedule, *, rank: int, cost_model: CostModel) -> NDArray[np.float64]:
@@ -31,8 +36,11 @@ def slot_features(schedule: DataSchedule, *, rank: int, cost_model: CostModel) -
         cost_model: FLOPs or seconds: gives the shares of attention kinds and of routed experts.
 
     Returns:
-        `[num_microbatches, 4]` float64: 1, sequences, padded tokens, core.
+        `[num_microbatches, 5]` float64: 1, sequences, padded tokens, core, received tokens; a leaf has as many
+        micro-batches as it runs.
     """
+    if schedule.topology.dynamic_cp:
+        return _leaf_features(schedule, leaf=rank, cost_model=cost_model)
     num_microbatches, topology = schedule.num_microbatches, schedule.topology
     own = slice(rank * num_microbatches, (rank + 1) * num_microbatches)
     segments = schedule.lengths if schedule.segment_lengths is None else schedule.segment_lengths
@@ -51,20 +59,38 @@ def slot_features(schedule: DataSchedule, *, rank: int, cost_model: CostModel) -
             per_slot(np.ones(segments.size))[own],
             (1 - shared) * tokens[own] + shared * of_group,
             per_slot(_core(padded, cost_model=cost_model))[own],
+            np.zeros(num_microbatches),
         ]
     )
+
+
+def _leaf_features(schedule: DataSchedule, *, leaf: int, cost_model: CostModel) -> NDArray[np.float64]:
+    """Routed experts are counted as the plan does: as if each rank computed its own tokens'."""
+    segments = schedule.lengths if schedule.segment_lengths is None else schedule.segment_lengths
+    counts = np.ones(schedule.lengths.size, np.int64) if schedule.num_segments is None else schedule.num_segments
+    of_samples = np.split(segments, np.cumsum(counts)[:-1])
+    rows: list[list[float]] = []
+    for sample_ids, size in zip(schedule.ranks[leaf], schedule.cp_sizes[leaf], strict=True):
+        lengths = np.concatenate([of_samples[sample] for sample in sample_ids]) if sample_ids else segments[:0]
+        padded = schedule.topology.at_cp_size(size).padded_seq_len(lengths)
+        tokens, core = float(padded.sum()) / size, float(_core(padded, cost_model=cost_model).sum()) / size
+        rows.append([1.0, float(padded.size), tokens, core, tokens * (size - 1)])
+    return np.array(rows)
 
 
 def cost_model_of(coefficients: NDArray[np.float64], *, cost_model: CostModel, units_per_second: int) -> CostModel:
     """The cost model that the coefficients of `slot_features` make.
 
     Args:
-        coefficients: `[4]` seconds per micro-batch, sequence, token and unit of core.
+        coefficients: `[5]` seconds per micro-batch, sequence, token, unit of core and received token; `[4]` where the
+            last was not learned: it then has its part of what a token costs from `cost_model`.
         cost_model: what the features were made with.
         units_per_second: of the result's costs.
     """
-    per_microbatch, per_sequence, per_token, per_core = (float(value) * units_per_second for value in coefficients)
+    scaled = [float(value) * units_per_second for value in coefficients]
+    per_microbatch, per_sequence, per_token, per_core = scaled[:RECEIVED]
     shared = _expert_part(cost_model)
+    per_received = scaled[RECEIVED] if len(scaled) > RECEIVED else per_token * exchange_part(cost_model)
     return CostModel(
         linear=round(per_token * (1 - shared)),
         expert_linear=round(per_token * shared),
@@ -72,27 +98,41 @@ def cost_model_of(coefficients: NDArray[np.float64], *, cost_model: CostModel, u
         windows=tuple((window, round(per_core * each)) for window, each in cost_model.windows),
         per_sequence=round(per_sequence),
         per_microbatch=round(per_microbatch),
+        cp_exchange=round(per_received),
     )
 
 
 def coefficients_of(cost_model: CostModel) -> NDArray[np.float64]:
-    """`[4]` the cost model's own coefficients, in its own units: features times these are its costs."""
+    """`[5]` the cost model's own coefficients, in its own units: features times these are its costs."""
     return np.array(
         [
             cost_model.per_microbatch,
             cost_model.per_sequence,
             cost_model.linear + cost_model.expert_linear,
             1.0,
+            cost_model.cp_exchange,
         ]
     )
+
+
+def exchange_part(cost_model: CostModel) -> float:
+    """What receiving a token's keys and values costs, as a part of what a token costs linearly."""
+    linear = cost_model.linear + cost_model.expert_linear
+    return cost_model.cp_exchange / linear if linear else 0.0
 
 
 def is_slowest(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
     """`[num_microbatches]` whether the rank is the costliest of those it meets in each micro-batch.
 
-    Where ranks meet in every micro-batch, the others' time is waiting. Where they meet once a step, all are.
+    Where ranks meet in every micro-batch, the others' time is waiting. Where they meet once a step, all are. Leaves
+    that share a micro-batch have the same cost.
     """
     topology = schedule.topology
+    if topology.dynamic_cp:
+        own = schedule.cost_grid[rank, : len(schedule.cp_sizes[rank])]
+        if topology.ep_size == 1 and not topology.fully_sharded:
+            return np.ones(own.size, dtype=np.bool_)
+        return own == schedule.cost_grid.max(axis=0)
     if topology.ep_span == 1 and not topology.fully_sharded:
         return np.ones(schedule.num_microbatches, dtype=np.bool_)
     # Whatever the objective, those that wait for one another where ranks meet in micro-batches.

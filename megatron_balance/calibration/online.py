@@ -1,9 +1,13 @@
 """A cost model that learns from the run's own micro-batches, the same on every rank.
 
 Each rank keeps what it measured. On a fixed schedule of steps rank 0 of the group gathers the newest
-measurements of all ranks, fits them (`cost/fitting.py`), and broadcasts four coefficients, which every
+measurements of all ranks, fits them (`cost/fitting.py`), and broadcasts the coefficients, which every
 rank turns into the same integers. The fit must prove itself: it is made on every other measurement and
 must predict the rest better than the scaled prior does; otherwise the scaled prior stays.
+
+Where micro-batches have context-parallel sizes of their own, what receiving a token's keys and values costs is one
+coefficient more. It is fitted by itself only where the measurements tell it from the others (`separates_exchange`) and
+predict the rest better with it; otherwise it keeps the prior's part of what a token costs.
 
 Invariants: ranks agree on the cost model at every step; between refits it does not change; with the same
 state and no new measurements, a resumed run plans as the one that saved it.
@@ -21,7 +25,13 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_balance.calibration.features import NUM_FEATURES, coefficients_of, cost_model_of
+from megatron_balance.calibration.features import (
+    NUM_FEATURES,
+    RECEIVED,
+    coefficients_of,
+    cost_model_of,
+    exchange_part,
+)
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.cost.fitting import fit_seconds, relative_errors
 from megatron_balance.cost.model import CostModel
@@ -41,7 +51,11 @@ MAX_MEASUREMENTS = 16384
 MAX_MEASUREMENTS_OF_RANK = 512
 
 MIN_MEASUREMENTS = 16
-"""Fewer do not determine four coefficients."""
+"""Fewer do not determine the coefficients."""
+
+LEAST_SEPARATE_PART = 0.01
+"""Of the received tokens' sum of squares, the part that no combination of the other features explains: below it the
+exchange cannot be told from them, as where all samples that ranks share have the same length."""
 
 
 _FILE = "online_calibration.json"
@@ -60,7 +74,8 @@ class CalibrationState:
 
     Attributes:
         num_steps: steps that were planned.
-        coefficients: `[4]` seconds per micro-batch, sequence, token and unit of attention; None before the first fit.
+        coefficients: `[4]` seconds per micro-batch, sequence, token and unit of attention, `[5]` where those per
+            received token were learned as well; None before the first fit.
         error: median relative error on the measurements that were held out; None likewise.
     """
 
@@ -91,8 +106,8 @@ class CalibrationState:
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
             coefficients, off_by = content["coefficients"], content["error"]
-            if coefficients is not None and len(coefficients) != NUM_FEATURES:
-                raise ValueError(f"{len(coefficients)} coefficients in place of {NUM_FEATURES}")
+            if coefficients is not None and len(coefficients) not in (RECEIVED, NUM_FEATURES):
+                raise ValueError(f"{len(coefficients)} coefficients in place of {RECEIVED} or {NUM_FEATURES}")
             return cls(
                 num_steps=int(content["num_steps"]),
                 coefficients=None if coefficients is None else tuple(map(float, coefficients)),
@@ -133,7 +148,7 @@ class OnlineCalibration:
         """Take in what this rank measured; any thread may.
 
         Args:
-            features: `[num_measurements, 4]`, made with `prior`.
+            features: `[num_measurements, 5]`, made with `prior`.
             seconds: `[num_measurements]`; those that are not above zero are left out.
         """
         kept = seconds > 0
@@ -152,17 +167,18 @@ class OnlineCalibration:
     def _refit(self) -> tuple[tuple[float, ...], float] | None:
         """Coefficients and held-out error, from all ranks' measurements; None where there are too few."""
         rows = self._gather()
-        # The last entry says whether there is a fit: every rank must take the same branch.
+        # The last entry is the number of coefficients, 0 without a fit: every rank must take the same branch.
         message = np.zeros(NUM_FEATURES + 2)
         if rows is not None and len(rows) >= MIN_MEASUREMENTS:
-            coefficients, error = _fit(rows, prior=self.prior)
-            message = np.array([*coefficients, error, 1.0])
+            coefficients, error = fit_rows(rows, prior=self.prior)
+            message[: coefficients.size] = coefficients
+            message[NUM_FEATURES:] = error, coefficients.size
         message = broadcast_row(message, group=self._group, what="the fitted cost model (calibration)")
-        *coefficients, error, fitted = message.tolist()
-        return (tuple(coefficients), error) if fitted else None
+        *coefficients, error, num_fitted = message.tolist()
+        return (tuple(coefficients[: int(num_fitted)]), error) if num_fitted else None
 
     def _gather(self) -> NDArray[np.float64] | None:
-        """`[num_measurements, 5]` of all ranks on rank 0 of the group, None elsewhere."""
+        """`[num_measurements, 6]` of all ranks on rank 0 of the group, None elsewhere."""
         share = np.zeros((self._rows_per_rank, NUM_FEATURES + 1))
         with self._lock:
             if self._rows:
@@ -174,21 +190,56 @@ class OnlineCalibration:
         return rows[rows[:, NUM_FEATURES] > 0]
 
 
-def _fit(rows: NDArray[np.float64], *, prior: CostModel) -> tuple[NDArray[np.float64], float]:
-    """Coefficients, and their median relative error on measurements that they were not made from."""
+def fit_rows(rows: NDArray[np.float64], *, prior: CostModel) -> tuple[NDArray[np.float64], float]:
+    """Fit measurements.
+
+    Args:
+        rows: `[num_measurements, 6]` features, made with `prior`, and seconds.
+        prior: FLOPs or an earlier calibration.
+
+    Returns:
+        `[4]` or `[5]` coefficients as in CalibrationState, and their median relative error on measurements that they
+        were not made from.
+    """
     features, seconds = rows[:, :NUM_FEATURES], rows[:, NUM_FEATURES]
     even, odd = slice(0, None, 2), slice(1, None, 2)
+    # Received tokens at the prior's part of what a token costs: without sizes of their own, none.
+    tied = features[:, :RECEIVED].copy()
+    tied[:, 2] += exchange_part(prior) * features[:, RECEIVED]
 
-    def error_of(candidate: NDArray[np.float64]) -> float:
-        errors = relative_errors(features[odd], seconds=seconds[odd], coefficients=candidate)
-        return float(np.median(errors))
+    def fit_prior(part: slice) -> NDArray[np.float64]:
+        own = coefficients_of(prior)[:RECEIVED]
+        return own * fit_seconds((tied[part] @ own)[:, None], seconds=seconds[part])[0]
 
-    def scaled_prior(part: slice) -> NDArray[np.float64]:
-        own = coefficients_of(prior)
-        return own * fit_seconds((features[part] @ own)[:, None], seconds=seconds[part])[0]
+    def fit_tied(part: slice) -> NDArray[np.float64]:
+        return fit_seconds(tied[part], seconds=seconds[part])
 
-    fitted_error = error_of(fit_seconds(features[even], seconds=seconds[even]))
-    prior_error = error_of(scaled_prior(even))
-    if fitted_error < prior_error:
-        return fit_seconds(features, seconds=seconds), fitted_error
-    return scaled_prior(slice(None)), prior_error
+    def fit_free(part: slice) -> NDArray[np.float64]:
+        return fit_seconds(features[part], seconds=seconds[part])
+
+    ways = [(fit_prior, tied), (fit_tied, tied)]
+    if separates_exchange(features[even], seconds=seconds[even]):
+        ways.append((fit_free, features))
+    errors = [
+        float(np.median(relative_errors(inputs[odd], seconds=seconds[odd], coefficients=fit(even))))
+        for fit, inputs in ways
+    ]
+    best = int(np.argmin(errors))
+    return ways[best][0](slice(None)), errors[best]
+
+
+def separates_exchange(features: NDArray[np.float64], *, seconds: NDArray[np.float64]) -> bool:
+    """Whether measurements tell what receiving a token costs from the other coefficients.
+
+    Args:
+        features: `[num_measurements, 5]`.
+        seconds: `[num_measurements]`, whose fluctuations grow with them.
+    """
+    weighted = features / np.sqrt(seconds)[:, None]
+    others, received = weighted[:, :RECEIVED], weighted[:, RECEIVED]
+    whole = float(received @ received)
+    if whole == 0:
+        return False
+    scales = np.maximum(np.abs(others).max(axis=0), np.finfo(np.float64).tiny)
+    explained = others / scales @ np.linalg.lstsq(others / scales, received, rcond=None)[0]
+    return float(((received - explained) ** 2).sum()) > LEAST_SEPARATE_PART * whole

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forked_runs import train
+from rounding import assert_equal
 from training_run import Recorded
 
 from megatron_balance.cost.calibration import Calibration
@@ -60,6 +61,25 @@ def test_ranks_of_a_replica_agree(tmp_path: Path, parallel: str) -> None:
     flags = f"{parallel} {ONLINE} --save {tmp_path / 'c'} --save-interval {NUM_STEPS}"
     run(tmp_path / "run", flags, num_ranks=4)
     assert saved_state(tmp_path / "c", step=NUM_STEPS)["coefficients"] is not None
+
+
+def test_sizes_of_their_own(tmp_path: Path) -> None:
+    """Micro-batches count at their sizes: all ranks plan with one fit, and train as at one size."""
+    parallel = "--num-layers 1 --context-parallel-size 2"
+    static = run(tmp_path / "static", parallel, num_ranks=4)
+    online = f"--max-tokens-per-gpu 256 --balance-context-parallel {ONLINE}"
+    ours = run(
+        tmp_path / "ours", f"{parallel} {online} --save {tmp_path / 'c'} --save-interval {NUM_STEPS}", num_ranks=4
+    )
+    assert_equal(ours, reference=static)
+    state = saved_state(tmp_path / "c", step=NUM_STEPS)
+    assert len(state["coefficients"]) in (4, 5)
+    assert state["error"] < 1
+    assert re.search(
+        r"keys and values from context-parallel ranks: \d.*assumed from 450 GB/s within a node", ours.output
+    )
+    assert re.search(r"calibrated, off by \d", ours.output)
+    assert any(len(set(step["cp_sizes"])) > 1 for steps in ours.ranks for step in steps)
 
 
 def test_a_calibration_file_is_the_cost(tmp_path: Path) -> None:

@@ -345,9 +345,9 @@ def online_calibration(
     rows = []
     for _ in range(num_rows[group.rank()]):
         lengths = np.array([length or n for n in rng.lognormal(6, 1, 1 if length else rng.integers(1, 12)).round()])
-        rows.append([1.0, lengths.size, lengths.sum(), (lengths**2).sum()])
-    features = np.array(rows).reshape(-1, 4)
-    seconds = features @ np.array(truth) * rng.normal(1, 0.005, len(features))
+        rows.append([1.0, lengths.size, lengths.sum(), (lengths**2).sum(), 0.0])
+    features = np.array(rows).reshape(-1, 5)
+    seconds = features[:, :4] @ np.array(truth) * rng.normal(1, 0.005, len(features))
     seconds[::9] *= 3
     calibration.add(features, seconds=seconds)
     for _ in range(num_steps):

@@ -137,14 +137,6 @@ DYNAMIC_CP_FLAGS = (
         because="packed sequences name no context-parallel group there",
         remedy="install megatron-core 0.19, or drop it",
     ),
-    Option(
-        names=("balance_calibrate_online", "balance_context_parallel"),
-        case=_WITH,
-        support=Support.REFUSED,
-        when=both(_DYNAMIC, given("balance_calibrate_online")),
-        because="it counts every micro-batch at the static context-parallel size",
-        remedy="drop one of them",
-    ),
     *(
         Option(
             names=(name, "balance_context_parallel"),
