@@ -1,0 +1,171 @@
+"""Step times with context-parallel sizes of their own, against the same training at one size, on four CPU ranks.
+
+One sample in 32 has 8,192 tokens, the others 128 to 640. Steps take turns between the policies in one run (`turns.py`);
+each policy also trains by itself, which shows that its turns cost what a run of its own costs, and that all losses are
+equal. `megatron-balance calibrate` measures the same model on the same ranks first: its seconds make every plan, and
+predict the gain.
+
+scripts/bench_dynamic_cp_gain.sh runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rounding import ALLOWANCES
+from training_run import RECORD_STEPS, ROOT, Recorded, largest_difference, train
+
+from benchmarks.dynamic_cp.gain_report import report
+from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step, predicted_cost
+from benchmarks.results_file import made_by, write_results
+from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
+from megatron_balance.devkit.smoke import ENVIRONMENT, MODEL_FLAGS
+from megatron_balance.topology import Limits, Topology
+
+NUM_RANKS = 4
+GLOBAL_BATCH_SIZE = 32
+LONG, SHORT = 8192, (128, 640)
+"""Tokens of one sample of each batch, and of the shortest and the longest of the others."""
+
+CAP = 4096
+SEED = 1
+WARM_UP_ROUNDS = 1
+SHAPE_FLAGS = (
+    "--num-layers 2 --hidden-size 64 --kv-channels 32 --num-attention-heads 4 --num-query-groups 4 "
+    "--ffn-hidden-size 192"
+)
+STATIC = {"CP4": "--context-parallel-size 4", "CP2": "--context-parallel-size 2"}
+DYNAMIC = "--context-parallel-size 2 --balance-context-parallel"
+TURNS = ROOT / "benchmarks" / "dynamic_cp" / "turns.py"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+
+    Returns:
+        The exit status: 1 where a loss differs.
+    """
+    parser = argparse.ArgumentParser(prog="scripts/bench_dynamic_cp_gain.sh", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each policy that count (default: 8)")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each run by itself (default: 6)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder (default: build/bench)")
+    args = parser.parse_args(arguments)
+    work = ROOT / "build" / "dynamic_cp_gain"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    num_turns = len(POLICIES) * (WARM_UP_ROUNDS + args.rounds)
+    calibration = calibrate(work / "calibration.json")
+    write_data(work / "data.jsonl", num_steps=max(num_turns, args.steps))
+
+    def run(name: str, flags: str, *, num_steps: int, script: Path = RECORD_STEPS) -> Recorded:
+        sys.stderr.write(f"{name}: {num_steps} steps\n")
+        common = (
+            f"{SHAPE_FLAGS} --seq-length {LONG} --max-position-embeddings {LONG} --seed {SEED} "
+            f"--train-iters {num_steps} --global-batch-size {GLOBAL_BATCH_SIZE} --data-path {work / 'data.jsonl'} "
+            f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP} --balance-data --balance-by-flops "
+            f"--balance-calibration {work / 'calibration.json'} {flags}"
+        )
+        return train(work / name, common.split(), num_ranks=NUM_RANKS, script=script, timeout_seconds=1800)
+
+    turns = run("turns", DYNAMIC, num_steps=num_turns, script=TURNS)
+    alone = {name: run(f"alone_{name}", STATIC.get(name, DYNAMIC), num_steps=args.steps) for name in POLICIES}
+    result = made_by(
+        "scripts/bench_dynamic_cp_gain.sh --out benchmarks/results",
+        policies={name: figures(name, turns=turns, alone=alone[name], calibration=calibration) for name in POLICIES},
+        calibration={
+            name: getattr(calibration, name)
+            for name in ("per_microbatch", "per_sequence", "linear", "quadratic", "cp_exchange", "held_out_error")
+        }
+        | {
+            f"exchange_{name}": calibration.origin["exchange"]["cp_exchange"][name]
+            for name in ("held_out_error", "held_out_error_without")
+        },
+    )
+    sys.stdout.write(write_results("dynamic_cp_gain", result, report=report, out=args.out))
+    worst = max(of_one["loss_difference"] for of_one in result["policies"].values())
+    return int(worst > ALLOWANCES["fp32"].loss)
+
+
+def calibrate(path: Path) -> Calibration:
+    """Measure the model on as many ranks as train."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    command += ["-m", "megatron_balance", "calibrate", "--device", "cpu", "--out", str(path)]
+    command += ["--max-tokens", str(CAP), "--layers-per-kind", "1", "--", *MODEL_FLAGS.split()]
+    command += SHAPE_FLAGS.split()
+    subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=sys.stderr)
+    return Calibration.read(path)
+
+
+def batch_lengths() -> NDArray[np.int64]:
+    """Tokens of every global batch's samples, in another order in each."""
+    short = np.linspace(*SHORT, GLOBAL_BATCH_SIZE - 1).astype(np.int64)
+    return np.append(short, LONG)
+
+
+def write_data(path: Path, *, num_steps: int) -> None:
+    """Random tokens, in the lines in which pretrain_sft's order comes to them batch by batch."""
+    rng = np.random.default_rng(SEED)
+    num_samples = num_steps * GLOBAL_BATCH_SIZE
+    line_of = np.random.default_rng([SEED, 0]).permutation(num_samples)  # SftDataset's order of one pass
+    rows: list[list[int]] = [[] for _ in range(num_samples)]
+    for step in range(num_steps):
+        for index, length in enumerate(rng.permutation(batch_lengths()).tolist()):
+            rows[line_of[step * GLOBAL_BATCH_SIZE + index]] = rng.integers(0, 257, length + 1).tolist()
+    path.write_text("".join(f"{json.dumps({'tokens': row})}\n" for row in rows))
+
+
+def figures(name: str, *, turns: Recorded, alone: Recorded, calibration: Calibration) -> dict[str, Any]:
+    """Figures of one policy.
+
+    Args:
+        name: of the policy.
+        turns: the run of all policies.
+        alone: the policy's own run.
+        calibration: predicts.
+    """
+    first = len(POLICIES) * WARM_UP_ROUNDS
+    steps = list(zip(*turns.ranks, strict=True))
+    own = [step for index, step in enumerate(steps) if index >= first and policy_of_step(index) == name]
+    check_sizes(own, cp_size=POLICIES[name])
+    of_run = list(zip(*alone.ranks, strict=True))[WARM_UP_ROUNDS:]
+    schedule = plan(
+        batch_lengths(),
+        cp_size=POLICIES[name],
+        cost_model=calibration.cost_model(),
+        topology=Topology(NUM_RANKS // 2, cp_size=2, dynamic_cp=True),
+        limits=Limits(CAP),
+    )
+    compared = Recorded([turns.steps[: len(alone.steps)]], turns.output)
+    return {
+        "cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in own],
+        "seconds": [max(rank["seconds"] for rank in step) for step in own],
+        "alone_cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in of_run],
+        "predicted_seconds": predicted_cost(schedule) / UNITS_PER_SECOND,
+        "mean_cp_size": float((schedule.lengths << schedule.cp_groups.levels[schedule.cp_groups.group_of]).sum())
+        / float(schedule.lengths.sum()),
+        "loss_difference": largest_difference(alone, reference=compared, key="lm_loss"),
+    }
+
+
+def check_sizes(steps: Sequence[Sequence[Mapping[str, Any]]], *, cp_size: int | None) -> None:
+    """Assert that these steps ran at the sizes of their policy."""
+    for step in steps:
+        sizes = {size for rank in step for size in rank["cp_sizes"]}
+        assert sizes == {cp_size} if cp_size else len(sizes) > 1, f"sizes {sizes} where the policy has {cp_size}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

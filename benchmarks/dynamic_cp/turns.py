@@ -1,0 +1,35 @@
+"""Trains with pretrain_sft, each step planned under the policy whose turn it is, and records every step: for gain.py.
+
+    torchrun … -m megatron_balance.launch --cpu benchmarks/dynamic_cp/turns.py RECORD_DIR ARGS
+
+ARGS turn `--balance-context-parallel` on. All policies run in one process group, so a machine that is slower for a
+while, or a rank that is slower in this group than in another, is so for each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import record_steps
+
+from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step
+from megatron_balance.mcore.step import planner
+from megatron_balance.planner.schedule import DataSchedule
+
+_STEPS = itertools.count()
+
+
+def main() -> None:
+    """Record while the script trains."""
+    planner.build_data_schedule = _plan_in_turn  # type: ignore[assignment]
+    record_steps.main()
+
+
+def _plan_in_turn(lengths: Any, **rest: Any) -> DataSchedule:
+    kept = {name: rest[name] for name in ("cost_model", "topology", "limits", "num_segments", "home_ranks")}
+    return plan(lengths, cp_size=POLICIES[policy_of_step(next(_STEPS))], **kept)
+
+
+if __name__ == "__main__":
+    main()
