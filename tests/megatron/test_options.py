@@ -88,7 +88,6 @@ REFUSED = [
     f"--context-parallel-size 2 {SIZED}",
     f"--use-megatron-fsdp {SIZED}",
     f"--use-torch-fsdp2 {SIZED}",
-    f"--balance-calibrate-online --balance-by-flops {SIZED}",
     f"--balance-objective step {SIZED}",
     f"--balance-shape-bucket 3 {SIZED}",
     f"--balance-algorithm greedy {SIZED}",
