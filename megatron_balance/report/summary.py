@@ -140,7 +140,7 @@ def _rows(figures: RunFigures, *, policies: Sequence[PolicyFigures]) -> tuple[tu
             "room under the token cap, least",
             lambda policy: f"{min(step.cap_headroom or 0.0 for step in policy.metrics):.1%}",
         )
-    add_metric("moved tokens, of all, mean", _moved_part(figures), form=".0%")
+    add("moved tokens, of all, mean", lambda policy: _moved_part(figures, policy=policy))
     for name in ("plan", "exchange", "exposed"):
         spent = np.array([getattr(step, f"{name}_seconds") for step in figures.record.steps])
         if spent.any():
@@ -150,9 +150,11 @@ def _rows(figures: RunFigures, *, policies: Sequence[PolicyFigures]) -> tuple[tu
     return tuple(rows)
 
 
-def _moved_part(figures: RunFigures) -> Callable[[ScheduleMetrics], float]:
-    tokens = float(np.mean([step.segment_lengths.sum() for step in figures.record.steps])) or 1.0
-    return lambda step: (step.moved_tokens or 0) / tokens
+def _moved_part(figures: RunFigures, *, policy: PolicyFigures) -> str:
+    """Unknown where several ranks share a sample: it is loaded by one and run by all."""
+    moved = [step.moved_tokens for step in policy.metrics if step.moved_tokens is not None]
+    tokens = sum(int(step.segment_lengths.sum()) for step in figures.record.steps)
+    return f"{sum(moved) / max(tokens, 1):.0%}" if len(moved) == len(policy.metrics) else NONE
 
 
 def _notes(figures: RunFigures) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(BalanceError, match="is no record of a run"):
         read_record(tmp_path)
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(BalanceError, match="does not say 'megatron_balance record 1'"):
+    with pytest.raises(BalanceError, match="is not of the format 'megatron_balance record 1'"):
         read_record(tmp_path)
 
 
