@@ -87,9 +87,7 @@ class TestRankLevels:
         problem = problem_of(lengths, topology=Topology(dp_size, pp_size=2), objective="pipeline")
         placement = place_ranks(problem, num_microbatches=asked, work=0, steepness=steepness)
         assert_is_a_plan(problem, placement, asked=asked)
-        heights = target_heights(problem, num_microbatches=asked, steepness=steepness)
-        assert len(heights) == asked
-        assert heights == sorted(heights, reverse=True)
+        assert len(target_heights(problem, num_microbatches=asked, steepness=steepness)) == asked
 
     def test_a_forced_height_comes_first_and_the_rest_is_even(self):
         # 90 fits with none of the others, and each of 3 more micro-batches of 2 ranks takes a sixth of 240.
