@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.planner.bounds.time import least_time
 from megatron_balance.planner.packing.empty_slots import fill_empty
 from megatron_balance.planner.packing.fitting import pack_fitting
 from megatron_balance.planner.packing.slot_layout import MAX_REFINED_SAMPLES, Placement, lay_out
@@ -57,10 +58,12 @@ def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bo
     bin_of, num_microbatches = pack_fitting(problem, num_microbatches=num_microbatches, pack=pack)
     assert packed is not None
     found = _laid_out(problem, bin_of, num_microbatches=num_microbatches)
-    best, best_bins = _corrected(packed, *found)
     higher = _with_higher_rows(packed, found[0], work=work) if limit else None
-    if higher is not None:
-        again, bin_of = _corrected(*higher)
+    bound = least_time(problem, work=work, num_microbatches=num_microbatches)
+    best, best_bins = _corrected(packed, *found) if higher is None else _corrected(*higher)
+    # Correcting takes as much off the one as off the other, unless the one is out of reach.
+    if higher is not None and found[0].predicted_cost - bound < 2 * (higher[1].predicted_cost - bound):
+        again, bin_of = _corrected(packed, *found)
         if again.predicted_cost < best.predicted_cost:
             best, best_bins = again, bin_of
     if problem.num_samples <= MAX_REFINED_SAMPLES:
