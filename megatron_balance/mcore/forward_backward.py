@@ -31,6 +31,7 @@ from megatron_balance.mcore.checkpoint import restore_state, state_folder
 from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention, restore_engine_attention
 from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
+from megatron_balance.mcore.options.table import stock_notice
 from megatron_balance.mcore.setup.groups import dp_ranks_per_node, own_group, reads_data, replica_group, split_world
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.memory_cap import log_cap
@@ -202,7 +203,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     run = agreed_run(args)
     log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
     if run.stock_because:
-        log.warn_once(f"training continues without balancing. {run.stock_because}")
+        log.warn_once(stock_notice(args, reason=run.stock_because))
     if run.setup is None:
         return None
     if getattr(args, "balance_choices", None):

@@ -15,7 +15,7 @@ from megatron_balance import BalanceError
 from megatron_balance.mcore.options import conditions
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 from megatron_balance.mcore.options.option import Option, Support, flag_of
-from megatron_balance.mcore.options.table import SUBJECTS, cautions, problems, why_stock
+from megatron_balance.mcore.options.table import SUBJECTS, cautions, problems, stock_notice, why_stock
 from megatron_balance.mcore.setup.flags import add_flags
 from megatron_balance.mcore.setup.run_setup import agreed_run
 
@@ -190,6 +190,21 @@ def test_what_stays_stock_says_why(flags: str) -> None:
     args = parsed(flags)
     assert problems(args) == []
     assert first_flag(flags) in (why_stock(args) or "")
+
+
+@pytest.mark.parametrize(
+    ("others", "opening"),
+    [
+        ({"dynamic_context_parallel": True}, "Megatron's own executor runs this package's plan. --dynamic-context"),
+        ({"dynamic_context_parallel": True, "balance_data": False}, "training continues without balancing. --dynamic"),
+        ({"hybrid_context_parallel": True}, "training continues without balancing. --hybrid-context-parallel"),
+    ],
+)
+def test_the_log_of_a_stock_run_says_whose_plan_it_follows(others: dict[str, bool], opening: str) -> None:
+    args = parsed("--use-dynamic-batch-size --max-tokens-per-gpu 64", **others)
+    reason = why_stock(args)
+    assert reason is not None
+    assert stock_notice(args, reason=reason).startswith(opening)
 
 
 @pytest.mark.parametrize("flags", CAUTIONED)

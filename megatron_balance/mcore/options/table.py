@@ -45,6 +45,16 @@ def why_stock(args: Any) -> str | None:
     return next((row.message(args) for row in _rows_of(args) if row.support is Support.STOCK), None)
 
 
+def stock_notice(args: Any, *, reason: str) -> str:
+    """The log line of a run that stays stock for a reason from `why_stock`; arguments as for `problems`.
+
+    Megatron dev's executor of dynamic context parallelism still runs this package's plan (`dynamic_packing_scheduler`).
+    """
+    if getattr(args, "dynamic_context_parallel", False) and getattr(args, "balance_data", False):
+        return f"Megatron's own executor runs this package's plan. {reason}"
+    return f"training continues without balancing. {reason}"
+
+
 def cautions(args: Any) -> list[str]:
     """Warnings about options that a run that balances may have; arguments as for `problems`."""
     return [row.message(args) for row in _rows_of(args) if row.support is Support.SUPPORTED]
