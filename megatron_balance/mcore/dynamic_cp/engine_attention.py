@@ -1,7 +1,7 @@
-"""Transformer Engine's attention modules, which switch to a micro-batch's group and do not switch back.
+"""Resets Transformer Engine's attention modules to the static context-parallel group.
 
-Megatron's TEDotProductAttention sets the group that PackedSeqParams names, and keeps it where they name none, as in
-evaluation. It makes its stream for context parallelism only where `--context-parallel-size` is above 1.
+Megatron's TEDotProductAttention switches to the group in PackedSeqParams, and keeps it if they have none, as in
+evaluation. It creates its stream for context parallelism only if `--context-parallel-size` is above 1.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_balance.mcore.dynamic_cp.groups import ContextGroups
 
 
 def prepare_engine_attention() -> None:
-    """Make the stream that its exchanges run on, before the first step."""
+    """Create the stream for context-parallel exchanges, before the first step."""
     engine_class = _engine_class()
     if engine_class is not None and engine_class.cp_stream is None:
         engine_class.cp_stream = torch.cuda.Stream()
 
 
 def restore_engine_attention(model: Any, *, groups: ContextGroups) -> None:
-    """Have every attention module run at the static size again.
+    """Set every attention module back to the static group.
 
     Args:
         model: Megatron's module, or a list of its chunks.

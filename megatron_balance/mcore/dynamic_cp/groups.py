@@ -1,4 +1,4 @@
-"""The context-parallel groups that micro-batches of different sizes run in.
+"""Process groups for micro-batches of different context-parallel sizes.
 
 The ranks of one tensor-parallel rank and pipeline stage are a *lane* of `dp_size * cp_size` *leaves*, in the order of
 Megatron's data-parallel group with context parallelism: context-parallel ranks innermost. A group of `size` leaves
@@ -43,7 +43,7 @@ class ContextGroups:
         return self.by_size[size]
 
     def of_attention(self, size: int) -> dist.ProcessGroup | None:
-        """The same, None for one rank: attention then exchanges nothing."""
+        """The group for attention kernels; None for one rank, where attention exchanges nothing."""
         return None if size == 1 else self.by_size[size]
 
 
@@ -51,9 +51,9 @@ def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers
     """Make the groups of these sizes. Every rank of the world calls it.
 
     Args:
-        sizes: that micro-batches may have, the same on all ranks.
+        sizes: context-parallel sizes of micro-batches, the same on all ranks.
         timeout: of the groups' collectives.
-        for_routers: whether MoE routers sum over them.
+        for_routers: MoE routers sum over the groups.
     """
     from megatron.core import parallel_state
 
@@ -64,7 +64,7 @@ def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers
     static_size, backend = static_group.size(), dist.get_backend(static_group)
 
     def make(static: dist.ProcessGroup, *, first_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
-        """Groups of ranks whose lanes start alike; `first_of` is the lane of the first rank that shares a group."""
+        """Groups by size; `first_of[leaf]` is the color of the group that starts at this leaf."""
         by_size = {static_size: static}
         for size in sizes:
             if size == static_size:

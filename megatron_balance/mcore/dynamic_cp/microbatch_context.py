@@ -1,16 +1,16 @@
 """Runs the forward pass of a micro-batch in its own context-parallel group.
 
-What Megatron reads of context parallelism while a micro-batch runs, and where each comes from:
+Megatron reads context-parallel state in several places while a micro-batch runs; each is switched:
 
 * the script's batch functions and loss function: `parallel_state`'s group, swapped while they run;
 * attention kernels: `cp_group` and `local_cp_size` of the PackedSeqParams, set as the model is called, so that
   recomputation in the backward pass finds them;
 * rotary angles: the attention module's own collection of groups, replaced by a view while its forward runs;
-* auxiliary losses: the router's group, replaced while its layer runs; what is logged of them is summed over the static
-  group, as ranks have no other in common;
-* the statistics behind the logged FLOP/s: divided by `--context-parallel-size`, so they are scaled before.
+* auxiliary losses: the router's group, replaced while its layer runs; their logged values are summed over the static
+  group, the only one that all these ranks share;
+* the statistics for the logged FLOP/s: Megatron divides them by `--context-parallel-size`, so they are scaled first.
 
-Invariant: outside a forward pass and its loss function everything is as `--context-parallel-size` has it.
+Invariant: outside a forward pass and its loss function all state is that of `--context-parallel-size`.
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -53,7 +53,7 @@ class MicrobatchContext:
 
         Args:
             forward_step_func: returns the output and the loss function.
-            data_iterator: what it reads.
+            data_iterator: of the micro-batches, passed to the function.
             model: the chunk that it calls.
             size: context-parallel ranks of the micro-batch.
         """
@@ -71,7 +71,7 @@ class MicrobatchContext:
 
     @contextlib.contextmanager
     def rotary_group(self, attention: Any, packed_seq_params: Any) -> Iterator[None]:
-        """Have an attention module rotate by the positions of the micro-batch's group in this context.
+        """Compute an attention module's rotary angles for the micro-batch's group in this context.
 
         Args:
             attention: the module.
@@ -90,10 +90,10 @@ class MicrobatchContext:
 
     @contextlib.contextmanager
     def router_group(self, layer: Any, packed_seq_params: Any) -> Iterator[None]:
-        """Have the router of a transformer layer sum its losses over the micro-batch's group in this context.
+        """Sum the router losses of a transformer layer over the micro-batch's group in this context.
 
         Args:
-            layer: with a router or without.
+            layer: the transformer layer, with or without a router.
             packed_seq_params: as in `rotary_group`.
         """
         router = getattr(getattr(layer, "mlp", None), "router", None)
@@ -156,7 +156,7 @@ class MicrobatchContext:
 
 
 def _log_over(group: Any, *, instead_of: Any) -> None:
-    """Have Megatron sum what routers recorded over a group that all its ranks recorded last."""
+    """Make Megatron sum the recorded router losses over `group`, in place of `instead_of`."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     for entry in get_moe_metrics_tracker().metrics.values():

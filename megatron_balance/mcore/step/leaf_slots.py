@@ -1,10 +1,10 @@
-"""The micro-batches of one replica's ranks where each micro-batch has a context-parallel size of its own.
+"""The micro-batches of one replica's leaves with dynamic context parallelism.
 
-A *leaf* is one context-parallel rank of one data-parallel rank: `dp_rank * cp_size + cp_rank`. A micro-batch of size s
-is packed alike on the s leaves that share it, its sequences padded for s, and each computes its part.
+A *leaf* is one context-parallel rank of one data-parallel rank: `dp_rank * cp_size + cp_rank`. The s leaves that share
+a micro-batch of size s pack it identically, with sequences padded for s, and each computes its part.
 
-Every rank of a model replica knows the micro-batches of all its leaves, so that the replica agrees on them as one.
-Leaves of one replica may run different numbers of them.
+Every rank of a model replica holds the micro-batches of all leaves of the replica, so that all its ranks agree on them.
+Leaves of one replica may run different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_balance.runtime.gather import GatheredLengths
 
 @dataclass(frozen=True)
 class LeafSlots:
-    """What one leaf runs, slot by slot.
+    """The micro-batches of one leaf, in slot order.
 
     Attributes:
         cp_sizes: leaves that share the micro-batch.
@@ -37,13 +37,13 @@ class LeafSlots:
     sequence_lengths: list[list[int]]
 
     def to_numbers(self) -> list[int]:
-        """For ranks that read no data."""
+        """Encode as integers, for ranks that read no data."""
         numbers = [len(self.cp_sizes), *self.cp_sizes, *self.num_tokens]
         return numbers + [number for lengths in self.sequence_lengths for number in (len(lengths), *lengths)]
 
     @classmethod
     def from_numbers(cls, numbers: Iterator[int]) -> LeafSlots:
-        """The inverse, taken from the front."""
+        """Decode one leaf from the front of the numbers."""
         num_slots = next(numbers)
         cp_sizes, num_tokens = (list(islice(numbers, num_slots)) for _ in range(2))
         lengths = [list(islice(numbers, next(numbers))) for _ in range(num_slots)]
@@ -67,11 +67,11 @@ def tokens_of_leaves(schedule: DataSchedule, *, shape_bucket: int) -> list[list[
 
 
 def leaf_slots(schedule: DataSchedule, *, leaf: int, num_tokens: list[int], gathered: GatheredLengths) -> LeafSlots:
-    """What a leaf runs.
+    """The micro-batches that a leaf runs.
 
     Args:
         schedule: the plan.
-        leaf: of which.
+        leaf: index of the leaf.
         num_tokens: its row of `tokens_of_leaves`.
         gathered: lengths of the samples that the plan places.
     """
@@ -84,14 +84,16 @@ def leaf_slots(schedule: DataSchedule, *, leaf: int, num_tokens: list[int], gath
 
 
 def copies_of_lane(schedule: DataSchedule, *, cp_rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Who needs what among the data-parallel ranks of one context-parallel rank, which load every sample once.
+    """The data-parallel ranks that each sample is sent to, among those of one context-parallel rank.
+
+    These ranks together load every sample once.
 
     Args:
         schedule: the plan.
         cp_rank: context-parallel rank of these ranks.
 
     Returns:
-        Sample ids, rising, and the data-parallel rank that each goes to: `[num_copies]` both.
+        Sample ids, ascending, and the data-parallel rank that each goes to: `[num_copies]` both.
     """
     lane = schedule.ranks[cp_rank :: schedule.topology.cp_size]
     pairs = sorted((sample, dp_rank) for dp_rank, slots in enumerate(lane) for slot in slots for sample in slot)

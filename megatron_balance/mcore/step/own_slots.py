@@ -1,6 +1,6 @@
-"""The micro-batches that this rank runs: their samples are brought here, and packed.
+"""Receives the samples that this rank runs, and packs them into its micro-batches.
 
-Where each micro-batch has a context-parallel size of its own, a sample goes to every rank that shares it.
+With dynamic context parallelism a sample is sent to every rank that shares it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OwnSlots:
     """The micro-batches of this rank, not packed yet.
 
     Attributes:
-        slots: samples of each; none for a dummy.
+        slots: samples of each micro-batch; none for a dummy.
         num_tokens: of each, over its context-parallel ranks, filler included.
         cp_sizes: context-parallel ranks of each.
         step_tokens: of all micro-batches of the step.
@@ -54,7 +54,7 @@ def bring_samples(
     cp_rank: int,
     shape_bucket: int,
 ) -> OwnSlots:
-    """Send this rank's samples to where they run, and receive those that run here.
+    """Send this rank's samples to the ranks that run them, and receive those that run here.
 
     Args:
         samples: that this rank loaded, as gathered.
@@ -117,13 +117,13 @@ def _by_leaf(
 
 
 def pack_slots(own: OwnSlots, *, topology: Topology, schema: SampleSchema, pin_memory: bool) -> list[Microbatch]:
-    """The micro-batches.
+    """Pack the micro-batches of this rank.
 
     Args:
-        own: what they hold.
+        own: their samples and sizes.
         topology: the ranks.
         schema: of all samples.
-        pin_memory: they go to a GPU.
+        pin_memory: copy them to pinned memory, for a GPU.
     """
     packs: list[Microbatch] = []
     for slot, num_tokens, cp_size in zip(own.slots, own.num_tokens, own.cp_sizes, strict=True):
@@ -136,7 +136,7 @@ def pack_slots(own: OwnSlots, *, topology: Topology, schema: SampleSchema, pin_m
 
 
 def checksum(parts: Sequence[Microbatch] | Sequence[Sample]) -> int:
-    """Of the tokens of micro-batches or samples, and their places."""
+    """Checksum over tokens and their positions in micro-batches or samples."""
     total = 0
     for part in parts:
         tokens = (part.per_token if isinstance(part, Sample) else part)["tokens"].flatten().long()

@@ -94,15 +94,15 @@ class StepPlanner:
     Args:
         config: the flags.
         topology: the ranks.
-        limits: what a micro-batch may hold.
+        limits: token or sample cap of a micro-batch.
         cost_model: tokens, FLOPs or seconds.
         dp_group: ranks that load different samples and are otherwise equal (no context parallelism); gloo.
         cp_rank: context-parallel rank of this one.
-        calibration: learns seconds as the run goes and then is the cost, or None. A pool keeps to `cost_model`: it
-            compares samples that arrived in different steps.
+        calibration: learns the seconds of micro-batches and then replaces `cost_model`, or None. A pool keeps
+            `cost_model`, since it compares samples that arrived in different steps.
         origin: which sample of the data set a row is, or None where that is not known.
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
-        pin_memory: micro-batches go to a GPU. Only from pinned memory are they copied while the host goes on.
+        pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class StepPlanner:
         return samples
 
     def _split_item(self, item: Mapping[str, Any], *, schema: SampleSchema | None) -> list[Sample]:
-        """Of one item; a BalanceError where its samples do not fit those of the items before it."""
+        """The samples of one item; a BalanceError if their schema differs from that of earlier items."""
         on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
         of_item = split_packed(on_cpu, unit=self.config.effective_unit)
         schema = schema or SampleSchema.shared_by(of_item)
@@ -276,7 +276,7 @@ class StepPlanner:
         return of_item
 
     def _name(self, index: int, *, first_item: int, error: Exception) -> str:
-        """What a person may look an item up by."""
+        """The item in the words of an error: its number in the step, and its samples in the data set if known."""
         name = f"item {index} of this step"
         if self._origin is None:
             return name

@@ -1,10 +1,10 @@
-"""The files of samples that wait (`sample_pool.py`) in a checkpoint: a share for each data-parallel rank.
+"""Files of the waiting samples (`sample_pool.py`) in a checkpoint: one share for each data-parallel rank.
 
-Every share holds the number of shares and the state of the choice, which is the same on all ranks; so a share that
-another run left in the folder, or that a killed run did not replace, is recognised.
+Every share holds the number of shares and the look-ahead state, which is the same on all ranks. This identifies a share
+that another run left in the folder, or that a killed run did not replace.
 
-Invariants: a read returns what one save wrote, every waiting sample once; else a BalanceError names the file and
-what to do.
+Invariants: a read returns the content of one save, every waiting sample once; otherwise a BalanceError names the file
+and the remedy.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class PoolIndex:
-    """What all shares hold, but for the samples themselves.
+    """Content of all shares, without the samples themselves.
 
     Attributes:
         look_ahead: `LookAhead.state()` of the run that saved.
         num_shares: data-parallel ranks of that run.
-        schema: of the samples; None where none had come yet.
+        schema: of the samples; None if there was no sample yet.
         segment_lengths: of each sample that waits, arrival number → tokens of its sequences; share after share.
         share_of: arrival number → rank whose share holds the sample.
     """
@@ -50,7 +50,7 @@ class PoolIndex:
 
 
 def has_pool(folder: Path) -> bool:
-    """Whether a pool was saved there."""
+    """True if the folder holds a saved pool."""
     return any(folder.glob("pool_rank*.npz"))
 
 
@@ -76,8 +76,8 @@ def write_share(
         folder: of the checkpoint's state.
         rank: in the data-parallel group.
         num_shares: ranks of that group.
-        look_ahead: state of the choice, the same on every rank.
-        schema: of all samples, or None where there are none yet.
+        look_ahead: `LookAhead.state()`, the same on every rank.
+        schema: of all samples, or None if there is none yet.
         samples: arrival number → sample, of this rank.
     """
     here = list(samples.values())
@@ -100,10 +100,10 @@ def write_share(
 
 
 def read_index(folder: Path) -> PoolIndex:
-    """Read what waits, and check that it is whole.
+    """Read the index of the waiting samples, and check that none is missing.
 
     Raises:
-        BalanceError: a share is missing, cannot be read or is of another save; or a sample is missing or doubled.
+        BalanceError: a share is missing, unreadable or from another save; or a sample is missing or duplicated.
     """
     with _opened(_path(folder, 0)) as first:
         num_shares, text = int(first["num_shares"]), first["look_ahead"].tobytes()

@@ -1,19 +1,19 @@
-"""Pulls a step's data from the loader, balances it, and hands it to every rank of the model replica.
+"""Pulls a step's data from the loader, balances it, and passes it to every rank of the model replica.
 
 The ranks that read data are the first of every tensor-parallel group, in every pipeline stage and
 context-parallel rank: each makes steps with its own data-parallel group (`planner.py`). The other
-ranks of a model replica learn the number of micro-batches and their lengths from its first (`replica.py`). The
-next step is made by a thread while this one runs: what a step then waits for is what is not ready yet.
+ranks of a model replica receive the number of micro-batches and their lengths from its first (`replica.py`). A
+thread prepares the next step while this one runs, so that a step waits only for the part that is not ready yet.
 
-A step is prepared once the same iterator has come twice in a row, on every rank of the data-parallel group: a loop
-that hands in a new iterator each step is never read ahead of. What was prepared is used where the step comes with the
-very items that it was made from. Otherwise, and where preparing failed on any rank (its iterator has ended), the step
-is made at its beginning. Ranks that decide differently find out when they gather lengths for different steps.
+A step is prepared once the same iterator was passed twice in a row, on every rank of the data-parallel group: a loop
+that passes a new iterator each step is never read ahead. A prepared step is used if its items are the same objects as
+those that the step pulls. Otherwise, and if preparing failed on any rank (its iterator has ended), the step is made at
+its beginning. Ranks that decide differently notice it when they gather lengths for different steps.
 
 Invariants: every rank of a step gets the same num_microbatches; every rank makes the same steps in the same
-order; a step that Megatron runs again gets the very same data; an item that was pulled ahead is handed out by the
-iterator it came from, once; what fails in the data of one rank is raised on every rank of its data-parallel
-group and its model replica.
+order; a step that Megatron runs again gets the same data; an item that was pulled ahead is returned by its own
+iterator, once; an error in the data of one rank is raised on every rank of its data-parallel group and its model
+replica.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from megatron_balance.runtime.replica import share_counts
 
 
 class StepPrefetcher:
-    """Turns what the data loader yields into balanced micro-batches.
+    """Turns the items of the data loader into balanced micro-batches.
 
     Args:
         planner: makes steps.
         replica_group: tensor-, pipeline- and context-parallel ranks of this model replica, or None where it is one
             rank; a group of its own, gloo.
         pool: samples that wait under look-ahead, or None without.
-        shares_lengths: ranks that read no data learn `sequence_lengths` as well.
+        shares_lengths: ranks that read no data receive `sequence_lengths` as well.
 
     Attributes:
         planner: as given.
@@ -76,7 +76,7 @@ class StepPrefetcher:
         self._sources = Sources()
         self._newest: PullAhead | None = None
         self._prepared: Future[_Prepared | None] | None = None
-        # Joined before the interpreter ends: a thread that lived on would die in the middle of native code.
+        # Joined before the interpreter ends: a thread that is still running then is killed inside native code.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron_balance")
 
     def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep:
@@ -88,7 +88,7 @@ class StepPrefetcher:
 
         Raises:
             BalanceError: on every rank of the data-parallel group and of the model replica.
-            Exception: what the data loader raised, on the rank where it did; BalanceError on all others.
+            Exception: the data loader's own error, on the rank where it was raised; BalanceError on all others.
         """
         started = time.perf_counter()
         if data_iterator is None:
@@ -111,13 +111,13 @@ class StepPrefetcher:
         num_microbatches: int,
         on_lost: Callable[[BalanceError], None] = lambda error: None,
     ) -> None:
-        """Begin the next step's data in a thread; `balance` will use it if the step asks for just that.
+        """Start a thread that makes the next step's data; `balance` uses it if the step pulls the same items.
 
         Args:
             data_iterator: as in `balance`.
-            num_microbatches: as the next step is expected to ask.
-            on_lost: called at once by the thread when peers do not answer or make another step: the step that asks
-                may never come.
+            num_microbatches: number expected for the next step.
+            on_lost: called by the thread as soon as peers do not answer or make another step, since the next step may
+                never begin.
         """
         if data_iterator is None or self._prepared is not None or self._last is None or self._last.new_iterator:
             return
@@ -134,15 +134,15 @@ class StepPrefetcher:
                 on_lost(error)
                 raise
             except BalanceError:
-                return None  # on every rank: the step that asks makes it anew, and raises if it fails then
+                return None  # on every rank: `balance` makes the step again, and raises if that fails too
             return _Prepared(ahead, fetched.items, made)
 
         self._prepared = self._thread.submit(work)
 
     def save(self, folder: Path) -> None:
-        """Write what the newest step left: samples that wait, what calibration learned. Nothing without either.
+        """Write the state after the newest step: waiting samples and the calibration; nothing without either.
 
-        What an earlier run left in the folder goes away.
+        State of an earlier run in the folder is removed.
         """
         rank = self.planner.dp_group.rank()
         if self._pool is not None:
@@ -158,7 +158,7 @@ class StepPrefetcher:
                 CalibrationState.forget(folder)
 
     def restore(self, folder: Path) -> None:
-        """Read it back, before the first step. The loader's next batches are those already loaded: skip them."""
+        """Read the state, before the first step. Batches that the pool has loaded already are skipped."""
         if self._pool is not None and pool_files.has_pool(folder):
             self._pool.restore(folder)
             self._num_batches_to_skip = self._pool.num_batches_ahead
@@ -197,9 +197,9 @@ class StepPrefetcher:
         return skipped if skipped.failure is not None else next_items(iterator, num_items)
 
     def _raise(self, failure: Failure) -> NoReturn:
-        """Raise it here once the replica's other ranks have learned of it."""
+        """Raise it here once the replica's other ranks have received it."""
         error = failure.error
-        # Of lost peers they find out by themselves, or are the ones that are lost.
+        # Other ranks notice lost peers themselves, or are the lost ones.
         if self._replica_group is not None and not isinstance(error, PeerError):
             with contextlib.suppress(BalanceError):
                 self._share(None, problem=failure.problem)
@@ -209,7 +209,7 @@ class StepPrefetcher:
         raise error
 
     def _counts(self, step: BalancedStep) -> list[int]:
-        """The numbers sent to ranks that read no data: a step's shape, and where routers need them its lengths."""
+        """The numbers sent to ranks that read no data: a step's shape, and its lengths if routers need them."""
         if step.leaves is not None:
             return [number for leaf in step.leaves for number in leaf.to_numbers()]
         counts = [step.num_microbatches, *step.microbatch_tokens]
@@ -251,8 +251,8 @@ class _Prepared:
     """A step's data, made by the thread.
 
     Attributes:
-        ahead: where the items came from.
-        items: that it was made from.
+        ahead: source of the items.
+        items: items of the step.
         step: the data.
     """
 
@@ -261,6 +261,6 @@ class _Prepared:
     step: BalancedStep
 
     def is_of(self, fetched: Fetched, *, ahead: PullAhead) -> bool:
-        """The step came with the same iterator and these very items; under a growing batch size it has more."""
+        """True if the step pulled these items from the same iterator; a growing batch size pulls more."""
         same = len(fetched.items) == len(self.items) and all(map(operator.is_, fetched.items, self.items))
         return ahead is self.ahead and fetched.failure is None and same

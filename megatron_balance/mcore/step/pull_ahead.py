@@ -1,12 +1,12 @@
 """Pulls the items of the next step from the data loader while this step runs.
 
-Megatron's rerun machine replays a step from what `RerunDataIterator` handed out in it. So items are pulled
-ahead behind that iterator, from what it iterates over, and handed out through it when their step begins:
-replaying and checkpointing see what they would have seen.
+Megatron's rerun machine replays a step from the items that `RerunDataIterator` returned in it. Items are therefore
+pulled from the source that this iterator wraps, and returned through it when their step begins: replay and checkpoints
+see the same items as without pulling ahead.
 
-Invariants: items come in the loader's order, each once, from the iterator that they were pulled from, also where
-another iterator came in between; what the loader raises comes once, in its place among the items; what a thread was
-told to fetch it gets, however early another thread asks for the next item.
+Invariants: items come in the loader's order, each once, from the iterator that they were pulled from, even if another
+iterator was used in between; an error of the loader is raised once, at its position among the items; after
+`begin_fetch` no other thread receives an item before that fetch has ended.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_balance.runtime.failure import Failure, attempt
 
 @dataclass(frozen=True)
 class Fetched:
-    """What an iterator yielded.
+    """Items of an iterator, and its error if it raised one.
 
     Attributes:
-        items: fewer than were wanted where the iterator has ended or failed.
-        failure: what it raised in place of the next item; None where it ended, or did not.
+        items: fewer than requested if the iterator ended or failed.
+        failure: the error raised instead of the next item; None without one, and at the end of the data.
     """
 
     items: list[Any]
@@ -37,14 +37,14 @@ class PullAhead(Iterator[Any]):
     """An iterator that another thread may fill.
 
     Args:
-        source: what yields the items.
+        source: iterator that yields the items.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
         self._waiting: deque[Any] = deque()  # items; a Failure may be the last
         self._ended = False
-        self._fetching = threading.Lock()  # taken by the thread that starts another, given back by that one
+        self._fetching = threading.Lock()  # acquired by `begin_fetch`, released by the fetching thread
 
     def __next__(self) -> Any:
         """The next item: one pulled ahead, else from the source. Waits for a fetch that was begun."""
@@ -58,15 +58,15 @@ class PullAhead(Iterator[Any]):
 
     @property
     def num_waiting(self) -> int:
-        """Items pulled ahead that were not handed out; 0 once the source has ended: they did not fill a step."""
+        """Items pulled ahead and not returned yet; 0 once the source has ended, as they do not fill a step."""
         return 0 if self._ended else len(self._waiting)
 
     def begin_fetch(self) -> None:
-        """Announce a `fetch` that another thread will do; until it has, no thread gets an item."""
+        """Announce a `fetch` in another thread; no thread receives an item until it has ended."""
         self._fetching.acquire()
 
     def fetch(self, num_items: int) -> Fetched:
-        """Pull until `num_items` are there, and leave them to be handed out. Announce it first."""
+        """Pull until `num_items` items wait to be returned. Call `begin_fetch` first."""
         waiting = self._waiting
         try:
             while len(waiting) < num_items and not (waiting and isinstance(waiting[-1], Failure)):
@@ -81,19 +81,19 @@ class PullAhead(Iterator[Any]):
 
 
 class Sources:
-    """The iterators of a run, each with what was pulled ahead from it."""
+    """The iterators of a run, each with the items pulled ahead from it."""
 
     def __init__(self) -> None:
         self._known: list[PullAhead] = []
 
     def of(self, iterator: Any) -> tuple[Iterator[Any], PullAhead]:
-        """Put a `PullAhead` where items can be pulled without being handed out. No fetch may be under way.
+        """Insert a `PullAhead` between an iterator and its source. No fetch may be running.
 
-        An iterator over the same source as an earlier one shares its `PullAhead`. One of which no item waits is
-        forgotten when another comes.
+        Iterators over the same source share a `PullAhead`. One without waiting items is dropped when another iterator
+        is passed.
 
         Args:
-            iterator: what Megatron passes to a step: a RerunDataIterator, or any other iterator.
+            iterator: the iterator that Megatron passes to a step, a RerunDataIterator or any other.
 
         Returns:
             The iterator to ask for this step's items, and where to pull the next step's.
@@ -110,7 +110,7 @@ class Sources:
 
     @property
     def num_left(self) -> int:
-        """Items pulled ahead from iterators before the newest one, which wait for theirs to come again."""
+        """Items pulled ahead from earlier iterators, which wait until their iterator is passed again."""
         return sum(known.num_waiting for known in self._known[1:])
 
 
@@ -126,7 +126,7 @@ def next_items(iterator: Iterator[Any], num_items: int) -> Fetched:
 
 
 def _fetched(items: list[Any]) -> Fetched:
-    """A failure at the end does not hide the items before it."""
+    """Splits a failure at the end from the items before it."""
     if not items or not isinstance(items[-1], Failure):
         return Fetched(items)
     *items, failure = items

@@ -1,8 +1,8 @@
 """Masks padding, filler and dummies from MoE routers, which then count real tokens only.
 
 Megatron's models take a `padding_mask` and hand it to the routers, through recomputation too, where it is left out of
-auxiliary losses, z-loss and the counts behind the expert bias. No script passes one, so a forward pre-hook on the model
-adds that of the micro-batch. Errors of Megatron 0.17 to 0.19 with a mask are mended here:
+auxiliary losses, z-loss and the counts for the expert bias. No script passes one, so a forward pre-hook on the model
+adds that of the micro-batch. This module works around the errors of Megatron 0.17 to 0.19 with a mask:
 
 * the model expects the tokens of its context-parallel rank, and GPTModel splits them over sequence-parallel ranks on
   the first pipeline stage only;
@@ -135,8 +135,8 @@ def expert_bias_of_real_tokens(apply_expert_bias: Function) -> Function:
 def counts_of_real_tokens(count: Function) -> Function:
     """`get_tokens_per_expert_and_token_count` with at least one token, and the same number on every rank of the group.
 
-    An auxiliary loss is a sum over the ranks of `reduce_group`, each of which scales its part by what is returned as
-    its own number of tokens: with the mean, all parts weigh the same.
+    An auxiliary loss is a sum over the ranks of `reduce_group`, each of which scales its part by its own number of
+    tokens. The mean is returned instead of that number, so that all parts weigh the same.
     """
 
     @functools.wraps(count)
@@ -171,7 +171,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _splits_sequence(model: Any) -> bool:
-    """Whether it splits a mask over sequence-parallel ranks itself."""
+    """True if the model splits a mask over sequence-parallel ranks itself."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     return isinstance(model, GPTModel) and bool(model.pre_process)

@@ -1,7 +1,7 @@
-"""Maps a row of a batch to its sample in the data set, so that a person can look it up.
+"""Maps a row of a batch to its sample in the data set, so that error messages can name it.
 
-Megatron's `single` sampler deals the data set out in order: `micro_batch_size` consecutive samples to each
-data-parallel rank in turn, beginning where the run or its checkpoint left off. Another sampler's order is not known
+Megatron's `single` sampler goes through the data set in order: `micro_batch_size` consecutive samples to each
+data-parallel rank in turn, from the run's or checkpoint's first sample on. The order of other samplers is not known
 here.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SampleOrigin:
-    """Where the items of one data-parallel rank come from.
+    """Positions in the data set of the items that one data-parallel rank loads.
 
     Attributes:
         first_sample: index in the data set with which the loader of all ranks began.

@@ -4,9 +4,9 @@ Every rank knows the lengths and homes of all samples that wait, and chooses the
 (`planner/selection/lookahead.py`); the samples themselves stay with the rank that loaded them. A checkpoint holds the
 pool, each rank its share, in a file that any number of ranks can read again (`pool_files.py`).
 
-Invariants: a sample leaves once; what leaves depends on the order of the data set and on gathered lengths alone, not on
-which rank loaded what; `restore(save())` goes on as if nothing had happened, also with another data-parallel size (then
-the shares are dealt out anew).
+Invariants: a sample leaves once; the choice of samples depends on the order of the data set and on gathered lengths
+alone, not on the ranks that loaded them; a restored run continues as if it had not been interrupted, also with another
+data-parallel size, whose ranks divide the waiting samples again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_balance.topology import Topology
 
 @dataclass(frozen=True)
 class _Waiting:
-    """What every rank knows of a sample: its home and the tokens of its sequences; on its home, the sample."""
+    """A waiting sample: its home rank and the tokens of its sequences, and on its home rank the sample itself."""
 
     home_rank: int
     segment_lengths: tuple[int, ...]
@@ -43,9 +43,9 @@ class SamplePool:
         window: global batches to choose from.
         global_batch_size: samples that leave each step.
         topology: the ranks.
-        cost_model: what a sample costs.
+        cost_model: cost of a sample.
         rank: this rank in the data-parallel group.
-        micro_batch_size: rows of an item that a rank loads: the loader deals them out rank by rank.
+        micro_batch_size: rows of an item; the loader gives each rank in turn one item.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class SamplePool:
         return -(-state["num_arrived"] // self._look.batch_size) - state["num_steps"]
 
     def copy(self) -> SamplePool:
-        """The pool as it is now; samples are shared, they never change."""
+        """A copy of the pool. Samples never change, so both pools share them."""
         other = copy.copy(self)
         other._look = LookAhead.from_state(self._look.state())
         other._waiting = dict(self._waiting)
         return other
 
     def add(self, gathered: GatheredLengths, samples: Sequence[Sample]) -> None:
-        """Take in what all ranks loaded.
+        """Add the samples that all ranks loaded.
 
         Args:
-            gathered: lengths and homes; fewer samples than were missing mean that the data has ended.
+            gathered: lengths and home ranks; fewer samples than were missing mean that the data has ended.
             samples: this rank's, in the order of `gathered`.
 
         Raises:
-            BalanceError: the samples are no whole number of global batches.
+            BalanceError: the number of samples is not a multiple of the global batch size.
         """
         batch_size = self._look.batch_size
         if len(gathered.lengths) % batch_size:
@@ -116,7 +116,7 @@ class SamplePool:
         """Choose the next step's samples.
 
         Returns:
-            Their lengths as if they had just been gathered, and this rank's.
+            Their lengths, as if just gathered, and this rank's samples.
 
         Raises:
             BalanceError: none are left.
@@ -156,10 +156,10 @@ class SamplePool:
         )
 
     def restore(self, folder: Path) -> None:
-        """Read back what all ranks wrote; each keeps the samples that are its own now.
+        """Read the shares of all ranks; each rank keeps the samples whose home rank it is now.
 
-        The choice goes on with the number of ranks it began with, while samples wait: batches are those of a run that
-        was not interrupted, on any number of ranks.
+        While samples wait, look-ahead keeps the number of ranks that it began with, so that the batches equal those of
+        a run without interruption, on any number of ranks.
 
         Raises:
             BalanceError: a share is missing or damaged, or the run has another window or global batch size.
@@ -187,8 +187,8 @@ class SamplePool:
             )
             for arrival in sorted(homes)
         }
-        # Costs anew: they are this run's, in its units. The data may have ended for the run that saved and go on for
-        # this one, which has more steps to train: it will ask.
+        # Costs are recomputed with this run's cost model. The data may have ended for the run that saved and not for
+        # this one, which may train more steps.
         state = {**index.look_ahead, "drained": False}
         state["costs"] = [self._cost(self._waiting[arrival].segment_lengths) for arrival in state["arrivals"]]
         self._look = LookAhead.from_state(state if homes else state | {"dp_size": dp_size})
