@@ -1,1 +1,1 @@
-"""Pictures and records of balanced runs: what would be gained, what happens, what it cost."""
+"""HTML reports and traces of balanced runs: predicted gain, measured imbalance and planning time."""

@@ -1,6 +1,6 @@
 """Draws the charts of the page with plotly: imbalance and packing over steps, lengths, predicted against measured.
 
-Invariant: every number drawn is in `RunFigures` or in a calibration; captions name what is left out for size.
+Invariant: every number drawn is in `RunFigures` or in a calibration; captions say which points are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 MAX_POINTS = 150
-"""Most points of a line; a longer run is shown as the means of as many stretches of steps."""
+"""Most points of a line; a longer run is drawn as means over this many intervals of steps."""
 
 _DASHES = {"stock": "dot", "planned": "solid", "measured": "solid", "beforehand": "dash", "idle": "dot"}
 _SECONDS = "%{x:.3s}s predicted, %{y:.3s}s measured"
@@ -37,7 +37,7 @@ class Chart:
     Attributes:
         name: id in the page.
         heading: above it.
-        caption: what it shows, with the figures that matter: it stands for the chart where that is not seen.
+        caption: description with the main figures; screen readers read it in place of the chart.
         figure: plotly's.
     """
 
@@ -101,7 +101,7 @@ def lengths_chart(bins: LengthBins) -> Chart:
             hovertemplate="%{x} tokens: %{y:.1%} " + name + "<extra></extra>",
         )
     figure.update_layout(barmode="group", bargap=0.25, xaxis={"type": "category"}, yaxis={"tickformat": ".0%"})
-    return Chart("lengths", "Lengths, and what they cost", bins.summary, figure)
+    return Chart("lengths", "Lengths and their cost", bins.summary, figure)
 
 
 def fit_chart(fit: CostFit) -> Chart:
@@ -126,9 +126,7 @@ def calibration_chart(calibration: Calibration) -> Chart:
     error = calibration.held_out_error
     errors = "" if error is None else f" On those held out it is off by {error:.1%} (median)."
     device = calibration.origin.get("device", "an unnamed device")
-    caption = (
-        f"{len(calibration.measurements)} micro-batches measured on {device}, and what was fitted to them.{errors}"
-    )
+    caption = f"{len(calibration.measurements)} micro-batches measured on {device}, and the fit to them.{errors}"
     figure = _against(points, x_title="fitted seconds", y_title="measured seconds")
     return Chart("calibration", "The calibration", caption, figure)
 
@@ -193,7 +191,7 @@ def _lines(
 
 
 def _mean(values: NDArray[np.float64]) -> float:
-    """Of what is known; NaN, which is drawn as a gap, where nothing is."""
+    """Mean of the known values; NaN, drawn as a gap, without any."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if known.size else float("nan")
 

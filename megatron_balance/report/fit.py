@@ -12,7 +12,7 @@ from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import TimeScale, is_measured, is_slowest
 
 MAX_POINTS = 1500
-"""Most micro-batches drawn; the figures count all."""
+"""Most micro-batches drawn; the median error is over all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def _about_scale(scale: TimeScale) -> str:
     )
     if scale.fitted:
         return (
-            "One number, from cost to seconds, was fitted to this run; what is left is what the cost model gets wrong, "
-            f"and noise.{of_what}"
+            "One factor, from cost to seconds, was fitted to this run; the rest is the cost model's error and noise."
+            f"{of_what}"
         )
     return f"Predictions are in seconds already; nothing was fitted to this run.{of_what}"

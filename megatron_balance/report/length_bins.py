@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatron_balance.report.run_figures import RunFigures
 
 BINS_PER_DOUBLING = {7: 1, 4: 2, 0: 4}
-"""Of the length; fewer doublings from the shortest to the longest are cut finer."""
+"""Bins per doubling of the length, by the least number of doublings from the shortest to the longest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class LengthBins:
         labels: `[num_bins]` the longest length of each bin.
         counts: `[num_bins]` part of the sequences.
         costs: `[num_bins]` part of the predicted cost.
-        summary: the spread in words.
+        summary: the distribution as text.
     """
 
     labels: tuple[str, ...]
@@ -64,7 +64,7 @@ def _summary(lengths: NDArray[np.int64], *, counts: NDArray[np.int64], costs: ND
     total = int(counts.sum())
     cumulative = np.cumsum(counts)
     median = int(lengths[np.searchsorted(cumulative, (total + 1) // 2)])
-    # How few of the longest sequences make up half of the cost.
+    # The number of the longest sequences that make up half of the cost.
     from_longest = np.cumsum(costs[::-1])
     needed = int(np.searchsorted(from_longest, from_longest[-1] / 2))
     longest_part = int(counts[::-1][: needed + 1].sum()) / total

@@ -34,7 +34,7 @@ from megatron_balance.report.timeline_data import timeline_data
 
 
 def write_report(run: RunRecord | Path, *, out: Path) -> Path:
-    """Write the report of one run: what a script calls.
+    """Write the report of one run.
 
     Args:
         run: a record, its folder, or the file that `plan --json` wrote.

@@ -1,7 +1,7 @@
 """The colours of the page, light and dark. Charts are made in the light ones; the page swaps them.
 
-Every colour stands for one thing in all charts: orange is stock, blue is planned, green is measured. They differ
-in lightness too, and lines in their dashes, for those who see colours otherwise.
+A colour has the same meaning in all charts: orange is stock, blue is planned, green is measured. Colours also differ
+in lightness, and lines in their dashes, for readers with colour blindness.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Computes the figures of a run, step by step and in total, for the charts and tables of the report.
 
-Invariant: stock and plan are judged by the same cost model in each step, and by the same formula as what was
-measured.
+Invariant: stock and plan are judged by the same cost model in each step, and measured times by the same formula.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class RunFigures:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any step was measured."""
+        """True if any step was measured."""
         return not bool(np.isnan(self.measured_imbalance).all())
 
     @cached_property
@@ -78,17 +77,17 @@ class RunFigures:
 
     @cached_property
     def shown_imbalance(self) -> NDArray[np.float64]:
-        """`[num_steps]` measured where it was, else planned."""
+        """`[num_steps]` measured imbalance of measured steps, else the planned one."""
         return np.where(np.isnan(self.measured_imbalance), self.planned.imbalance, self.measured_imbalance)
 
     @cached_property
     def iterations(self) -> NDArray[np.int64]:
-        """`[num_steps]` Megatron's count of them."""
+        """`[num_steps]` Megatron's iteration numbers."""
         return np.array([step.iteration for step in self.record.steps], dtype=np.int64)
 
 
 def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> RunFigures:
-    """Judge a run.
+    """Compute the figures of a run, its stock baseline and an earlier plan.
 
     Args:
         record: the run. Steps without samples are left out.

@@ -24,7 +24,7 @@ class Summary:
     Attributes:
         title: policy and hardware.
         facts: ranks, objective, cost, steps, versions: one line each.
-        tiles: the few figures to see first: name, value, what it means.
+        tiles: the main figures: name, value, meaning.
         columns: of the table.
         rows: `[num_rows]` name of a figure, then its value in each column.
         notes: how to read it.
@@ -151,7 +151,7 @@ def _rows(figures: RunFigures, *, policies: Sequence[PolicyFigures]) -> tuple[tu
 
 
 def _moved_part(figures: RunFigures, *, policy: PolicyFigures) -> str:
-    """Unknown where several ranks share a sample: it is loaded by one and run by all."""
+    """Part of the tokens that moved; unknown where several ranks share a sample, as one loads it and all run it."""
     moved = [step.moved_tokens for step in policy.metrics if step.moved_tokens is not None]
     tokens = sum(int(step.segment_lengths.sum()) for step in figures.record.steps)
     return f"{sum(moved) / max(tokens, 1):.0%}" if len(moved) == len(policy.metrics) else NONE
@@ -160,25 +160,25 @@ def _moved_part(figures: RunFigures, *, policy: PolicyFigures) -> str:
 def _notes(figures: RunFigures) -> tuple[str, ...]:
     per_slot = figures.info.limits.micro_batch_size or 1
     samples = "one sample" if per_slot == 1 else f"{per_slot} samples"
-    counted = "what ranks wait for one another"
+    counted = "the time that ranks wait for one another"
     if figures.info.cost_model.per_microbatch:
-        counted += ", and what every micro-batch costs besides its samples"
+        counted += ", and the fixed cost of every micro-batch"
     notes = [
-        "Stock is Megatron's own sampler on the same samples: every rank runs what it loaded, "
+        "Stock is Megatron's own sampler on the same samples: every rank runs the samples it loaded, "
         f"{samples} a micro-batch. Both are judged by the same cost model. The "
         f"predicted speed-up counts {counted}; the padding that packing saves is not in it."
     ]
     if figures.info.topology.dynamic_cp:
         notes.append(
-            "Rows are data- and context-parallel ranks, and a micro-batch is as high as ranks share it. Stock shares "
-            f"every sample by {figures.info.topology.cp_size}, and its bound is that of this size."
+            "Rows are data- and context-parallel ranks; a micro-batch spans the rows of the ranks that share it. Under "
+            f"stock {figures.info.topology.cp_size} ranks share every sample, and its bound is that of this size."
         )
     if figures.is_measured:
-        notes.append("What is measured are micro-batches: a measured step is the busiest rank's sum of them.")
+        notes.append("Micro-batches are measured: a measured step is the busiest rank's sum of them.")
     if OBJECTIVES[figures.info.objective].waits_in_slots():
         notes.append(
             "Ranks meet in every micro-batch: slots are drawn aligned, waiting inside each. Measured seconds of a "
-            "micro-batch contain what it waited for the others, so the measured imbalance looks smaller than it is."
+            "micro-batch include waiting for the others, so the measured imbalance looks smaller than it is."
         )
     if figures.info.topology.pp_size > 1:
         notes.append(

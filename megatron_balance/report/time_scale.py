@@ -32,8 +32,8 @@ class TimeScale:
         unit: `s`, `tokens` or `FLOP`.
         per_cost: units per unit of the run's first cost model.
         per_learned_cost: units per unit of a cost model that was learned in training, which counts attoseconds.
-        fitted: `per_cost` was fitted to what was measured.
-        first_model: as the run began.
+        fitted: `per_cost` was fitted to measured seconds.
+        info: of the run, with its first cost model.
     """
 
     unit: str
@@ -53,17 +53,17 @@ class TimeScale:
 
 
 def is_learned(step: StepRecord, *, info: RunInfo) -> bool:
-    """Whether calibration in training has changed the cost model before this step."""
+    """True if calibration in training has changed the cost model before this step."""
     return step.cost_model != info.cost_model
 
 
 def is_measured(step: StepRecord) -> bool:
-    """Whether the micro-batches of every rank were measured."""
+    """True if the micro-batches of every rank were measured."""
     return not np.isnan(step.seconds).any()
 
 
 def in_one_unit(record: RunRecord) -> RunRecord:
-    """The record, its costs by the first cost model where nothing measured links that to a learned one."""
+    """The record; without any measured step, all costs are recomputed with the first cost model."""
     if any(is_measured(step) for step in record.steps):
         return record
     info = record.info
@@ -85,7 +85,7 @@ def time_scale(record: RunRecord) -> TimeScale:
     if in_seconds and stages == 1:
         first = None
     elif first is None and learned is not None:
-        # Calibration had learned before the first step was measured: its seconds stand for the steps before.
+        # Calibration had a fit before the first measured step: its seconds are used for the steps before as well.
         step = next(step for step in record.steps if is_learned(step, info=info))
         before = recosted(step, cost_model=info.cost_model, info=info)
         ratio = (float(step.cost_grid.sum()) * 2.0**step.cost_shift) / (
@@ -103,9 +103,9 @@ def time_scale(record: RunRecord) -> TimeScale:
 
 
 def is_slowest(step: StepRecord, *, info: RunInfo) -> NDArray[np.bool_]:
-    """`[dp_size, num_microbatches]` whether the rank is the costliest of those it waits for, and was measured.
+    """`[dp_size, num_microbatches]` True where the rank is the costliest of those that meet, and was measured.
 
-    Its seconds are its own; those of the other ranks contain waiting.
+    Its seconds contain no waiting; those of the other ranks do.
     """
     groups = step.cost_grid.reshape(-1, sync_group_size(info.objective, topology=info.topology), step.num_microbatches)
     own = (groups == groups.max(axis=1, keepdims=True)).reshape(step.cost_grid.shape)

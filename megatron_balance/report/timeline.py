@@ -2,8 +2,8 @@
 
     step        a rank's micro-batches follow one another; ranks wait at the end
     microbatch  a slot begins when every rank that meets there has ended the one before
-    pipeline    as `step`, on one stage. The planner knows makespans, not when a stage is free, so the
-                pipeline's bubble is drawn with the waiting at the end
+    pipeline    as `step`, on one stage. The planner computes makespans, not the times of single stages, so
+                the pipeline's bubble is drawn together with the waiting at the end
 
 Invariants: micro-batches of a rank do not overlap and are in slot order; none ends after `total`.
 """
@@ -21,7 +21,7 @@ from megatron_balance.planner.objectives import OBJECTIVES, is_makespan
 from megatron_balance.record.run_record import RunInfo
 
 _WHOLE = 2**40
-"""Integer times are in units of the longest row over this."""
+"""Resolution of integer times: the longest row divided by this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Timeline:
     Attributes:
         starts: `[dp_size, num_microbatches]`, in the unit of the durations.
         durations: `[dp_size, num_microbatches]`.
-        total: when the step ends; ranks wait until then.
+        total: end of the step, until which ranks wait.
     """
 
     starts: NDArray[np.float64]
@@ -40,7 +40,7 @@ class Timeline:
 
     @property
     def idle_fraction(self) -> float:
-        """Waiting, of all ranks' time."""
+        """Waiting time as a fraction of all ranks' time."""
         all_time = self.total * len(self.durations)
         return 1 - float(self.durations.sum()) / all_time if all_time else 0.0
 
@@ -50,8 +50,8 @@ def step_timeline(durations: NDArray[np.float64], *, info: RunInfo, with_bubble:
 
     Args:
         durations: `[dp_size, num_microbatches]` of one pipeline stage.
-        info: when ranks wait for one another.
-        with_bubble: count the pipeline's bubble in; not for measured times, which leave it out.
+        info: objective and topology, which say where ranks wait.
+        with_bubble: add the pipeline's bubble; measured times do not contain it.
     """
     span = sync_group_size(info.objective, topology=info.topology)
     num_slots = durations.shape[1]
@@ -72,7 +72,7 @@ def _makespan(durations: NDArray[np.float64], *, info: RunInfo) -> float:
         span = sync_group_size(info.objective, topology=topology)
     of_groups = durations.reshape(-1, span, durations.shape[1]).max(axis=1)
     longest = float(of_groups.sum(axis=1).max())
-    # A micro-batch costs all stages together what it costs one of them, times their number.
+    # The cost of a micro-batch over all stages is its cost on one stage times their number.
     costs = np.rint(of_groups / longest * _WHOLE).astype(np.int64) * topology.pp_size
     makespans = pipeline_makespans(costs, pp_size=topology.pp_size, vpp_size=topology.vpp_size)
     return float(makespans.max()) / _WHOLE * longest

@@ -1,9 +1,9 @@
-"""Encodes the timelines of chosen steps as compact numbers, which the page draws.
+"""Encodes the timelines of selected steps as compact integers for the page.
 
-Of a long run the most instructive steps are shown, and others at even distances, until the page is full.
+Of a long run the page shows the worst, median, first and last step, and others at even distances up to `MAX_BYTES`.
 
-Invariant: times are whole parts of the step (`RESOLUTION` of the longest timeline), so that a step of 64 ranks
-takes tens of kilobytes.
+Invariant: times are integers (`RESOLUTION` steps of the longest timeline), so that a step of 64 ranks takes tens of
+kilobytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_balance.report.time_scale import is_measured
 from megatron_balance.report.timeline import Timeline, step_timeline
 
 RESOLUTION = 50_000
-"""Times are integers from 0 to this, the longest timeline of a step."""
+"""Integer time at the end of a step's longest timeline."""
 
 MAX_STEPS = 40
 MAX_BYTES = 3_500_000
 MAX_SLICES = 4096
-"""Micro-batches drawn in one timeline; with more, only some of the ranks are."""
+"""Most micro-batches drawn in one timeline; beyond, only some ranks are drawn."""
 
 MAX_RANKS = 64
 
@@ -39,9 +39,9 @@ class TimelineData:
 
     Attributes:
         steps: one mapping a step, in order of iterations.
-        first_shown: index of the one to begin with.
+        first_shown: index of the step that the page opens with.
         text: the steps as JSON.
-        note: which steps and ranks these are, in words.
+        note: the selection of steps and ranks as text.
     """
 
     steps: tuple[dict[str, Any], ...]
@@ -51,7 +51,7 @@ class TimelineData:
 
 
 def timeline_data(figures: RunFigures) -> TimelineData:
-    """Timelines of the most instructive steps, within `MAX_BYTES`."""
+    """Timelines of selected steps, within `MAX_BYTES`."""
     chosen: dict[int, tuple[str, str]] = {}
     size = 0
     for index, label in _by_interest(figures):
@@ -92,11 +92,11 @@ def _num_rows(figures: RunFigures) -> int:
 
 
 def _by_interest(figures: RunFigures) -> Iterator[tuple[int, str]]:
-    """Indices of steps, each once, with what they are; the one to begin with first."""
+    """Indices and labels of steps, each once, by falling interest; the page opens with the first."""
     shown = figures.shown_imbalance
     order = np.argsort(shown, kind="stable")
     word = "measured" if figures.is_measured else "planned"
-    # A step that is two of these keeps the first name: the worst stays the worst, be it the last as well.
+    # A step with several labels keeps the first: the worst step is labelled so even if it is the last.
     labels: dict[int, str] = {}
     for index, label in (
         (int(order[(order.size - 1) // 2]), f"median {word} imbalance"),
@@ -112,7 +112,7 @@ def _by_interest(figures: RunFigures) -> Iterator[tuple[int, str]]:
 
 
 def _timelines(figures: RunFigures, index: int) -> list[tuple[str, str, StepRecord, Timeline]]:
-    """Key, title, samples and times of each timeline of a step, from before to after."""
+    """Key, title, samples and times of each timeline of a step, stock first."""
     scale, info = figures.scale, figures.info
     policies = [("stock", "Before: stock sampler, predicted", figures.stock)]
     if figures.beforehand is not None:
@@ -130,7 +130,7 @@ def _timelines(figures: RunFigures, index: int) -> list[tuple[str, str, StepReco
 
 
 def _drawn_ranks(figures: RunFigures, index: int) -> NDArray[np.int64]:
-    """Ranks that are drawn: all, or the busiest of each timeline and others evenly."""
+    """Ranks to draw: all, or the busiest of each timeline and others at even distances."""
     lines = _timelines(figures, index)
     dp_size = _num_rows(figures)
     num_slots = max(step.num_microbatches for _, _, step, _ in lines)

@@ -1,7 +1,7 @@
 """Writes a run as a trace for chrome://tracing and ui.perfetto.dev: one track a rank, one slice a micro-batch.
 
-The format is Google's "Trace Event Format": complete events (`ph: X`) with `ts` and `dur` in microseconds. What
-was measured is shown where every rank's micro-batches of a step were; else the prediction. Gaps are waiting.
+The format is Google's "Trace Event Format": complete events (`ph: X`) with `ts` and `dur` in microseconds. A step is
+shown with measured times if every rank's micro-batches were measured, else with predicted ones. Gaps are waiting.
 
 Invariants: events are sorted by time; slices of a track do not overlap; steps follow one another.
 """
