@@ -65,7 +65,7 @@ class GlobalBatch:
 
 
 def read_flagged_lengths(args: argparse.Namespace, *, global_batch_size: int) -> NDArray[np.int64]:
-    """Lengths read from a file, counted in a text, or drawn, as flags ask: `[num_samples]` int64, tokens."""
+    """Lengths from a file, counted in text or drawn, by the flags: `[num_samples]` int64, tokens."""
     if args.seed < 0:
         raise BalanceError(f"--seed is {args.seed}: it must be 0 or more.")
     source: str = args.lengths
@@ -105,8 +105,8 @@ def cut(lengths: NDArray[np.int64], *, global_batch_size: int, steps: int | None
     Args:
         lengths: `[num_samples]` tokens.
         global_batch_size: samples a step.
-        steps: how many; None for as many as there are, at most `max_steps`.
-        max_steps: see there.
+        steps: number of steps; None for all full batches, at most `max_steps`.
+        max_steps: limit if `steps` is None.
     """
     num_full = lengths.size // global_batch_size
     num_steps = min(num_full, max_steps) if steps is None else steps
@@ -169,7 +169,7 @@ def look_ahead(
         if num_pushed == len(costs):
             pool.drain()
         arrivals = pool.pop()
-        # As ranks gather them: by the rank that holds them, then by arrival.
+        # In the order of gathering: by home rank, then by arrival.
         arrivals = arrivals[np.argsort(homes[arrivals], kind="stable")]
         chosen.append(_of_samples(arrivals, segments=segments, counts=counts, ends=ends, homes=homes))
     return chosen
@@ -201,5 +201,5 @@ def _of_samples(
 
 
 def is_record(source: str) -> bool:
-    """Whether LENGTHS names the folder of a recorded run."""
+    """True if LENGTHS is the folder of a recorded run."""
     return Path(source).is_dir()

@@ -1,6 +1,6 @@
-"""Prices what context-parallel ranks receive from one another, and knows where dynamic sizes are refused.
+"""Cost of the exchange between context-parallel ranks, and refusals of dynamic context parallelism.
 
-Invariant: a price follows from the model's keys and values and a bandwidth that is stated, or named as assumed.
+Invariant: the cost follows from the model's keys and values and a bandwidth that is given, or stated as assumed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_balance.planner.throughput import num_gpus
 from megatron_balance.topology import Topology
 
 GPUS_PER_NODE = 8
-"""Runs on at most as many GPUs are taken to be on one node, where no bandwidth is stated."""
+"""Without --cp-bandwidth, runs on at most this many GPUs are assumed to be on one node."""
 
 ASSUMED_LINKS = (
     f"{WITHIN_NODE.bytes_per_second / 1e9:g} GB/s on at most {GPUS_PER_NODE} GPUs, else "
     f"{BETWEEN_NODES.bytes_per_second / 1e9:g}, an assumption"
 )
-"""Bandwidths where none is stated, for people."""
+"""The bandwidths assumed without --cp-bandwidth, as text."""
 
 
 def cp_link(topology: Topology, *, gigabytes_per_second: float | None, tflops: float | None) -> Link:
@@ -40,7 +40,7 @@ def cp_link(topology: Topology, *, gigabytes_per_second: float | None, tflops: f
     Args:
         topology: the ranks.
         gigabytes_per_second: `--cp-bandwidth`; None for NVLink on one node, one 400 Gb/s link a GPU on several.
-        tflops: that a GPU reaches; None for those of the link's own.
+        tflops: speed that a GPU reaches; None for the link's default.
 
     Raises:
         BalanceError: the bandwidth is not above zero.
@@ -63,7 +63,7 @@ def exchange_cost(shape: ModelShape, *, topology: Topology, link: Link, cost_nam
         cost_name: `flops` or `seconds`, the unit.
 
     Returns:
-        None where the model has layers whose communication is not that of a ring of keys and values.
+        None if the model has layers that do not pass keys and values around a ring.
     """
     try:
         if cost_name == "flops":
@@ -75,9 +75,9 @@ def exchange_cost(shape: ModelShape, *, topology: Topology, link: Link, cost_nam
 
 
 def dynamic_cp_refusal(shape: ModelShape | None, *, topology: Topology) -> str | None:
-    """Why `--balance-context-parallel` is refused with this model, None where it is not.
+    """The reason why `--balance-context-parallel` is refused with this model, or None.
 
-    The fields of a shape bear the names of Megatron's options, so that the rows that refuse them in training decide.
+    The fields of a shape have the names of Megatron's options, so the table of options used in training decides.
     """
     of_shape = {} if shape is None else vars(shape)
     args = Namespace(**of_shape, balance_context_parallel=ALL_RANKS, use_megatron_fsdp=topology.fully_sharded)

@@ -1,14 +1,14 @@
-"""Resolves the cost that judges a comparison, and the seconds of a unit of it, from flags or a recorded run.
+"""Resolves the cost model of a comparison, and the seconds per unit of cost, from flags or a recorded run.
 
     --cost tokens | flops | calibration.json     that cost
     --model                                      its FLOPs
     a recorded run                               the cost that the run planned with
     nothing                                      tokens
 
-What context-parallel ranks receive from one another is part of the cost where the model is known: at one size by
+If the model is known, the cost includes the exchange between context-parallel ranks: at one size through
 `CostModel.at_cp_size`, with dynamic sizes as `cp_exchange`.
 
-Invariant: seconds are shown only where they were measured, or follow from a speed that the user stated.
+Invariant: seconds are shown only if they were measured, or follow from a speed that the user gave.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron_balance.report.time_scale import is_measured, time_scale
 from megatron_balance.topology import Topology
 
 DEFAULT_EFFICIENCY = 0.4
-"""Fraction of a GPU's peak where none is given: often reached, and shown as an assumption."""
+"""Default fraction of a GPU's peak: often reached, and shown as an assumption."""
 
 
 def check_cp_bandwidth(args: argparse.Namespace) -> None:
-    """Raises where `--cp-bandwidth` is given and nothing says what is received."""
+    """Raises if `--cp-bandwidth` is given without `--model`."""
     if args.cp_bandwidth is not None and args.model is None:
         raise BalanceError(
             "--cp-bandwidth is given without --model, whose keys and values ranks receive: add it, or drop it."
@@ -58,10 +58,10 @@ class CostSource:
         model: `--model`, or None.
         record: the recorded run, or None.
         peak_tflops: of one GPU, or None.
-        efficiency: fraction of it that is reached, or None for the default.
-        cp_bandwidth: `--cp-bandwidth`, GB/s, or None for that of the ranks' nodes.
-        counts_communication: costs have what context-parallel ranks receive, where that is known; False for costs as
-            training plans with them at one size.
+        efficiency: fraction of the peak that is reached, or None for the default.
+        cp_bandwidth: `--cp-bandwidth`, GB/s, or None for the assumed one.
+        counts_communication: costs include the exchange between context-parallel ranks, if it is known; False for the
+            costs that training plans with at one size.
     """
 
     cost: str | None
@@ -77,7 +77,7 @@ class CostSource:
         """Read and check the flags.
 
         Raises:
-            BalanceError: a speed is stated for a cost that is no FLOPs, or a bandwidth for an unknown model.
+            BalanceError: a speed is given for a cost other than FLOPs, or a bandwidth without a model.
         """
         source = cls(args.cost, args.model, record, args.peak_tflops, args.efficiency, args.cp_bandwidth)
         check_cp_bandwidth(args)
@@ -99,7 +99,7 @@ class CostSource:
         return "tokens" if self.record is None else self.record.info.cost_name
 
     def cost_model(self, topology: Topology, *, free: bool = False) -> CostModel:
-        """The cost model that judges on these ranks, communication included where it is known.
+        """The cost model that judges plans on these ranks, communication included if it is known.
 
         Args:
             topology: the ranks.
@@ -136,14 +136,14 @@ class CostSource:
         return priced.at_cp_size(topology.cp_size)
 
     def exchange(self, topology: Topology, *, cost_name: str) -> int | None:
-        """`CostModel.cp_exchange` on these ranks in a unit, `flops` or `seconds`; None where it is not known."""
+        """`CostModel.cp_exchange` on these ranks in `flops` or `seconds`; None if it is not known."""
         own = self._own_exchange(topology, cost_name=cost_name)
         if own or self.shape is None or cost_name == "tokens":
             return own or None
         return exchange_cost(self.shape, topology=topology, link=self.cp_link(topology), cost_name=cost_name)
 
     def _own_exchange(self, topology: Topology, *, cost_name: str) -> int:
-        """What the run counted, or the calibration measured."""
+        """The exchange that the recorded run planned with or the calibration measured; 0 without either."""
         if self.record is not None and self.cost is None and self.model is None:
             return self.record.info.cost_model.cp_exchange
         return self._chosen(self.cost, topology).cp_exchange if self.cost and cost_name == "seconds" else 0
@@ -161,7 +161,7 @@ class CostSource:
         return None if self.model is None else find_shape(self.model)
 
     def holds_at(self, topology: Topology) -> bool:
-        """Whether the cost is known on these ranks; a recorded run's own is known only on its own."""
+        """True if the cost is known on these ranks; a recorded run's own cost holds for its own ranks only."""
         if self.cost is not None or self.model is not None or self.record is None or self.cost_name == "tokens":
             return True
         ran_on = self.record.info.topology
@@ -183,13 +183,13 @@ class CostSource:
         return self._planning(self._judging(topology), topology=topology, cost_name=self.cost_name)
 
     def _planning(self, cost_model: CostModel, *, topology: Topology, cost_name: str) -> CostModel:
-        """Training counts communication where sizes differ; at one size it is left out."""
+        """Training plans with communication only under dynamic context parallelism."""
         if not topology.dynamic_cp:
             return replace(cost_model, cp_exchange=0)
         return self._with_communication(cost_model, topology=topology, cost_name=cost_name)
 
     def rate(self, topology: Topology) -> CostRate:
-        """Seconds of a unit of the cost."""
+        """Seconds per unit of the cost."""
         if self.cost_name == "seconds" and self._seconds_of_run is None:
             return rate_of_calibration()
         if self._seconds_of_run is not None and self.peak_tflops is None:
@@ -225,10 +225,10 @@ class CostSource:
 
     @cached_property
     def _seconds_of_run(self) -> float | None:
-        """Measured seconds of a unit of the judging cost, on one pipeline stage of the recorded run."""
+        """Measured seconds per unit of the judging cost, on one pipeline stage of the recorded run."""
         if self.measured_imbalance is None or (self.cost_name == "seconds" and self.cost is not None):
             return None
-        assert self.record is not None, "what was measured is in the record"
+        assert self.record is not None, "measurements are in the record"
         cost_model = self.cost_model(self.record.info.topology)
         info = replace(self.record.info, cost_model=cost_model, cost_name=self.cost_name)
         steps = tuple(recosted(step, cost_model=cost_model, info=info) for step in self.record.steps)
@@ -245,5 +245,5 @@ class CostSource:
 
 
 def _sharing(topology: Topology) -> int:
-    """Ranks that share a measured cost; where sizes differ, the planner shares it among context-parallel ranks."""
+    """Ranks that share a measured cost; with dynamic sizes the planner divides it by the context-parallel size."""
     return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)

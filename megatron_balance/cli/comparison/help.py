@@ -6,8 +6,8 @@ from megatron_balance.cli.flags import LENGTHS_HELP, MODELS_HELP
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 
 MAX_SAMPLES = {"step": 2**17, "slots": 2**14, "groups": 2**12}
-"""Samples planned when --steps is not given, over all points of a sweep together, so that it takes seconds. Plans are
-dearer where ranks meet in every slot or in a pipeline, and dearest where several groups of ranks do.
+"""Samples planned without --steps, over all points of a sweep together, so that planning takes seconds. Planning takes
+longer if ranks meet in every slot or in a pipeline, and longest if several groups of ranks do.
 """
 
 EPILOG = f"""\
@@ -27,10 +27,10 @@ examples:
 
 policies (their flags are printed below the table):
   stock         Megatron's own sampler: sample i on rank i % dp_size, one sample a micro-batch
-  packed        every rank packs what it loaded, first fit
+  packed        every rank packs the samples it loaded, first fit
   balance-data  samples move, ranks are made even in tokens
   by-flops      samples move, ranks are made even in FLOPs of --model
-  calibrated    the same in the seconds of --cost calibration.json
+  calibrated    samples move, ranks are made even in the seconds of --cost calibration.json
   dynamic CP    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
                 where training does not refuse it
   look-ahead W  the same at one size, a step's samples chosen from W global batches: the order of data changes
@@ -40,10 +40,10 @@ columns, means over the steps:
                  a calibration, or a recorded run that was measured
   tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
   speed          predicted time under stock over this policy's
-  no comm.       the same, were communication between context-parallel ranks free: planned again with dynamic CP
+  no comm.       speed if communication between context-parallel ranks were free; dynamic CP is planned again for it
   step, micro-batch, pipeline
-                 slowest over mean, as each objective sees it; 1.000 is even, also with one rank. * marks the one that
-                 holds for your ranks, which the times are predicted by.
+                 slowest over mean under each objective; 1.000 is even, also with one rank. * marks the objective of
+                 your ranks, which the predicted times follow.
                  step: cost of a rank. micro-batch: the slowest rank in each slot, summed. pipeline: the longest
                  makespan over that of as many even micro-batches, so its bubble is not counted
   over bound     predicted time above a lower bound that no schedule can beat
@@ -55,12 +55,12 @@ columns, means over the steps:
   plan ms        time to plan one step
 
 With --model each context-parallel rank receives the keys, values and gradients of the others at --cp-bandwidth, at one
-size and at sizes that differ; none of it hides behind attention, so this is an upper end.
+size and with dynamic CP; no overlap with attention is assumed, so this is an upper bound on its time.
 
 FLOPs are those this package plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in
-training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} tokens besides on each context-parallel
-rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, are not the same number:
-choose --efficiency by these FLOPs, or better, calibrate.
+training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} additional tokens on each context-parallel
+rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, differ: choose --efficiency
+for these FLOPs, or better, calibrate.
 
 {MODELS_HELP}
 """

@@ -1,14 +1,14 @@
 """Plans global batches under each policy, judged by one cost model.
 
 stock          sample i goes to rank i % dp_size, one sample a micro-batch: Megatron's own sampler
-packed         every rank packs what it loaded, first fit, up to the token cap
+packed         every rank packs the samples it loaded, first fit, up to the token cap
 balance-data   samples move; ranks are made even in tokens, first fit
 by-flops       samples move; ranks are made even in FLOPs, by the chosen algorithm
-calibrated     the same in seconds of a calibration
-dynamic CP     the last of these, and each micro-batch has a context-parallel size of its own
+calibrated     as by-flops, in seconds of a calibration
+dynamic CP     the last of these, with dynamic context-parallel sizes
 look-ahead     the same at one size, and each step's samples are chosen from several global batches
 
-Invariant: one cost model judges all of them; each is made with what its flags know.
+Invariant: one cost model judges all policies; each is planned with the cost that its flags select in training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Policy:
         flags: training flags that select it; empty for stock.
         cost_model: cost that it evens out; None for stock, which does not pack.
         algorithm: packing algorithm.
-        move_samples: whether samples leave the rank that loaded them.
+        move_samples: samples may leave the rank that loaded them.
         lookahead: global batches that a step's samples are chosen from.
         dynamic_cp: each micro-batch has a context-parallel size of its own.
     """
@@ -59,8 +59,8 @@ class PolicyResult:
         policy: the policy.
         steps: `[num_steps]` its plans.
         metrics: `[num_steps]` their figures, by the cost model that judges every policy.
-        setting: ranks and cost they are judged by; ranks are leaves where sizes differ.
-        free_costs: `[num_steps]` predicted times, were communication free; empty where none is counted.
+        setting: ranks and cost that the plans are judged by; with dynamic CP ranks are leaves.
+        free_costs: `[num_steps]` predicted times with free communication; empty if none is counted.
     """
 
     policy: Policy
@@ -113,8 +113,8 @@ def plan_policy(
         policy: the policy.
         batches: `[num_steps]`, in the order of training.
         setting: ranks, limits, objective and the cost that judges.
-        free: that cost without communication; None, or the same, where it has none.
-        after_step: called after each.
+        free: that cost without communication; None, or the same cost, if it has none.
+        after_step: called after each step.
     """
     if policy.lookahead > 1:
         assert policy.cost_model is not None, "stock does not look ahead"

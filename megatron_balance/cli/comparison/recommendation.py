@@ -1,12 +1,12 @@
 """Recommends a policy, in a few sentences, from the figures of a comparison.
 
     1. the policy with the fewest flags that is within WORTH of the fastest
-    2. stock, where that gains nothing
-    3. dynamic CP, where that gains DYNAMIC_WORTH more; and why it does
-    4. where samples run alone above the cap: a cap that holds the longest, or context parallelism that does
-    5. where one sample bounds the step: what lifts that, planned again there
+    2. stock, if that gains nothing
+    3. dynamic CP, if it gains DYNAMIC_WORTH more; with the reasons
+    4. if samples run alone above the cap: a cap or a context-parallel size that holds the longest
+    5. if one sample bounds the step: the changes that lower this floor, with the gain planned for them
 
-Invariant: every number is of a plan; nothing is promised that was not planned.
+Invariant: every number comes from a plan.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ WORTH = 0.01
 
 DYNAMIC_WORTH = 0.05
 """Dynamic CP must gain at least this fraction over the best policy at one size: bandwidths are assumed, and predicted
-gains were off by up to this much in training (docs/measuring.md, the quickstart)."""
+gains differed by up to this much from training (docs/measuring.md, the quickstart)."""
 
 NOTABLE_FLOOR = 1.01
-"""A sample that costs less than this times a rank's even share is not mentioned."""
+"""Single-sample floors up to this multiple of a rank's even share are not mentioned."""
 
 CAP_MULTIPLE = 256
-"""Recommended caps are multiples of it, tokens."""
+"""Recommended caps are multiples of this many tokens."""
 
 MOST_CAP_GROWTH = 2
-"""A GPU is not expected to hold more than this times its present cap."""
+"""Largest recommended cap, as a multiple of the present one."""
 
 PLANNED_AGAIN = 8
-"""Steps that advice is planned again for."""
+"""Steps that are planned again to measure the gain of an advice."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Recommendation:
         speedup: over stock.
         speedup_over_packed: over packing what each rank loaded.
         floor_worst: single-sample floor of the worst step.
-        floor_mean: mean over the steps.
-        cp_size: context parallelism that lifts the floor on the same GPUs; None where none does or none has to.
-        cp_speedup: what that gains on top; None where it was not planned.
-        dynamic_cp_speedup: dynamic CP over the best policy at one size; None where it was not planned.
+        floor_mean: mean single-sample floor over the steps.
+        cp_size: context-parallel size that lowers the floor on the same GPUs; None if there is none or no need.
+        cp_speedup: additional gain of that size; None if it was not planned.
+        dynamic_cp_speedup: dynamic CP over the best policy at one size; None if it was not planned.
         sentences: the recommendation as text.
     """
 
@@ -75,12 +75,12 @@ class Recommendation:
 
 
 def recommend(comparison: Comparison, *, question: Question, results: Sequence[PolicyResult]) -> Recommendation:
-    """Choose among policies.
+    """Choose a policy and write the sentences.
 
     Args:
-        comparison: all of them.
-        question: to plan again elsewhere.
-        results: those that may be recommended, stock and packed first, then with ever more flags.
+        comparison: all policies.
+        question: plans the same batches at other sizes.
+        results: candidates, stock and packed first, then by rising number of flags.
     """
     setting = comparison.setting
     at_one_size = [result for result in results if not result.policy.dynamic_cp]
@@ -140,7 +140,7 @@ def _use(figures: PolicyMeans, *, objective: str, cap: int, over_packed: float) 
 
 
 def _on_dynamic(comparison: Comparison, *, chosen: PolicyResult, fixed: PolicyResult, floor: float) -> str:
-    """Why context-parallel sizes that differ gain here."""
+    """The gain of dynamic CP, with its reasons."""
     gain, free = (comparison.speedup(chosen, over=fixed, free=free) for free in (False, True))
     cp_size = comparison.setting.topology.cp_size
     reasons: list[str] = []
@@ -152,12 +152,12 @@ def _on_dynamic(comparison: Comparison, *, chosen: PolicyResult, fixed: PolicyRe
     because = f": {', and '.join(reasons)}" if reasons else ""
     return (
         f"Dynamic CP is {gain:.2f}x {fixed.policy.name} ({free:.2f}x were communication free){because}. "
-        "What it does not go with: docs/options.md."
+        "Options that it excludes: docs/options.md."
     )
 
 
 def _cap(comparison: Comparison) -> tuple[int, list[str]]:
-    """The present cap, or the one that the longest sample needs; and why."""
+    """The present cap, or the one that the longest sample needs, with the reason."""
     topology, limits = comparison.setting.topology, comparison.setting.limits
     present = limits.max_tokens_per_gpu
     assert present is not None, "compare plans under a token cap"
@@ -179,7 +179,7 @@ def _cap(comparison: Comparison) -> tuple[int, list[str]]:
 def _floor_advice(
     comparison: Comparison, floors: list[float], *, chosen: PolicyResult, question: Question
 ) -> tuple[FloorAdvice | None, int | None, float | None]:
-    """For the step with the largest floor: what lifts it, by how much context parallelism, and its gain.
+    """Advice for the step with the largest floor, its context-parallel size, and the gain of that size.
 
     `chosen`: the best policy at one size.
     """
@@ -227,8 +227,8 @@ def _on_floor(
         advice: for the worst step.
         floor_mean: mean over the steps.
         cp_speedup: of more context parallelism for all samples.
-        at_one_size: another policy has been recommended, which the floor does not bound.
-        counted: `cp_speedup` has communication in it.
+        at_one_size: dynamic CP is recommended, which the floor does not bound.
+        counted: `cp_speedup` includes communication.
     """
     plans = "no plan at one size" if at_one_size else "no plan"
     sentences = [

@@ -34,11 +34,11 @@ class PolicyMeans:
         seconds_per_step: predicted, in seconds where the rate is absolute, else in an arbitrary unit.
         tokens_per_second_per_gpu: original tokens (no padding) of a step, by its predicted time and all GPUs.
         speedup: predicted time under stock over this one's.
-        free_speedup: the same, were communication free; None where none is counted.
+        free_speedup: `speedup` with free communication; None if none is counted.
         step_imbalance, microbatch_imbalance, pipeline_imbalance: as in ScheduleMetrics.
         over_bound: predicted time over the lower bound, less 1.
         padding: part of the tokens run that is padding.
-        cap_headroom: room below the token cap in the fullest micro-batch of all steps; below 0 where one sample
+        cap_headroom: room below the token cap in the fullest micro-batch of all steps; negative if one sample
             is longer.
         num_microbatches: of one rank in one step.
         plan_seconds: to plan a step.
@@ -62,7 +62,7 @@ class PolicyMeans:
     mean_cp_size: float
 
     def imbalance(self, waiting: str) -> float:
-        """The one that the predicted time follows. `waiting`: see `Comparison.waiting`."""
+        """The imbalance that the predicted time follows. `waiting`: see `Comparison.waiting`."""
         return {
             "step": self.step_imbalance,
             "microbatch": self.microbatch_imbalance,
@@ -76,7 +76,7 @@ class Comparison:
 
     Attributes:
         setting: ranks, limits and the cost that judges.
-        costs: cost of a sample, and the seconds of a unit of it.
+        costs: cost of a sample, and seconds per unit of cost.
         batches: `[num_steps]` in the order of training.
         results: one a policy; stock is the first.
     """
@@ -93,22 +93,22 @@ class Comparison:
 
     @property
     def waiting(self) -> str:
-        """The imbalance that the predicted time follows: the objective's, or a pipeline's where it is a makespan."""
+        """The imbalance that the predicted time follows: the objective's, or `pipeline` if the time is a makespan."""
         objective = self.setting.objective
         return "pipeline" if is_makespan(objective, topology=self.setting.topology) else objective
 
     @property
     def rate(self) -> CostRate:
-        """Seconds of a unit of cost at one context-parallel size."""
+        """Seconds per unit of cost at one context-parallel size."""
         return self.costs.rate(self.setting.topology)
 
     @property
     def counts_communication(self) -> bool:
-        """Whether the costs of some policy have communication."""
+        """True if the cost of some policy includes communication."""
         return any(result.free_costs for result in self.results)
 
     def seconds(self, result: PolicyResult, *, free: bool = False) -> float:
-        """Predicted time of a policy's steps; with `free` that without communication."""
+        """Predicted time of a policy's steps; with `free`, without communication."""
         topology = result.setting.topology
         return step_seconds(
             sum(result.free_costs) if free and result.free_costs else result.predicted_cost,
@@ -118,12 +118,12 @@ class Comparison:
         )
 
     def speedup(self, result: PolicyResult, *, over: PolicyResult, free: bool = False) -> float:
-        """Predicted time of one policy over that of another; 1 where that takes none."""
+        """Predicted time of `over` divided by that of `result`; 1 if the latter is zero."""
         seconds = self.seconds(result, free=free)
         return self.seconds(over, free=free) / seconds if seconds else 1.0
 
     def figures(self, result: PolicyResult) -> PolicyMeans:
-        """The figures of a policy that tables show."""
+        """The figures of a policy for tables."""
         seconds, num_steps = self.seconds(result), len(result.steps)
         num_tokens = sum(batch.num_tokens for batch in self.batches)
         gpus = num_gpus(self.setting.topology)
@@ -148,14 +148,14 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """The comparison that flags ask for, at any ranks and any cap.
+    """The comparison that the flags describe, for any ranks and cap.
 
     Attributes:
         costs: cost of a sample.
         objective: `--objective`; None for auto.
         algorithm: of the policies that balance by FLOPs or seconds.
         lookaheads: windows of look-ahead to try.
-        max_cp_size: largest context-parallel size of a micro-batch where sizes differ; None for all ranks.
+        max_cp_size: largest context-parallel size under dynamic CP; None for all ranks.
     """
 
     costs: CostSource
@@ -176,7 +176,7 @@ class Question:
         )
 
     def policies(self, setting: RunInfo) -> list[Policy]:
-        """Stock, then policies with ever more flags; dynamic CP and look-ahead last, each on top of the best."""
+        """Stock, then policies by rising number of flags; dynamic CP and look-ahead last, on top of the best."""
         policies = token_policies(max_tokens_per_gpu=setting.limits.max_tokens_per_gpu)
         flags = f"{policies[-1].flags} --balance-by-flops"
         if self.algorithm != "auto":
@@ -207,21 +207,21 @@ class Question:
         ]
 
     def why_not_dynamic(self, setting: RunInfo) -> str | None:
-        """Why sizes that differ cannot be compared or trained with, None where they can."""
+        """The reason why dynamic CP cannot be compared or trained with, or None."""
         there = self.dynamic_topology(setting.topology)
         if setting.objective != resolve_objective("auto", topology=setting.topology) or self.algorithm != "auto":
             return "--balance-context-parallel has one algorithm, and its objective follows from the ranks"
         refusal = dynamic_cp_refusal(self.costs.shape, topology=there)
         if refusal is None and self.costs.exchange(there, cost_name=self.costs.cost_name) is None:
-            return "what context-parallel ranks receive is not known: add --model"
+            return "the exchange between context-parallel ranks is not known: add --model"
         return refusal
 
     def dynamic_topology(self, topology: Topology) -> Topology:
-        """The ranks where each micro-batch has a context-parallel size of its own."""
+        """The ranks with dynamic context parallelism."""
         return replace(topology, dynamic_cp=True, max_cp_size=self.max_cp_size)
 
     def dynamic_policy(self, policy: Policy, *, topology: Topology) -> Policy:
-        """A policy by FLOPs or seconds with sizes that differ."""
+        """A policy by FLOPs or seconds, with dynamic context parallelism."""
         there = self.dynamic_topology(topology)
         model = self.costs.calibrated_model(there) or self.costs.flops_model(there)
         flag = "--balance-context-parallel" + ("" if self.max_cp_size is None else f" {self.max_cp_size}")
@@ -243,8 +243,8 @@ class Question:
         Args:
             batches: `[num_steps]`.
             topology: the ranks.
-            limits: what a micro-batch holds.
-            policies: these only; stock is the first.
+            limits: token cap of a micro-batch.
+            policies: the policies to plan, stock first; None for all.
             after_step: called after every planned step of every policy.
         """
         setting = self.setting(topology, limits=limits)
@@ -256,7 +256,7 @@ class Question:
             free = replace(judging, cost_model=self.costs.cost_model(there, free=True))
             result = plan_policy(policy, batches, setting=judging, free=free.cost_model, after_step=after_step)
             if policy.dynamic_cp:
-                # Free communication is worth other plans.
+                # Free communication has other best plans.
                 unpriced = replace(policy.cost_model or free.cost_model, cp_exchange=0)
                 others = plan_policy(replace(policy, cost_model=unpriced), batches, setting=free)
                 result = replace(result, free_costs=tuple(step.predicted_cost for step in others.metrics))
@@ -265,7 +265,7 @@ class Question:
 
 
 def can_look_ahead(batches: Sequence[GlobalBatch]) -> bool:
-    """Whether look-ahead is possible: several batches, all of one size."""
+    """True if there are several batches, all of one size, as look-ahead needs."""
     return len(batches) > 1 and len({batch.num_samples for batch in batches}) == 1
 
 

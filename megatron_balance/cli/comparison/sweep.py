@@ -1,6 +1,6 @@
 """Compares policies at several ranks or caps: `--sweep dp_size=2,4,8`, once or twice.
 
-Throughput is per GPU, so that points with different numbers of GPUs compare. The global batch stays as it is.
+Throughput is per GPU, so that points with different numbers of GPUs can be compared. The global batch is kept.
 
 Invariant: every point plans the same steps under the same policies.
 """

@@ -13,10 +13,10 @@ from megatron_balance.cli.comparison.sweep import Axis, SweepPoint, relative_to
 from megatron_balance.errors import BalanceError
 
 _COLOURS = ("#8c959f", "#b45309", "#0b7a53", "#2456d6", "#7c3aed")
-"""Of policies, in their order; they differ in lightness too."""
+"""Colours of policies, in their order; they also differ in lightness."""
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-"""Of the second axis's values."""
+"""Dashes of the second axis's values."""
 
 _PAGE = """\
 <!doctype html>
@@ -38,9 +38,9 @@ def write_sweep_chart(
     Args:
         path: file to write.
         points: of the sweep.
-        axes: what was swept.
+        axes: the swept sizes.
         is_absolute: throughput is in tokens per second; otherwise relative to stock at the first point.
-        caption: what was assumed, for people.
+        caption: text above the chart, with the assumptions.
 
     Raises:
         BalanceError: plotly is missing, or the file cannot be written.

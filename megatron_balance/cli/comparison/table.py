@@ -1,4 +1,4 @@
-"""A comparison and a sweep as text: what the columns hold is said in `compare --help`."""
+"""Prints comparisons and sweeps as text; `compare --help` explains the columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_balance.cli.table import print_table
 
 
 def print_policies(shown: Sequence[PolicyMeans], *, comparison: Comparison, advised: str) -> None:
-    """A row a policy, stock first, and the flags of each. `advised`: name of the policy to set off."""
+    """Print one row per policy, stock first, and the flags of each. `advised`: name of the policy to highlight."""
     names = [figures.name for figures in shown]
     rows = [_cells(figures, comparison) for figures in shown]
     print_table(_columns(comparison), rows, emphasized=names.index(advised))
