@@ -2,12 +2,12 @@
 
     pretrain_gpt.py … --dynamic-context-parallel --max-seqlen-per-dp-cp-rank N --balance-data
 
-Dev's `DefaultDynamicCPScheduler` fetches, gathers lengths, asks `get_groups_and_subsamples` for a plan, moves samples
-and packs them. Ours is a subclass that answers that one question. Dev's arguments and configuration accept no other
-name with dynamic context parallelism, so the subclass takes that name's place in `scheduler_map`; without a balance
-flag it answers as Megatron does.
+Dev's `DefaultDynamicCPScheduler` fetches samples, gathers lengths, calls `get_groups_and_subsamples` for a plan, moves
+samples and packs them. The subclass here overrides that method. Dev's arguments and configuration accept no other name
+with dynamic context parallelism, so the subclass replaces its base under that name in `scheduler_map`; without
+`--balance-data` it returns Megatron's own plan.
 
-The contract of a plan: `planner/rank_lists.py`. `Replacement.undo` leaves Megatron as it was.
+`planner/rank_lists.py` has the contract of a plan. `Replacement.undo` restores Megatron.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ REPLACED = "default_dynamic_cp"
 
 
 def dynamic_scheduler_class(base: type[Any], *, cost_model: Callable[[], CostModel | None]) -> type[Any]:
-    """Our scheduler on top of Megatron's.
+    """The class of the balanced scheduler, a subclass of Megatron's.
 
     Args:
         base: Megatron's `DefaultDynamicCPScheduler`, which fetches, moves and packs samples by a plan.
-        cost_model: what a sample costs; None leaves the plan to `base`.
+        cost_model: returns the cost of a sample; None leaves the plan to `base`.
     """
 
     class DynamicCpPackingScheduler(base):
-        """Plans groups of DP×CP ranks for one global batch; Megatron builds one for every step."""
+        """Plans groups of DP×CP ranks for one global batch; Megatron creates an instance for every step."""
 
         @functools.wraps(base.__init__)
         def __init__(self, *positional: Any, **keywords: Any) -> None:
@@ -54,7 +54,7 @@ def dynamic_scheduler_class(base: type[Any], *, cost_model: Callable[[], CostMod
         def run(
             self, data_iterator: Any, num_microbatches: int, dp_group: Any, tp_group: Any, pp_group: Any, *rest: Any
         ) -> Any:
-            """One step, by Megatron's own `run`, planned for this pipeline and these experts."""
+            """Run Megatron's own `run`, with a plan for this pipeline and these experts."""
             *_, config = rest
             self.topology = replace(
                 self.topology,
@@ -65,7 +65,7 @@ def dynamic_scheduler_class(base: type[Any], *, cost_model: Callable[[], CostMod
             return super().run(data_iterator, num_microbatches, dp_group, tp_group, pp_group, *rest)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> RankLists:
-            """As `plan_rank_lists`.
+            """Plan by `plan_rank_lists`.
 
             Raises:
                 BalanceError: too few samples, or a micro-batch of more samples than `max_num_seqs`.
@@ -87,7 +87,7 @@ def dynamic_scheduler_class(base: type[Any], *, cost_model: Callable[[], CostMod
 
 
 class Replacement:
-    """Our scheduler in the place of Megatron's; `undo` puts Megatron's back."""
+    """The balanced scheduler in `scheduler_map` in place of Megatron's; `undo` restores Megatron's."""
 
     def __init__(self, schedulers: dict[str, type[Any]]) -> None:
         self._schedulers = schedulers
@@ -96,10 +96,10 @@ class Replacement:
         schedulers[REPLACED] = self._ours
 
     def undo(self) -> None:
-        """Leave Megatron as it was.
+        """Restore Megatron's scheduler.
 
         Raises:
-            BalanceError: someone else has replaced the entry since; nothing is changed then.
+            BalanceError: other code has replaced the entry since; nothing is changed then.
         """
         if self._schedulers.get(REPLACED) is not self._ours:
             raise BalanceError(f"{SEAM}.scheduler_map[{REPLACED!r}] was replaced after it was hooked: undo that first.")
@@ -107,7 +107,7 @@ class Replacement:
 
 
 def replace_dynamic_scheduler() -> Replacement | None:
-    """Put our scheduler where this Megatron has one for dynamic context parallelism; None where it has none."""
+    """Replace this Megatron's scheduler of dynamic context parallelism; None if it has none."""
     if importlib.util.find_spec(MOVED_ON) is None:
         return None
     schedulers: Any = getattr(importlib.import_module(SEAM), "scheduler_map", None)
@@ -127,7 +127,7 @@ def _cost_model() -> CostModel | None:
         return None
     try:
         args: Any = get_args()
-    except AssertionError:  # that there are none
+    except AssertionError:  # Megatron has not parsed its arguments
         return None
     if not getattr(args, "balance_data", False):
         return None

@@ -1,13 +1,13 @@
-"""Plans without dummies: every leaf has a sample in every slot, as executors that know no dummies want it.
+"""Replaces the dummies of a plan by samples, for executors without dummies.
 
-    1. an empty place takes the cheapest sample of a micro-batch that holds several: where sums count one of the same
-       leaf, whose sum stays as it is, else of any
-    2. where there is none left, groups of the slot grow over the empty leaves, the costliest first, within the
-       smallest block of leaves that has one; a slot without groups first gets one from the slot that has most
-    3. where that takes time under `step`, rows are tried as well: they have few empty places
+    1. an empty place takes the cheapest sample of a micro-batch that holds several: under `step` preferably one of the
+       same leaf, whose sum then stays unchanged, else any
+    2. if no such sample is left, groups of the slot grow over the empty leaves, the costliest first, within the
+       smallest block of leaves that has one; a slot without groups first receives one from the slot with most groups
+    3. if that increases the time under `step`, rows are tried as well, as they have few empty places
 
-Groups cannot always grow: the sizes end, leaves are no power of two, or samples are fewer than slots. What is empty
-then stays a dummy.
+A group cannot grow beyond the largest size or over leaves that are no power of two, and there may be fewer samples
+than slots. The remaining empty places stay dummies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_balance.planner.objectives import OBJECTIVES
 
 
 def fill_dummies(schedule: DynamicCpSchedule, *, other_slots: int = 0) -> DynamicCpSchedule:
-    """The plan with samples in place of dummies, where that can be.
+    """The plan with samples in place of dummies, as far as possible.
 
     Args:
         schedule: a plan.
-        other_slots: that every leaf runs besides: all together are a multiple of `microbatch_multiple`.
+        other_slots: additional slots of every leaf; the total is a multiple of `microbatch_multiple`.
     """
     samples, topology = schedule.samples(), schedule.topology
     objective = OBJECTIVES[schedule.objective]
@@ -52,7 +52,7 @@ def _fill(schedule: DynamicCpSchedule, groups: Groups, *, samples: SizedSamples,
 
 
 def _adds_up(schedule: DynamicCpSchedule) -> bool:
-    """Whether the time is the sum of a leaf: leaves meet in no slot, and pass no stages."""
+    """True if the time is the sum over a leaf: no slots in which leaves meet, and no pipeline."""
     objective = OBJECTIVES[schedule.objective]
     return not (objective.waits_in_slots() or objective.is_makespan(schedule.topology))
 
@@ -71,7 +71,7 @@ class _Pack:
 
 
 class _Filling:
-    """The micro-batches of every slot while empty places are filled."""
+    """The micro-batches of every slot while empty places are being filled."""
 
     def __init__(self, samples: SizedSamples, groups: Groups, num_slots: int) -> None:
         self._samples = samples
@@ -110,7 +110,7 @@ class _Filling:
                 packs.append(self._pack_of[sample])
 
     def grow_groups(self) -> None:
-        """Grows groups over the places that are still empty."""
+        """Grows groups over the remaining empty places."""
         for packs in self._slots:
             if not packs:
                 self._move_group(packs)
@@ -120,7 +120,7 @@ class _Filling:
                 growing = self._grow_one(packs, leaf=empty[0])
 
     def _donors(self, ids: Sequence[int]) -> Iterator[int]:
-        """Those of the samples that do not run alone when they come up."""
+        """The samples that share their micro-batch at the time they are drawn."""
         return (sample for sample in ids if len(self._pack_of[sample].ids) > 1)
 
     def _empty_leaves(self, packs: Sequence[_Pack]) -> list[int]:
@@ -130,14 +130,14 @@ class _Filling:
         return np.flatnonzero(empty).tolist()
 
     def _move_group(self, packs: list[_Pack]) -> None:
-        """Gives a slot without groups the cheapest group of the slot that has most."""
+        """Moves the cheapest group of the slot with most groups to a slot without any."""
         donor = max(self._slots, key=len)
         if len(donor) > 1:
             packs.append(min(donor, key=self._cost))
             donor.remove(packs[0])
 
     def _grow_one(self, packs: list[_Pack], *, leaf: int) -> bool:
-        """Doubles the costliest group that may, of the smallest block around an empty leaf that has one."""
+        """Doubles the costliest group that may grow, in the smallest block around an empty leaf that has one."""
         for width in range(1, self._num_leaves.bit_length()):
             first = leaf >> width << width
             end = first + (1 << width)

@@ -1,4 +1,4 @@
-"""The planning problem as integers: what each sample costs, what a micro-batch holds, and which objective it has."""
+"""The planning problem in integers: costs and weights of samples, the cap of a micro-batch, and the objective."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megatron_balance.topology import Limits, Topology
 
 
 class Objective(ABC):
-    """The measure of a plan: which ranks wait for one another when, and how long a step takes.
+    """The measure of a plan: where ranks wait for one another, and the predicted time of a step.
 
-    Instances hold no state. They are found by name in `planner.objectives.OBJECTIVES`.
+    Instances hold no state. `planner.objectives.OBJECTIVES` lists them by name.
     """
 
     name: ClassVar[str]
     """Its name in flags and files."""
 
     trials: ClassVar[tuple[str, ...]] = ()
-    """Partition algorithms that are tried besides on small batches."""
+    """Additional partition algorithms to try on small batches."""
 
     @abstractmethod
     def suits(self, topology: Topology) -> bool:
-        """`auto` chooses the first objective that suits the topology."""
+        """True if `auto` may choose this objective for the topology."""
 
     def waits_in_slots(self) -> bool:
-        """Ranks wait for one another in every micro-batch even without shared work: reports draw slots aligned."""
+        """True if ranks wait in every micro-batch even without shared work: reports draw slots aligned."""
         return False
 
     def sync_group_size(self, topology: Topology, *, shares_work: bool = True) -> int:
@@ -49,26 +49,26 @@ class Objective(ABC):
         return 1
 
     def is_makespan(self, topology: Topology) -> bool:
-        """The time is a pipeline's makespan; any other is the work of all stages together."""
+        """True if the time is a pipeline's makespan, False if it is the work of all stages together."""
         return False
 
     def timing(self, topology: Topology) -> Timing:
-        """How the micro-batches of ranks that meet make up a step.
+        """The time of a step as a function of the micro-batches of a group of ranks that meet.
 
-        In a pipeline each stage waits for the ranks that meet there, so a group runs the pipeline of its costliest
-        micro-batches.
+        In a pipeline each stage waits for the ranks that meet there, so the time of a group is the makespan of its
+        costliest micro-batches.
         """
         return Makespan(topology.pp_size, topology.vpp_size) if self.is_makespan(topology) else Sum()
 
     @abstractmethod
     def least_work(self, problem: Problem) -> int:
-        """What the micro-batches of the slowest group cost at least in any plan that may move samples.
+        """Lower bound on the work of the slowest group in any plan that may move samples.
 
-        All stages together, without `per_microbatch`.
+        Over all stages together, without `per_microbatch`.
         """
 
     def has_even_slots(self, topology: Topology) -> bool:
-        """With dynamic context parallelism all leaves have the same number of slots."""
+        """True if dynamic context parallelism needs the same number of slots on all leaves."""
         return topology.has_even_slots or self.waits_in_slots() or self.is_makespan(topology)
 
     def groups_floor(self, samples: SizedSamples, *, topology: Topology) -> int:
@@ -76,7 +76,7 @@ class Objective(ABC):
         return least_time(samples, even=self.has_even_slots(topology))
 
     def place_groups(self, samples: SizedSamples, *, topology: Topology, floor: int) -> Groups:
-        """Plans micro-batches with context-parallel sizes of their own.
+        """Plans micro-batches with dynamic context-parallel sizes.
 
         Args:
             samples: the global batch.
@@ -84,7 +84,7 @@ class Objective(ABC):
             floor: `groups_floor`.
 
         Raises:
-            BalanceError: it plans at one size only.
+            BalanceError: the objective supports one size only.
         """
         raise BalanceError(
             f"objective is {self.name!r}: with Topology.dynamic_cp it must be one that plans groups of ranks, as step, "
@@ -92,7 +92,7 @@ class Objective(ABC):
         )
 
     def groups_time(self, samples: SizedSamples, groups: Groups, *, topology: Topology) -> int:
-        """Predicted time of such a plan: every leaf by itself, or all where they wait for one another in slots."""
+        """Predicted time of a plan with dynamic sizes: of the slowest leaf, or of all if they wait in every slot."""
         costs = groups.cost_grid(samples)
         of_groups = costs.max(axis=0, keepdims=True) if self.waits_in_slots() else costs
         return self.timing(topology).time(of_groups)
@@ -103,16 +103,16 @@ class Problem:
     """One global batch to plan.
 
     Attributes:
-        costs: `[num_samples]` int64, what a sample costs its own rank.
-        shared_costs: `[num_samples]` int64, what it costs its expert-parallel group together.
-        weights: `[num_samples]` int64, room it takes in a micro-batch: padded tokens, or 1 where samples
-            are counted. An over-long sample weighs `capacity + 1`: it runs alone.
-        capacity: room of a micro-batch, tokens or samples.
+        costs: `[num_samples]` int64 cost of a sample on its own rank.
+        shared_costs: `[num_samples]` int64 cost that its expert-parallel group computes together.
+        weights: `[num_samples]` int64 weight in a micro-batch: padded tokens, or 1 if samples are counted. An
+            over-long sample weighs `capacity + 1`: it runs alone.
+        capacity: cap of a micro-batch, tokens or samples.
         counts_samples: `capacity` is a number of samples.
         per_microbatch: fixed cost of a micro-batch, in the units of `costs`.
         cost_shift: costs are in units of `2**cost_shift` of the cost model's.
         topology: the ranks.
-        objective: what plans are judged by.
+        objective: measure of plans.
     """
 
     costs: NDArray[np.int64]
@@ -138,14 +138,14 @@ class Problem:
 
     @property
     def timing(self) -> Timing:
-        """How the micro-batches of ranks that meet make up a step."""
+        """`Objective.timing` on these ranks."""
         return self.objective.timing(self.topology)
 
     def cost_grid(self, slot_of: NDArray[np.int64], *, num_microbatches: int) -> NDArray[np.int64]:
         """Cost of every micro-batch.
 
-        A micro-batch costs its samples, plus `per_microbatch` (an empty one as well: its masked dummy runs),
-        plus its rank's even share, rounded up, of what the expert-parallel group computes in that slot.
+        The cost is that of its samples, plus `per_microbatch` (for an empty one too, as its masked dummy runs), plus
+        the rank's even share, rounded up, of the work that the expert-parallel group shares in that slot.
 
         Args:
             slot_of: `[num_samples]` `rank * num_microbatches + slot` of each sample.
@@ -184,10 +184,10 @@ def build_problem(
 
     Args:
         padded_lengths: `[num_samples]` int64, tokens; with `num_segments`, of every segment.
-        cost_model: what a sample costs.
+        cost_model: cost of a sample.
         topology: the ranks.
-        limits: what a micro-batch holds.
-        objective: what plans are judged by.
+        limits: token or sample cap of a micro-batch.
+        objective: measure of plans.
         num_segments: `[num_samples]` int64 segments of each sample, whose tokens and cost are sums over them.
 
     Raises:
@@ -231,7 +231,7 @@ def build_problem(
 
 
 def check_total(problem: Problem, *, num_microbatches: int) -> None:
-    """Raises where the costs of `dp_size * num_microbatches` micro-batches leave int64."""
+    """Raises if the costs of `dp_size * num_microbatches` micro-batches exceed int64."""
     num_slots = problem.topology.dp_size * num_microbatches
     total = int(problem.costs.sum()) + int(problem.shared_costs.sum()) + num_slots * (problem.per_microbatch + 1)
     if total >= MAX_TOTAL_COST:

@@ -1,15 +1,15 @@
 """Plans with dynamic context-parallel sizes in the form that Megatron's dev branch and verl execute.
 
-A plan is, for every micro-batch, for every rank, a list of sample ids. Ranks with the same list share it by context
-parallelism. What both executors rely on:
+A plan holds a list of sample ids for every rank in every micro-batch. Ranks with the same list share it by context
+parallelism. Both executors rely on:
 
     every sample    is in the lists of one group of ranks, in one micro-batch
     groups          ranks with the same list are neighbours and a power of two, or all ranks; a group starts at a
-                    multiple of its size, and lists are in one order on all its ranks
+                    multiple of its size, and all its ranks have the list in the same order
     no dummies      every rank has a sample in every micro-batch, and their number is a multiple of microbatch_multiple
     cap             a rank of a group holds at most the cap; a sample that is longer on all ranks runs alone
 
-Where DP×CP is no power of two, these executors have the sizes below half of it, and all ranks.
+If DP×CP is not a power of two, these executors support sizes below half of it, and all ranks.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def plan_rank_lists(
     """Plans one global batch.
 
     Args:
-        sample_id_seqlens: `[num_samples]` pairs of id and length, tokens. With `min_cp_size` above 1 lengths are padded
-            already.
-        cost_model: what a sample costs.
+        sample_id_seqlens: `[num_samples]` pairs of id and length, tokens. With `min_cp_size` above 1 lengths must
+            be padded.
+        cost_model: cost of a sample.
         topology: the ranks, with `dynamic_cp`.
         max_tokens_per_gpu: tokens that a rank holds in a micro-batch.
-        min_cp_size: ranks that share a micro-batch, at least.
+        min_cp_size: least ranks that share a micro-batch.
 
     Returns:
         `[num_microbatches][dp_size * cp_size]` lists of ids, rank `dp_rank * cp_size + cp_rank`.
 
     Raises:
-        BalanceError: samples are too few for a multiple of micro-batches, or `min_cp_size` is no power of two that
-            divides the ranks.
+        BalanceError: there are too few samples for `microbatch_multiple`, or `min_cp_size` is not a power of two
+            that divides the ranks.
     """
     num_ranks = topology.num_leaves
     if num_ranks % min_cp_size or min_cp_size & (min_cp_size - 1):
@@ -63,7 +63,7 @@ def plan_rank_lists(
     blocks = _blocks(topology, min_cp_size=min_cp_size)
     capacity, multiple = max_tokens_per_gpu * num_ranks, topology.microbatch_multiple
     largest = min_cp_size * blocks.dynamic_cp_sizes[-1]
-    # Only all ranks hold these. Where that is a size like others, they are planned like others.
+    # Samples that fit on all ranks only; if all ranks are a regular size, they are planned like others.
     is_long = [largest < num_ranks and length > max_tokens_per_gpu * largest for _, length in sample_id_seqlens]
     on_all = _first_fit(list(compress(sample_id_seqlens, is_long)), capacity=capacity)
     rest = [pair for pair, long in zip(sample_id_seqlens, is_long, strict=True) if not long]
@@ -79,13 +79,13 @@ def plan_rank_lists(
         filled = fill_dummies(schedule, other_slots=len(on_all))
         slots = _lists(filled, ids=[sample for sample, _ in rest], min_cp_size=min_cp_size)
     if not all(ranks[0] for ranks in slots) or (len(on_all) + len(slots)) % multiple:
-        # Fewer samples than a good plan has micro-batches.
+        # There are fewer samples than a good plan has micro-batches.
         slots, on_all = [], _split(_first_fit(sample_id_seqlens, capacity=capacity), multiple=multiple)
     return [[ids] * num_ranks for ids in on_all] + slots
 
 
 def _blocks(topology: Topology, *, min_cp_size: int) -> Topology:
-    """Blocks of `min_cp_size` ranks as leaves, with the sizes for which executors have a group on every rank."""
+    """Blocks of `min_cp_size` ranks as leaves, with the sizes for which every rank has a group in executors."""
     num_ranks = topology.num_leaves
     largest = None
     if num_ranks & (num_ranks - 1):
@@ -94,7 +94,7 @@ def _blocks(topology: Topology, *, min_cp_size: int) -> Topology:
 
 
 def _of_blocks(cost_model: CostModel, *, min_cp_size: int) -> CostModel:
-    """What a sample costs on blocks of ranks, times the ranks of a block.
+    """The cost of a sample on blocks of ranks, times the ranks of a block.
 
     On c blocks of m ranks: m * (cost(L)/(c*m) + x*L*(c*m - 1)/(c*m)) = (cost(L) + x*(m-1)*L)/c + m*x*L*(c - 1)/c.
     """
@@ -107,7 +107,7 @@ def _of_blocks(cost_model: CostModel, *, min_cp_size: int) -> CostModel:
 
 
 def _lists(schedule: DynamicCpSchedule, *, ids: Sequence[int], min_cp_size: int) -> RankLists:
-    """A plan over blocks as lists of every rank. A slot that has dummies still runs on all ranks together."""
+    """Rank lists of a plan over blocks. In a slot that still has dummies all ranks share all samples."""
     slots: RankLists = []
     for of_leaves in zip(*schedule.ranks, strict=True):
         if not all(of_leaves):
@@ -118,7 +118,7 @@ def _lists(schedule: DynamicCpSchedule, *, ids: Sequence[int], min_cp_size: int)
 
 
 def _first_fit(sample_id_seqlens: Sequence[tuple[int, int]], *, capacity: int) -> list[list[int]]:
-    """Packs of at most `capacity` tokens, first fit by falling length; a longer sample is alone."""
+    """Packs of at most `capacity` tokens, first fit by falling length; a longer sample is packed alone."""
     packs: list[list[int]] = []
     room: list[int] = []
     for sample, length in sorted(sample_id_seqlens, key=lambda pair: -pair[1]):
@@ -132,7 +132,7 @@ def _first_fit(sample_id_seqlens: Sequence[tuple[int, int]], *, capacity: int) -
 
 
 def _split(packs: list[list[int]], *, multiple: int) -> list[list[int]]:
-    """The packs, some of them in parts, so that there are a multiple.
+    """Splits packs until their number is a multiple of `multiple`.
 
     Raises:
         BalanceError: there are too few samples.

@@ -1,7 +1,7 @@
 """The time of a step over the micro-batches of ranks that meet: their sum, or the makespan of a pipeline.
 
-Everything that packing does otherwise in a pipeline is asked here: how many micro-batches are worth trying, how
-steeply their targets fall, and in which order they run.
+A timing also holds the choices that packing makes differently in a pipeline: the numbers of micro-batches to try, the
+slope of their target costs, and their order.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from numpy.typing import NDArray
 from megatron_balance.planner.makespan import mountain_order, pipeline_makespans
 
 MAX_TIMES_FEWEST = 4
-"""Micro-batches beyond the fewest that a pipeline is tried with where they cost nothing besides: with a cost that is
-free of launches nothing else would end it."""
+"""Most micro-batches to try in a pipeline, in multiples of the fewest, if a micro-batch has no fixed cost: nothing else
+limits their number then."""
 
 
 class Timing(ABC):
-    """How micro-batches make up a step, and what packing aims at."""
+    """The time of a step as a function of its micro-batches, and the targets of packing."""
 
     slopes: tuple[int, ...] = (0,)
-    """Steepness of the targets that are tried where ranks do not meet in micro-batches, see `packing.rank_levels`."""
+    """Slopes of target costs to try if ranks do not meet in micro-batches, see `packing.rank_levels`."""
 
     fills: tuple[bool, ...] = (True,)
-    """Whether samples stand beside one that makes a row of ranks that meet high: the ways that are tried."""
+    """Variants to try: True fills rows that one costly sample makes high with other samples, False leaves them."""
 
     max_tried: int | None = None
-    """Numbers of micro-batches that are tried."""
+    """Most numbers of micro-batches to try; None for no limit."""
 
     max_lost: int | None = None
-    """Numbers in a row that were no better than the best before the search ends."""
+    """Consecutive numbers without an improvement after which the search ends; None for no limit."""
 
     @property
     def stages(self) -> int:
-        """A group that has this much less work ends one unit of time earlier."""
+        """Work per unit of time: a group with this much less work ends one unit earlier."""
         return 1
 
     @abstractmethod
@@ -54,30 +54,30 @@ class Timing(ABC):
         """Lower bound on the time of a group.
 
         Args:
-            work: what its micro-batches cost together at least.
+            work: lower bound on the summed cost of its micro-batches.
             launch: cost of an empty micro-batch.
-            longest: cost of its costliest micro-batch at least.
+            longest: lower bound on the cost of its costliest micro-batch.
         """
 
     @abstractmethod
     def slot_order(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The micro-batch that each slot takes, `[num_ranks, num_microbatches]` for costs of that shape."""
+        """The micro-batch in each slot, `[num_ranks, num_microbatches]` for costs of that shape."""
 
     @abstractmethod
     def counts(self, fewest: int, *, most: int, multiple: int, work: int, launch: int) -> Iterable[int]:
-        """Numbers of micro-batches to try, rising.
+        """Numbers of micro-batches to try, ascending.
 
         Args:
-            fewest: that could hold the samples, a multiple of `multiple`; it is tried in any case.
-            most: beyond which there would be more slots than samples, a multiple of `multiple`.
-            multiple: of every number.
+            fewest: smallest number that may hold the samples, a multiple of `multiple`; it is always tried.
+            most: largest number without more slots than samples, a multiple of `multiple`.
+            multiple: every number is a multiple of this.
             work: cost of a rank's samples.
             launch: cost of an empty micro-batch.
         """
 
 
 class Sum(Timing):
-    """Micro-batches one after another; only their sum counts."""
+    """Micro-batches run one after another; the time is their sum."""
 
     max_tried = 3
 
@@ -102,24 +102,24 @@ class Sum(Timing):
 class Makespan(Timing):
     """Micro-batches pass the stages of a pipeline, which idle while it fills and drains.
 
-    Of M even micro-batches of a rank's work W, each of which costs c besides, a pipeline of p stages makes
+    With a rank's work W in M even micro-batches, each with a fixed cost c, a pipeline of p stages takes
 
         (W/M + c) * (M + p - 1) / p
 
-    which is least at M = sqrt(W * (p-1) / c): before, the bubble costs more than more micro-batches do, and behind
-    less. Uneven ones in the order of a mountain fill and drain the pipeline with less work, which takes a quarter or
-    more off the bubble. How uneven is best depends on how many there are to a stage, and what samples and the cap
-    allow is not known before it is tried.
+    which is least at M = sqrt(W * (p-1) / c): below, more micro-batches shrink the bubble by more than their fixed
+    cost, above by less. Uneven micro-batches in mountain order fill and drain the pipeline with less work, which
+    shortens the bubble by a quarter or more. The best slope depends on the number of micro-batches per stage and on
+    the samples and the cap, so several are tried.
 
     Attributes:
         pp_size: stages.
-        vpp_size: model chunks a stage.
+        vpp_size: model chunks per stage.
     """
 
     pp_size: int
     vpp_size: int
 
-    # The highest micro-batch as costly as the lowest, or six times so; slopes between hardly ever gave less.
+    # The costliest micro-batch costs as much as the cheapest, or six times as much; other slopes rarely gave less.
     slopes = (0, 5)
     fills = (True, False)
     max_lost = 2
@@ -134,16 +134,16 @@ class Makespan(Timing):
         return pipeline_makespans(of_groups, pp_size=self.pp_size, vpp_size=self.vpp_size)
 
     def at_least(self, work: int, *, launch: int, longest: int = 0) -> int:
-        """A stage's work, and the idling of both its ends: at least an empty micro-batch on the other stages."""
+        """A stage's work plus its idle time at both ends: at least one empty micro-batch on each other stage."""
         idle = (self.pp_size - 1) * launch
         return max(-(-(work * self.vpp_size + idle) // (self.pp_size * self.vpp_size)), longest)
 
     def slot_order(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A mountain."""
+        """Mountain order: the costliest in the middle."""
         return mountain_order(costs)
 
     def counts(self, fewest: int, *, most: int, multiple: int, work: int, launch: int) -> Iterable[int]:
-        """The fewest and the next, then each half as many again, and the best of even ones."""
+        """The fewest and the next, then each 1.5 times the last, up to the best number of even micro-batches."""
         pays = MAX_TIMES_FEWEST * fewest
         if launch:
             pays = isqrt(work * (self.pp_size - 1) // (launch * self.vpp_size)) + 1

@@ -1,8 +1,8 @@
 """Plans verl's dynamic context parallelism.
 
-verl's `DynamicCPScheduler` builds a scheduler of Megatron-Core's dev branch, asks its `get_groups_and_subsamples` for
-a plan, checks that groups are neighbours and start at a multiple of their size, and hands each rank its micro-batches.
-Ours answers in its place. The contract of a plan: `planner/rank_lists.py`.
+verl's `DynamicCPScheduler` creates a scheduler of Megatron-Core's dev branch, calls its `get_groups_and_subsamples` for
+a plan, checks that groups are neighbours and start at a multiple of their size, and gives each rank its micro-batches.
+`BalancedScheduler` replaces that scheduler. `planner/rank_lists.py` has the contract of a plan.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron_balance.topology import Topology
 
 EXCHANGE_PERCENT = {True: 1, False: 8}
 """Cost of receiving a token's keys and values, in percent of its linear cost: on one node (NVLink), and on several (one
-400 Gb/s link a GPU). It is that of Qwen3-8B (`cost/communication.py`), and counts where the cost model has none."""
+400 Gb/s link per GPU). Computed for Qwen3-8B (`cost/communication.py`); used if the cost model has none."""
 
 
 class BalancedScheduler:
-    """Plans one batch that all ranks have; verl builds one for every batch.
+    """Plans one batch that all ranks hold; verl creates an instance for every batch.
 
     Args:
-        max_seqlen_per_dp_cp_rank: cap, tokens.
+        max_seqlen_per_dp_cp_rank: token cap of a rank.
         cp_size: context-parallel ranks.
         dp_size: data-parallel ranks.
         microbatch_group_size_per_vp_stage: micro-batches are a multiple of this; None for any number.
-        cost_model: what a row costs.
+        cost_model: cost of a row.
         topology: the other ranks of a replica.
     """
 
@@ -56,7 +56,7 @@ class BalancedScheduler:
         )
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> RankLists:
-        """As `plan_rank_lists`; lengths need not be padded."""
+        """Plan by `plan_rank_lists`; lengths need not be padded."""
         return plan_rank_lists(
             sample_id_seqlens, cost_model=self._cost_model, topology=self._topology, max_tokens_per_gpu=self._cap
         )
@@ -66,7 +66,7 @@ def choose_scheduler(stock: Function) -> Function:
     """Replaces `get_megatron_dynamic_cp_scheduler_cls`."""
 
     def balanced(settings: Settings) -> Callable[..., BalancedScheduler]:
-        stock()  # raises where Megatron lacks what runs the plan
+        stock()  # raises if this Megatron cannot run the plan
         cost_model = with_exchange(settings.cost_model, on_one_node=_on_one_node())
         return functools.partial(BalancedScheduler, cost_model=cost_model, topology=_topology())
 
@@ -74,14 +74,14 @@ def choose_scheduler(stock: Function) -> Function:
 
 
 def with_exchange(cost_model: CostModel, *, on_one_node: bool) -> CostModel:
-    """The cost model with that of receiving keys and values, where it has none."""
+    """The cost model, with the default cost of receiving keys and values if it has none."""
     if cost_model.cp_exchange:
         return cost_model
     return replace(cost_model, cp_exchange=cost_model.linear * EXCHANGE_PERCENT[on_one_node] // 100)
 
 
 def _on_one_node() -> bool:
-    """The same on every rank: where a node has all ranks, there is no other."""
+    """True if one node holds all ranks; the same on every rank."""
     import torch.distributed as dist
 
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -90,7 +90,7 @@ def _on_one_node() -> bool:
 
 
 def _topology() -> Topology:
-    """Stages, experts and tensor-parallel ranks of Megatron; verl pads as sequence parallelism wants it."""
+    """Stages, experts and tensor-parallel ranks of Megatron; verl pads for sequence parallelism."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():

@@ -1,8 +1,8 @@
-"""Objectives by name, one a file. A new one is a file here and a line in `OBJECTIVES`.
+"""Registry of objectives, one per file. To add one, add a file here and its entry in `OBJECTIVES`.
 
-An objective says which ranks wait for one another, how their micro-batches make up a step (`timing.py`: with it come
-target heights and the numbers of micro-batches to try), work that no plan can do without, and how groups of
-context-parallel ranks are planned (`problem.Objective`).
+An objective (`problem.Objective`) defines which ranks wait for one another, the time of a step from its micro-batches
+(`timing.py`, with target heights and the numbers of micro-batches to try), a lower bound on work, and the planner for
+dynamic context-parallel sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in (
 """Objectives by the name that `--balance-objective` and `build_data_schedule` take."""
 
 _AUTO_ORDER = ("microbatch", "pipeline", "step")
-"""`auto` is the first of these that suits the topology; an objective that is not here is chosen by name only."""
+"""`auto` chooses the first of these that suits the topology; other objectives are chosen by name only."""
 
 
 def objective_names() -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def objective_names() -> tuple[str, ...]:
 
 
 def resolve_objective(objective: str, *, topology: Topology) -> str:
-    """Chooses the objective that fits the topology where it is `auto`.
+    """The name of the objective; `auto` is resolved by the topology.
 
     Raises:
         BalanceError: there is no such objective.

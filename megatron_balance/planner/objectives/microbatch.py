@@ -1,8 +1,8 @@
 """Ranks meet in every micro-batch (experts spread over ranks, FSDP, ZeRO-3).
 
-The time is the sum over slots of the costliest rank that meets there, of the slowest group of ranks. With
-expert-parallel groups over several ranks and pipeline stages both, a stage waits for its group in each slot, so the
-time is the largest makespan of a group's costliest micro-batches.
+The time of a group is the sum over slots of the costliest rank in each; a step takes the time of the slowest group.
+With both pipeline stages and expert-parallel groups over several ranks, a stage waits for its group in each slot, so
+the time is the largest makespan of a group's costliest micro-batches.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron_balance.topology import Topology
 
 
 class Microbatch(Objective):
-    """See the module."""
+    """Minimizes the summed time of slots in which ranks wait for one another."""
 
     name = "microbatch"
 
     def suits(self, topology: Topology) -> bool:
-        """Experts spread over data-parallel ranks, or weights gathered in every micro-batch."""
+        """True with experts spread over data-parallel ranks, or weights gathered in every micro-batch."""
         return topology.ep_span > 1 or topology.fully_sharded
 
     def waits_in_slots(self) -> bool:
@@ -29,20 +29,20 @@ class Microbatch(Objective):
         return True
 
     def sync_group_size(self, topology: Topology, *, shares_work: bool = True) -> int:
-        """An expert-parallel group, if those are the only ranks that meet, else all ranks."""
+        """The expert-parallel group if only its ranks meet, else all ranks."""
         span = topology.ep_span
         return topology.dp_size if topology.fully_sharded or span == 1 else span
 
     def is_makespan(self, topology: Topology) -> bool:
-        """Where expert-parallel groups meet in a pipeline."""
+        """True with pipeline stages and expert-parallel groups over several ranks."""
         return topology.ep_span > 1 and topology.pp_size > 1
 
     def least_work(self, problem: Problem) -> int:
-        """The forced heights of the highest slots, and the rest spread evenly."""
+        """The forced heights of the highest slots, plus the remaining work spread evenly."""
         return meeting_work(problem)
 
     def place_groups(self, samples: SizedSamples, *, topology: Topology, floor: int) -> Groups:
-        """Rows of all leaves: expert-parallel groups meet one another through micro-batches that reach over several."""
+        """Rows of all leaves, since micro-batches that span several expert-parallel groups make these groups meet."""
         pp_size = topology.pp_size if self.is_makespan(topology) else 1
         return place_in_rows(
             samples,

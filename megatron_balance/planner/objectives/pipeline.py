@@ -1,7 +1,6 @@
 """Ranks meet once, after a one-forward-one-backward pipeline: the time is the largest makespan of a rank.
 
-Groups of expert-parallel ranks meet in every micro-batch as well where they share work; `auto` chooses `microbatch` for
-these.
+Expert-parallel ranks that share work also meet in every micro-batch; `auto` chooses `microbatch` for them.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from megatron_balance.topology import Topology
 
 
 class Pipeline(Objective):
-    """See the module."""
+    """Minimizes the largest makespan of a rank."""
 
     name = "pipeline"
-    # A makespan follows no sum that level packing could aim at.
+    # A makespan does not follow from sums, which are the targets of level packing.
     trials = ("first_fit", "greedy", "karmarkar_karp")
 
     def suits(self, topology: Topology) -> bool:
-        """Several pipeline stages."""
+        """True with several pipeline stages."""
         return topology.pp_size > 1
 
     def sync_group_size(self, topology: Topology, *, shares_work: bool = True) -> int:
-        """Expert-parallel ranks meet where they share work."""
+        """The expert-parallel group if its ranks share work, else 1."""
         return topology.ep_span if shares_work else 1
 
     def is_makespan(self, topology: Topology) -> bool:
@@ -40,12 +39,12 @@ class Pipeline(Objective):
         return True
 
     def least_work(self, problem: Problem) -> int:
-        """An even share, or what ranks that meet wait for, or what one rank must hold of the costliest samples."""
+        """The even share or the work of ranks that meet, at least the pigeonhole bound of the costliest samples."""
         work = meeting_work(problem) if problem.sync_group_size > 1 else even_work(problem)
         return max(work, pigeonhole(problem.costs, num_parts=problem.topology.dp_size))
 
     def place_groups(self, samples: SizedSamples, *, topology: Topology, floor: int) -> Groups:
-        """Rows, or the tree where it is quicker: its groups wait for one another less often."""
+        """Plans rows and the tree and keeps the faster: groups of the tree wait for one another less often."""
         multiple = topology.microbatch_multiple
         rows = place_in_rows(
             samples, floor=floor, multiple=multiple, pp_size=topology.pp_size, vpp_size=topology.vpp_size
@@ -54,7 +53,7 @@ class Pipeline(Objective):
         return min((rows, tree), key=lambda groups: self.groups_time(samples, groups, topology=topology))
 
     def groups_time(self, samples: SizedSamples, groups: Groups, *, topology: Topology) -> int:
-        """The largest makespan of a leaf: every stage runs its groups in slot order, each when all its leaves can."""
+        """The largest makespan of a leaf: a stage runs its groups in slot order, each once all its leaves are free."""
         grid = groups.group_grid()
         # A group's leaves are neighbours; a dummy is a group of its own.
         begins = np.ones(grid.shape, dtype=bool)

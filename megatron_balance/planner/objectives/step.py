@@ -12,20 +12,20 @@ from megatron_balance.topology import Topology
 
 
 class Step(Objective):
-    """See the module."""
+    """Minimizes the largest sum of a rank."""
 
     name = "step"
     trials = ("karmarkar_karp",)
 
     def suits(self, topology: Topology) -> bool:
-        """Any."""
+        """Always True."""
         return True
 
     def least_work(self, problem: Problem) -> int:
-        """The even share, the largest sample, and what one rank must hold of the costliest samples."""
+        """The largest of the even share, the largest sample and the pigeonhole bound of the costliest samples."""
         return max(even_work(problem), pigeonhole(problem.costs, num_parts=problem.topology.dp_size))
 
     def place_groups(self, samples: SizedSamples, *, topology: Topology, floor: int) -> Groups:
-        """Nodes of the tree: from the root down all leaves of a group come to it at the same time."""
+        """Places samples on nodes of the tree, run from the root down, so that a group's leaves start it together."""
         nodes = place_on_tree(samples, floor=floor)
         return pack_nodes(samples, nodes, even=self.has_even_slots(topology), multiple=topology.microbatch_multiple)
