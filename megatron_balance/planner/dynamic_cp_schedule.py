@@ -6,7 +6,7 @@ Invariants that hold for every plan:
     aligned         a group is a power of two of leaves, at most the largest size, from a multiple of its size on
     same slot       all leaves of a group run it in the same slot, and a leaf runs one group a slot: the order of slots
                     is the order in which groups meet, so no ranks wait for one another in a circle
-    even slots      where ranks meet otherwise as well, all leaves have the same number of slots, a multiple of
+    even slots      if ranks also meet outside of groups, all leaves have the same number of slots, a multiple of
                     microbatch_multiple; else every leaf has at least one
     last slot       a group is in the last slot of all its leaves or of none
     cap             a group over the cap holds one single sample, too long for the largest size, at that size
@@ -38,7 +38,7 @@ from megatron_balance.topology import Limits, Topology
 class DynamicCpSchedule(DataSchedule):
     """A plan over `dp_size * cp_size` leaves, leaf `dp_rank * cp_size + cp_rank`.
 
-    What is different from DataSchedule: `slot_of` is `first_leaf * num_microbatches + slot` of a sample's group,
+    Differences from DataSchedule: `slot_of` is `first_leaf * num_microbatches + slot` of a sample's group,
     `num_microbatches` is the most slots of a leaf, and `cost_grid` is `[num_leaves, num_microbatches]`, 0 where a
     leaf has no such slot. `padded_lengths` are padded for the size that each sample runs at.
 
@@ -76,10 +76,10 @@ class DynamicCpSchedule(DataSchedule):
             cost_shift: costs are in units of `2**cost_shift` of the cost model's.
             objective: `step`, `microbatch` or `pipeline`.
             algorithm: name of the algorithm that made the groups.
-            lower_bound: a time that no plan can beat, in the units of the costs.
+            lower_bound: lower bound on the time of any plan, in the units of the costs.
             topology: the ranks, with `dynamic_cp`.
             limits: tokens that a GPU holds in a micro-batch.
-            cost_model: what a sample costs.
+            cost_model: cost of a sample.
         """
         num_microbatches = int(groups.num_slots.max())
         levels = groups.levels[groups.group_of]

@@ -1,15 +1,14 @@
-"""Plans in which every micro-batch has a context-parallel size of its own.
+"""Planners for dynamic context-parallel sizes, chosen per micro-batch.
 
-The `dp_size * cp_size` ranks of a replica are the leaves of a binary tree (a forest where they are no power of
-two). A micro-batch stands on a node: its `2**level` leaves, a group, share its samples by context parallelism.
+The `dp_size * cp_size` ranks are the leaves of a binary tree (a forest if their number is not a power of two). A
+micro-batch is assigned to a node; its `2**level` leaves, a group, share its samples by context parallelism.
 
     samples.py, sizing.py          cost and tokens of every sample at every size
-    bound.py                       a time that no such plan can beat
-    tree.py, node_packs.py         `step`: a node for every sample, so that the fullest leaf is least
+    bound.py                       lower bound on the time of such plans
+    tree.py, node_packs.py         `step`: samples on nodes, minimizing the fullest leaf
     row_outline.py, rows.py,       `microbatch`, `pipeline`: rows of groups in which all leaves meet
     packs.py, shelves.py
     groups.py                      the result: groups, their leaves and their slots
 
-Each objective says which of these it plans by (`Objective.place_groups`); `planner/dynamic_cp_schedule.py` has the
-schedule and its invariants.
+`Objective.place_groups` chooses among these; `planner/dynamic_cp_schedule.py` has the schedule and its invariants.
 """

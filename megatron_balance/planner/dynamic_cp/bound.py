@@ -1,9 +1,9 @@
 """Lower bound on the time of any plan with dynamic context-parallel sizes, communication included.
 
-In a time T a sample runs at a size with room for its tokens whose ranks pay at most T for it. Over all its
-ranks it costs least at the smallest such size, because every further rank receives more. So T is possible
+In a time T a sample runs at a size with room for its tokens at which its cost on each rank is at most T. Its total
+cost is least at the smallest such size, because every further rank adds communication. So T is possible
 only if these costs fit on the ranks, and for every size those of this size and larger ones fit on the ranks
-that groups of this size reach. The least such T is found by bisection.
+that groups of this size cover. The least such T is found by bisection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 
 
 def least_time(samples: SizedSamples, *, even: bool) -> int:
-    """Time that the slowest rank of any plan needs at least, in cost units.
+    """Lower bound on the time of the slowest rank in any plan, in cost units.
 
     Args:
         samples: the global batch.
@@ -35,7 +35,7 @@ def least_time(samples: SizedSamples, *, even: bool) -> int:
 
 
 def least_rows(samples: SizedSamples) -> int:
-    """Micro-batches that some rank runs at least: by tokens, and one where there are none."""
+    """Lower bound on the micro-batches of the busiest rank, from tokens; at least one."""
     return max(1, -(-samples.room_needed // (samples.capacity * samples.num_leaves)))
 
 

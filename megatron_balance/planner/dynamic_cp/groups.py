@@ -1,4 +1,4 @@
-"""Groups of ranks that share micro-batches: what the planners of this room hand back."""
+"""Groups of ranks that share micro-batches: the result of the planners in this package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Groups:
         levels: `[num_groups]` int64, log2 of the leaves of a group.
         first_leaves: `[num_groups]` int64, the first of them.
         slots: `[num_groups]` int64.
-        num_slots: `[num_leaves]` int64 micro-batches of each leaf: slots that no group has are dummies.
+        num_slots: `[num_leaves]` int64 micro-batches of each leaf; slots without a group are dummies.
     """
 
     group_of: NDArray[np.int64]
@@ -32,7 +32,7 @@ class Groups:
 
     @classmethod
     def of_slots(cls, slot_of: NDArray[np.int64], *, cp_sizes: NDArray[np.int64]) -> Groups:
-        """The groups of a plan as records keep it.
+        """The groups of a plan in the form of run records.
 
         Args:
             slot_of: `[num_samples]` int64 `first_leaf * num_microbatches + slot` of each sample's group.

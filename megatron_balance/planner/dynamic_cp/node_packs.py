@@ -1,7 +1,7 @@
-"""The samples of every node to micro-batches, and their slots from the root down.
+"""Packs the samples of every node into micro-batches, with slots from the root down.
 
-All leaves of a node have the same ancestors, so that they come to its micro-batches in the same slot and with the
-same time behind them: no rank waits inside a group. Two rules need dummies:
+All leaves of a node have the same ancestors, so they reach its micro-batches in the same slot and at the same time: no
+rank waits inside a group. Two rules need dummies:
 
     even counts   every leaf has as many slots as the fullest
     last slot     otherwise a micro-batch is the last of all its leaves or of none, since in its last one a rank
@@ -25,7 +25,7 @@ def pack_nodes(samples: SizedSamples, nodes: Nodes, *, even: bool, multiple: int
         samples: the global batch.
         nodes: the node of every sample.
         even: every leaf has the same number of slots, a multiple of `multiple`.
-        multiple: see above.
+        multiple: divides the number of slots if `even`.
     """
     num_leaves = samples.num_leaves
     group_of = np.zeros(samples.num_samples, dtype=np.int64)
@@ -73,7 +73,7 @@ def pack_nodes(samples: SizedSamples, nodes: Nodes, *, even: bool, multiple: int
 
 
 def _end_together(num_slots: NDArray[np.int64], *, level: int, end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Adds a dummy to leaves that end with a node's last micro-batch where another of its leaves goes on.
+    """Adds a dummy to leaves that end with a node's last micro-batch while other leaves of the node have more.
 
     Args:
         num_slots: `[num_leaves]`, of all levels.
@@ -92,7 +92,7 @@ def _first_fit(
     """First-fit decreasing in every node at once, `[num_items]` pack of each item from 0.
 
     Args:
-        tokens: `[num_items]`; more than `capacity` runs alone.
+        tokens: `[num_items]`; an item above `capacity` runs alone.
         node_of: `[num_items]`.
         num_nodes: nodes.
         capacity: tokens of a pack.
@@ -105,7 +105,7 @@ def _first_fit(
     position = np.arange(nodes.size) - starts
     room = np.zeros(num_nodes, dtype=np.int64)
     np.add.at(room, node_of, held)
-    # Two packs together hold more than one, or the second would not have been opened.
+    # Two packs together hold more than `capacity`, or first fit would not have opened the second.
     width = 2 * (int(room.max()) // capacity) + 1
     rooms = np.full((num_nodes, width), capacity, dtype=np.int64)
     pack_of = np.zeros(tokens.size, dtype=np.int64)

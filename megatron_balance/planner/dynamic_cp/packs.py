@@ -1,7 +1,7 @@
-"""Micro-batches while they are filled: a target cost and a room of tokens for each.
+"""Micro-batches being filled, each with a target cost and a token capacity.
 
 Samples go costliest first to the pack with most slack (target minus cost) that has room, worst-fit decreasing.
-Where packs are many, one round of array operations serves all samples for which no pack comes up twice.
+With many packs, one round of array operations places all samples that go to distinct packs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 
 _SCANNED = 256
-"""Samples that are looked at together where none finds room."""
+"""Samples that are tested together for room in any pack."""
 
 
 class Packs:
@@ -23,7 +23,7 @@ class Packs:
         slack: `[num_packs]` int64, cost that a pack may take on each of its ranks.
         room: `[num_packs]` int64, tokens that it may take on each of them.
         pack_of: `[num_samples]` int64, -1 until a sample is placed.
-        work: rounds so far, each weighted by its packs: what filling has taken.
+        work: effort of filling so far: rounds, each weighted by its packs.
     """
 
     def __init__(self, samples: SizedSamples) -> None:
@@ -75,11 +75,11 @@ class Packs:
                 at += count
                 continue
             free = slack[fitting]
-            # A pack comes up again once it has less slack than another: not before all with nearly the most had one.
+            # Each pack within one cost of the most slack takes one sample before any of them takes a second.
             (near,) = (free >= free.max() - cost).nonzero()
             chosen = fitting[near[(-free[near]).argsort(kind="stable")[: end - at]]]
             now = slice(at, at + chosen.size)
-            # A sample that costs less than the first may hold more tokens: those before it are placed in this round.
+            # A cheaper sample may hold more tokens and not fit: this round places the samples before it.
             fit = (room[chosen] >= tokens[now]) & (slack[chosen] >= costs[now])
             if not fit.all():
                 chosen = chosen[: int(fit.argmin())]
@@ -95,7 +95,7 @@ class Packs:
 def _num_without_room(
     costs: NDArray[np.int64], *, tokens: NDArray[np.int64], slack: NDArray[np.int64], room: NDArray[np.int64]
 ) -> int:
-    """Samples at the front that fit no pack, of the first few; the first is known to fit none."""
+    """Leading samples that fit no pack, among the first `_SCANNED`; the first is known to fit none."""
     costs, tokens = costs[:_SCANNED], tokens[:_SCANNED]
     (able,) = ((slack >= costs.min()) & (room >= tokens.min())).nonzero()
     if not able.size:

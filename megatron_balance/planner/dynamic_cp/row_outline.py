@@ -1,8 +1,8 @@
-"""Outlines of rows: their number, which samples share more ranks than they must, and about how high rows become.
+"""Outlines of rows: their number, a limit on the cost of a sample per rank, and an estimate of their heights.
 
-In a row all leaves meet, so it takes as long as its costliest group. An outline says: a number of rows, and no sample
-costs a rank more than a limit. Samples above the common height of rows open high rows, costliest first; the rest of
-the leaves is filled up. Here samples are cut at will, so that an outline takes microseconds and many are compared.
+In a row all leaves meet, so it takes as long as its costliest group. An outline fixes the number of rows and the most
+that a sample may cost a rank. Samples above the common height of rows open high rows, costliest first; other samples
+fill the remaining leaves. Outlines treat samples as divisible, so each takes microseconds and many are compared.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from megatron_balance.planner.dynamic_cp.bound import least_rows
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 
 _LIMITS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 6.0, 9.0)
-"""Limits that are tried, in mean heights of a row."""
+"""Limits to try, in mean heights of a row."""
 
 _MORE_ROWS = (17, 18, 20, 22, 24)
-"""Numbers of rows that are tried, in sixteenths of the least."""
+"""Numbers of rows to try, in sixteenths of the least number."""
 
 _FEW_ROWS = 8
-"""Below this many rows, every number up to five more than the least is tried."""
+"""If the least number of rows is below this, every number up to five more is tried."""
 
 
 _PIPELINE_ROWS = (2, 3, 4, 6, 8, 12, 16)
-"""Numbers of rows that are tried besides where a pipeline idles less with more of them, in the least."""
+"""Additional numbers of rows to try in a pipeline, in multiples of the least: more rows idle less."""
 
 _NO_ROWS = Fraction(0)
 
 
 @dataclass(frozen=True)
 class RowOutline:
-    """Rows as they might be.
+    """Estimate for one number of rows and one limit.
 
     Attributes:
-        time: sum over rows of their heights, fixed costs included, and what a pipeline idles.
+        time: sum of the heights of rows, fixed costs included, plus the idle time of a pipeline.
         num_rows: rows.
         limit: cost on each rank above which a sample is shared by more ranks.
-        height: cost of the rows that no larger sample makes higher.
+        height: cost of the rows without a costlier sample.
     """
 
     time: int
@@ -72,7 +72,7 @@ def row_outlines(
         for part in _LIMITS:
             outline = profile.outline(num_rows, limit=int(part * floor / num_rows))
             if outline is not None:
-                # Two limits that change no sample's size are one.
+                # Limits with the same sizes of samples give the same outline.
                 outlines.setdefault((outline.num_rows, outline.time), outline)
     return sorted(outlines.values(), key=lambda outline: (outline.time, outline.num_rows, outline.limit))
 
@@ -86,20 +86,20 @@ class _Profile:
         self._order = np.argsort(-samples.least_costs, kind="stable")
         self._rising = -samples.least_costs[self._order]
         self._areas = _sums(samples.least_costs[self._order] << samples.least_levels[self._order])
-        # Of samples that one rank has room for: the cost of that many tokens of the costliest.
+        # Cumulative cost and tokens of the samples that fit one rank, costliest first.
         alone = samples.least_levels[self._order] == 0
         self._num_alone = _sums(alone.astype(np.int64))
         self._costs = _sums(samples.costs[0, self._order[alone]])
         self._tokens = _sums(samples.tokens[0, self._order[alone]])
 
     def outline(self, num_rows: int, *, limit: int) -> RowOutline | None:
-        """The outline of a number of rows under a limit, or None where high rows alone are more."""
+        """The outline of a number of rows under a limit, or None if there are more high rows than that."""
         num_leaves = self._samples.num_leaves
         num_raised = self._num_above(limit)
         levels, costs = self._samples.raised(self._order[:num_raised], height=limit)
         area = int(self._areas[-1] - self._areas[num_raised] + (costs << levels).sum())
         height = area // (num_rows * num_leaves)
-        # Rows become lower than that where high ones take more than their share.
+        # Rows become lower than that if high rows hold more than their share.
         others = self._order[num_raised : self._num_above(height // 2)]
         levels = np.concatenate([levels, self._samples.least_levels[others]])
         costs = np.concatenate([costs, self._samples.least_costs[others]])
@@ -129,7 +129,7 @@ class _Profile:
         return int(np.searchsorted(self._rising, -cost))
 
     def _most_cost(self, height: int, *, leaves: int) -> int:
-        """Cost that a number of leaves hold by tokens, of the costliest samples up to `height`."""
+        """The most cost that leaves can hold by tokens, of samples that cost up to `height`."""
         first = self._num_alone[self._num_above(height)]
         room = leaves * self._samples.capacity
         last = int(np.searchsorted(self._tokens, self._tokens[first] + room, side="right")) - 1

@@ -2,14 +2,13 @@
 
 For the most promising outlines (`row_outline.py`):
 
-    1. samples above the common height open high rows, costliest first; others stand beside them
-    2. from the largest size down, samples go to packs of their size; a new pack takes leaves of the highest row
-       that has some left
-    3. what finds no room goes to packs of the next larger size, whose ranks it shares
-    4. what is left then opens rows of its own, and the outline is tried again with higher rows
+    1. samples above the common height open high rows, costliest first; others are placed beside them
+    2. from the largest size down, samples go to packs of their size; a new pack takes free leaves of the highest row
+    3. samples without room go to packs of the next larger size, whose ranks share them
+    4. the remaining samples open additional rows, and the outline is tried again with higher rows
 
-The packs are put on shelves anew (`shelves.py`), and the quickest plan is kept: the least sum of heights, and in a
-pipeline the rows in mountain order with the least makespan.
+The packs are then arranged into rows again (`shelves.py`), and the fastest plan is kept: the least sum of heights, or
+in a pipeline the least makespan of the rows in mountain order.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from megatron_balance.planner.dynamic_cp.shelves import Shelves, shelve
 from megatron_balance.planner.makespan import mountain_order, pipeline_makespans
 
 _MAX_WORK = 3_000_000
-"""Work (`Packs.work`) after which no further outline is filled: about 25 ms."""
+"""Limit of `Packs.work` after which no further outline is filled: about 25 ms."""
 
 _MAX_RAISES = 2
-"""Heights that are tried for an outline: many outlines are worth more than many heights of one."""
+"""Heights to try per outline: trying more outlines gains more than trying more heights."""
 
 _RAISED_WITHIN = 400
-"""A second height is tried where the first came within this part of the best plan."""
+"""A second height is tried if the first plan is within one part in this many of the best."""
 
 
 def place_in_rows(samples: SizedSamples, *, floor: int, multiple: int, pp_size: int = 1, vpp_size: int = 1) -> Groups:
@@ -43,8 +42,8 @@ def place_in_rows(samples: SizedSamples, *, floor: int, multiple: int, pp_size: 
         samples: the global batch.
         floor: a lower bound on the work of the fullest leaf.
         multiple: rows are a multiple of this.
-        pp_size: stages that rows pass; 1 where stages do not matter.
-        vpp_size: model chunks a stage.
+        pp_size: pipeline stages; 1 if stages do not matter.
+        vpp_size: model chunks per stage.
     """
     best: Shelves | None = None
     best_time, order = 0, np.zeros(0, dtype=np.int64)
@@ -71,7 +70,7 @@ def place_in_rows(samples: SizedSamples, *, floor: int, multiple: int, pp_size: 
 
 
 def _fill(samples: SizedSamples, *, outline: RowOutline, height: int) -> tuple[Packs, int]:
-    """Fills the rows of an outline to a height. Returns the packs and the cost of all that fitted nowhere."""
+    """Fills the rows of an outline to a height. Returns the packs and the cost of the samples that did not fit."""
     levels = samples.levels_within(outline.limit)
     costs = samples.costs_at(levels)
     packs = Packs(samples)

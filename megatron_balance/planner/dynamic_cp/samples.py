@@ -1,10 +1,10 @@
 """Cost and tokens of every sample at every context-parallel size.
 
-A sample of L tokens that c = 2**level ranks share costs each of them, rounded up,
+The cost of a sample of L tokens on each of the c = 2**level ranks that share it is, rounded up,
 
     (linear*L + quadratic*L² + ...) / c  +  cp_exchange * L * (c - 1) / c  +  per_sequence
 
-with L padded for that size: what a rank computes falls with the size, what it receives grows.
+with L padded for that size: a larger size means less computation and more exchange on each rank.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SizedSamples:
         return levels
 
     def raised(self, ids: NDArray[np.int64], *, height: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Those levels and their costs for some samples, `[num_ids]` both."""
+        """Levels as in `levels_within`, with their costs, for some samples: `[num_ids]` both."""
         costs = self.costs[:, ids]
         has_room = np.arange(self.num_levels)[:, None] >= self.least_levels[ids]
         within = has_room & (costs <= height)

@@ -1,7 +1,7 @@
-"""Packs to rows: first-fit by falling cost, as in strip packing with shelves.
+"""Arranges packs into rows by first fit of falling cost, as in strip packing with shelves.
 
-Packs of one row should be equally high, so the costliest stand together. Ranks that a row has left over go to
-its costliest groups, whose packs they share: that lowers the row, and no rank runs a dummy where it can help.
+Packs of one row should be equally high, so the costliest are placed together. Free ranks of a row join its costliest
+groups: this lowers the row and avoids dummies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Shelves:
     num_leaves: int
 
     def groups(self, order: NDArray[np.int64]) -> Groups:
-        """The packs as groups; in a row the largest come first, so that all start at a multiple of their size.
+        """The packs as groups, the largest of a row first, so that each starts at a multiple of its size.
 
         Args:
             order: `[num_rows]` row of each slot.
@@ -69,7 +69,7 @@ class Shelves:
 
 
 def shelve(samples: SizedSamples, *, packs: Packs, multiple: int) -> Shelves:
-    """Puts all packs that hold samples in rows, a multiple of `multiple`."""
+    """Arranges all packs that hold samples in a multiple of `multiple` rows."""
     levels = packs.levels.copy()
     loads = np.zeros(levels.size, dtype=np.int64)
     np.add.at(loads, packs.pack_of, samples.costs_at(levels[packs.pack_of]))
@@ -115,12 +115,12 @@ def _widen(
     by_pack: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> int:
-    """Doubles the costliest groups of a row while leaves are left over.
+    """Doubles the costliest groups of a row while it has free leaves.
 
     Args:
         samples: the global batch.
         heap: `(-cost, pack)` of the row.
-        spare: leaves that are left over.
+        spare: free leaves.
         levels: `[num_packs]`, changed in place.
         by_pack: `[num_samples]` samples, pack by pack.
         ends: `[num_packs]` their ends in it.
@@ -138,7 +138,7 @@ def _widen(
         wider = int(samples.costs[larger, ids].sum())
         has_room = int(samples.tokens[larger, ids].sum()) <= samples.capacity
         if larger == level or 1 << level > spare or wider > height or not has_room:
-            # This group stays as it is; the leaves may still serve a less costly one.
+            # This group keeps its size; a less costly one may still take the leaves.
             fixed = min(fixed, load)
             heappop(heap)
             continue

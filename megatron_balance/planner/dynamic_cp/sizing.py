@@ -1,4 +1,4 @@
-"""From lengths to what every sample costs and holds at every context-parallel size."""
+"""Computes cost and tokens of every sample at every context-parallel size from lengths."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def size_samples(
     limits: Limits,
     num_segments: NDArray[np.int64] | None = None,
 ) -> tuple[SizedSamples, int]:
-    """Pads and prices every sample at every size.
+    """Computes padded tokens and cost of every sample at every size.
 
-    Expert layers whose work an expert-parallel group shares are priced as if each rank computed its own tokens':
-    no micro-batch takes longer than that.
+    Expert layers that an expert-parallel group shares are counted as if each rank computed its own tokens', which is
+    an upper bound on the time of a micro-batch.
 
     Args:
         lengths: `[num_samples]` original tokens; with `num_segments`, of every segment.
-        cost_model: what a sample costs.
+        cost_model: cost of a sample.
         topology: the ranks, with dynamic context-parallel sizes.
         limits: tokens that a GPU holds.
         num_segments: `[num_samples]` segments of each sample.
@@ -51,7 +51,7 @@ def size_samples(
     padded = [topology.at_cp_size(size).padded_seq_len(unique) for size in sizes]
     work = [_work(of_size, size=size, cost_model=cost_model) for of_size, size in zip(padded, sizes, strict=True)]
     num_samples = lengths.size if num_segments is None else num_segments.size
-    # Padding and communication grow with the size; a rank may run every sample in a micro-batch of its own.
+    # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
     most = sum(cost * count for cost, count in zip(work[-1].tolist(), counts.tolist(), strict=True))
     most += cost_model.per_microbatch * (num_samples + 1) * topology.num_leaves
     shift = max(0, most.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
@@ -75,12 +75,12 @@ def size_samples(
 
 
 def _work(lengths: NDArray[np.int64], *, size: int, cost_model: CostModel) -> NDArray[Any]:
-    """Cost of sequences over all ranks that share them, unscaled, exact: int64, or Python integers where that is short.
+    """Exact unscaled cost of sequences over all ranks that share them: int64, or Python integers if too large.
 
     Args:
         lengths: `[num_lengths]` padded tokens.
         size: ranks that share a sequence.
-        cost_model: what a sequence costs.
+        cost_model: cost of a sequence.
     """
     per_token = cost_model.linear + cost_model.expert_linear + cost_model.cp_exchange * (size - 1)
     longest = int(lengths.max(initial=0))

@@ -1,13 +1,13 @@
-"""Every sample to a node of the tree of ranks, so that the fullest leaf is least: the objective `step`.
+"""Assigns every sample to a node of the tree of ranks, minimizing the fullest leaf: the objective `step`.
 
-A leaf is as full as the micro-batches of all its ancestors. For a target time:
+The load of a leaf is the sum over all its ancestors. For a target time:
 
-    1. a sample's level is the smallest size that has room for it and whose ranks pay at most the target
+    1. a sample's level is the smallest size with room for it at which its cost on each rank is at most the target
     2. levels from the root down, in a level costliest first: a sample goes to the node whose fullest leaf is least
-    3. where it would pass the target there, it goes to the smallest larger size at which some node has room
+    3. if it would exceed the target there, it goes to the smallest larger size at which some node has room
 
-The least target that works is found by bisection between the lower bound and the first that does; where samples are
-few, larger groups are tried as well.
+Bisection between the lower bound and the first feasible target finds the least one; with few samples, larger groups
+are tried as well.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 
 _TOLERANCE = 2048
-"""The search for a target ends within this part of the lower bound."""
+"""The search for a target ends within one part in this many of the lower bound."""
 
 _SHARES = (1, 2, 4, 8)
-"""A sample's ranks pay at most the target over one of these, where it is not larger than it must be: larger groups
-receive more, and are filled more evenly where samples are few."""
+"""Divisors of the target to try as the limit of a sample's cost on each rank: larger groups exchange more, but even
+out few samples better."""
 
 _MAX_PLACED = 65536
-"""Samples placed in all while a target is searched for; a first target that works is always found."""
+"""Most placements of samples during the search; a first feasible target is always found."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def place_on_tree(samples: SizedSamples, *, floor: int) -> Nodes:
         samples: the global batch.
         floor: a lower bound on the time, where the search for a target starts.
     """
-    # A node's share of a micro-batch's fixed cost follows the tokens: most micro-batches are full.
+    # Fixed costs of micro-batches are spread over tokens, since most micro-batches are full.
     whole, part = divmod(samples.per_microbatch, samples.capacity)
     shares = whole * samples.tokens + part * samples.tokens // samples.capacity
     samples = replace(samples, costs=samples.costs + shares)
@@ -81,7 +81,7 @@ def place_on_tree(samples: SizedSamples, *, floor: int) -> Nodes:
 
 
 def _place_within(samples: SizedSamples, *, target: int, share: int) -> Nodes | None:
-    """Places every sample, or none where one would pass the target. `share`: see `_SHARES`."""
+    """Places every sample, or returns None if one would exceed the target. `share`: see `_SHARES`."""
     levels = samples.levels_within(target // share)
     wanted = levels.copy()
     indices = np.zeros(samples.num_samples, dtype=np.int64)
@@ -127,7 +127,7 @@ def _place_within(samples: SizedSamples, *, target: int, share: int) -> Nodes | 
 def _larger_node(
     samples: SizedSamples, sample: int, *, level: int, node_loads: list[int], target: int
 ) -> tuple[int, int] | None:
-    """Level and index of the smallest larger node that a sample fits within the target, the least full one."""
+    """Level and index of the least full node of the smallest larger size that takes the sample within the target."""
     loads = np.array(node_loads)
     for larger in range(level + 1, samples.num_levels):
         width = larger - level
