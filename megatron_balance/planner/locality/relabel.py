@@ -1,14 +1,14 @@
-"""Samples stay where they were loaded, as far as the plan's cost allows it for nothing.
+"""Relabels the ranks and slots of a plan so that fewer tokens move, at unchanged cost.
 
-Ranks are equal, so a plan says which samples run together and not where. What is interchangeable:
+Ranks are equal, so the cost depends on which samples run together and not on where. Interchangeable are:
 
     where ranks meet once a step          whole ranks
     where they meet in every micro-batch  groups of ranks that meet, and in each slot the micro-batches of a group
     everywhere                            samples of the same cost and the same weight, wherever they are
 
 Where an expert-parallel group shares work, only its own ranks, and whole groups, are interchangeable. Each
-choice keeps the most tokens on their home rank, then the most within the node of that rank. The cost grid's
-values only change places, so that the predicted cost stays what it was, to the last bit.
+choice keeps the most tokens on their home rank, then the most within the node of that rank. The values of
+the cost grid are only permuted, so the predicted cost is exactly the same.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron_balance.planner.locality.assignment import MAX_BENEFIT, assign, as
 from megatron_balance.planner.problem import Problem
 
 MAX_TABLE = 2**19
-"""Entries of a table of parts times ranks; larger problems are solved from the samples, without nodes."""
+"""Most entries of a table of parts times ranks; larger problems are solved greedily by samples, without nodes."""
 
 MAX_PAIR_WORK = 2**19
-"""Subsets looked at, over all pairs of groups and their places, before such a pair is only estimated."""
+"""Most subsets for exact assignment within all pairs of groups and places; beyond, pairs are estimated."""
 
 
 @dataclass(frozen=True, eq=False)
 class Homes:
-    """Where samples were loaded, and what moving them takes.
+    """The home ranks of samples, and their tokens.
 
     Attributes:
         ranks: `[num_samples]` int64 rank that loaded each sample.
         tokens: `[num_samples]` int64 original tokens.
-        ranks_per_node: data-parallel ranks of one node, None where nodes do not matter.
+        ranks_per_node: data-parallel ranks of one node; None if nodes do not matter.
     """
 
     ranks: NDArray[np.int64]
@@ -48,13 +48,13 @@ class Homes:
         return int(self.tokens[ranks != self.ranks].sum())
 
     def moved_off_node_tokens(self, ranks: NDArray[np.int64]) -> int:
-        """Tokens off the node of their home rank; 0 where nodes do not matter."""
+        """Tokens off the node of their home rank; 0 if nodes do not matter."""
         if self.ranks_per_node is None:
             return 0
         return int(self.tokens[ranks // self.ranks_per_node != self.ranks // self.ranks_per_node].sum())
 
     def better(self, slot_of: NDArray[np.int64], other: NDArray[np.int64], *, num_microbatches: int) -> bool:
-        """True where `slot_of` moves fewer tokens than `other`; where as many, fewer between nodes."""
+        """True if `slot_of` moves fewer tokens than `other`, or as many and fewer between nodes."""
         one, two = slot_of // num_microbatches, other // num_microbatches
         return (self.moved_tokens(one), self.moved_off_node_tokens(one)) < (
             self.moved_tokens(two),
@@ -65,17 +65,17 @@ class Homes:
 def keep_local(
     problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int, homes: Homes, whole_ranks: bool = False
 ) -> NDArray[np.int64]:
-    """Exchanges what is interchangeable so that fewer tokens move.
+    """Exchanges equal ranks, micro-batches and samples so that fewer tokens move.
 
     Args:
         problem: the global batch.
         slot_of: `[num_samples]` `rank * num_microbatches + slot` of each sample.
         num_microbatches: slots of every rank.
         homes: where samples were loaded.
-        whole_ranks: samples that share a rank must go on sharing one.
+        whole_ranks: samples of one rank must stay on one rank.
 
     Returns:
-        `[num_samples]` like `slot_of`, of the same cost.
+        `[num_samples]` in the form of `slot_of`, with the same cost.
     """
     if problem.topology.dp_size == 1 or not slot_of.size:
         return slot_of
@@ -150,7 +150,7 @@ def _permute_by_table(table: NDArray[np.int64], *, span: int) -> NDArray[np.int6
 def _permute_by_samples(
     part_of: NDArray[np.int64], *, num_slots: int, dp_size: int, span: int, homes: Homes
 ) -> NDArray[np.int64]:
-    """As `_permute_by_table`, greedily and without nodes, in time linear in samples and parts."""
+    """Greedy variant of `_permute_by_table` without nodes, in time linear in samples and parts."""
     num_groups = dp_size // span
     group, slot, part = part_of // (num_slots * span), part_of % num_slots, part_of // num_slots % span
     home_group, home = homes.ranks // span, homes.ranks % span
@@ -180,7 +180,7 @@ def _permute_by_samples(
 def _exchange_equal(
     problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int, homes: Homes
 ) -> NDArray[np.int64]:
-    """Samples of one cost and weight take one another's positions: at home first, then on the node."""
+    """Exchanges samples of equal cost and weight: to their home rank first, then to its node."""
     order = np.lexsort((problem.weights, problem.shared_costs, problem.costs))
     differs = np.zeros(order.size, dtype=np.bool_)
     for values in (problem.weights, problem.shared_costs, problem.costs):
@@ -195,7 +195,7 @@ def _exchange_equal(
 
     slot_of = slot_of.copy()
     old = slot_of.copy()
-    # A place as wide as the batch takes what is left.
+    # The last round has one place with all ranks, for the remaining samples.
     for width in (1, homes.ranks_per_node or problem.topology.dp_size, problem.topology.dp_size):
         num_places = -(-problem.topology.dp_size // width)
         wanted = kind_of[samples] * num_places + homes.ranks[samples] // width

@@ -36,6 +36,6 @@ def pack_fitting(problem: Problem, *, num_microbatches: int, pack: Pack) -> tupl
         attempts += 1
         num_microbatches += multiple * max(1 + attempts // 4, num_microbatches // (64 * multiple))
         if attempts == 1 and not problem.counts_samples:
-            # What first fit decreasing cannot do with fewer bins, filling by cost will not do either.
+            # Filling by cost will not succeed with fewer bins than first fit decreasing by weight.
             num_bins = len(first_fit(problem.weights, capacity=capacity, decreasing=True))
             num_microbatches = max(num_microbatches, -(-num_bins // (dp_size * multiple)) * multiple)

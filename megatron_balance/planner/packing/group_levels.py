@@ -5,12 +5,12 @@ computes the expert work of all its samples together.
 
     1. rows that a large sample makes high are packed full, costliest samples first (`partition/peeling.py`), but
        never beyond the time that no plan can beat: beside a giant, samples still cost their expert work
-    2. high rows are given to the groups, the longest to the group with the least so far
-    3. the time that is left is poured over the other rows like water, so that all groups end together; where high rows
-       alone make them end later, higher limits are tried
-    4. the samples that are left go, costliest first, to the micro-batch furthest below its target
-    5. rows wait for their highest micro-batch, which targets do not foresee: what a group takes above the mean is
-       taken off its other rows, and steps 3 and 4 are done again
+    2. high rows are assigned to groups, the longest to the group with the least time so far
+    3. the remaining time is distributed over the other rows so that all groups end together; if high rows alone make
+       them end later, higher limits are tried
+    4. the remaining samples go, costliest first, to the micro-batch furthest below its target
+    5. a row waits for its highest micro-batch, which targets do not include: the time of a group above the mean is
+       subtracted from its other rows, and steps 3 and 4 are repeated
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron_balance.planner.partition import level_packing, peel_rows, refine
 from megatron_balance.planner.problem import Problem
 
 MAX_CORRECTIONS = 3
-"""Times that step 5 is done."""
+"""Most repetitions of step 5."""
 
 MAX_LIMITS = 3
-"""Limits of high rows that are tried besides the first."""
+"""Additional limits of high rows to try."""
 
 WORTH_LIMITS = 256
 """They are tried where the mean of groups is one part in this many above `work`: below, corrections do as well."""
@@ -42,8 +42,8 @@ def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bo
 
     Args:
         problem: the global batch.
-        num_microbatches: of every rank; more where it takes more.
-        work: no plan's micro-batches cost less on the slowest group, without `per_microbatch`.
+        num_microbatches: of every rank; raised until all samples fit.
+        work: lower bound on the work of the slowest group, without `per_microbatch`.
         fill: put samples beside those that make a row high.
     """
     alone = problem.sync_group_size == problem.topology.dp_size
@@ -79,7 +79,7 @@ def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bo
             target=work,
         )
         found = lay_out(problem, refined, num_microbatches=num_microbatches)
-        # What refining counts leaves out slot order, so it may have lost.
+        # Refining ignores slot order, so its result may be slower.
         if found.predicted_cost < best.predicted_cost:
             best = found
     return best
@@ -123,7 +123,7 @@ class _GroupPacking:
         """Steps 3 and 4. Returns the bin of each sample, None where one found no room.
 
         Args:
-            corrections: `[num_groups]` time that each group is to be taken to need besides.
+            corrections: `[num_groups]` additional time to assume for each group.
         """
         bin_of = self.bin_of.copy()
         if not self.left.size:
@@ -250,7 +250,7 @@ def _laid_out(
 
 
 def _group_times(problem: Problem, placement: Placement) -> NDArray[np.int64]:
-    """What the rows of each group cost together, `[num_groups]`."""
+    """Total cost of the rows of each group, `[num_groups]`."""
     of_groups = placement.cost_grid.reshape(-1, problem.sync_group_size, placement.num_microbatches)
     return of_groups.max(axis=1).sum(axis=1)
 

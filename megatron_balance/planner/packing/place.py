@@ -1,18 +1,18 @@
-"""Places every sample in a micro-batch of a rank: from a planning problem to slot numbers, in ten lines.
+"""Places every sample of a planning problem in a micro-batch of a rank, in ten steps.
 
-    1. samples are sorted by cost, so that the order of arrival changes nothing
+    1. samples are sorted by cost, so that the order of arrival has no effect
     2. the objective says which ranks wait for one another in every micro-batch: none, a group of ranks, or all
-    3. the number of micro-batches starts at the least that could hold the samples, and the next two are tried as well;
+    3. the number of micro-batches starts at the least that may hold the samples, and the next two are tried as well;
        for a pipeline, rising counts until two in a row are no better (`search.py`)
     4. ranks that do not meet: samples go, costliest first, to the least loaded rank, there to the micro-batch
        furthest below its target (`rank_levels.py`)
     5. groups that meet: rows that a large sample makes high are packed first and full, each micro-batch with the
        costliest samples that fit; in a pipeline bare ones are tried as well (`group_levels.py`)
-    6. high rows are given to the groups, the longest to the group with the least time
-    7. the time left is poured over the other rows like water, and the samples left go, costliest first, to the
-       micro-batch furthest below its target
-    8. what a group takes above the mean is taken off its targets, and step 7 is done again, three times at most; where
-       the mean itself is too high, so is step 5 with higher rows
+    6. high rows are assigned to groups, the longest to the group with the least time
+    7. the remaining time is distributed over the other rows so that groups end together, and the remaining samples go,
+       costliest first, to the micro-batch furthest below its target
+    8. the time of a group above the mean is subtracted from its targets, and step 7 is repeated, at most three times;
+       if the mean itself is too high, step 5 is repeated with higher rows
     9. an empty micro-batch takes a sample from elsewhere (`empty_slots.py`), and batches of up to 1,024 samples are
        refined by moves and swaps that relieve the slowest group (`partition/refine.py`)
     10. the plan of least predicted time is kept; small batches of ranks that do not meet are compared with plans of the
@@ -97,12 +97,12 @@ def _place_by_levels(problem: Problem, *, bound: int, work: int) -> Placement:
 def _place_by_ranks(
     problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | None, bound: int, work: int
 ) -> Placement:
-    """Each rank by itself, with the samples that it loaded or that the algorithm gives it."""
+    """Packs each rank separately, with the samples that it loaded or that the algorithm assigns to it."""
     if home_ranks is None:
         samples_of = assign_ranks(problem, algorithm=algorithm)
     else:
         samples_of = [np.flatnonzero(home_ranks == rank).tolist() for rank in range(problem.topology.dp_size)]
-        # More micro-batches change nothing of what a rank has loaded.
+        # The work of a rank is that of the samples it loaded, for any number of micro-batches.
         work = max(work, *(int(problem.costs[ids].sum()) for ids in samples_of))
     # Only level packing aims at targets; by name, more micro-batches are tried where the cap may ask for them.
     timing = problem.timing if algorithm == "level_packing" else Sum()

@@ -1,7 +1,7 @@
 """Level packing of ranks that do not meet in micro-batches: samples go to the least loaded rank with room.
 
-In a rank they go to the micro-batch that is furthest below its target. Targets are even, but for those that a large
-sample makes high anyway. A pipeline may want them steep: then they fall from micro-batch to micro-batch.
+In a rank they go to the micro-batch furthest below its target. Targets are even, except for micro-batches that a large
+sample makes high. For a pipeline targets may fall from micro-batch to micro-batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def place_ranks(problem: Problem, *, num_microbatches: int, work: int, steepness
 
     Args:
         problem: the global batch.
-        num_microbatches: of every rank; more where it takes more.
-        work: the micro-batches of no plan's slowest rank cost less, without `per_microbatch`.
+        num_microbatches: of every rank; raised until all samples fit.
+        work: lower bound on the work of the slowest rank, without `per_microbatch`.
         steepness: of the targets, see `target_heights`.
     """
     dp_size = problem.topology.dp_size
@@ -32,7 +32,7 @@ def place_ranks(problem: Problem, *, num_microbatches: int, work: int, steepness
     found = lay_out(problem, bin_of, num_microbatches=num_microbatches)
     if problem.num_samples > MAX_REFINED_SAMPLES:
         return found
-    # The same micro-batches divided among the ranks anew, as rows: with few samples that is often more even.
+    # Also divide the same micro-batches among the ranks as rows: with few samples this is often more even.
     as_rows = lay_out(problem, bin_of, num_microbatches=num_microbatches, span=dp_size)
     if as_rows.predicted_cost < found.predicted_cost:
         found, bin_of = as_rows, as_rows.slot_of
@@ -46,7 +46,7 @@ def place_ranks(problem: Problem, *, num_microbatches: int, work: int, steepness
         target=work,
     )
     again = lay_out(problem, refined, num_microbatches=num_microbatches)
-    # What refining counts leaves out slot order and shared expert work, so it may have lost.
+    # Refining ignores slot order and shared expert work, so its result may be slower.
     return again if again.predicted_cost < found.predicted_cost else found
 
 

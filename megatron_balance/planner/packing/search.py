@@ -21,9 +21,9 @@ def search(
     Args:
         problem: the global batch.
         timing: the numbers to try, and when to end.
-        bound: no plan costs less.
-        work: no plan's micro-batches cost less than this on the slowest group of ranks, without `per_microbatch`.
-        pack: places the samples with so many micro-batches, or more where it takes more, in one way or several.
+        bound: lower bound on the cost of any plan.
+        work: lower bound on the work of the slowest group of ranks, without `per_microbatch`.
+        pack: yields one or more placements for a number of micro-batches, with more if the samples need them.
     """
     topology, multiple = problem.topology, problem.topology.microbatch_multiple
     counts = timing.counts(
@@ -37,7 +37,7 @@ def search(
     best: Placement | None = None
     reached = tried = lost = 0
     for num_microbatches in counts:
-        # Where the cap asked for more, the numbers between were tried.
+        # If the cap needed more micro-batches, the numbers up to `reached` are covered.
         if num_microbatches <= reached:
             continue
         if best is not None:

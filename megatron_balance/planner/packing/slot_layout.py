@@ -1,4 +1,4 @@
-"""From bins of samples to slots of ranks: the last step of every way to place samples.
+"""Assigns bins of samples to slots of ranks, the last step of every placement.
 
 Bins come group by group. Those of a group are sorted into rows, and each row is divided among the ranks of the group.
 """
@@ -14,19 +14,19 @@ from megatron_balance.planner.partition import karmarkar_karp_rows
 from megatron_balance.planner.problem import Problem, check_total
 
 MAX_REFINED_SAMPLES = 1024
-"""Refining looks at pairs of samples; larger batches are within a fraction of a percent without it."""
+"""Most samples of a batch that is refined, as refining compares pairs; larger batches gain a fraction of a percent."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every sample runs.
+    """The rank and slot of every sample.
 
     Attributes:
         slot_of: `[num_samples]` int64, `rank * num_microbatches + slot`.
         num_microbatches: slots of every rank.
         cost_grid: `[dp_size, num_microbatches]` int64.
         predicted_cost: the objective's value.
-        lower_bound: what no placement that moves samples at will can beat.
+        lower_bound: lower bound on the value of any placement that may move samples.
     """
 
     slot_of: NDArray[np.int64]

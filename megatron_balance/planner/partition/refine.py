@@ -122,7 +122,7 @@ def refine(
         num_groups: groups.
         bins_per_group: bins of a group, a multiple of `bins_per_row`.
         bins_per_row: bins of a row.
-        shared: `[num_items]` cost that an item's group pays besides, over the bins of a row together; None for none.
+        shared: `[num_items]` additional cost of an item for its group, over all bins of a row; None for none.
         target: time of a group at which to stop.
 
     Returns:
