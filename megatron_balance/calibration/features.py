@@ -2,10 +2,10 @@
 
     seconds ≈ per_microbatch*1 + per_sequence*num_sequences + linear*tokens + attention*core + cp_exchange*received
 
-`core` is the attention of the cost model: `Σ quadratic*L² + Σ_w window_w*pairs(L, w)`. Its parts are left in the
-proportions that the model's shape gives, since lengths seen in training seldom separate them. `received` are tokens
-whose keys and values come from other context-parallel ranks, where micro-batches have sizes of their own: of c ranks
-each computes a c-th part of tokens and core, and receives (c-1)/c of the tokens. Elsewhere it is 0.
+`core` is the attention of the cost model: `Σ quadratic*L² + Σ_w window_w*pairs(L, w)`. Its terms keep the proportions
+of the model's shape, since lengths seen in training seldom separate them. `received` are tokens whose keys and values
+come from other context-parallel ranks under dynamic context parallelism: each of c ranks computes a c-th part of
+tokens and core, and receives (c-1)/c of the tokens. Otherwise it is 0.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def slot_features(schedule: DataSchedule, *, rank: int, cost_model: CostModel) -
 
 
 def _leaf_features(schedule: DataSchedule, *, leaf: int, cost_model: CostModel) -> NDArray[np.float64]:
-    """Routed experts are counted as the plan does: as if each rank computed its own tokens'."""
+    """Features of a leaf. Routed experts count as in the plan: as if each rank computed its own tokens'."""
     segments = schedule.lengths if schedule.segment_lengths is None else schedule.segment_lengths
     counts = np.ones(schedule.lengths.size, np.int64) if schedule.num_segments is None else schedule.num_segments
     of_samples = np.split(segments, np.cumsum(counts)[:-1])
@@ -79,12 +79,12 @@ def _leaf_features(schedule: DataSchedule, *, leaf: int, cost_model: CostModel) 
 
 
 def cost_model_of(coefficients: NDArray[np.float64], *, cost_model: CostModel, units_per_second: int) -> CostModel:
-    """The cost model that the coefficients of `slot_features` make.
+    """The cost model from coefficients of the features of `slot_features`.
 
     Args:
-        coefficients: `[5]` seconds per micro-batch, sequence, token, unit of core and received token; `[4]` where the
-            last was not learned: it then has its part of what a token costs from `cost_model`.
-        cost_model: what the features were made with.
+        coefficients: `[5]` seconds per micro-batch, sequence, token, unit of core and received token; `[4]` without
+            the last, which then keeps its ratio to the linear cost in `cost_model`.
+        cost_model: the cost model that the features were computed with.
         units_per_second: of the result's costs.
     """
     scaled = [float(value) * units_per_second for value in coefficients]
@@ -116,16 +116,16 @@ def coefficients_of(cost_model: CostModel) -> NDArray[np.float64]:
 
 
 def exchange_part(cost_model: CostModel) -> float:
-    """What receiving a token's keys and values costs, as a part of what a token costs linearly."""
+    """Cost of receiving a token's keys and values, as a fraction of the linear cost of a token."""
     linear = cost_model.linear + cost_model.expert_linear
     return cost_model.cp_exchange / linear if linear else 0.0
 
 
 def is_slowest(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
-    """`[num_microbatches]` whether the rank is the costliest of those it meets in each micro-batch.
+    """`[num_microbatches]` True where the rank is the costliest of those it meets.
 
-    Where ranks meet in every micro-batch, the others' time is waiting. Where they meet once a step, all are. Leaves
-    that share a micro-batch have the same cost.
+    If ranks meet in every micro-batch, the measured time of the others contains waiting. If they meet once a step, all
+    entries are True. Leaves that share a micro-batch have the same cost.
     """
     topology = schedule.topology
     if topology.dynamic_cp:
@@ -135,7 +135,7 @@ def is_slowest(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
         return own == schedule.cost_grid.max(axis=0)
     if topology.ep_span == 1 and not topology.fully_sharded:
         return np.ones(schedule.num_microbatches, dtype=np.bool_)
-    # Whatever the objective, those that wait for one another where ranks meet in micro-batches.
+    # For every objective: the ranks that wait for one another in a micro-batch.
     span = OBJECTIVES["microbatch"].sync_group_size(topology)
     grid = schedule.cost_grid.reshape(-1, span, schedule.num_microbatches)
     slowest = grid.max(axis=1)[rank // span]
@@ -143,13 +143,13 @@ def is_slowest(schedule: DataSchedule, *, rank: int) -> NDArray[np.bool_]:
 
 
 def _expert_part(cost_model: CostModel) -> float:
-    """The part of what a token costs that routed experts are, from 0 to 1."""
+    """The fraction of a token's linear cost that routed experts make up, from 0 to 1."""
     linear = cost_model.linear + cost_model.expert_linear
     return cost_model.expert_linear / linear if linear else 0.0
 
 
 def _core(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[np.float64]:
-    """`[num_segments]` attention of each."""
+    """`[num_segments]` attention cost of each sequence."""
     if not cost_model.quadratic and not cost_model.windows:
         return np.zeros(lengths.size)
     attention = CostModel(quadratic=cost_model.quadratic, windows=cost_model.windows)

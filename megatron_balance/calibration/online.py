@@ -1,16 +1,16 @@
 """A cost model that learns from the run's own micro-batches, the same on every rank.
 
-Each rank keeps what it measured. On a fixed schedule of steps rank 0 of the group gathers the newest
+Each rank keeps its own measurements. On a fixed schedule of steps rank 0 of the group gathers the newest
 measurements of all ranks, fits them (`cost/fitting.py`), and broadcasts the coefficients, which every
-rank turns into the same integers. The fit must prove itself: it is made on every other measurement and
-must predict the rest better than the scaled prior does; otherwise the scaled prior stays.
+rank turns into the same integers. The fit is validated: it is made on every other measurement and
+must predict the rest better than the scaled prior does; otherwise the scaled prior is used.
 
-Where micro-batches have context-parallel sizes of their own, what receiving a token's keys and values costs is one
-coefficient more. It is fitted by itself only where the measurements tell it from the others (`separates_exchange`) and
-predict the rest better with it; otherwise it keeps the prior's part of what a token costs.
+With dynamic context parallelism, the cost of receiving a token's keys and values is one more coefficient. It is fitted
+separately only if the measurements separate it from the others (`separates_exchange`) and the fit with it predicts the
+rest better; otherwise it keeps the prior's ratio to the linear cost of a token.
 
 Invariants: ranks agree on the cost model at every step; between refits it does not change; with the same
-state and no new measurements, a resumed run plans as the one that saved it.
+state and no new measurements, a resumed run makes the same plans as the run that saved it.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ FIRST_REFIT = 4
 LONGEST_GAP = 64
 
 MAX_MEASUREMENTS = 16384
-"""Gathered for one refit, over all ranks: 0.6 MB, fitted in well under a second."""
+"""Most measurements of all ranks in one refit: 0.6 MB, fitted in well under a second."""
 
 MAX_MEASUREMENTS_OF_RANK = 512
 
 MIN_MEASUREMENTS = 16
-"""Fewer do not determine the coefficients."""
+"""Fewer measurements do not determine the coefficients."""
 
 LEAST_SEPARATE_PART = 0.01
-"""Of the received tokens' sum of squares, the part that no combination of the other features explains: below it the
-exchange cannot be told from them, as where all samples that ranks share have the same length."""
+"""Least part of the received tokens' sum of squares that no combination of the other features explains. Below it the
+exchange cannot be separated from them, for example if all shared samples have the same length."""
 
 
 _FILE = "online_calibration.json"
 
 
 def is_refit_step(step: int) -> bool:
-    """Whether the cost model is fitted anew before this step, counted from 0: 4, 8, 16, 32, 64, 128, 192, …"""
+    """True if the cost model is fitted again before this step, counted from 0: 4, 8, 16, 32, 64, 128, 192, …"""
     if step >= LONGEST_GAP:
         return step % LONGEST_GAP == 0
     return step >= FIRST_REFIT and step & (step - 1) == 0
@@ -70,13 +70,13 @@ def is_refit_step(step: int) -> bool:
 
 @dataclass(frozen=True)
 class CalibrationState:
-    """What a checkpoint keeps.
+    """The state of the calibration in a checkpoint.
 
     Attributes:
-        num_steps: steps that were planned.
+        num_steps: planned steps.
         coefficients: `[4]` seconds per micro-batch, sequence, token and unit of attention, `[5]` where those per
             received token were learned as well; None before the first fit.
-        error: median relative error on the measurements that were held out; None likewise.
+        error: median relative error on held-out measurements; None before the first fit.
     """
 
     num_steps: int = 0
@@ -90,12 +90,12 @@ class CalibrationState:
 
     @staticmethod
     def forget(folder: Path) -> None:
-        """Remove what an earlier run may have written there."""
+        """Remove the state that an earlier run may have written there."""
         (folder / _FILE).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, folder: Path) -> CalibrationState:
-        """Read it back; a fresh state where the run that saved did not calibrate.
+        """Read the state; a new one if the run that saved did not calibrate.
 
         Raises:
             BalanceError: it cannot be read.
@@ -107,7 +107,7 @@ class CalibrationState:
             content = parse_json(path.read_text(encoding="utf-8"))
             coefficients, off_by = content["coefficients"], content["error"]
             if coefficients is not None and len(coefficients) not in (RECEIVED, NUM_FEATURES):
-                raise ValueError(f"{len(coefficients)} coefficients in place of {RECEIVED} or {NUM_FEATURES}")
+                raise ValueError(f"{len(coefficients)} coefficients instead of {RECEIVED} or {NUM_FEATURES}")
             return cls(
                 num_steps=int(content["num_steps"]),
                 coefficients=None if coefficients is None else tuple(map(float, coefficients)),
@@ -115,16 +115,16 @@ class CalibrationState:
             )
         except (ArithmeticError, OSError, KeyError, TypeError, ValueError) as error:
             raise BalanceError(
-                f"{path} is damaged or was written by another version ({error}): delete it, and the run learns anew."
+                f"{path} is damaged or was written by another version ({error}): delete it to start calibration again."
             ) from error
 
 
 class OnlineCalibration:
-    """One rank's part.
+    """Online calibration on one rank.
 
     Args:
-        prior: FLOPs or an earlier calibration: plans until there is a fit, and gives the shares of
-            attention and of routed experts apart.
+        prior: FLOPs or an earlier calibration: the cost model until the first fit, and the source of the shares
+            of attention and of routed experts.
         group: all ranks that plan; CPU tensors travel over it.
     """
 
@@ -138,25 +138,25 @@ class OnlineCalibration:
 
     @property
     def cost_model(self) -> CostModel:
-        """What the next step is planned with."""
+        """The cost model for planning the next step."""
         if self.state.coefficients is None:
             return self.prior
         coefficients = np.array(self.state.coefficients)
         return cost_model_of(coefficients, cost_model=self.prior, units_per_second=UNITS_PER_SECOND)
 
     def add(self, features: NDArray[np.float64], *, seconds: NDArray[np.float64]) -> None:
-        """Take in what this rank measured; any thread may.
+        """Add measurements of this rank; thread-safe.
 
         Args:
             features: `[num_measurements, 5]`, made with `prior`.
-            seconds: `[num_measurements]`; those that are not above zero are left out.
+            seconds: `[num_measurements]`; values that are not above zero are left out.
         """
         kept = seconds > 0
         with self._lock:
             self._rows.extend(np.column_stack([features, seconds])[kept])
 
     def begin_step(self) -> None:
-        """Go on to the next step, and refit where one is due. All ranks of the group, in the same order."""
+        """Begin the next step, with a refit on schedule. Collective over the group."""
         coefficients, error = self.state.coefficients, self.state.error
         if is_refit_step(self.state.num_steps):
             fitted = self._refit()
@@ -165,7 +165,7 @@ class OnlineCalibration:
         self.state = CalibrationState(self.state.num_steps + 1, coefficients, error)
 
     def _refit(self) -> tuple[tuple[float, ...], float] | None:
-        """Coefficients and held-out error, from all ranks' measurements; None where there are too few."""
+        """Coefficients and held-out error from all ranks' measurements; None if there are too few."""
         rows = self._gather()
         # The last entry is the number of coefficients, 0 without a fit: every rank must take the same branch.
         message = np.zeros(NUM_FEATURES + 2)
@@ -198,12 +198,11 @@ def fit_rows(rows: NDArray[np.float64], *, prior: CostModel) -> tuple[NDArray[np
         prior: FLOPs or an earlier calibration.
 
     Returns:
-        `[4]` or `[5]` coefficients as in CalibrationState, and their median relative error on measurements that they
-        were not made from.
+        `[4]` or `[5]` coefficients as in CalibrationState, and their median relative error on held-out measurements.
     """
     features, seconds = rows[:, :NUM_FEATURES], rows[:, NUM_FEATURES]
     even, odd = slice(0, None, 2), slice(1, None, 2)
-    # Received tokens at the prior's part of what a token costs: without sizes of their own, none.
+    # Received tokens count at the prior's ratio to the linear cost; without dynamic sizes there are none.
     tied = features[:, :RECEIVED].copy()
     tied[:, 2] += exchange_part(prior) * features[:, RECEIVED]
 
@@ -229,11 +228,11 @@ def fit_rows(rows: NDArray[np.float64], *, prior: CostModel) -> tuple[NDArray[np
 
 
 def separates_exchange(features: NDArray[np.float64], *, seconds: NDArray[np.float64]) -> bool:
-    """Whether measurements tell what receiving a token costs from the other coefficients.
+    """True if the measurements separate the cost of a received token from the other coefficients.
 
     Args:
         features: `[num_measurements, 5]`.
-        seconds: `[num_measurements]`, whose fluctuations grow with them.
+        seconds: `[num_measurements]`; their noise grows with their size.
     """
     weighted = features / np.sqrt(seconds)[:, None]
     others, received = weighted[:, :RECEIVED], weighted[:, RECEIVED]

@@ -6,7 +6,7 @@ with `pairs` as in `cost.py`. FLOPs leave out how efficiently a device runs them
 different fractions of its peak, and every launch costs time of its own.
 
 Invariant: the integers of the cost model keep six digits of every coefficient that matters; they count
-attoseconds, which `CostModel.sample_costs` scales down where a batch is too dear for int64.
+attoseconds, which `CostModel.sample_costs` scales down if the sum over a batch exceeds int64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import parse_json
 
 FORMAT = "megatron_balance calibration 1"
-"""What a file says it is; the number rises when its meaning changes."""
+"""Format name in the file; the number rises with incompatible changes."""
 
 UNITS_PER_SECOND = 10**18
 """A cost of 1 is an attosecond: a squared token costs as little as 1e-15 seconds on the fastest devices."""
@@ -42,9 +42,9 @@ class Calibration:
         windows: pairs `(window tokens, seconds per squared token)` of sliding-window attention.
         cp_exchange: seconds per token of keys and values that a rank receives from context-parallel ranks of its own
             node, beyond its part of the computing; None where that was not measured.
-        cp_exchange_between_nodes: the same where the ranks are on several nodes.
+        cp_exchange_between_nodes: the same for ranks on several nodes.
         held_out_error: median relative error on micro-batches that were not fitted; None where none were kept.
-        origin: what it was measured on and with: device, clock, versions, shape, command.
+        origin: conditions of the measurement: device, clock, versions, shape, command.
         measurements: one mapping for each measured micro-batch, for reports.
 
     Raises:
@@ -81,7 +81,7 @@ class Calibration:
         return (model.per_microbatch + sum(model(length) for length in lengths)) / UNITS_PER_SECOND
 
     def exchange_seconds(self, *, between_nodes: bool) -> float | None:
-        """What receiving a token's keys and values takes; None where that was not measured.
+        """Seconds to receive a token's keys and values; None if they were not measured.
 
         Args:
             between_nodes: context-parallel ranks are on several nodes.
@@ -93,8 +93,8 @@ class Calibration:
 
         Args:
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart.
-            model_parallel_size: tensor- times context-parallel ranks, over which tokens and heads are spread; what
-                a micro-batch and a sequence cost besides stays the same on each.
+            model_parallel_size: tensor- times context-parallel ranks, over which tokens and heads are spread; the
+                fixed costs of a micro-batch and of a sequence stay the same on each.
             between_nodes: context-parallel ranks are on several nodes.
         """
         exchange = self.exchange_seconds(between_nodes=between_nodes) or 0.0

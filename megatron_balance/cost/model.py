@@ -1,6 +1,6 @@
 """The cost of a sample: an integer, so that every rank makes the same plan.
 
-A cost model says how the time of a sample grows with its length L (tokens, padded):
+A cost model gives the time of a sample as a function of its padded length L in tokens:
 
     cost(L) = linear*L + quadratic*L² + Σ_w window_w*pairs(L, w) + per_sequence
 
@@ -24,12 +24,12 @@ from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part
 from megatron_balance.model.shape import ModelShape
 
 MICROBATCH_TOKENS = 128
-"""Tokens that a micro-batch costs besides its own, where nothing was measured: launches, weights read and gradients
-added once more. With FLOPs alone a plan takes more micro-batches than it needs, since they are free. The number hardly
-matters: 32 to 512 lose equally little on assumed devices where 0 loses up to 2 % (benchmarks/results/ablation.md)."""
+"""Fixed cost of a micro-batch in tokens, if none was measured: kernel launches, reading weights and adding gradients.
+With FLOPs alone micro-batches are free, and a plan uses more than needed. The value has little effect: 32 to 512 lose
+equally little on assumed devices where 0 loses up to 2 % (benchmarks/results/ablation.md)."""
 
 MAX_TOTAL_COST = 2**62
-"""Sums of costs stay below this, so that adding a handful of them never leaves int64."""
+"""Sums of costs stay below this, so that adding a few of them never exceeds int64."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class SampleCosts:
     """Costs of the samples of one global batch.
 
     Attributes:
-        costs: `[num_samples]` int64, what the sample's own rank computes, in units of `2**shift`.
-        expert_costs: `[num_samples]` int64, what its expert-parallel group computes together, same units.
+        costs: `[num_samples]` int64 cost on the sample's own rank, in units of `2**shift`.
+        expert_costs: `[num_samples]` int64 cost that its expert-parallel group shares, in the same units.
         shift: power of two that all costs were divided by to keep their sum below 2**62.
     """
 
@@ -61,7 +61,7 @@ class CostModel:
             attention.
         cp_exchange: cost of receiving one token's keys and values from another context-parallel rank. On each of c
             ranks a sample then costs a c-th of `cost(L)`, `per_sequence` apart, and `cp_exchange*L*(c-1)/c`. Only
-            plans with dynamic context-parallel sizes ask for it: at one size it adds the same to every token.
+            plans with dynamic context-parallel sizes use it: at one size it adds the same to every token.
 
     Raises:
         BalanceError: a coefficient is negative or not an integer, or all are zero.

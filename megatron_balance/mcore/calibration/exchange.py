@@ -47,7 +47,7 @@ class SharedLayers:
 
     @property
     def jobs(self) -> list[tuple[Part, Lengths]]:
-        """What is measured, part by part."""
+        """All measurements, part by part."""
         return [(part, lengths) for part in self.parts for lengths in self.fitted + self.held_out]
 
 

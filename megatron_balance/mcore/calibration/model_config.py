@@ -4,7 +4,7 @@
     config = transformer_config_of(stack)
     block = TransformerBlock(config, block_spec_of(config, layers=stack.decoder_layers()))
 
-What has no FLOPs is left at what runs everywhere: no dropout, no bias, RMSNorm, rotary angles not fused.
+Settings without FLOPs have values that run everywhere: no dropout, no bias, RMSNorm, rotary angles not fused.
 Where Transformer Engine is installed layers are its own, elsewhere Megatron's local ones with `ThdAttention`.
 
 Invariants: `ModelShape.from_transformer_config` of `transformer_config_of(shape)`, given the vocabulary and the

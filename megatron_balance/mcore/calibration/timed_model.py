@@ -4,8 +4,8 @@
         model = TimedModel(ModelShape.preset("Qwen3-8B"), num_layers=2, device="cuda", dtype=torch.bfloat16)
         model.seconds([4096, 512, 300])
 
-Weights and data are random: what a GEMM or an attention kernel costs does not depend on them, and a router
-that was never trained sends tokens about evenly.
+Weights and data are random: the time of a GEMM or an attention kernel does not depend on them, and an
+untrained router sends tokens about evenly.
 
 Invariant: gradients are kept from run to run, so that each run adds to them, as micro-batches of a step do.
 """
@@ -65,7 +65,7 @@ def process_groups(*, device: str, seed: int = 1) -> Iterator[None]:
 
 
 def set_cp_size(cp_size: int) -> None:
-    """Make Megatron's process groups anew, for models that are built next; those of earlier models stay with them.
+    """Create Megatron's process groups again, for models built next; earlier models keep theirs.
 
     Args:
         cp_size: context-parallel ranks; divides the ranks.
