@@ -89,7 +89,7 @@ class Topology:
 
     @property
     def has_even_slots(self) -> bool:
-        """Whether all ranks run the same number of micro-batches: those of a pipeline or of experts meet in each."""
+        """True if all ranks run the same number of micro-batches: those of a pipeline or of experts meet in each."""
         return self.pp_size > 1 or self.ep_size > 1 or self.fully_sharded
 
     @property

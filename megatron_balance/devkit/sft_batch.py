@@ -106,5 +106,5 @@ def _get_batch_of_0_17(data_iterator: Iterator[dict[str, Tensor]] | None, *, arg
 
 
 def _predicts_further_tokens(args: Any) -> bool:
-    """Whether this rank has the layers of multi-token prediction: on the last stage, which reads tokens for them."""
+    """True if this rank has the layers of multi-token prediction: on the last stage, which reads tokens for them."""
     return bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage()

@@ -66,5 +66,5 @@ def _end_of_head(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) ->
 
 
 def _first_line(node: ast.stmt) -> int:
-    """Where a statement starts, decorators included."""
+    """The first line of a statement, decorators included."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])

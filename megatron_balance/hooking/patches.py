@@ -45,7 +45,7 @@ class Hook:
     first: tuple[int, int] = (0, 0)
 
     def is_in(self, release: tuple[int, int]) -> bool:
-        """Whether a release has the target."""
+        """True if a release has the target."""
         return self.first <= release
 
 

@@ -68,13 +68,13 @@ class Sample:
 
     @property
     def device(self) -> torch.device:
-        """Where the sample lives."""
+        """The device of the sample's tensors."""
         return next(iter(self.per_token.values())).device
 
 
 @dataclass(frozen=True)
 class KeySpec:
-    """What every sample holds under one key.
+    """Dtype and shape of one key, the same for every sample.
 
     Attributes:
         name: the key.
@@ -155,7 +155,7 @@ class SampleSchema:
         return schema
 
     def fits(self, sample: Sample) -> bool:
-        """Whether the sample holds exactly these keys with these dtypes and shapes."""
+        """True if the sample holds exactly these keys with these dtypes and shapes."""
         if len(self.keys) != len(sample.per_token) + len(sample.per_sample):
             return False
         for key in self.keys:

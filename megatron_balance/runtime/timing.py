@@ -46,7 +46,7 @@ class StepTimer:
 
     @property
     def finished(self) -> bool:
-        """Whether the device has passed the last mark; does not wait."""
+        """True if the device has passed the last mark; does not wait."""
         return not self._on_gpu or all(end.query() for end in self._last_marks())
 
     def seconds(self, num_microbatches: int) -> NDArray[np.float64] | None:

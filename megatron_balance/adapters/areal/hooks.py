@@ -71,7 +71,7 @@ def install(
 
 
 def is_installed() -> bool:
-    """Whether AReaL is hooked in this process."""
+    """True if AReaL is hooked in this process."""
     return installation.settings is not None
 
 

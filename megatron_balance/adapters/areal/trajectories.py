@@ -45,7 +45,7 @@ def row_lengths(batch: Mapping[str, Any]) -> list[int]:
 
 
 def has_entry_a_token(value: object, *, mask: Tensor) -> bool:
-    """Whether a value of a batch is a tensor `[num_rows, padded_seq_len, ...]`."""
+    """True if a value of a batch is a tensor `[num_rows, padded_seq_len, ...]`."""
     return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == mask.shape
 
 

@@ -42,7 +42,7 @@ def install() -> Installed:
 
 
 def is_installed() -> bool:
-    """Whether the adapter is in place."""
+    """True if the adapter is in place."""
     return installation.settings is not None
 
 

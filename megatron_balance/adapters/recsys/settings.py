@@ -18,5 +18,5 @@ class Settings:
 
 
 def prefers_all_to_all() -> bool:
-    """Whether `SHUFFLE_WITH_ALL2ALL` is 1: upstream reads it on every shuffle."""
+    """True if `SHUFFLE_WITH_ALL2ALL` is 1: upstream reads it on every shuffle."""
     return os.environ.get("SHUFFLE_WITH_ALL2ALL", "0") == "1"

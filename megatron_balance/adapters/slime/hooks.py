@@ -80,7 +80,7 @@ def install(
 
 
 def is_installed() -> bool:
-    """Whether slime is hooked in this process."""
+    """True if slime is hooked in this process."""
     return installation.settings is not None
 
 
@@ -108,7 +108,7 @@ def slime_version() -> str | None:
 
 
 def _manager_is_started() -> bool:
-    """Whether Ray has pickled RolloutManager's class, in this or an earlier connection."""
+    """True if Ray has pickled RolloutManager's class, in this or an earlier connection."""
     manager: Any = getattr(sys.modules.get("slime.ray.rollout"), "RolloutManager", None)
     metadata = getattr(manager, "__ray_metadata__", None)
     return getattr(metadata, "last_export_cluster_and_job", None) is not None

@@ -82,7 +82,7 @@ class _HeldDispatch:
         self._last_pool_size = 0
 
     def holds_back(self, controller: Any) -> bool:
-        """Whether to wait for more samples."""
+        """True if more samples must arrive first."""
         pool_size = len(controller.sample_pool)
         self._idle_calls = self._idle_calls + 1 if pool_size == self._last_pool_size else 0
         self._last_pool_size = pool_size

@@ -44,7 +44,7 @@ def install(
 
 
 def is_installed() -> bool:
-    """Whether `install` has hooked the controller in this process."""
+    """True if `install` has hooked the controller in this process."""
     return installation.settings is not None
 
 

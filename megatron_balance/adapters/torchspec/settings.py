@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def chooses(self) -> bool:
-        """Whether a dispatch is chosen among more samples than it takes."""
+        """True if a dispatch is chosen among more samples than it takes."""
         return self.approach != "A" and self.window > 1
 
 

@@ -39,7 +39,7 @@ def install(
 
 
 def is_installed() -> bool:
-    """Whether verl is balanced in this process."""
+    """True if verl is balanced in this process."""
     return installation.settings is not None
 
 

@@ -38,7 +38,7 @@ class Settings:
     dispatch: bool | tuple[str, ...]
 
     def dispatches(self, method_name: str) -> bool:
-        """Whether calls of this worker-group method are balanced."""
+        """True if calls of this worker-group method are balanced."""
         return self.dispatch if isinstance(self.dispatch, bool) else method_name in self.dispatch
 
 
@@ -95,5 +95,5 @@ def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
 
 
 def is_hook(function: Any) -> bool:
-    """Whether a function is one of this adapter's hooks."""
+    """True if a function is one of this adapter's hooks."""
     return getattr(function, "is_hook", False) is True

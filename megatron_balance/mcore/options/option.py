@@ -80,7 +80,7 @@ class Option:
         return f"{flag_of(self.names[0])} {self.case or 'set'}: {self.because}; {self.remedy}"
 
     def applies(self, args: Any) -> bool:
-        """Whether a namespace, parsed or validated, is this row's case."""
+        """True if a namespace, parsed or validated, is this row's case."""
         return self.when is not None and self.when(args)
 
     def message(self, args: Any) -> str:

@@ -93,7 +93,7 @@ def _follow_later_timeouts(group: dist.ProcessGroup) -> None:
 
 
 def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
-    """Where all ranks of the world can agree without a group; None where this process is alone.
+    """The store and ranks by which all ranks of the world agree without a group; None in a single process.
 
     Args:
         timeout: after which missing ranks are named.
@@ -143,7 +143,7 @@ def members_per_node(ranks: Sequence[int], *, local_world_size: int) -> int | No
 
 
 def reads_data() -> bool:
-    """Whether this rank is the first of its tensor-parallel group."""
+    """True if this rank is the first of its tensor-parallel group."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_rank() == 0
@@ -165,7 +165,7 @@ def replica_ranks() -> list[int]:
 
 
 def is_first_of_replica(*, of_leaf: bool = False) -> bool:
-    """Whether this rank is the one rank that stands for its model replica, or for its context-parallel rank of it."""
+    """True if this rank represents its model replica, or a context-parallel rank of it."""
     from megatron.core import parallel_state
 
     return not any(

@@ -24,7 +24,7 @@ class MegatronState:
 
     @property
     def has_next_step(self) -> bool:
-        """Whether another step follows; a data set may hold no more than the steps there are."""
+        """True if another step follows; a data set may hold no more than the steps there are."""
         last = self._args.train_iters
         return last is None or self.iteration < last
 
