@@ -1,9 +1,10 @@
 """See it work, without a GPU: the same training under three policies, side by side.
 
 Trains a small model with Megatron's own loop on two data-parallel ranks, on the functions and classes of
-Python's standard library: stock, with --balance-data, and with --balance-data --balance-by-flops. Prints one
-table, writes build/quickstart/result.json, draws the last run's record as build/quickstart/report.html, and fails
-where balancing changes a loss.
+Python's standard library: stock, with --balance-data, and with --balance-data --balance-by-flops. In three runs the
+policies take turns, step by step (policy_turns.py); a fourth has all flags in every step, as a user sets them.
+Prints one table, writes build/quickstart/result.json, draws the fourth run's record as
+build/quickstart/report.html, and fails where balancing changes a loss.
 """
 
 from __future__ import annotations
@@ -19,25 +20,28 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from policy_turns import POLICIES
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rounding import ALLOWANCES
-from training_run import ROOT, Recorded, largest_difference, train
+from training_run import RECORD_STEPS, ROOT, Recorded, largest_difference, train
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.devkit.sft_dataset import SftDataset, builtin_samples
 from megatron_balance.devkit.smoke import ENVIRONMENT, MODEL_FLAGS
 from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
+from megatron_balance.record.run_record import read_record
 from megatron_balance.report.page import write_report
 
 OUT = ROOT / "build" / "quickstart"
 NUM_RANKS = 2
 GLOBAL_BATCH_SIZE = 24
 SEQ_LENGTH = 4096
-TRAIN_ITERS = 12
+TRAIN_ITERS = 14
 WARM_UP_STEPS = 2  # the first steps pay for allocations
 SEED = 5  # of the order of samples; over others stock's busiest rank plans 1.18 to 1.38 times the mean
 MAX_LOSS_DIFFERENCE = ALLOWANCES["fp32"].loss
@@ -63,32 +67,34 @@ Ranks = list[list[list[int]]]
 """For every rank, for every micro-batch: positions of its samples in the step."""
 
 PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
-POLICIES = {
-    "stock": "",
-    "balance_data": f"{PACKED} --balance-data",
-    "balance_by_flops": f"{PACKED} --balance-data --balance-by-flops --balance-record {OUT / 'record'}",
-}
+BALANCED = f"{PACKED} --balance-data --balance-by-flops"
+RECORD = OUT / "record"
 
 
 def main() -> int:
     """Train under each policy, compare, and report; the exit code says whether the losses agree."""
     console = Console()
     console.width = max(console.width, 100)  # a pipe has no width; the table needs one
-    runs = {name: _train(name, flags.split(), console=console) for name, flags in POLICIES.items()}
+    turns = [_train(first, console=console) for first in range(len(POLICIES))]
+    runs = {policy: _under(policy, turns) for policy in POLICIES}
+    every_step = _train(None, console=console)
     calibration = _calibrate(console)
-    policies = {name: _figures(run, calibration=calibration) for name, run in runs.items()}
+    rest = _seconds_besides_passes(every_step)
+    policies = {name: _figures(run, calibration=calibration, rest=rest) for name, run in runs.items()}
     result: dict[str, dict[str, Any]] = {"policies": policies}
     stock = policies["stock"]
     for figures in policies.values():
         figures["cpu_speedup"] = stock["busiest_cpu_seconds"] / figures["busiest_cpu_seconds"]
         figures["predicted_speedup"] = stock["predicted_cpu_seconds"] / figures["predicted_cpu_seconds"]
     differences = {name: largest_difference(run, reference=runs["stock"], key="lm_loss") for name, run in runs.items()}
+    alone = largest_difference(every_step, reference=runs["stock"], key="lm_loss")
+    differences["balance_by_flops"] = max(differences["balance_by_flops"], alone)
     for name, difference in differences.items():
         policies[name]["max_loss_difference_to_stock"] = difference
     (OUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     _print_table(result["policies"], console=console)
     console.print(f"Written to {(OUT / 'result.json').relative_to(ROOT)}")
-    page = write_report(OUT / "record", out=OUT / "report.html")
+    page = write_report(RECORD, out=OUT / "report.html")
     console.print(f"Steps rank by rank, before and after: open {page.relative_to(ROOT)} in a browser")
     worst = max(differences.values())
     if worst > MAX_LOSS_DIFFERENCE:
@@ -97,7 +103,17 @@ def main() -> int:
     return 0
 
 
-def _train(name: str, flags: Sequence[str], *, console: Console) -> Recorded:
+def _train(first_policy: int | None, *, console: Console) -> Recorded:
+    """Policies by turns, the first step under this one; None: all flags in every step, and a record of the run."""
+    name = "all flags" if first_policy is None else f"by turns, {POLICIES[first_policy]} first"
+    flags = BALANCED.split()
+    if first_policy is None:
+        out, script, environment = OUT / "all_flags", RECORD_STEPS, {}
+        flags += ["--balance-record", str(RECORD)]
+    else:
+        out, script = OUT / f"turns{first_policy}", RECORD_STEPS.with_name("policy_turns.py")
+        environment = {"FIRST_POLICY": str(first_policy)}
+        flags += ["--no-balance-overlap"]
     columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
     started = time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -108,9 +124,22 @@ def _train(name: str, flags: Sequence[str], *, console: Console) -> Recorded:
             if iteration:
                 progress.update(task, completed=int(iteration[1]), description=f"{name}: training")
 
-        run = train(OUT / name, [*FLAGS, *flags], num_ranks=NUM_RANKS, on_line=show)
+        run = train(out, [*FLAGS, *flags], num_ranks=NUM_RANKS, script=script, environment=environment, on_line=show)
     console.print(f"{name}: {TRAIN_ITERS} steps in {time.monotonic() - started:.0f} s with start-up")
     return run
+
+
+def _under(policy: str, turns: Sequence[Recorded]) -> Recorded:
+    """The steps of one policy, each from the run in which it was that policy's turn; also written to OUT / policy."""
+    steps_of_ranks = [
+        [next(step for step in versions if step["policy"] == policy) for versions in zip(*runs, strict=True)]
+        for runs in zip(*(run.ranks for run in turns), strict=True)
+    ]
+    folder = OUT / policy
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, steps in enumerate(steps_of_ranks):
+        (folder / f"rank{rank}.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return Recorded(steps_of_ranks, output="")
 
 
 def _calibrate(console: Console) -> Calibration:
@@ -123,7 +152,14 @@ def _calibrate(console: Console) -> Calibration:
     return Calibration.read(path)
 
 
-def _figures(run: Recorded, *, calibration: Calibration) -> dict[str, Any]:
+def _seconds_besides_passes(run: Recorded) -> float:
+    """CPU seconds of a rank in a step besides its micro-batches: the optimizer, gradient reduction, moving samples."""
+    in_step = [[step["cpu_seconds"] for step in rank[WARM_UP_STEPS:]] for rank in run.ranks]
+    in_passes = [step.seconds.sum(axis=1) for step in read_record(RECORD).steps[WARM_UP_STEPS:]]
+    return statistics.mean(map(statistics.mean, in_step)) - float(np.mean(in_passes))
+
+
+def _figures(run: Recorded, *, calibration: Calibration, rest: float) -> dict[str, Any]:
     """Figures of one run for the table and result.json. Means are over the steps after the warm-up."""
     steps = run.steps
     plans = [_plan(index, step) for index, step in enumerate(steps)]
@@ -135,8 +171,9 @@ def _figures(run: Recorded, *, calibration: Calibration) -> dict[str, Any]:
             for ranks in zip(*(rank[WARM_UP_STEPS:] for rank in run.ranks), strict=True)
         ),
         "predicted_cpu_seconds": statistics.mean(
-            _predicted_seconds(*plan, calibration=calibration) for plan in plans[WARM_UP_STEPS:]
+            rest + _predicted_seconds(*plan, calibration=calibration) for plan in plans[WARM_UP_STEPS:]
         ),
+        "cpu_seconds_besides_passes": rest,
         "cpu_seconds_per_rank": [
             statistics.mean(step["cpu_seconds"] for step in rank[WARM_UP_STEPS:]) for rank in run.ranks
         ],

@@ -29,7 +29,7 @@ from megatron_balance.mcore import hooks
 def main() -> None:
     """Record while the script trains."""
     train_wrapped(
-        _recorded, why="times a step as the user waits for it, and reads its loss before it is rounded for the log"
+        recorded, why="times a step as the user waits for it, and reads its loss before it is rounded for the log"
     )
 
 
@@ -71,7 +71,9 @@ def _train() -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _recorded(train_step: Function, *, out: TextIO) -> Function:
+def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:
+    """`train_step` that writes a line to `out` after each call, `columns` at its end."""
+
     @functools.wraps(train_step)
     def wrapper(*positional: Any, **keywords: Any) -> Any:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -79,7 +81,7 @@ def _recorded(train_step: Function, *, out: TextIO) -> Function:
         row = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
         losses, grad_norm = result[0], result[5]
         row |= {name.replace(" ", "_"): float(value) for name, value in losses.items()}
-        row |= {"grad_norm": None if grad_norm is None else float(grad_norm), **_plan()}
+        row |= {"grad_norm": None if grad_norm is None else float(grad_norm), **_plan(), **columns}
         print(json.dumps(row), file=out, flush=True)
         return result
 

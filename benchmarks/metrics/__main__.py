@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quickstart import FLAGS, NUM_RANKS, POLICIES
+from quickstart import BALANCED, FLAGS, NUM_RANKS
 from training_run import ROOT, train
 
 from benchmarks.markdown import table
@@ -46,7 +46,7 @@ def main() -> int:
     folder = ROOT / "build" / "bench" / "runs" / "metrics"
     shutil.rmtree(folder, ignore_errors=True)
     num_steps = WARM_UP_STEPS + 2 * args.pairs
-    flags = [*FLAGS, *POLICIES["balance_by_flops"].split(), "--train-iters", str(num_steps + 1)]
+    flags = [*FLAGS, *BALANCED.split(), "--train-iters", str(num_steps + 1)]
     flags += ["--global-batch-size", "12", "--log-interval", str(len(WATCHED))]
     flags += ["--balance-record", str(folder / "record")]
     script = ROOT / "benchmarks" / "metrics" / "watched.py"

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from quickstart import FLAGS, NUM_RANKS, POLICIES
+from quickstart import BALANCED, FLAGS, NUM_RANKS
 from training_run import ROOT, train
 
 from benchmarks.metrics import WATCHED
@@ -30,7 +30,7 @@ def measure_overhead(folder: Path, *, num_pairs: int, reuse: bool = False) -> di
         return _figures(records_of(folder / "steps"))
     # The first step has nothing before it, and the last hands nothing on.
     num_steps = WARM_UP_STEPS + 2 * num_pairs + 1
-    flags = [*FLAGS, *POLICIES["balance_by_flops"].split(), "--train-iters", str(num_steps)]
+    flags = [*FLAGS, *BALANCED.split(), "--train-iters", str(num_steps)]
     flags += ["--log-interval", "10", "--balance-record", str(folder / "record")]
     script = ROOT / "benchmarks" / "soak" / "alternating.py"
     return _figures(train(folder / "steps", flags, num_ranks=NUM_RANKS, script=script, timeout_seconds=3600).ranks)
