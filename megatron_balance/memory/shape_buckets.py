@@ -49,7 +49,7 @@ def bucketed_limits(limits: Limits, *, topology: Topology, shape_bucket: int, fl
     """The limits with the cap rounded down to the multiple that micro-batches are filled up to.
 
     Args:
-        limits: what a micro-batch holds.
+        limits: token or sample cap of a micro-batch.
         topology: the ranks.
         shape_bucket: tokens on each GPU.
         flag: that gave it, for the error.

@@ -56,7 +56,7 @@ def build_data_schedule(
     Args:
         lengths: `[num_samples]` original tokens of each sample; 0 is legal. With `num_segments` it is
             `[sum(num_segments)]`, the segments of the first sample, then those of the second, and so on.
-        cost_model: what a sample of a padded length costs.
+        cost_model: cost of a sample by padded length.
         topology: the ranks.
         limits: tokens or samples that a micro-batch holds.
         objective: `auto` (from the topology), `step`, `microbatch` or `pipeline`.

@@ -47,7 +47,7 @@ def floor_advice(lengths: NDArray[np.int64], *, cost_model: CostModel, topology:
 
     Args:
         lengths: `[num_samples]` int64 original tokens.
-        cost_model: what a sample costs.
+        cost_model: cost of a sample.
         topology: the ranks now; `dp_size * cp_size` stays when context parallelism is raised.
 
     Example:

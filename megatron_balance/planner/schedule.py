@@ -62,8 +62,8 @@ class DataSchedule:
         ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
         groups: `[num_samples]` group of each sample, from 0, where groups are kept on a rank; else None.
         topology: the ranks.
-        limits: what a micro-batch holds.
-        cost_model: what a sample costs.
+        limits: token or sample cap of a micro-batch.
+        cost_model: cost of a sample.
     """
 
     slot_of: NDArray[np.int64]

@@ -43,8 +43,8 @@ class RunInfo:
 
     Attributes:
         topology: the ranks.
-        limits: what a micro-batch holds.
-        cost_model: what a sample costs, as the run began.
+        limits: token or sample cap of a micro-batch.
+        cost_model: cost of a sample, as the run began.
         cost_name: `tokens`, `flops` or `seconds`.
         objective: when ranks wait for one another.
         policy: the flags that chose it, for people.

@@ -56,7 +56,7 @@ class AgreedError(BalanceError):
 
     Args:
         text: as the other ranks raise it.
-        original: what was raised here.
+        original: the error raised on this rank.
     """
 
     def __init__(self, text: str, *, original: Exception) -> None:

@@ -52,7 +52,7 @@ class SharedLayers:
 
 
 def cp_sizes_of(num_ranks: int) -> list[int]:
-    """Context-parallel sizes above 1 that so many ranks can be measured at: powers of two that divide them.
+    """Context-parallel sizes above 1 to measure on `num_ranks` ranks: powers of two that divide their number.
 
     Example:
         >>> cp_sizes_of(8), cp_sizes_of(6), cp_sizes_of(1)

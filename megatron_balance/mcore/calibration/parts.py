@@ -28,7 +28,7 @@ class Part:
 
     Attributes:
         name: for people.
-        times: how often the whole model has what was timed.
+        times: number of copies of the timed part in the whole model.
         layer: the kind of layer; None for embedding, output layer and loss.
         model: what runs.
         cp_size: context-parallel ranks that share its micro-batches.

@@ -53,7 +53,7 @@ def warn_of_lost_peers(error: BalanceError, *, rank: int, iteration: int) -> Non
     """Warn at once, on any rank that noticed: training may be in a collective whose watchdog ends the process.
 
     Args:
-        error: what was noticed while a step was prepared.
+        error: the error raised while a step was prepared.
         rank: of this process.
         iteration: that was prepared.
     """

@@ -152,7 +152,7 @@ class StepPlanner:
         """One step.
 
         Args:
-            fetched: what the data loader yielded, or raised.
+            fetched: the items of the data loader, or its error.
             num_items: items that were wanted.
             pool: samples that wait, left as it is; None without look-ahead.
             step: counted from 0. One that could not be prepared may be made again.

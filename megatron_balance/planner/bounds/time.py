@@ -118,7 +118,7 @@ def least_time(problem: Problem, *, work: int, num_microbatches: int) -> int:
 
     Args:
         problem: the global batch.
-        work: what the micro-batches of the slowest group cost at least, see `Objective.least_work`.
+        work: lower bound on the work of the slowest group, see `Objective.least_work`.
         num_microbatches: of every rank.
     """
     launch = problem.per_microbatch

@@ -80,7 +80,7 @@ def assignment_metrics(
         ranks: `ranks[dp_rank][slot]` are sample ids. A rank with fewer slots than others idles through
             dummies at its end.
         lengths: `[num_samples]` original tokens, or of every segment, as for `build_data_schedule`.
-        cost_model: what a sample costs.
+        cost_model: cost of a sample.
         topology: the ranks.
         limits: of a micro-batch; violations are counted, and the lower bound uses them.
         objective: as for `build_data_schedule`.

@@ -32,7 +32,7 @@ def group_metrics(
         groups: micro-batches with their leaves and slots.
         of_segments: `[sum(num_segments)]` original tokens of every segment.
         num_segments: `[num_samples]` segments of each sample, or None where each is one.
-        cost_model: what a sample costs, `cp_exchange` included.
+        cost_model: cost of a sample, `cp_exchange` included.
         topology: the ranks, with `dynamic_cp`.
         limits: tokens that a GPU holds in a micro-batch.
         objective: `step`, `microbatch` or `pipeline`.
