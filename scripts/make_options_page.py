@@ -24,7 +24,7 @@ precision or the loop, in a run with `--balance-data` or `--use-dynamic-batch-si
 - **supported**: the test that is named trains or checks it; a caution, where there is one, is printed once a run;
 - **refused**: the run ends right after parsing, or before its first step, with an error that names the option, the
   value and the remedy;
-- **stock**: the run trains without balancing and says so once.
+- **stock**: Megatron's own scheduler and executor run, and the log says so once.
 
 An option that is not here changes nothing that balancing relies on: `scripts/drift/irrelevant_options.txt` lists those,
 and `scripts/check_drift.sh` fails where a supported release has an option in neither list.

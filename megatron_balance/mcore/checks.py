@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options.table import cautions, problems, why_stock
+from megatron_balance.mcore.options.table import cautions, executor_runs_our_plan, problems, stock_notice, why_stock
 from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
 from megatron_balance.mcore.setup.command_line import parse_command_line
 
@@ -144,7 +144,9 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         return
     broken = [Finding(False, problem) for problem in refused]
     reason = why_stock(args)
-    if reason is not None:
+    if reason is not None and executor_runs_our_plan(args):
+        yield Finding(True, stock_notice(args, reason=reason))
+    elif reason is not None:
         broken.append(Finding(False, f"the run would stay stock: {reason}"))
     yield from (Finding(True, caution) for caution in cautions(args))
     # A checkpoint's own arguments are read when the run begins.

@@ -12,6 +12,7 @@ from megatron_balance import BalanceError
 from megatron_balance.cli import main
 from megatron_balance.devkit import smoke
 from megatron_balance.mcore import checks, hooks
+from megatron_balance.mcore.setup.command_line import parse_command_line
 
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-data --calculate-per-token-loss"
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
@@ -101,6 +102,15 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[st
         assert words in problem
     if "parser refuses" not in "".join(expected):
         assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines
+
+
+def test_a_plan_that_megatrons_executor_runs_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = parse_command_line(f"{MODEL} {BALANCED}".split())
+    read.args.dynamic_context_parallel = True  # a flag of Megatron's dev branch
+    monkeypatch.setattr(checks, "parse_command_line", lambda flags: read)
+    found = list(checks.check_flags([]))
+    assert all(finding.ok for finding in found)
+    assert any(finding.says.startswith("Megatron's own executor runs this package's plan") for finding in found)
 
 
 def test_flags_are_read_while_hooks_are_in_place() -> None:

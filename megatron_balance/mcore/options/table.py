@@ -45,12 +45,14 @@ def why_stock(args: Any) -> str | None:
     return next((row.message(args) for row in _rows_of(args) if row.support is Support.STOCK), None)
 
 
-def stock_notice(args: Any, *, reason: str) -> str:
-    """The log line of a run that stays stock for a reason from `why_stock`; arguments as for `problems`.
+def executor_runs_our_plan(args: Any) -> bool:
+    """True if Megatron dev's executor of dynamic context parallelism runs this package's plan in a stock run."""
+    return bool(getattr(args, "dynamic_context_parallel", False) and getattr(args, "balance_data", False))
 
-    Megatron dev's executor of dynamic context parallelism still runs this package's plan (`dynamic_packing_scheduler`).
-    """
-    if getattr(args, "dynamic_context_parallel", False) and getattr(args, "balance_data", False):
+
+def stock_notice(args: Any, *, reason: str) -> str:
+    """The log line of a run that stays stock for a reason from `why_stock`; arguments as for `problems`."""
+    if executor_runs_our_plan(args):
         return f"Megatron's own executor runs this package's plan. {reason}"
     return f"training continues without balancing. {reason}"
 
