@@ -46,7 +46,8 @@ class _ChunkAttention(torch.autograd.Function):
         out, lse = parts[0]
         if len(parts) > 1:
             lse = torch.logaddexp(parts[0][1], parts[1][1])
-            out = torch.stack([part * torch.exp(own - lse).unsqueeze(-1) for part, own in parts]).sum(dim=0)
+            weighted = [part * torch.exp(own - lse).unsqueeze(-1) for part, own in parts]
+            out = torch.stack(weighted).sum(dim=0).to(query.dtype)  # log-sum-exps of bf16 scores are fp32
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.scale = scale
         return out
