@@ -25,14 +25,13 @@ from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
 
 POLICIES = ("stock", "balance_data", "balance_by_flops")
+SCHEDULE = "forward_backward_func"
+"""The parameter of train_step that has Megatron's schedule, wrapped by the hook."""
 
 
 def main() -> None:
     """Record while the script trains."""
     train_wrapped(_in_turns, why="runs each step under the policy whose turn it is", parameters=(SCHEDULE,))
-
-
-SCHEDULE = "forward_backward_func"
 
 
 def _in_turns(train_step: Function, *, out: TextIO) -> Function:

@@ -1,4 +1,4 @@
-"""What receiving a token's keys and values costs in a run: measured by its calibration, or assumed from a link.
+"""Adds the cost of receiving keys and values to a run's cost model: measured by its calibration, or from a link.
 
 One value serves a run: that between nodes where a context-parallel group may reach over several, else that within a
 node. Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and torchrun puts
