@@ -22,7 +22,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step import pool_files
+from megatron_balance.mcore.step.background import BackgroundThread
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched, PullAhead, Sources, next_items
@@ -76,8 +77,7 @@ class StepPrefetcher:
         self._sources = Sources()
         self._newest: PullAhead | None = None
         self._prepared: Future[_Prepared | None] | None = None
-        # Joined before the interpreter ends: a thread that is still running then is killed inside native code.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron_balance")
+        self._thread = BackgroundThread()
 
     def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep:
         """Pull one step's items and balance them.
