@@ -144,7 +144,7 @@ def max_cp_size(args: argparse.Namespace) -> int | None:
 
 
 def asks_for_dynamic_cp(args: argparse.Namespace) -> bool:
-    """Whether `--balance-context-parallel` is given, and not `off`."""
+    """True if `--balance-context-parallel` is given, and not `off`."""
     return args.balance_context_parallel not in (None, OFF)
 
 

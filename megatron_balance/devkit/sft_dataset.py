@@ -34,7 +34,7 @@ class SftSample:
 
     Attributes:
         tokens: `[length + 1]` int64; the model reads all but the last and predicts all but the first.
-        learned: `[length + 1]` bool; whether a token is to be predicted.
+        learned: `[length + 1]` bool; True where a token is to be predicted.
     """
 
     tokens: NDArray[np.int64]

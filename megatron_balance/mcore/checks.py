@@ -25,8 +25,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        ok: whether the check passed.
-        says: what was found and, where it is a problem, the remedy.
+        ok: True if the check passed.
+        says: the finding and, where it is a problem, the remedy.
         details: output to read beside it; may be empty.
     """
 
@@ -36,7 +36,7 @@ class Finding:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Versions of what a run needs, and whether they load."""
+    """Check that the packages of a run load, and name their versions."""
     yield Finding(True, f"megatron-balance {__version__}, Python {platform.python_version()}")
     try:
         import torch
@@ -83,7 +83,7 @@ def _optional(name: str, module: str, versions: dict[str, str], *, needed: bool,
         name: of the package.
         module: that is imported from it where it is needed.
         versions: of the packages that are installed.
-        needed: whether this machine's runs need it.
+        needed: True if runs on this machine need it.
         without: what to do without it.
     """
     version = versions.get(name)

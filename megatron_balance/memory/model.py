@@ -44,7 +44,7 @@ INPUT_BYTES = 28
 """A token of a micro-batch that is under way: token, label and position in int64, loss mask in fp32."""
 
 LOSS_BYTES = 9
-"""A token in the vocabulary-parallel loss: where its label is, in int64, and whether it is on this rank."""
+"""A token in the vocabulary-parallel loss: position of its label, in int64, and a flag for labels of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

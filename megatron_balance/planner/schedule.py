@@ -57,7 +57,7 @@ class DataSchedule:
         segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
         oversized: ids of the samples longer than the cap; each runs alone.
         home_ranks: `[num_samples]` rank that loaded each sample, or None where it is not known.
-        move_samples: whether samples may leave their home rank.
+        move_samples: True if samples may leave their home rank.
         moved_tokens_before_relabel: original tokens off their home rank before ranks were exchanged, or None.
         ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
         groups: `[num_samples]` group of each sample, from 0, where groups are kept on a rank; else None.

@@ -80,7 +80,7 @@ class KeySpec:
         name: the key.
         dtype: of its tensors.
         shape: trailing shape of a per-token key, whole shape of a per-sample key.
-        per_token: whether there is one entry a token.
+        per_token: True if there is one entry a token.
     """
 
     name: str

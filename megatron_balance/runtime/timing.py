@@ -22,7 +22,7 @@ class StepTimer:
     """Forward and backward passes of one step on this rank.
 
     Args:
-        on_gpu: whether the passes run on a GPU.
+        on_gpu: True if the passes run on a GPU.
     """
 
     def __init__(self, *, on_gpu: bool) -> None:

@@ -34,7 +34,7 @@ class SingleRankLoad:
     """Ranks of which one loads. Every rank of the world constructs it, in the same order as its process groups.
 
     Args:
-        loads: whether this rank loads.
+        loads: True if this rank loads.
         max_wait: time-out of the others for one load.
 
     Raises:

@@ -112,7 +112,7 @@ class ExchangeFit:
 
     Attributes:
         seconds: per token received.
-        origin: how well they explain what was measured, for calibration.json.
+        origin: the measurements and the error of the fit, for calibration.json.
     """
 
     seconds: float

@@ -43,7 +43,7 @@ class Option:
         also: options that belong to the case, or have a meaning only together with those.
         case: the values that the row covers, in words; empty for all values.
         support: the kind.
-        when: whether the case is that of a namespace, parsed or validated. A row that is supported and has no caution
+        when: True for a namespace, parsed or validated, that is such a case. A row that is supported and has no caution
             needs none.
         because: why it is refused or left stock; empty where it is supported.
         remedy: what to set in its place.

@@ -106,12 +106,12 @@ class BalanceConfig:
 
     @property
     def active(self) -> bool:
-        """Whether any flag asks for balancing."""
+        """True if a flag asks for balancing."""
         return self.use_dynamic_batch_size or self.balance_data
 
     @property
     def derives_cap(self) -> bool:
-        """Whether the cap follows from memory."""
+        """True if the cap is derived from memory."""
         return self.auto_cap and self.use_dynamic_batch_size
 
     @property
@@ -173,7 +173,7 @@ def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostMo
 
 
 def exchange_source(args: Any, *, config: BalanceConfig) -> str | None:
-    """Where the cost of context-parallel exchange comes from, for the log; None where all sizes are the same."""
+    """The source of the cost of context-parallel exchange, for the log; None where all sizes are the same."""
     return _costs_of_run(args, config=config).source if config.dynamic_cp else None
 
 

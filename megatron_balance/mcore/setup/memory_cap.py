@@ -23,7 +23,7 @@ from megatron_balance.runtime.agreement import gather_texts
 
 
 def training_memory(args: Any) -> TrainingMemory:
-    """How a run keeps weights, optimizer state and activations, from validated arguments.
+    """Precision, sharding and recomputation of a run, from validated arguments.
 
     Optimizers of lower precision, offloading and fp8 take less than is counted here.
     """
@@ -47,7 +47,7 @@ def training_memory(args: Any) -> TrainingMemory:
 
 
 def memory_model_from_megatron_args(args: Any) -> MemoryModel:
-    """What a run takes, from validated arguments.
+    """Memory model of a run, from validated arguments.
 
     Raises:
         BalanceError: the model has layers that are not known here.

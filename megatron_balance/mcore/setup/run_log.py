@@ -10,7 +10,7 @@ class RunLog:
     """Prints on one rank.
 
     Args:
-        enabled: whether this rank prints.
+        enabled: True if this rank prints.
     """
 
     def __init__(self, *, enabled: bool) -> None:

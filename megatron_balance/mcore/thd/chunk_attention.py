@@ -67,7 +67,7 @@ class _ChunkAttention(torch.autograd.Function):
 
 
 def _parts(query: Tensor, key: Tensor) -> list[tuple[slice, bool]]:
-    """Keys, and whether they are seen causally: those before the chunk, if any, and its own."""
+    """Slices of keys, each with True if attention to them is causal: those before the chunk, if any, and its own."""
     start = key.shape[2] - query.shape[2]
     own = (slice(start, None), True)
     return [(slice(0, start), False), own] if start else [own]

@@ -31,7 +31,7 @@ def place_by_ranks(
         problem: the global batch.
         algorithm: packs the samples of a rank.
         samples_of: for each rank, its samples.
-        move_samples: whether a rank without samples for all its micro-batches may take other ranks'.
+        move_samples: True if a rank without samples for all its micro-batches may take other ranks'.
         num_microbatches: of every rank; more where it takes more.
         steepness: of the targets of level packing (`rank_levels.py`).
     """

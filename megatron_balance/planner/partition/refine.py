@@ -64,7 +64,7 @@ class _Bins:
         )
 
     def gains(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The relief of each item to its bin, and whether there is room for the exchange.
+        """The relief of each item to its bin, and a mask of those with room for the exchange.
 
         Args:
             items: `[num_items]` of the critical bins.
@@ -174,7 +174,7 @@ class _Rows:
 
     Attributes:
         row_of_bin: `[num_bins]` row of each bin, numbered through all groups.
-        is_highest: `[num_bins]` whether its row waits for the bin; one of equals.
+        is_highest: `[num_bins]` True where its row waits for the bin; one of equals.
         highest: `[num_groups, num_rows]` cost of the costliest bin.
         second: `[num_groups, num_rows]` cost of the next.
     """
