@@ -65,6 +65,7 @@ class Fault:
 _SAMPLE = rf"rank 1: item 3 of this step \(in the data set: sample {STEP * GLOBAL_BATCH_SIZE - 1}\): "
 _NOT_PACKED = "the data has no cu_seqlens: .* drop --use-dynamic-batch-size and --balance-data"
 _LOADER = r"fetching item 3 of this step: OSError: \[Errno 5\] the disk is gone"
+_PLANNER = r"rank 1: the planning process \(\d+\) has ended with signal 9 \(Killed\)"
 _DISAGREE = rf"Ranks make different steps .*: {STEP} on rank \d; {STEP - 1} on rank \d.*--no-balance-overlap"
 _LOST = rf"iteration {STEP}: .*waited for {{what}} .*among .*, and not all answered"
 _LOST_AHEAD = rf"iteration {STEP + 1}: .*waited for .* among .*, and not all answered"
@@ -286,6 +287,8 @@ ERRORS = {
         "rank 1: packing this step's samples: RuntimeError: a bug in pack_microbatch",
         "bug-in-packing",
     ),
+    "planner-killed": Fault("one rank's planning process is killed", _PLANNER, "planner-killed"),
+    "planner-killed-now": Fault("the same without overlap", _PLANNER, "planner-killed", flags=NO_OVERLAP),
     "other-iterator": Fault("one rank's loop comes with another iterator", _DISAGREE, "other-iterator"),
     "other-iterator-pp2": Fault(
         "the same in a pipeline stage",

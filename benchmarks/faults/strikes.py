@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import megatron_balance
 from megatron_balance.devkit import sft_dataset
-from megatron_balance.mcore.step import own_slots
+from megatron_balance.mcore.step import own_slots, plan_process
 from megatron_balance.mcore.step import planner as step_planner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime import exchange
@@ -241,6 +241,19 @@ def _rest_of(iterator: Any) -> Iterator[Any]:
         yield next(iterator)
 
 
+def _planner_killed(strike: Strike) -> None:
+    plan_process.MIN_SAMPLES = 0  # a batch of this run is too small for a process
+    original, plans = plan_process.PlanProcess.plan, itertools.count(1)
+
+    def plan(self: Any, **arguments: Any) -> Any:
+        if next(plans) == strike.step:
+            strike.note()
+            os.kill(self.pid, signal.SIGKILL)
+        return original(self, **arguments)
+
+    plan_process.PlanProcess.plan = plan  # type: ignore[method-assign]
+
+
 def _time_is_up(strike: Strike) -> None:
     def end() -> None:
         from megatron.training import get_args
@@ -277,5 +290,6 @@ STRIKES: dict[str, Callable[[Strike], None]] = {
     "bug-in-splitting": _bug("split_packed", module=step_planner),
     "bug-in-packing": _bug("pack_microbatch", module=own_slots),
     "other-iterator": _other_iterator,
+    "planner-killed": _planner_killed,
     "time-is-up": _time_is_up,
 }

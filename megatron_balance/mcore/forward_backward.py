@@ -282,6 +282,7 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         origin=origin,
         ranks_per_node=dp_ranks_per_node(timeout=timeout),
         pin_memory=torch.cuda.is_available(),
+        timeout=timeout,
     )
     return StepPrefetcher(
         planner, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=setup.counts_router_tokens

@@ -15,6 +15,8 @@ QUICK = (
     "other-data-pp2",
     "other-data-cp2",
     "loader-raises-pp2",
+    "planner-killed",
+    "planner-killed-now",
     "other-iterator",
     "no-flags-tp2",
     "killed-before-exchange-now",

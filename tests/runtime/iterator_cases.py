@@ -1,6 +1,7 @@
 """Iterators on each rank of a test world: steps of a StepPrefetcher, without Megatron."""
 
 import itertools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.step.plan_process import MIN_SAMPLES
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 
@@ -95,3 +97,36 @@ def _items(first: int, *, end: int | None = None, fail: int | None = None) -> An
         if index == fail:
             raise OSError(5, "the disk is gone")
         yield _item(first + index)
+
+
+def steps_with_a_planning_process(*, overlap: bool, number: int) -> tuple[int, str]:
+    """Steps until rank 1's planning process gets a signal after the third, and the error that then ends them."""
+    group = dist.group.WORLD
+    assert group is not None
+    config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=True)
+    planner = StepPlanner(
+        config,
+        topology=Topology(group.size()),
+        limits=Limits(16),
+        cost_model=CostModel.tokens(),
+        dp_group=group,
+        timeout=timedelta(seconds=6),
+    )
+    prefetcher, iterator = StepPrefetcher(planner), _items(1000 * group.rank())
+    steps = 0
+    try:
+        while steps < 20:
+            made = prefetcher.balance(iterator, num_microbatches=MIN_SAMPLES // 2)
+            assert made.schedule is not None
+            steps += 1
+            if steps == 3 and group.rank() == 1:
+                pid = planner._plans.pid
+                assert pid is not None
+                os.kill(pid, number)
+            if overlap:
+                prefetcher.prepare(iterator, num_microbatches=MIN_SAMPLES // 2)
+    except BalanceError as error:
+        return steps, str(error)
+    finally:
+        planner._plans.close()
+    return steps, "none"

@@ -15,6 +15,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -27,10 +28,10 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.mcore.step.own_slots import Microbatch, bring_samples, checksum, pack_slots
+from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.step.sample_pool import SamplePool
-from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
@@ -103,6 +104,7 @@ class StepPlanner:
         origin: which sample of the data set a row is, or None where that is not known.
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
+        timeout: of the collectives of `dp_group`; a planning process that takes half of it counts as hanging.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class StepPlanner:
         origin: SampleOrigin | None = None,
         ranks_per_node: int | None = None,
         pin_memory: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.config = config
         self.topology = topology
@@ -130,6 +133,7 @@ class StepPlanner:
         self._ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
         self._calibrated_step = -1
+        self._plans = PlanProcess(timeout=timeout / 2)
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -208,7 +212,10 @@ class StepPlanner:
             shape_bucket=self.config.shape_bucket,
         )
         packs = attempt(pack_slots, own, topology=self.topology, schema=gathered.schema, pin_memory=self._pin_memory)
-        failure = replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None
+        # A rank whose planning process has failed has planned this step itself, so that all ranks come here.
+        failure = self._plans.failure
+        if isinstance(packs, Failure):
+            failure = replace(packs, during="packing this step's samples")
         raise_together(failure, group=self.dp_group, what="that all ranks have packed their micro-batches")
         assert not isinstance(packs, Failure), "raised"
         return BalancedStep(
@@ -240,8 +247,9 @@ class StepPlanner:
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         whole = len(gathered.segment_lengths) == len(gathered.lengths)
-        return build_data_schedule(
-            gathered.segment_lengths,
+        return self._plans.plan(
+            num_samples=len(gathered.lengths),
+            lengths=gathered.segment_lengths,
             num_segments=None if whole else gathered.num_segments,
             cost_model=self.cost_model,
             topology=self.topology,

@@ -1,0 +1,162 @@
+"""Plans in a process of its own, so that planning does not hold the interpreter's lock of the training process.
+
+Every launch of a kernel from Python gives the lock up and takes it back. A thread that plans takes it in between and
+holds it for up to `sys.getswitchinterval()`, 5 ms (`benchmarks/planner/launch_latency.py` measures it). A thread that
+waits for a planning process holds no lock.
+
+Every rank has a process of its own. One rank that plans for all would save CPU time and cost a broadcast of eight
+bytes a sample in every step, and no other rank would check its plan.
+
+Invariants: the plan is the one that `build_data_schedule` makes here; the process ends with this one, however that
+ends (`planner/worker.py`); signals that a scheduler or a terminal sends to all processes of a run do not end it
+before; a rank whose process has failed still makes this step's plan, in the thread, so that its peers do not wait for
+it in vain, and keeps the failure for the next agreement of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.runtime.failure import Failure
+
+_MAIN = "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; run_module({!r}, run_name='__main__')"
+_LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+"""Blocked in the planning process: the parent decides whether they end the run, as under `--exit-signal-handler`."""
+
+_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+_END_SECONDS = 5.0
+
+
+MIN_SAMPLES = 256
+"""Samples of a global batch from which on it is planned in the process. Fewer take milliseconds."""
+
+
+class PlanProcessError(BalanceError):
+    """The planning process has died, hangs or failed."""
+
+
+class PlanProcess:
+    """Plans global batches, large ones in a process that the first of them starts.
+
+    Args:
+        timeout: after which a plan counts as hanging; below the time that peers wait for this rank.
+
+    Attributes:
+        failure: of the process, once it has died, hung or failed; None until then. All later plans are made here.
+    """
+
+    def __init__(self, *, timeout: timedelta) -> None:
+        self.failure: Failure | None = None
+        self._seconds = timeout.total_seconds()
+        self._connection: Connection[Any, Any] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None before the first large batch."""
+        return None if self._process is None else self._process.pid
+
+    def plan(self, *, num_samples: int, **arguments: Any) -> DataSchedule:
+        """The plan of one global batch, wherever it is made.
+
+        Args:
+            num_samples: of the global batch.
+            arguments: keywords of `build_data_schedule`.
+
+        Raises:
+            BalanceError: as `build_data_schedule`.
+        """
+        if num_samples >= MIN_SAMPLES and self.failure is None:
+            try:
+                return self._ask(arguments)
+            except PlanProcessError as error:
+                self.failure = Failure(error)
+                self.close()
+        return build_data_schedule(**arguments)
+
+    def _ask(self, arguments: dict[str, Any]) -> DataSchedule:
+        """The answer of the process.
+
+        Raises:
+            PlanProcessError: it cannot be started, has died, hangs or failed.
+            BalanceError: as `build_data_schedule`.
+        """
+        try:
+            if self._connection is None:
+                self._start()
+            assert self._connection is not None
+            self._connection.send(arguments)
+            schedule, error = self._connection.recv()
+        except BlockingIOError as late:  # the socket's timeouts
+            raise PlanProcessError(
+                f"the planning process ({self.pid}) hangs: no answer in {self._seconds:g} s. Where it was only slow, "
+                "raise --distributed-timeout-minutes."
+            ) from late
+        except (EOFError, OSError) as broken:
+            raise PlanProcessError(self._how_it_ended(broken)) from broken
+        if isinstance(error, str):
+            raise PlanProcessError(f"the planning process ({self.pid}) failed:\n{error}")
+        if error is not None:
+            raise error
+        return schedule
+
+    def close(self) -> None:
+        """End the process."""
+        if self._connection is not None:
+            self._finalizer()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        with socket.socket(fileno=os.dup(ours.fileno())) as both_directions:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                both_directions.setsockopt(socket.SOL_SOCKET, option, _timeval(self._seconds))
+        arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
+        # A mask set afterwards would leave a moment in which a signal to all processes ends this one.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN.format("megatron_balance.planner.worker"), *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | _ONE_THREAD,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self._connection = ours
+        self._finalizer = weakref.finalize(self, _end, ours, self._process, os.getpid())
+
+    def _how_it_ended(self, broken: Exception) -> str:
+        if self._process is None:
+            return f"the planning process cannot be started: {broken}."
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"the planning process ({self.pid}) has closed its connection: {broken!r}."
+        how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        return f"the planning process ({self.pid}) has ended with {how}. Signal 9 is often the kernel's: out of memory."
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _end(connection: Connection[Any, Any], process: subprocess.Popen[bytes], owner: int) -> None:
+    """Ends the process, where this one started it: a fork has no part in it."""
+    if os.getpid() == owner:
+        connection.close()
+        process.kill()
+        process.wait()
