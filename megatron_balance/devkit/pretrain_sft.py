@@ -24,13 +24,13 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, get_timers, pretrain, training
 from torch import Tensor
 
 from megatron_balance.devkit.sft_batch import get_batch
 from megatron_balance.devkit.sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
+from megatron_balance.mcore.thd.packed_params import packed_seq_params
 
 
 def main() -> None:
@@ -102,27 +102,15 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
-    cu_seqlens = batch["cu_seqlens"].squeeze(0)
-    padded = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):  # from 0.18
-        training.update_seqlen_stats_from_cu_seqlens(cu_seqlens)
-    starts = cu_seqlens if padded is None else padded
-    max_seqlen = int(batch["max_seqlen"].max())
+        training.update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"].squeeze(0))
     output = model(
         batch["tokens"],
         batch["position_ids"],
         None,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen,
-        ),
+        packed_seq_params=packed_seq_params(batch),
     )
     return output, functools.partial(loss_func, batch["loss_mask"])
 

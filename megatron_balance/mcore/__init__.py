@@ -1,17 +1,20 @@
 """Megatron: flags, hooks, and the data iterator that hands balanced micro-batches to its training loop.
 
 Three ways in: `torchrun … -m megatron_balance.launch SCRIPT ARGS`; `import megatron_balance.mcore.autoinstall` in
-the script; or `install()` with `extra_args_provider=add_balance_args`.
+the script; or `install()` with `extra_args_provider=add_balance_args`. A training loop of one's own calls
+`balanced_schedule`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.mcore.setup.flags import add_balance_args
 
 if TYPE_CHECKING:
     from megatron_balance.hooking.installation import Installation
+    from megatron_balance.mcore.loop import balanced_schedule
+    from megatron_balance.mcore.thd.packed_params import packed_seq_params
 
-__all__ = ["add_balance_args", "install"]
+__all__ = ["add_balance_args", "balanced_schedule", "install", "packed_seq_params"]
 
 
 def install() -> "Installation[str]":
@@ -19,3 +22,15 @@ def install() -> "Installation[str]":
     from megatron_balance.mcore import hooks  # loads torch
 
     return hooks.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "balanced_schedule":  # loads torch, as do the hooks
+        from megatron_balance.mcore.loop import balanced_schedule
+
+        return balanced_schedule
+    if name == "packed_seq_params":  # loads Megatron
+        from megatron_balance.mcore.thd.packed_params import packed_seq_params
+
+        return packed_seq_params
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
@@ -24,6 +26,17 @@ def run_of_process() -> BalancedForwardBackward | None:
     if _built is None or _built[0] is not args:
         _built = args, balanced_forward_backward(args)
     return _built[1]
+
+
+@contextlib.contextmanager
+def serving(run: BalancedForwardBackward) -> Iterator[None]:
+    """Have hooks act for the run of a hand-written loop in this context, in place of one built for arguments."""
+    global _built
+    outer, _built = _built, (None, run)
+    try:
+        yield
+    finally:
+        _built = outer
 
 
 class CurrentRun:

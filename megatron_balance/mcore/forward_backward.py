@@ -98,7 +98,7 @@ class BalancedForwardBackward:
     def _step(self, schedule: Schedule, **arguments: Any) -> Any:
         iterators = arguments["data_iterator"]
         source = _first_iterator(iterators)
-        if not reads_data():
+        if not self._state.reads_data:
             source = None
         with with_step_context(f"iteration {self._state.iteration}"):
             step = self.prefetcher.balance(source, num_microbatches=arguments["num_microbatches"])

@@ -168,6 +168,9 @@ def hooks_of(version: str) -> tuple[Hook, ...]:
 installation: Installation[str] = Installation("Megatron")
 """The hooks of this process; its settings are the version of Megatron Core."""
 
+core_installation: Installation[str] = Installation("Megatron Core")
+"""The hooks within `megatron.core` alone, for hand-written loops; empty where `installation` has them all."""
+
 
 def install() -> Installation[str]:
     """Hook Megatron in this process; where it has packing schedulers, add ours. Installing twice installs once.
@@ -177,13 +180,35 @@ def install() -> Installation[str]:
     """
     if installation.settings is None:
         version = supported_version()
-        patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
+        in_place = () if core_installation.settings is None else core_hooks_of(version)
+        hooks = [hook for hook in hooks_of(version) if hook not in in_place]
+        patches = install_hooks(hooks, version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
         for registration in (register(), replace_dynamic_scheduler()):
             if registration is not None:
                 installation.add(registration)
     return installation
+
+
+def core_hooks_of(version: str) -> tuple[Hook, ...]:
+    """Those of `hooks_of` that concern `megatron.core` alone: whoever wrote the loop needs them."""
+    return tuple(
+        hook for hook in hooks_of(version) if all(place.startswith("megatron.core.") for place in hook.bound_in)
+    )
+
+
+def install_core() -> Installation[str]:
+    """Hook `megatron.core` in this process, unless `install` has; outside of balanced steps the hooks do nothing.
+
+    Raises:
+        BalanceError: as for `install`.
+    """
+    if installation.settings is not None:
+        return installation
+    version = supported_version()
+    hooks = core_hooks_of(version)
+    return core_installation.install(version, hook=lambda: install_hooks(hooks, version=f"megatron-core {version}"))
 
 
 def supported_version() -> str:

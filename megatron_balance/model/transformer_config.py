@@ -40,23 +40,40 @@ def fields_from_transformer_config(
             "heterogeneous_block_specs is set: the FLOPs of layers of different sizes are not known; balance by "
             "tokens or by calibrated costs."
         )
-    # A pattern equal to the default is left out, as in ModelShape.
-    every_layer = values["moe_layer_freq"] == 1
-    result = fields_from_megatron_args(
-        Namespace(
-            **values
-            | {
-                "num_experts": values["num_moe_experts"],
-                "moe_layer_freq": None if every_layer else values["moe_layer_freq"],
-                "group_query_attention": True,
-                "swiglu": values["gated_linear_unit"],
-                "padded_vocab_size": padded_vocab_size,
-                "hybrid_layer_pattern": hybrid_layer_pattern,
-            }
-        )
+    args = args_of_transformer_config(
+        config, padded_vocab_size=padded_vocab_size, hybrid_layer_pattern=hybrid_layer_pattern
     )
     # Argument parsing takes 0 for "not given"; here it is what the layers are built with.
-    return result | {"ffn_hidden_size": values["ffn_hidden_size"]}
+    return fields_from_megatron_args(args) | {"ffn_hidden_size": values["ffn_hidden_size"]}
+
+
+def args_of_transformer_config(
+    config: object, *, padded_vocab_size: int | None, hybrid_layer_pattern: str = ""
+) -> Namespace:
+    """The fields of a configuration under the names of Megatron's arguments.
+
+    Args:
+        config: as for `fields_from_transformer_config`.
+        padded_vocab_size: likewise; None where it is not known.
+        hybrid_layer_pattern: likewise.
+
+    Raises:
+        BalanceError: config is not a TransformerConfig.
+    """
+    values = _values(config)
+    # A pattern equal to the default is left out, as in ModelShape.
+    every_layer = values["moe_layer_freq"] == 1
+    return Namespace(
+        **values
+        | {
+            "num_experts": values["num_moe_experts"],
+            "moe_layer_freq": None if every_layer else values["moe_layer_freq"],
+            "group_query_attention": True,
+            "swiglu": values["gated_linear_unit"],
+            "padded_vocab_size": padded_vocab_size,
+            "hybrid_layer_pattern": hybrid_layer_pattern,
+        }
+    )
 
 
 def _values(config: object) -> dict[str, Any]:

@@ -25,6 +25,22 @@ def test_install_and_undo_restore_the_very_functions() -> None:
     installed.undo()  # nor does undoing twice
 
 
+@pytest.mark.parametrize("core_first", [True, False])
+def test_hooks_for_a_loop_of_ones_own_are_put_in_place_once(core_first: bool) -> None:
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
+
+    stock = schedules.backward_step
+    installs = [hooks.install_core, hooks.install]
+    placed = [install() for install in (installs if core_first else reversed(installs))]
+    assert schedules.backward_step.__wrapped__ is stock  # type: ignore[attr-defined]
+    assert training.get_forward_backward_func is not schedules.get_forward_backward_func
+    for installed in reversed(placed):
+        installed.undo()
+    assert schedules.backward_step is stock
+    assert training.get_forward_backward_func is schedules.get_forward_backward_func
+
+
 def test_without_a_flag_megatron_gets_its_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import arguments, global_vars, training

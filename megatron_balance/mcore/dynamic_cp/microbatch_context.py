@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,8 +145,7 @@ class MicrobatchContext:
     @contextlib.contextmanager
     def _statistics(self, size: int) -> Iterator[None]:
         """Count a pack once: Megatron sums it over `size` ranks and divides by the static size."""
-        from megatron.training import training
-
+        training = sys.modules.get("megatron.training.training")  # absent in a loop on megatron.core alone
         before = getattr(training, "_seqlen_stats_in_iteration", None)
         before = None if before is None else before.clone()
         yield

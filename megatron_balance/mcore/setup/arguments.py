@@ -190,7 +190,7 @@ def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
             model_parallel_size=args.tensor_model_parallel_size * cp_size,
         )
     else:
-        costs = flops_from_megatron_args(args)
+        costs = getattr(args, "balance_cost", None) or flops_from_megatron_args(args)
     if not config.dynamic_cp:
         return ExchangeCost(replace(costs, cp_exchange=0), "")
     return exchange_cost(costs, args=args, max_cp_size=config.max_cp_size, calibration=calibration)

@@ -43,6 +43,17 @@ def parse_command_line(flags: Sequence[str]) -> CommandLine:
     return CommandLine(args, tuple(unknown))
 
 
+def parse_balance_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """Read the balance flags alone, where no script has parsed Megatron's; unchecked.
+
+    Raises:
+        BalanceError: a flag is not one of this package, or its value is wrong.
+    """
+    parser = _OneLineParser(allow_abbrev=False, add_help=False)
+    add_flags(parser)
+    return parser.parse_args(list(flags))
+
+
 def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
     """The model that a training script's flags describe. Flags that are not Megatron's are ignored.
 

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_balance.mcore.setup.groups import reads_data
+
 
 class MegatronState:
     """Reads the state of a run in Megatron's arguments, and sets the shape of the micro-batch that runs.
@@ -27,6 +29,11 @@ class MegatronState:
         """True if another step follows; a data set may hold no more than the steps there are."""
         last = self._args.train_iters
         return last is None or self.iteration < last
+
+    @property
+    def reads_data(self) -> bool:
+        """True if this rank takes items from the iterator that its step is given."""
+        return getattr(self._args, "balance_reads_on_every_rank", False) or reads_data()
 
     @contextlib.contextmanager
     def microbatch_of(self, num_tokens: int, *, cp_size: int | None = None) -> Iterator[None]:

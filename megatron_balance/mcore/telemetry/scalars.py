@@ -6,6 +6,8 @@ them (`--tensorboard-dir`, `--wandb-project`).
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch.distributed as dist
 
@@ -37,6 +39,8 @@ def write_scalars(figures: Figures, *, iteration: int) -> None:
         figures: means over the steps since the last time.
         iteration: as Megatron counts.
     """
+    if sys.modules.get("megatron.training") is None:  # a loop on megatron.core alone
+        return
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     scalars = {f"balance/{name}": value for name, value in figures.known().items()}

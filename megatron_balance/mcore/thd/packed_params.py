@@ -1,0 +1,32 @@
+"""Megatron's description of packed sequences, read from a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+def packed_seq_params(microbatch: Mapping[str, Any]) -> PackedSeqParams:
+    """Where the sequences of a packed micro-batch start, for the model.
+
+    Args:
+        microbatch: `cu_seqlens` int32 `[1, num_sequences + 1]`, under context parallelism `cu_seqlens_padded` too, and
+            `max_seqlen` `[1]`, on the device of the model.
+    """
+    cu_seqlens: Tensor = microbatch["cu_seqlens"].squeeze(0)
+    in_batch = microbatch.get("cu_seqlens_padded")
+    padded: Any = None if in_batch is None else in_batch.squeeze(0)  # Megatron's hint leaves out None
+    starts = cu_seqlens if padded is None else padded
+    max_seqlen = int(microbatch["max_seqlen"].max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
