@@ -87,25 +87,49 @@ def agreeing_on(failure: Failure | None) -> Iterator[None]:
         raise AgreedError(str(agreed), original=failure.error) from failure.error
 
 
-def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: str) -> None:
-    """Raise on every rank the failure of one. One all_gather of one int64; one more of texts where there are any.
+def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: str, digest: int = 0) -> None:
+    """Raise on every rank the failure of one, or that ranks planned different schedules.
+
+    One all_gather of two int64; one more of texts where there are any.
 
     Args:
         failure: of this rank, or None.
         group: the ranks that continue together; gloo.
         what: the answer of the peers, named in the error where one does not answer.
+        digest: of the schedule that this rank follows, in [0, 2**63), if any.
 
     Raises:
-        BalanceError: on every rank, naming the ranks that failed.
+        BalanceError: on every rank, naming the ranks that failed, or that planned another schedule.
         AgreedError: on every rank, where the error is not a BalanceError.
     """
     text = b"" if failure is None else failure.problem.encode()
-    row = np.array([-1 if failure is None else len(text)], dtype=np.int64)
+    row = np.array([-1 if failure is None else len(text), digest], dtype=np.int64)
     with agreeing_on(failure):
-        sizes = all_gather_row(row, group=group, what=what)[:, 0]
+        sizes, digests = all_gather_row(row, group=group, what=what).T
+    # First of all: on ranks that follow different plans a failure is what came of it.
+    check_equal_digests(digests, group=group)
+    with agreeing_on(failure):
         if (sizes >= 0).any():
             texts = all_gather_bytes(text, nbytes=np.maximum(sizes, 0), group=group, what=what)
             raise cannot_go_on(sizes >= 0, texts=texts, group=group)
+
+
+def check_equal_digests(digests: NDArray[np.int64], *, group: dist.ProcessGroup) -> None:
+    """Check that all ranks computed the same schedule.
+
+    Args:
+        digests: `[group_size]`, of each rank's schedule; the same array on every rank.
+        group: the ranks that planned.
+
+    Raises:
+        BalanceError: on every rank, naming the ranks that differ from the first.
+    """
+    differ = digests != digests[0]
+    if differ.any():
+        raise BalanceError(
+            f"{ranks_where(differ, group=group)} planned another schedule than rank {dist.get_global_rank(group, 0)}: "
+            "the planner saw other lengths, other flags or another numpy there."
+        )
 
 
 def cannot_go_on(failed: NDArray[np.bool_], *, texts: Sequence[bytes], group: dist.ProcessGroup) -> BalanceError:

@@ -3,9 +3,10 @@
 A rank must not raise an error in its own data alone: its peers would wait for ever. So the error is sent in the header,
 and every rank raises it. Ranks that gather for different steps are detected here too.
 
-Collectives: one all_gather of `HEADER_FIELDS + INLINE_LENGTHS` int64 a rank (1 KiB). A second one carries the other
-values where some rank has more than `INLINE_LENGTHS`. One more carries schemas or error texts, where some rank has no
-samples or is at fault. All ranks decide on these from the same header.
+Collectives: one all_gather of a row of `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default). A second one
+carries the other values where some rank has more than `row_values`; a caller that gathers step after step avoids it by
+passing each gather what the one before advises. One more carries schemas or error texts, where some rank has no samples
+or is at fault. All ranks decide on these from the same header.
 
 The values of a rank are the lengths of its samples. Where any of them has several sequences, they are the number of
 sequences of each sample and then the lengths of all sequences: more values than samples, which distinguishes the two.
@@ -23,13 +24,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
-from megatron_balance.runtime.failure import cannot_go_on
+from megatron_balance.runtime.failure import cannot_go_on, check_equal_digests
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE = range(9)
 HEADER_FIELDS = 9
 INLINE_LENGTHS = 119
+ROW_MULTIPLE = 64  # int64: 512 bytes
 NO_SCHEMA = -1  # hashes are not negative
 
 
@@ -50,6 +52,7 @@ class GatheredLengths:
         num_segments: int64 `[num_samples]`, sequences of each sample, at least 1.
         segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
         new_source: whether some rank's samples come from another source than its last ones.
+        next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
     """
 
     lengths: NDArray[np.int64]
@@ -60,6 +63,7 @@ class GatheredLengths:
     num_segments: NDArray[np.int64]
     segment_lengths: NDArray[np.int64]
     new_source: bool = False
+    next_row_values: int = INLINE_LENGTHS
 
     def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]] | None:
         """Lengths of the sequences of each of these samples; None where every sample of all ranks is one sequence."""
@@ -79,6 +83,7 @@ def gather_sample_lengths(
     step: int = 0,
     new_source: bool = False,
     problem: str | None = None,
+    row_values: int = INLINE_LENGTHS,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
     """`gather_lengths` of these samples; samples that differ among themselves raise on every rank."""
@@ -97,6 +102,7 @@ def gather_sample_lengths(
         step=step,
         new_source=new_source,
         problem=problem,
+        row_values=row_values,
         device=device,
     )
 
@@ -112,6 +118,7 @@ def gather_lengths(
     step: int = 0,
     new_source: bool = False,
     problem: str | None = None,
+    row_values: int = INLINE_LENGTHS,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
     """Gather the lengths of all ranks, and check that the ranks agree.
@@ -126,6 +133,8 @@ def gather_lengths(
         step: that the samples are for, counted by the caller; equal on all ranks.
         new_source: whether they come from another source than this rank's last ones.
         problem: an error in this rank's data. It is raised here, on every rank.
+        row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
+            `next_row_values` of the last gather that all of them completed.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
@@ -144,7 +153,7 @@ def gather_lengths(
     if problem is not None:
         detail = problem.encode()
 
-    header = np.zeros(HEADER_FIELDS + INLINE_LENGTHS, dtype=np.int64)
+    header = np.zeros(HEADER_FIELDS + row_values, dtype=np.int64)
     header[NUM_SAMPLES] = len(counts)
     header[NUM_VALUES] = len(values)
     header[FINGERPRINT] = fingerprint
@@ -154,7 +163,7 @@ def gather_lengths(
     header[UNPACKED] = not packed
     header[STEP] = step
     header[NEW_SOURCE] = new_source
-    inline = values[:INLINE_LENGTHS]
+    inline = values[:row_values]
     header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
     headers = all_gather_row(header, group=group, device=device, what="the lengths of all ranks' samples (gather)")
 
@@ -187,11 +196,11 @@ def gather_lengths(
     _check_alike_packed(headers[:, UNPACKED] != 0, group=group)
 
     num_values = headers[:, NUM_VALUES]
-    num_more = int(num_values.max()) - INLINE_LENGTHS
+    num_more = int(num_values.max()) - row_values
     padded = headers[:, HEADER_FIELDS:]
     if num_more > 0:
         rest = np.zeros(num_more, dtype=np.int64)
-        rest[: max(len(values) - INLINE_LENGTHS, 0)] = values[INLINE_LENGTHS:]
+        rest[: max(len(values) - row_values, 0)] = values[row_values:]
         more = all_gather_row(rest, group=group, device=device, what="the remaining lengths (gather)")
         padded = np.concatenate([padded, more], axis=1)
     num_samples_per_rank = headers[:, NUM_SAMPLES]
@@ -206,7 +215,14 @@ def gather_lengths(
         num_segments=all_counts,
         segment_lengths=segment_lengths,
         new_source=bool(headers[:, NEW_SOURCE].any()),
+        next_row_values=_row_values_for(int(num_values.max())),
     )
+
+
+def _row_values_for(num_values: int) -> int:
+    """Room for a quarter more than the rank with the most values has; from step to step numbers rarely vary by more."""
+    num_fields = HEADER_FIELDS + num_values * 5 // 4
+    return max(INLINE_LENGTHS, -(-num_fields // ROW_MULTIPLE) * ROW_MULTIPLE - HEADER_FIELDS)
 
 
 def _read_values(
@@ -237,13 +253,9 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
         BalanceError: on every rank, naming the ranks that differ from the first.
     """
     row = np.array([digest], dtype=np.int64)
-    digests = all_gather_row(row, group=group, device=device, what="the plans of all ranks (compare)")[:, 0]
-    differ = digests != digests[0]
-    if differ.any():
-        raise BalanceError(
-            f"{ranks_where(differ, group=group)} planned another schedule than rank {dist.get_global_rank(group, 0)}: "
-            "the planner saw other lengths, other flags or another numpy there."
-        )
+    check_equal_digests(
+        all_gather_row(row, group=group, device=device, what="the plans of all ranks (compare)")[:, 0], group=group
+    )
 
 
 def _own_problem(lengths: NDArray[np.int64], *, counts: NDArray[np.int64], schema: SampleSchema | None) -> str | None:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,21 +43,25 @@ class World:
         self.connections = [connection for _, connection in sorted((c.recv(), c) for c in arrived)]
 
     def run(self, case: str, *, seconds: float = CASE_SECONDS, **arguments: object) -> list:
-        """Run a case of exchange_cases.py or iterator_cases.py on every rank: what each returns, in the order of ranks.
+        """Run a case of the modules `*_cases.py` on every rank: what each returns, in the order of ranks.
 
         A case that fails or hangs on some rank fails the test, with every rank's traceback, and ends the processes;
         the next case starts new ones.
         """
-        if not self.processes:
-            self.start()
-        for connection in self.connections:
-            connection.send((case, arguments))
-        outcomes = [_outcome(connection, seconds=seconds) for connection in self.connections]
+        outcomes = self.outcomes(case, seconds=seconds, **arguments)
         failures = [f"rank {rank}: {value}" for rank, (state, value) in enumerate(outcomes) if state == "failed"]
         if failures:
             self.stop()
             pytest.fail("\n".join(failures), pytrace=False)
         return [value for _, value in outcomes]
+
+    def outcomes(self, case: str, *, seconds: float = CASE_SECONDS, **arguments: object) -> list[tuple[str, Any]]:
+        """`done` and what the case returned, or `failed` and why, rank by rank."""
+        if not self.processes:
+            self.start()
+        for connection in self.connections:
+            connection.send((case, arguments))
+        return [_outcome(connection, seconds=seconds) for connection in self.connections]
 
     def stop(self) -> None:
         for process in self.processes:
@@ -82,6 +87,12 @@ def _world(num_ranks: int):
     world = World(num_ranks)
     yield world
     world.stop()
+
+
+@pytest.fixture
+def own_world():
+    """Makes a world for one test, whose ranks may die."""
+    yield from _world(2)
 
 
 @pytest.fixture(scope="session")

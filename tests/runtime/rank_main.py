@@ -8,10 +8,11 @@ from multiprocessing.connection import Client
 
 import exchange_cases
 import iterator_cases
+import meeting_cases
 import torch
 import torch.distributed as dist
 
-CASES = {**vars(exchange_cases), **vars(iterator_cases)}
+CASES = {**vars(exchange_cases), **vars(iterator_cases), **vars(meeting_cases)}
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 """Turns the samples that ranks loaded into the micro-batches that they run, for one step.
 
-    items → samples → gather lengths → (pool: which samples) → plan → compare plans → reroute → pack
+    items → samples → gather lengths → (pool: which samples) → plan → reroute → pack → agree
 
 It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
-this one runs.
+this one runs. Ranks meet three times: they gather lengths, exchange samples, and agree that all have packed the samples
+of one plan. Ranks with different plans would exchange other bytes than their peers expect: gloo then ends a rank that
+is sent more than it expects, and what is short or of another sample never leaves this file, as the agreement fails.
 
 Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
-gathered lengths and flags alone.
+gathered lengths and flags alone; no step is returned that another rank planned otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
-from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
+from megatron_balance.runtime.gather import INLINE_LENGTHS, GatheredLengths, gather_sample_lengths
 from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
@@ -62,7 +64,7 @@ class BalancedStep:
         pool: the samples that wait after this step, or None without look-ahead.
         calibration: what online calibration knew when this step was planned, or None without it.
         plan_seconds: spent planning.
-        exchange_seconds: spent splitting, gathering, comparing, rerouting and packing.
+        exchange_seconds: spent splitting, gathering, rerouting, packing and agreeing.
         exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
         new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
         num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
@@ -134,6 +136,7 @@ class StepPlanner:
         self._pin_memory = pin_memory
         self._calibrated_step = -1
         self._plans = PlanProcess(timeout=timeout / 2)
+        self._row_values = INLINE_LENGTHS
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -184,7 +187,10 @@ class StepPlanner:
                 step=step,
                 new_source=new_iterator,
                 problem=None if failure is None else failure.problem,
+                row_values=self._row_values,
             )
+        # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
+        self._row_values = gathered.next_row_values
         new_iterator = gathered.new_source
         if not packed:
             raise BalanceError(NOT_PACKED)
@@ -202,7 +208,6 @@ class StepPlanner:
             self.cost_model = self.calibration.cost_model
         schedule = self._plan(gathered)
         planned = time.perf_counter()
-        check_same_schedule(schedule.digest(), group=self.dp_group)
         own = bring_samples(
             samples,
             schedule=schedule,
@@ -216,7 +221,12 @@ class StepPlanner:
         failure = self._plans.failure
         if isinstance(packs, Failure):
             failure = replace(packs, during="packing this step's samples")
-        raise_together(failure, group=self.dp_group, what="that all ranks have packed their micro-batches")
+        raise_together(
+            failure,
+            group=self.dp_group,
+            what="that all ranks have packed their micro-batches",
+            digest=schedule.digest(),
+        )
         assert not isinstance(packs, Failure), "raised"
         return BalancedStep(
             num_microbatches=len(own.slots),

@@ -1,0 +1,88 @@
+"""Counts the collectives of this process: which, from which thread, over how many ranks, with what traffic."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.scale import traffic
+from benchmarks.scale.traffic import Traffic
+
+KINDS = ("all_gather_into_tensor", "all_to_all_single", "gather", "broadcast")
+"""All that this package calls while a run trains."""
+
+OTHERS = ("all_reduce", "all_gather", "all_gather_object", "all_to_all", "reduce", "scatter", "isend", "irecv")
+"""Counted as well, without their traffic, so that a new kind of call is noticed."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that was called.
+
+    Attributes:
+        kind: its name in torch.distributed.
+        thread: that called it.
+        group_size: ranks that take part.
+        traffic: of this rank, from the sizes of its tensors.
+    """
+
+    kind: str
+    thread: str
+    group_size: int
+    traffic: Traffic
+
+    @property
+    def in_training(self) -> bool:
+        """True if the training thread called it."""
+        return self.thread == threading.main_thread().name
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[Collective]]:
+    """Count what any thread calls meanwhile; the list grows in the order of calls."""
+    calls: list[Collective] = []
+    stock = {name: getattr(dist, name) for name in (*KINDS, *OTHERS)}
+    for name, function in stock.items():
+        setattr(dist, name, _counting(function, calls=calls))
+    try:
+        yield calls
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def _counting(function: Callable[..., Any], *, calls: list[Collective]) -> Callable[..., Any]:
+    kind = function.__name__
+
+    @functools.wraps(function)
+    def call(*tensors: Any, group: dist.ProcessGroup | None = None, **keywords: Any) -> Any:
+        members = group or dist.group.WORLD
+        assert members is not None, "initialised"
+        of_rank = _TRAFFIC.get(kind)
+        own = Traffic() if of_rank is None else of_rank(members.size(), members.rank(), *tensors)
+        calls.append(Collective(kind, threading.current_thread().name, members.size(), own))
+        return function(*tensors, group=group, **keywords)
+
+    return call
+
+
+def _of_all_to_all(
+    num_ranks: int, rank: int, receive: Tensor, send: Tensor, receive_nbytes: Sequence[int], send_nbytes: Sequence[int]
+) -> Traffic:
+    # Samples that stay are not in the buffers.
+    return traffic.all_to_all(num_ranks, sent_nbytes=send.nbytes, received_nbytes=receive.nbytes)
+
+
+_TRAFFIC: dict[str, Callable[..., Traffic]] = {
+    "all_gather_into_tensor": lambda n, rank, gathered, row: traffic.all_gather(n, row_nbytes=row.nbytes),
+    "all_to_all_single": _of_all_to_all,
+    "gather": lambda n, rank, row, *_: traffic.gather(n, rank=rank, row_nbytes=row.nbytes),
+    "broadcast": lambda n, rank, row, *_: traffic.broadcast(n, rank=rank, row_nbytes=row.nbytes),
+}

@@ -1,0 +1,156 @@
+"""Messages, bytes and sockets of one rank, as formulas: integers alone, checked against counts by `meetings.py`.
+
+Gloo's algorithms (its `allgather.cc`, `alltoallv.cc`, `gather.cc`, `broadcast.cc`), on n ranks:
+
+- all_gather: a ring of n - 1 rounds. In each a rank sends a row to one neighbour and receives one from the other, as
+  two messages of half a row.
+- all_to_all: a message to and from each of the n - 1 other ranks, also where it is empty.
+- gather: a message of each rank to the first.
+- broadcast: a binomial tree.
+
+Besides its payload a message costs frames of `FRAME_NBYTES`: one before the data and one that announces it from the
+sender, one that asks for it from the receiver.
+
+A rank's meetings for a step, all of them in its background threads:
+
+    gather     all_gather of the lengths, data-parallel group
+    exchange   all_to_all of the samples, data-parallel group
+    agree      all_gather of a failure and the plan's digest, data-parallel group
+    replica    all_gather of the plan's digest and a broadcast to ranks that read no data, model replica
+    figures    at each log interval: gather of seconds and broadcast of figures, ranks that measure
+    calibrate  at a refit: gather of measurements and broadcast of coefficients, ranks that read data
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FRAME_NBYTES = 48
+"""Of gloo's header of a message over TCP."""
+
+FRAMES_OF_SENDER = 2
+FRAMES_OF_RECEIVER = 1
+
+INT = FLOAT = 8
+"""Bytes of an int64 and of a float64."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one rank, for one collective or several.
+
+    Attributes:
+        sent: messages that leave the rank.
+        received: messages that arrive.
+        sent_nbytes: payload that leaves.
+        received_nbytes: payload that arrives.
+    """
+
+    sent: int = 0
+    received: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """One after the other."""
+        return Traffic(
+            self.sent + other.sent,
+            self.received + other.received,
+            self.sent_nbytes + other.sent_nbytes,
+            self.received_nbytes + other.received_nbytes,
+        )
+
+    @property
+    def frames_sent_nbytes(self) -> int:
+        """Bytes that leave besides the payload."""
+        return FRAME_NBYTES * (FRAMES_OF_SENDER * self.sent + FRAMES_OF_RECEIVER * self.received)
+
+
+def all_gather(num_ranks: int, *, row_nbytes: int) -> Traffic:
+    """A row of each rank to all; the same on every rank."""
+    rounds = num_ranks - 1
+    return Traffic(2 * rounds, 2 * rounds, rounds * row_nbytes, rounds * row_nbytes)
+
+
+def all_to_all(num_ranks: int, *, sent_nbytes: int, received_nbytes: int) -> Traffic:
+    """Bytes of the samples that leave and arrive; those that stay are not sent."""
+    return Traffic(num_ranks - 1, num_ranks - 1, sent_nbytes, received_nbytes)
+
+
+def gather(num_ranks: int, *, rank: int, row_nbytes: int) -> Traffic:
+    """A row of each rank to the first."""
+    if rank == 0:
+        return Traffic(0, num_ranks - 1, 0, (num_ranks - 1) * row_nbytes)
+    return Traffic(1, 0, row_nbytes, 0)
+
+
+def broadcast(num_ranks: int, *, rank: int, row_nbytes: int) -> Traffic:
+    """A row of the first rank to all: each rank passes it on to those that lie a power of two above it.
+
+    A rank receives it from the one without its highest bit, and sends to those with one more, higher bit.
+    """
+    children = sum(rank < 1 << bit and rank + (1 << bit) < num_ranks for bit in range(num_ranks.bit_length()))
+    received = int(rank > 0)
+    return Traffic(children, received, children * row_nbytes, received * row_nbytes)
+
+
+def gather_lengths(dp_size: int, *, row_values: int, header_fields: int) -> Traffic:
+    """The lengths of all samples.
+
+    Args:
+        dp_size: data-parallel ranks.
+        row_values: lengths that a row has room for.
+        header_fields: int64 before them.
+    """
+    return all_gather(dp_size, row_nbytes=INT * (header_fields + row_values))
+
+
+def agree(dp_size: int) -> Traffic:
+    """A failure and the plan's digest."""
+    return all_gather(dp_size, row_nbytes=2 * INT)
+
+
+def share_within_replica(replica_size: int, *, rank: int, num_counts: int, has_listeners: bool) -> Traffic:
+    """The plan's digest, and its numbers where some rank of the replica reads no data.
+
+    Args:
+        replica_size: tensor-, pipeline- and context-parallel ranks; 1 sends nothing.
+        rank: within the replica.
+        num_counts: a step's number of micro-batches and their tokens.
+        has_listeners: whether some rank reads no data.
+    """
+    if replica_size == 1:
+        return Traffic()
+    shared = all_gather(replica_size, row_nbytes=3 * INT)
+    if has_listeners:
+        shared += broadcast(replica_size, rank=rank, row_nbytes=INT * num_counts)
+    return shared
+
+
+def log_figures(num_measuring: int, *, rank: int, num_steps: int, num_figures: int) -> Traffic:
+    """Seconds to the first rank, figures to all.
+
+    Args:
+        num_measuring: ranks that read data, and the last rank of the world.
+        rank: among them.
+        num_steps: of the log interval.
+        num_figures: of a log line.
+    """
+    seconds = gather(num_measuring, rank=rank, row_nbytes=FLOAT * (1 + num_steps))
+    return seconds + broadcast(num_measuring, rank=rank, row_nbytes=FLOAT * num_figures)
+
+
+def sockets(group_sizes: tuple[int, ...]) -> int:
+    """TCP sockets of a rank for its gloo groups: one to each other rank of each group, and one that listens for each.
+
+    torch connects all ranks of a group when it is made (TORCH_GLOO_LAZY_INIT is 0 by default).
+
+    Args:
+        group_sizes: ranks of each group that this rank is in.
+    """
+    return sum(num_ranks - 1 for num_ranks in group_sizes) + len(group_sizes)
+
+
+def lazy_sockets_of_all_gather(num_ranks: int) -> int:
+    """Under TORCH_GLOO_LAZY_INIT=1, connections of a group in which only all_gather ran: the two neighbours."""
+    return min(2, num_ranks - 1)
