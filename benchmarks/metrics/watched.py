@@ -21,7 +21,7 @@ from record_steps import train_wrapped
 from benchmarks.metrics import WATCHED, same_batch_again
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.telemetry.observer import RunObserver
 
 

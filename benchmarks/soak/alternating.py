@@ -25,7 +25,7 @@ from benchmarks.metrics import WATCHED, same_batch_again
 from benchmarks.metrics.watched import Metered
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore import hooks
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 
 

@@ -37,8 +37,9 @@ from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
-from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
+from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.step.router_padding import RouterPadding, check_takes_mask
 from megatron_balance.mcore.step.sample_origin import SampleOrigin

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.step.sample_pool import SamplePool
 

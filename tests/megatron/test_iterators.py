@@ -15,7 +15,7 @@ from prefetcher_setup import Replayed, group_of_one, item, prefetcher
 
 from megatron_balance import BalanceError
 from megatron_balance.calibration.online import OnlineCalibration
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from prefetcher_setup import Replayed, group_of_one, item, prefetcher, spans
 
 from megatron_balance import BalanceError
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from training_run import Recorded, RunFailed, train
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.mcore.setup.run_log import RunLog
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.telemetry import run_metrics
 from megatron_balance.mcore.telemetry.figures import Figures
 from megatron_balance.mcore.telemetry.observer import TimedStep

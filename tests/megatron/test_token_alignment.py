@@ -20,7 +20,8 @@ from rounding import assert_equal
 from megatron_balance import BalanceError, CostModel, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.token_alignment import RECIPE_TOKENS, token_alignment
-from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.memory.shape_buckets import bucket_tokens
 from megatron_balance.runtime.packing import FILLER_TOKENS

@@ -6,9 +6,10 @@ With dynamic context parallelism a sample is sent to every rank that shares it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, leaf_slots, tokens_of_leaves
 from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.runtime.exchange import reroute_samples, send_copies
+from megatron_balance.runtime.exchange import PreparedExchange, checked_destinations, prepare_exchange
 from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.sample import Sample, SampleSchema
@@ -45,59 +46,80 @@ class OwnSlots:
     leaves: tuple[LeafSlots, ...] | None = None
 
 
-def bring_samples(
+def prepare_samples(
     samples: Sequence[Sample],
     *,
     schedule: DataSchedule,
     gathered: GatheredLengths,
     dp_group: dist.ProcessGroup,
     cp_rank: int,
-    shape_bucket: int,
-) -> OwnSlots:
-    """Send this rank's samples to the ranks that run them, and receive those that run here.
+    device: torch.device | None = None,
+) -> PreparedExchange:
+    """Write the samples that this rank sends to those that run them. No collective.
 
     Args:
         samples: that this rank loaded, as gathered.
         schedule: the plan.
         gathered: lengths of all samples.
-        dp_group: ranks that load different samples; gloo.
+        dp_group: ranks that load different samples.
         cp_rank: context-parallel rank of this one. All of a replica's load the same samples.
+        device: where samples are to arrive; None for the CPU.
+    """
+    if schedule.topology.dynamic_cp:
+        sample_ids, destinations = copies_of_lane(schedule, cp_rank=cp_rank)
+    else:
+        destinations = checked_destinations(schedule.destinations(), gathered=gathered, group_size=dp_group.size())
+        sample_ids = np.arange(destinations.size, dtype=np.int64)
+    return prepare_exchange(
+        samples, sample_ids=sample_ids, destinations=destinations, gathered=gathered, group=dp_group, device=device
+    )
+
+
+def own_slots(
+    mine: Mapping[int, Sample],
+    *,
+    schedule: DataSchedule,
+    gathered: GatheredLengths,
+    dp_rank: int,
+    cp_rank: int,
+    shape_bucket: int,
+) -> OwnSlots:
+    """The micro-batches of this rank.
+
+    Args:
+        mine: sample id → sample, as the exchange returned them.
+        schedule: the plan.
+        gathered: lengths of all samples.
+        dp_rank: this rank among those that load different samples.
+        cp_rank: context-parallel rank of this one.
         shape_bucket: `--balance-shape-bucket`.
     """
     if schedule.topology.dynamic_cp:
-        return _by_leaf(
-            samples,
-            schedule=schedule,
-            gathered=gathered,
-            dp_group=dp_group,
-            cp_rank=cp_rank,
-            shape_bucket=shape_bucket,
+        return _of_leaf(
+            mine, schedule=schedule, gathered=gathered, dp_rank=dp_rank, cp_rank=cp_rank, shape_bucket=shape_bucket
         )
-    topology, rank = schedule.topology, dp_group.rank()
-    mine = reroute_samples(samples, destinations=schedule.destinations(), gathered=gathered, group=dp_group)
+    topology = schedule.topology
     tokens = filled_tokens(schedule.slot_tokens(), topology=topology, limits=schedule.limits, shape_bucket=shape_bucket)
     return OwnSlots(
-        [[mine[sample] for sample in slot] for slot in schedule.ranks[rank]],
-        num_tokens=tokens.reshape(topology.dp_size, -1)[rank].tolist(),
+        [[mine[sample] for sample in slot] for slot in schedule.ranks[dp_rank]],
+        num_tokens=tokens.reshape(topology.dp_size, -1)[dp_rank].tolist(),
         cp_sizes=[topology.cp_size] * schedule.num_microbatches,
         step_tokens=int(tokens.sum()),
     )
 
 
-def _by_leaf(
-    samples: Sequence[Sample],
+def _of_leaf(
+    mine: Mapping[int, Sample],
     *,
     schedule: DataSchedule,
     gathered: GatheredLengths,
-    dp_group: dist.ProcessGroup,
+    dp_rank: int,
     cp_rank: int,
     shape_bucket: int,
 ) -> OwnSlots:
-    sample_ids, destinations = copies_of_lane(schedule, cp_rank=cp_rank)
-    mine = send_copies(samples, sample_ids=sample_ids, destinations=destinations, gathered=gathered, group=dp_group)
     tokens = tokens_of_leaves(schedule, shape_bucket=shape_bucket)
     cp_size = schedule.topology.cp_size
-    first = dp_group.rank() * cp_size
+    first = dp_rank * cp_size
     leaves = tuple(
         leaf_slots(schedule, leaf=leaf, num_tokens=tokens[leaf], gathered=gathered)
         for leaf in range(first, first + cp_size)
@@ -132,13 +154,16 @@ def pack_slots(own: OwnSlots, *, topology: Topology, schema: SampleSchema, pin_m
         packs.append(pack(token_multiple=token_multiple, cp_size=cp_size, num_tokens=num_tokens))
     if not pin_memory:
         return packs
-    return [{name: tensor.pin_memory() for name, tensor in pack.items()} for pack in packs]
+    return [{name: tensor.pin_memory() if tensor.is_cpu else tensor for name, tensor in pack.items()} for pack in packs]
 
 
 def checksum(parts: Sequence[Microbatch] | Sequence[Sample]) -> int:
     """Checksum over tokens and their positions in micro-batches or samples."""
-    total = 0
+    sums: list[Tensor] = []
     for part in parts:
         tokens = (part.per_token if isinstance(part, Sample) else part)["tokens"].flatten().long()
-        total = 31 * total + int((tokens * torch.arange(1, tokens.numel() + 1)).sum())
+        sums.append((tokens * torch.arange(1, tokens.numel() + 1, device=tokens.device)).sum())
+    total = 0
+    for of_part in torch.stack(sums).tolist() if sums else []:  # one wait where they are on a GPU
+        total = 31 * total + of_part
     return total

@@ -6,6 +6,7 @@ It happens on the CPU and over a process group of its own, so that a thread can 
 this one runs. Ranks meet three times: they gather lengths, exchange samples, and agree that all have packed the samples
 of one plan. Ranks with different plans would exchange other bytes than their peers expect: gloo then ends a rank that
 is sent more than it expects, and what is short or of another sample never leaves this file, as the agreement fails.
+this one runs. With `--balance-exchange nccl` the last two stages wait for the training thread (`device_exchange.py`).
 
 Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
 gathered lengths and flags alone; no step is returned that another rank planned otherwise.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,20 +25,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_balance
-from megatron_balance.calibration.online import CalibrationState, OnlineCalibration
+from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.mcore.step.leaf_slots import LeafSlots
-from megatron_balance.mcore.step.own_slots import Microbatch, bring_samples, checksum, pack_slots
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.device_exchange import DeviceExchange
+from megatron_balance.mcore.step.own_slots import prepare_samples
 from megatron_balance.mcore.step.plan_process import PlanProcess
+from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
+from megatron_balance.runtime.failure import Failure, agreeing_on, attempt
 from megatron_balance.runtime.gather import INLINE_LENGTHS, GatheredLengths, gather_sample_lengths
-from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
 from megatron_balance.topology import Limits, Topology
@@ -46,49 +48,6 @@ NOT_PACKED = (
     "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
     "such as --sft makes, or drop --use-dynamic-batch-size and --balance-data."
 )
-
-
-@dataclass(frozen=True)
-class BalancedStep:
-    """The data of one step on this rank.
-
-    Attributes:
-        num_microbatches: the same on every rank, unless `cp_sizes` are given.
-        microbatch_tokens: `[num_microbatches]`, tokens of this replica's micro-batches as they run, filler included.
-        step_tokens: those of all replicas; 0 on a rank that reads no data.
-        sequence_lengths: `[num_microbatches]`, tokens of each sequence of theirs, without padding and filler; None on a
-            rank that reads no data and was not sent them.
-        microbatches: packed, or None on a rank that reads no data.
-        schedule: the plan, or None on a rank that reads no data.
-        fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
-        pool: the samples that wait after this step, or None without look-ahead.
-        calibration: what online calibration knew when this step was planned, or None without it.
-        plan_seconds: spent planning.
-        exchange_seconds: spent splitting, gathering, rerouting, packing and agreeing.
-        exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
-        new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
-        num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
-        cp_sizes: `[num_microbatches]` context-parallel ranks of each, or None where all have the run's. With sizes,
-            other ranks may have another num_microbatches.
-        leaves: what each context-parallel rank of this replica runs, where sizes differ; None elsewhere.
-    """
-
-    num_microbatches: int
-    microbatch_tokens: list[int]
-    step_tokens: int = 0
-    sequence_lengths: list[list[int]] | None = None
-    microbatches: list[Microbatch] | None = None
-    schedule: DataSchedule | None = None
-    fingerprint: int = 0
-    pool: SamplePool | None = None
-    calibration: CalibrationState | None = None
-    plan_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    new_iterator: bool = False
-    num_left: int = 0
-    cp_sizes: list[int] | None = None
-    leaves: tuple[LeafSlots, ...] | None = None
 
 
 class StepPlanner:
@@ -107,6 +66,7 @@ class StepPlanner:
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
         timeout: of the collectives of `dp_group`; a planning process that takes half of it counts as hanging.
+        device_exchange: moves samples between GPUs on the training thread; None for gloo on any.
     """
 
     def __init__(
@@ -123,6 +83,7 @@ class StepPlanner:
         ranks_per_node: int | None = None,
         pin_memory: bool = False,
         timeout: timedelta = timedelta(minutes=10),
+        device_exchange: DeviceExchange | None = None,
     ) -> None:
         self.config = config
         self.topology = topology
@@ -134,6 +95,7 @@ class StepPlanner:
         self._origin = origin
         self._ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
+        self._device_exchange = device_exchange
         self._calibrated_step = -1
         self._plans = PlanProcess(timeout=timeout / 2)
         self._row_values = INLINE_LENGTHS
@@ -156,20 +118,49 @@ class StepPlanner:
         new_iterator: bool = False,
         first_item: int = 0,
     ) -> BalancedStep:
-        """One step.
+        """One step, made on the training thread; arguments and errors as for `prepare`."""
+        planned = self._planned(
+            fetched, num_items=num_items, pool=pool, step=step, new_iterator=new_iterator, first_item=first_item
+        )
+        return planned.receive()
+
+    def prepare(
+        self,
+        fetched: Fetched,
+        *,
+        num_items: int,
+        pool: SamplePool | None,
+        step: int = 0,
+        first_item: int = 0,
+    ) -> BalancedStep | PlannedStep:
+        """One step, as far as a thread beside training can make it: the rest is left to the training thread.
 
         Args:
             fetched: the items of the data loader, or its error.
             num_items: items that were wanted.
             pool: samples that wait, left as it is; None without look-ahead.
             step: counted from 0. One that could not be prepared may be made again.
-            new_iterator: whether the items come from another iterator than this rank's last ones.
             first_item: of these, counted from the loader's first.
 
         Raises:
             BalanceError: on every rank of the group.
             AgreedError: the same, on a rank where code raised another error.
         """
+        planned = self._planned(
+            fetched, num_items=num_items, pool=pool, step=step, new_iterator=False, first_item=first_item
+        )
+        return planned.receive() if self._device_exchange is None else planned
+
+    def _planned(
+        self,
+        fetched: Fetched,
+        *,
+        num_items: int,
+        pool: SamplePool | None,
+        step: int,
+        new_iterator: bool,
+        first_item: int,
+    ) -> PlannedStep:
         started = time.perf_counter()
         items, failure, samples = fetched.items, fetched.failure, []
         packed = all(isinstance(item, Mapping) and item.get("cu_seqlens") is not None for item in items)
@@ -208,37 +199,26 @@ class StepPlanner:
             self.cost_model = self.calibration.cost_model
         schedule = self._plan(gathered)
         planned = time.perf_counter()
-        own = bring_samples(
+        exchange = prepare_samples(
             samples,
             schedule=schedule,
             gathered=gathered,
             dp_group=self.dp_group,
             cp_rank=self.cp_rank,
-            shape_bucket=self.config.shape_bucket,
+            device=None if self._device_exchange is None else self._device_exchange.device,
         )
-        packs = attempt(pack_slots, own, topology=self.topology, schema=gathered.schema, pin_memory=self._pin_memory)
-        # A rank whose planning process has failed has planned this step itself, so that all ranks come here.
-        failure = self._plans.failure
-        if isinstance(packs, Failure):
-            failure = replace(packs, during="packing this step's samples")
-        raise_together(
-            failure,
-            group=self.dp_group,
-            what="that all ranks have packed their micro-batches",
-            digest=schedule.digest(),
-        )
-        assert not isinstance(packs, Failure), "raised"
-        return BalancedStep(
-            num_microbatches=len(own.slots),
-            microbatch_tokens=own.num_tokens,
-            sequence_lengths=[sequence_lengths(slot) for slot in own.slots],
-            step_tokens=own.step_tokens,
-            microbatches=packs,
+        return PlannedStep(
+            exchange,
+            self.dp_group,
+            self._device_exchange,
             schedule=schedule,
-            # Leaves of a replica run different packs, made from what all of them loaded.
-            fingerprint=(schedule.digest() ^ checksum(samples if own.leaves else packs)) & (2**63 - 1),
-            cp_sizes=own.cp_sizes if own.leaves else None,
-            leaves=own.leaves,
+            gathered=gathered,
+            samples=samples,
+            cp_rank=self.cp_rank,
+            shape_bucket=self.config.shape_bucket,
+            pin_memory=self._pin_memory,
+            # A rank whose planning process has failed has planned this step itself, so that all ranks come here.
+            failure=self._plans.failure,
             pool=pool,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,

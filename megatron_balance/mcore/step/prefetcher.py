@@ -34,8 +34,10 @@ from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step import pool_files
 from megatron_balance.mcore.step.background import BackgroundThread
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
-from megatron_balance.mcore.step.planner import BalancedStep, StepPlanner
+from megatron_balance.mcore.step.planned_step import PlannedStep
+from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched, PullAhead, Sources, next_items
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.runtime.failure import AgreedError, Failure, attempt
@@ -129,7 +131,7 @@ class StepPrefetcher:
         def work() -> _Prepared | None:
             fetched = ahead.fetch(num_items)
             try:
-                made = self.planner.make(fetched, num_items=num_items, pool=pool, step=step, first_item=first_item)
+                made = self.planner.prepare(fetched, num_items=num_items, pool=pool, step=step, first_item=first_item)
             except (PeerError, OutOfStepError) as error:
                 on_lost(error)
                 raise
@@ -175,7 +177,7 @@ class StepPrefetcher:
         new_iterator, self._newest = ahead is not self._newest, ahead
         fetched = self._pull(iterator, num_microbatches=num_microbatches)
         if prepared is not None and prepared.is_of(fetched, ahead=ahead):
-            step = prepared.step
+            step = prepared.step.receive() if isinstance(prepared.step, PlannedStep) else prepared.step
         else:
             num_items = self._num_items(num_microbatches)
             step = self.planner.make(
@@ -253,12 +255,12 @@ class _Prepared:
     Attributes:
         ahead: source of the items.
         items: items of the step.
-        step: the data.
+        step: the data, or the plan to receive it by.
     """
 
     ahead: PullAhead
     items: list[Any]
-    step: BalancedStep
+    step: BalancedStep | PlannedStep
 
     def is_of(self, fetched: Fetched, *, ahead: PullAhead) -> bool:
         """True if the step pulled these items from the same iterator; a growing batch size pulls more."""

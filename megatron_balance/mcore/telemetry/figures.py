@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.planner.metrics import slowest_over_mean
 from megatron_balance.planner.schedule import DataSchedule
 

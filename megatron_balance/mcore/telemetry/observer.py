@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.timing import StepTimer
 

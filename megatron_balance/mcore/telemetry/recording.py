@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.mcore.setup.run_log import RunLog
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.telemetry.observer import TimedStep, Watcher
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord

@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_balance.mcore.setup.run_log import RunLog
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.telemetry.figures import Figures, log_line
 from megatron_balance.mcore.telemetry.observer import TimedStep, Watcher
 from megatron_balance.mcore.telemetry.scalars import send_to_writers, write_scalars
