@@ -38,6 +38,7 @@ from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
@@ -254,6 +255,10 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
 
     config, topology, timeout = setup.config, setup.topology, setup.timeout
     dp_group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
+    device_exchange = None
+    if config.exchange == "nccl":
+        group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout, backend="nccl")
+        device_exchange = DeviceExchange(group, device=torch.device("cuda", torch.cuda.current_device()))
     calibration = None
     if config.calibrate_online:
         calibration = _online_calibration(setup.cost_model, timeout=timeout)
@@ -284,6 +289,7 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         ranks_per_node=dp_ranks_per_node(timeout=timeout),
         pin_memory=torch.cuda.is_available(),
         timeout=timeout,
+        device_exchange=device_exchange,
     )
     return StepPrefetcher(
         planner, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=setup.counts_router_tokens

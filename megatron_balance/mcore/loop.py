@@ -17,7 +17,7 @@ from megatron_balance.mcore.current_run import serving
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
 from megatron_balance.mcore.hooks import install_core
 from megatron_balance.mcore.setup.loop_arguments import args_of_loop
-from megatron_balance.mcore.step.planner import BalancedStep
+from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
 
 Schedule = Callable[..., Any]

@@ -78,6 +78,11 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
             "is 5000 with --max-tokens-per-gpu 4096: .* over the cap",
         ),
         ("--balance-shape-bucket 128", "--balance-shape-bucket is 128: nothing is balanced"),
+        (f"{PER_TOKEN} {PACKED} --balance-exchange nccl", "--balance-exchange is nccl: no samples move"),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-data --balance-exchange nccl --distributed-backend gloo",
+            "--balance-exchange is nccl with --distributed-backend gloo: training has no NCCL",
+        ),
         (f"{PER_TOKEN} --balance-record r", "--balance-record is r: nothing is balanced"),
         (
             f"{PER_TOKEN} {PACKED} --balance-lookahead 2 --non-persistent-save-interval 5",

@@ -170,6 +170,8 @@ def _stub_distributed(device: ToyDevice) -> None:
 
     @functools.wraps(inner)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *rest: Any, **keywords: Any) -> Any:
+        if backend == "nccl":  # the default backend stands in: its groups take tensors of the device
+            backend = None
         group = inner(ranks, timeout, backend, *rest, **keywords)
         if backend == "gloo" and isinstance(group, dist.ProcessGroup):
             device.host_groups.add(group.group_name)
@@ -178,8 +180,17 @@ def _stub_distributed(device: ToyDevice) -> None:
     def device_of_objects(group: Any = None) -> str:
         return "cpu" if (group or dist.group.WORLD).group_name in device.host_groups else "cuda"
 
+    dist.init_process_group = _over_gloo(dist.init_process_group)
     dist.new_group = dist.distributed_c10d.new_group = new_group
     dist.distributed_c10d._get_object_coll_device = device_of_objects
+
+
+def _over_gloo(init_process_group: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init_process_group)
+    def init(backend: str | None = None, *rest: Any, **keywords: Any) -> Any:
+        return init_process_group("gloo" if backend == "nccl" else backend, *rest, **keywords)
+
+    return init
 
 
 def _stub_megatron(recorder: Recorder) -> None:

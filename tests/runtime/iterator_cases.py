@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.plan_process import MIN_SAMPLES
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
@@ -20,7 +21,9 @@ NUM_ITEMS = 2
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
-def steps_of_loop(*, loops: list[str], layout: str = "dp", bug_on: int = -1) -> tuple[list[Any], list[str]]:
+def steps_of_loop(
+    *, loops: list[str], layout: str = "dp", bug_on: int = -1, on_device: bool = False
+) -> tuple[list[Any], list[str]]:
     """Sample numbers of every step on this rank, then the error that ended it, if one did; and what the thread said.
 
     Args:
@@ -29,13 +32,19 @@ def steps_of_loop(*, loops: list[str], layout: str = "dp", bug_on: int = -1) -> 
             of `a`.
         layout: `dp`: every rank loads its own data; `pp`: four ranks are two pipelines of two stages.
         bug_on: rank on which splitting fails from the third step on.
+        on_device: samples move as between GPUs.
     """
     rank = dist.get_rank()
     dp_group, replica_group = _layout(layout)
     config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=False)
     limits, cost_model = Limits(16), CostModel.tokens()
     planner = StepPlanner(
-        config, topology=Topology(dp_group.size()), limits=limits, cost_model=cost_model, dp_group=dp_group
+        config,
+        topology=Topology(dp_group.size()),
+        limits=limits,
+        cost_model=cost_model,
+        dp_group=dp_group,
+        device_exchange=_device_exchange() if on_device else None,
     )
     prefetcher = StepPrefetcher(planner, replica_group=replica_group)
     first = 1000 * dp_group.rank()
@@ -59,6 +68,14 @@ def steps_of_loop(*, loops: list[str], layout: str = "dp", bug_on: int = -1) -> 
     if prefetcher._prepared is not None:
         prefetcher._prepared.exception(timeout=30)  # every rank's thread must end, also where no step asks
     return outcomes, told
+
+
+def _device_exchange() -> DeviceExchange:
+    """An exchange between GPUs, for which the CPU and gloo stand in."""
+    torch.cuda.synchronize = lambda device=None: None
+    if "device" not in _groups:
+        _groups["device"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    return DeviceExchange(_groups["device"], device=torch.device("cpu"))
 
 
 def _fail(*_: Any, **__: Any) -> Any:

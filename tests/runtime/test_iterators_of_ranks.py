@@ -39,6 +39,13 @@ def test_ranks_that_disagree_get_the_same_error(world2: Any) -> None:
     assert [f"OutOfStepError: {said}" for said in theirs_told] == theirs[-1:]  # at once, and not when its step begins
 
 
+def test_ranks_that_disagree_do_not_wait_in_an_exchange_between_gpus(world2: Any) -> None:
+    (ours, _), (theirs, _) = world2.run("steps_of_loop", loops=["aabb", "aaaa"], on_device=True)
+    assert (ours[:-1], theirs[:-1]) == (steps(0, num_steps=2), steps(1000, num_steps=2))
+    assert ours[-1] == theirs[-1]
+    assert ours[-1].startswith("OutOfStepError: rank 0 pulled other items for this step than were prepared")
+
+
 @pytest.mark.parametrize(
     ("loops", "item"),
     [pytest.param(["fff", "aaa"], 0, id="in-the-thread"), pytest.param(["nnx", "nnn"], 1, id="when-the-step-begins")],

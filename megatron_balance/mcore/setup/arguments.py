@@ -43,6 +43,7 @@ class BalanceConfig:
         objective: `auto`, `step`, `microbatch` or `pipeline`.
         algorithm: `auto`, or a name in the planner's `partition.ALGORITHMS`.
         overlap: prepare the next step while this one runs.
+        exchange: `gloo` or `nccl`.
         unit: `segment` or `sample`.
         lookahead: global batches to choose from.
         record: folder of the run's record, or None. Ranks may name it differently.
@@ -62,6 +63,7 @@ class BalanceConfig:
     objective: str = "auto"
     algorithm: str = "auto"
     overlap: bool = True
+    exchange: str = "gloo"
     unit: str = "segment"
     lookahead: int = 1
     record: str | None = field(default=None, repr=False)
@@ -99,6 +101,7 @@ class BalanceConfig:
             objective=args.balance_objective,
             algorithm=args.balance_algorithm,
             overlap=args.balance_overlap,
+            exchange=args.balance_exchange,
             unit=args.balance_unit,
             lookahead=args.balance_lookahead,
             record=args.balance_record,

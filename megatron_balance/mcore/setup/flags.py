@@ -20,6 +20,7 @@ from megatron_balance.memory.budget import AUTO
 from megatron_balance.planner.objectives import objective_names
 
 UNITS = ("segment", "sample")
+EXCHANGES = ("gloo", "nccl")
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
 
 
@@ -154,6 +155,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="Choose each step's samples from W global batches, so that steps are even; a sample waits at most W-1 "
         "steps. 1 keeps the order of the data. Rows move as a whole.",
+    )
+    group.add_argument(
+        "--balance-exchange",
+        choices=EXCHANGES,
+        default="gloo",
+        help="How samples move. gloo: between CPUs, while the step before runs. nccl: between GPUs as a step begins, "
+        "which waits; for payloads that gloo cannot move within a step. Requires --balance-data.",
     )
     group.add_argument(
         "--no-balance-overlap",

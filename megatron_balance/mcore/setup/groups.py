@@ -1,6 +1,7 @@
 """Makes the package's own process groups, from this rank's place in Megatron's parallel layout.
 
-They are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo).
+They are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo). The
+one over NCCL belongs to the training thread (step/device_exchange.py).
 
 Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
 the number of groups that the process has made before, also under `use_local_synchronization`. Ranks that have made
@@ -25,14 +26,15 @@ from megatron_balance.runtime.agreement import Meeting, gather_texts
 from megatron_balance.runtime.peers import named_ranks, waiting_for
 
 
-def own_group(group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
+def own_group(group: dist.ProcessGroup, *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
     """A new group of the same ranks. Every rank of the world calls it, each with its group of one kind.
 
     Args:
         group: of this rank.
         timeout: of its collectives.
+        backend: of the new group.
     """
-    return _split_into_groups(dist.get_process_group_ranks(group), timeout=timeout)
+    return _split_into_groups(dist.get_process_group_ranks(group), timeout=timeout, backend=backend)
 
 
 def replica_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -41,8 +43,8 @@ def replica_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
     return _split_into_groups(ranks, timeout=timeout) if len(ranks) > 1 else None
 
 
-def _split_into_groups(ranks: list[int], *, timeout: timedelta) -> dist.ProcessGroup:
-    own = split_world(min(ranks), timeout=timeout)
+def _split_into_groups(ranks: list[int], *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
+    own = split_world(min(ranks), timeout=timeout, backend=backend)
     assert own is not None, "this rank has a color"
     assert dist.get_process_group_ranks(own) == sorted(ranks), "Megatron's ranks agree on their groups"
     return own

@@ -5,8 +5,10 @@
 It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
 this one runs. Ranks meet three times: they gather lengths, exchange samples, and agree that all have packed the samples
 of one plan. Ranks with different plans would exchange other bytes than their peers expect: gloo then ends a rank that
-is sent more than it expects, and what is short or of another sample never leaves this file, as the agreement fails.
-this one runs. With `--balance-exchange nccl` the last two stages wait for the training thread (`device_exchange.py`).
+is sent more than it expects, and what is short or of another sample is never returned, as the agreement fails.
+
+With `--balance-exchange nccl` ranks compare plans before the exchange, which waits for the training thread
+(`device_exchange.py`), and so do the stages after it (`planned_step.py`).
 
 Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
 gathered lengths and flags alone; no step is returned that another rank planned otherwise.
@@ -21,6 +23,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,8 +41,15 @@ from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.runtime.collectives import all_gather_row, ranks_where
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt
-from megatron_balance.runtime.gather import INLINE_LENGTHS, GatheredLengths, gather_sample_lengths
+from megatron_balance.runtime.gather import (
+    INLINE_LENGTHS,
+    GatheredLengths,
+    OutOfStepError,
+    check_same_schedule,
+    gather_sample_lengths,
+)
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
 from megatron_balance.topology import Limits, Topology
@@ -199,6 +209,8 @@ class StepPlanner:
             self.cost_model = self.calibration.cost_model
         schedule = self._plan(gathered)
         planned = time.perf_counter()
+        if self._device_exchange is not None:  # over NCCL, ranks with different plans would wait without end
+            check_same_schedule(schedule.digest(), group=self.dp_group)
         exchange = prepare_samples(
             samples,
             schedule=schedule,
@@ -225,6 +237,27 @@ class StepPlanner:
             exchange_seconds=time.perf_counter() - planned + plan_started - started,
             new_iterator=new_iterator,
         )
+
+    def agree_to_use(self, prepared: bool) -> None:
+        """Check that all ranks use the step prepared for them, or none, before an exchange that could not end.
+
+        Over gloo, ranks that differ meet in the gather of lengths and learn it there.
+
+        Args:
+            prepared: whether this rank uses it.
+
+        Raises:
+            OutOfStepError: on every rank, where some differ.
+        """
+        if self._device_exchange is None:
+            return
+        row = np.array([prepared], dtype=np.int64)
+        uses = all_gather_row(row, group=self.dp_group, what="whether all ranks use the prepared step")[:, 0] != 0
+        if uses.any() and not uses.all():
+            raise OutOfStepError(
+                f"{ranks_where(~uses, group=self.dp_group)} pulled other items for this step than were prepared, and "
+                "the others the same. Pass a new iterator on every rank or on none, or set --no-balance-overlap."
+            )
 
     def _ended(self, num_fetched: int, *, num_items: int) -> str:
         ended = f"its data ended after {num_fetched} of {num_items} items of this step."

@@ -176,7 +176,9 @@ class StepPrefetcher:
         iterator, ahead = self._sources.of(data_iterator)
         new_iterator, self._newest = ahead is not self._newest, ahead
         fetched = self._pull(iterator, num_microbatches=num_microbatches)
-        if prepared is not None and prepared.is_of(fetched, ahead=ahead):
+        usable = prepared is not None and prepared.is_of(fetched, ahead=ahead)
+        self.planner.agree_to_use(usable)
+        if prepared is not None and usable:
             step = prepared.step.receive() if isinstance(prepared.step, PlannedStep) else prepared.step
         else:
             num_items = self._num_items(num_microbatches)
