@@ -149,6 +149,8 @@ class BalancedForwardBackward:
         if self.observer is not None:
             with with_step_context(f"iteration {self._state.iteration}"):
                 self.observer.logged(self._state.iteration)
+                if not self._state.has_next_step:
+                    self.observer.flush()  # before Megatron closes its writers
 
     def _for_each_microbatch(self, forward_step_func: Schedule, step: BalancedStep, *, model: Any) -> Schedule:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""

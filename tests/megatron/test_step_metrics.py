@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
 from megatron_balance.planner.metrics import schedule_metrics
 from megatron_balance.record.run_record import RunRecord, read_record
+from megatron_balance.runtime.peers import PeerError
 from megatron_balance.runtime.rank_seconds import busiest_over_mean
 
 FLAGS = (
@@ -260,8 +262,8 @@ class TestFigures:
         assert mean.known() == {"over_bound": 1.5, "drift": 0.5}
 
 
-Written = list[tuple[int, Figures]]
-"""What the writers got, and in which iteration."""
+Written = list[tuple[int, int, Figures]]
+"""What the writers got: of which iteration, in which, and the figures."""
 
 
 class TestOneRank:
@@ -269,7 +271,9 @@ class TestOneRank:
     def written(self, monkeypatch: pytest.MonkeyPatch) -> Written:
         kept: Written = []
         monkeypatch.setattr(
-            run_metrics, "write_scalars", lambda figures, *, iteration: kept.append((iteration, figures))
+            run_metrics,
+            "write_scalars",
+            lambda figures, *, iteration, newest: kept.append((iteration, newest, figures)),
         )
         return kept
 
@@ -291,7 +295,8 @@ class TestOneRank:
         metrics.measured(TimedStep(1, SCHEDULE, 1, np.array([5.0])))
         self.take(metrics, 1, seconds=1.0)
         self.take(metrics, 2, seconds=2.0)
-        [(iteration, figures)] = written
+        metrics.flush()
+        [(iteration, _, figures)] = written
         assert iteration == 2
         assert figures.busiest_rank_seconds == 1.5
 
@@ -299,12 +304,14 @@ class TestOneRank:
         for iteration, seconds in enumerate((1.0, 2.0, 3.0, None), start=1):
             self.take(metrics, iteration, seconds=seconds)
         metrics.logged(6)
-        assert [iteration for iteration, _ in written] == [2, 4]
-        assert written[1][1].busiest_rank_seconds == 3.0
+        metrics.flush()
+        assert [iteration for iteration, *_ in written] == [2, 4]
+        assert written[1][2].busiest_rank_seconds == 3.0
 
     def test_what_was_not_measured_is_unknown(self, metrics: RunMetrics, written: Written) -> None:
         self.take(metrics, 2, seconds=None)
-        [(_, figures)] = written
+        metrics.flush()
+        [(*_, figures)] = written
         assert set(figures.known()) == {*PLANNED_NAMES, "num_shapes"}
 
     def test_shapes_are_counted_over_the_whole_run(self, metrics: RunMetrics, written: Written) -> None:
@@ -312,7 +319,42 @@ class TestOneRank:
             step = BalancedStep(2, tokens, schedule=SCHEDULE)
             metrics.begin(step, iteration=iteration)
             metrics.logged(iteration)
-        assert [figures.num_shapes for _, figures in written] == [2, 3]
+        metrics.flush()
+        assert [figures.num_shapes for *_, figures in written] == [2, 3]
+
+    def test_a_step_does_not_wait_for_its_own_figures(
+        self, metrics: RunMetrics, written: Written, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        met, real = threading.Event(), run_metrics.gather_rank_seconds
+
+        def gather(*positional: Any, **keywords: Any) -> Any:
+            assert threading.current_thread() is not threading.main_thread()
+            assert met.wait(timeout=30)
+            return real(*positional, **keywords)
+
+        monkeypatch.setattr(run_metrics, "gather_rank_seconds", gather)
+        self.take(metrics, 2, seconds=1.0)
+        self.take(metrics, 3, seconds=2.0)
+        assert not written
+        met.set()
+        self.take(metrics, 4, seconds=3.0)  # ends the next interval
+        assert [(iteration, newest) for iteration, newest, _ in written] == [(2, 4)]
+        metrics.flush()
+        assert [(iteration, newest) for iteration, newest, _ in written] == [(2, 4), (4, 4)]
+        assert written[1][2].busiest_rank_seconds == 2.5
+
+    def test_lost_peers_end_a_later_step(
+        self, metrics: RunMetrics, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def lost(*_: Any, **__: Any) -> Any:
+            raise PeerError("waited for the seconds of all ranks")
+
+        monkeypatch.setattr(run_metrics, "gather_rank_seconds", lost)
+        self.take(metrics, 2, seconds=1.0)
+        with pytest.raises(PeerError, match="waited for the seconds"):
+            metrics.flush()
+        assert "WARNING: the figures of iteration 2: waited for the seconds" in capsys.readouterr().out
+        metrics.flush()  # once
 
 
 def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,10 @@ class MegatronState:
 
     @property
     def has_next_step(self) -> bool:
-        """True if another step follows; a data set may hold no more than the steps there are."""
-        last = self._args.train_iters
-        return last is None or self.iteration < last
+        """True if flags let another step follow; a data set may hold no more than the steps there are."""
+        last, exit_interval = self._args.train_iters, getattr(self._args, "exit_interval", None)
+        exits = bool(exit_interval and self.iteration % exit_interval == 0)
+        return not exits and (last is None or self.iteration < last)
 
     @property
     def reads_data(self) -> bool:

@@ -12,7 +12,7 @@ A pass is timed on this rank's stream of work between its marks, so its seconds 
 They exclude waiting for pipeline neighbours, the gradient reduction and the optimizer. On a CPU (the shim) they are
 the thread's own CPU time, and include no waiting.
 
-Invariant: watching does not change training, and sends nothing but the gathers of `run_metrics.py`.
+Invariant: watching does not change training, and sends nothing but the gathers of `run_metrics.py`, from its thread.
 """
 
 from __future__ import annotations

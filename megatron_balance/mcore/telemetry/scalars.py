@@ -7,6 +7,7 @@ them (`--tensorboard-dir`, `--wandb-project`).
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -32,21 +33,34 @@ def send_to_writers(figures: Figures, *, group: dist.ProcessGroup) -> Figures:
     return Figures.of_row(broadcast_row(row, group=group, what="the figures on the rank that writes them").tolist())
 
 
-def write_scalars(figures: Figures, *, iteration: int) -> None:
-    """Write the known figures, where Megatron has writers.
+def write_scalars(figures: Figures, *, iteration: int, newest: int) -> None:
+    """Write the known figures, where Megatron has writers. Call it from the training thread, which uses them too.
 
     Args:
-        figures: means over the steps since the last time.
-        iteration: as Megatron counts.
+        figures: means over the steps of a log interval.
+        iteration: that ended the interval, as Megatron counts.
+        newest: that Megatron has logged. W&B, whose steps never go back, keeps the figures there.
     """
-    if sys.modules.get("megatron.training") is None:  # a loop on megatron.core alone
-        return
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
     scalars = {f"balance/{name}": value for name, value in figures.known().items()}
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    tensorboard, wandb = _writers()
     if tensorboard is not None:
         for name, value in scalars.items():
             tensorboard.add_scalar(name, value, iteration)
-    if wandb is not None:
-        wandb.log(scalars, iteration)
+    if wandb is not None and wandb.run is not None:  # Megatron finishes the run before it exits early
+        wandb.log(scalars, newest)
+
+
+def flush_scalars() -> None:
+    """Write to TensorBoard's file what was added since Megatron's own last flush: a signal may end a run after it."""
+    tensorboard, _ = _writers()
+    if tensorboard is not None:
+        tensorboard.flush()
+
+
+def _writers() -> tuple[Any, Any]:
+    """TensorBoard's writer and the module of W&B, each None where flags do not ask for it."""
+    if sys.modules.get("megatron.training") is None:  # a loop on megatron.core alone
+        return None, None
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    return get_tensorboard_writer(), get_wandb_writer()

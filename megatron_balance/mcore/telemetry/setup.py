@@ -9,6 +9,7 @@ Invariant: an error with the record's folder on one rank is raised on every rank
 from __future__ import annotations
 
 import atexit
+import contextlib
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,10 +25,12 @@ from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.telemetry.observer import RunObserver, TimedStep, Watcher
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
+from megatron_balance.mcore.telemetry.scalars import flush_scalars
 from megatron_balance.planner.objectives import resolve_objective
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.runtime.environment import device_kind, environment
 from megatron_balance.runtime.failure import Failure, raise_together
+from megatron_balance.runtime.peers import PeerError
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
 
 
@@ -71,8 +74,14 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
         watchers.append(CalibrationWatcher(planner.calibration, dp_rank=dp_rank))
     times_passes = measures and not setup.overlaps_passes
     observer = RunObserver(watchers, times_passes=times_passes, on_gpu=device_kind() == "cuda")
-    atexit.register(observer.flush)
+    atexit.register(_flush_at_exit, observer)
     return observer
+
+
+def _flush_at_exit(observer: RunObserver) -> None:
+    with contextlib.suppress(PeerError):  # the run has ended; if by an error, by that of the lost peer
+        observer.flush()
+    flush_scalars()
 
 
 class CalibrationWatcher(Watcher):
