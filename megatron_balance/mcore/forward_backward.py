@@ -39,6 +39,7 @@ from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
+from megatron_balance.mcore.step.packed_calls import called_with, packed_params_of
 from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
@@ -73,8 +74,10 @@ class BalancedForwardBackward:
         observer: RunObserver | None,
         router_padding: RouterPadding | None = None,
         context: MicrobatchContext | None = None,
+        unpads: bool = False,
     ) -> None:
         self.prefetcher = prefetcher
+        self._unpads = unpads
         self.context = context
         self._router_padding = router_padding
         self.observer = observer
@@ -159,6 +162,7 @@ class BalancedForwardBackward:
         if padding is not None:
             check_takes_mask(model)
             masks = padding.masks(step)
+        starts = packed_params_of(step, topology=self.prefetcher.planner.topology) if self._unpads else []
         slots: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
 
         @functools.wraps(forward_step_func)
@@ -173,6 +177,8 @@ class BalancedForwardBackward:
                 stack.enter_context(self._state.microbatch_of(step.microbatch_tokens[slot], cp_size=cp_size))
                 if padding is not None:
                     stack.enter_context(padding.given(masks[slot], model=model))
+                if starts:
+                    stack.enter_context(called_with(starts[slot], model=model))
                 if self.observer is not None:
                     stack.enter_context(self.observer.forward(slot))
                 return run(data_iterator, model, *rest, **keywords)
@@ -248,6 +254,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         observer=observer,
         router_padding=padding,
         context=context,
+        unpads=config.unpad is not None,
     )
 
 
@@ -294,7 +301,10 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         device_exchange=device_exchange,
     )
     return StepPrefetcher(
-        planner, replica_group=replica_group(timeout=timeout), pool=pool, shares_lengths=setup.counts_router_tokens
+        planner,
+        replica_group=replica_group(timeout=timeout),
+        pool=pool,
+        shares_lengths=setup.counts_router_tokens or config.unpad is not None,
     )
 
 

@@ -151,6 +151,18 @@ def dummy_microbatch(
     return pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)
 
 
+def lengths_as_packed(lengths: Sequence[int], *, num_tokens: int, token_multiple: int) -> list[int]:
+    """Padded lengths of all sequences of a pack, filler included, in order; they sum to num_tokens.
+
+    Args:
+        lengths: of its sequences, without padding and filler; none for a dummy.
+        num_tokens: of the pack.
+        token_multiple: as it was packed.
+    """
+    padded = [-(-length // token_multiple) * token_multiple for length in lengths]
+    return padded + _filler_lengths(num_tokens, held=sum(padded), token_multiple=token_multiple)
+
+
 def _filler_lengths(num_tokens: int, *, held: int = 0, token_multiple: int) -> list[int]:
     """Lengths of the sequences that fill a pack up from `held` tokens, each a multiple of `token_multiple`."""
     missing = num_tokens - held

@@ -24,6 +24,7 @@ ROWS = [row for subject in SUBJECTS.values() for row in subject]
 BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 SIZED = "--balance-context-parallel --use-dynamic-batch-size --max-tokens-per-gpu 4096"
+UNPADDED = "--balance-unpad 0 --no-create-attention-mask-in-dataloader"
 FLEX = "--num-experts 4 --moe-token-dispatcher-type flex"
 
 REFUSED = [
@@ -77,6 +78,9 @@ REFUSED = [
     "--perform-rl-step",
     "--logits-load-dir teacher",
     "--yaml-cfg options.yaml",
+    "--balance-unpad 0",
+    f"--context-parallel-size 2 {UNPADDED}",
+    f"{SIZED} --transformer-impl local --spec my_layers spec {UNPADDED}",
     f"--multi-latent-attention {SIZED}",
     f"--mtp-num-layers 1 {SIZED}",
     f"--window-size 64,0 {SIZED}",
@@ -98,6 +102,7 @@ CAUTIONED = [
     "--moe-token-dispatcher-type flex --num-experts 4",
     f"--moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs {FLEX}",
     f"--moe-aux-loss-coeff 0.01 {EXPERTS}",
+    f"--moe-z-loss-coeff 0.01 {EXPERTS} {UNPADDED}",
     f"--moe-aux-loss-coeff 0 0.01 --moe-router-load-balancing-type aux_loss global_aux_loss {EXPERTS}",
     "--mtp-num-layers 1",
     f"--moe-input-jitter-eps 0.01 {EXPERTS}",
@@ -112,6 +117,8 @@ CAUTIONED = [
 ]
 ORDINARY = [
     "",
+    UNPADDED,
+    f"{UNPADDED} {EXPERTS}",
     f"{SIZED} --transformer-impl local --spec my_layers spec",
     f"{SIZED} --transformer-impl local --spec my_layers spec {EXPERTS} --expert-model-parallel-size 2",
     "--context-parallel-size 2",
@@ -143,6 +150,7 @@ NO_BALANCE_FLAGS: dict[str, Any] = {
     "balance_lookahead": 1,
     "balance_record": None,
     "balance_shape_bucket": 1,
+    "balance_unpad": None,
 }
 OTHER_RELEASES: list[dict[str, Any]] = [
     {"cp_partition_mode": "contiguous", "context_parallel_size": 2},

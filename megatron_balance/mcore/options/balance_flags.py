@@ -44,6 +44,10 @@ def _limits_cp_size(args: Any) -> bool:
     return isinstance(args.balance_context_parallel, int)
 
 
+def _unpads(args: Any) -> bool:
+    return getattr(args, "balance_unpad", None) is not None
+
+
 _OVER_NCCL = among("balance_exchange", "nccl")
 
 
@@ -71,6 +75,14 @@ BALANCE_FLAGS = (
         when=both(given("balance_record"), negated(BALANCING)),
         because="nothing is balanced, so no lengths are known",
         remedy="add --balance-data or --use-dynamic-batch-size, or drop it",
+    ),
+    Option(
+        names=("balance_unpad",),
+        case="without --balance-data or --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(_unpads, negated(BALANCING)),
+        because="nothing is balanced, and rows stay padded",
+        remedy="add --use-dynamic-batch-size and --max-tokens-per-gpu, or drop it",
     ),
     Option(
         names=("balance_by_flops",),

@@ -20,6 +20,7 @@ _FLAGS = {
     "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "use_mamba_mem_eff_path": "--disable-mamba-mem-eff-path",
+    "create_attention_mask_in_dataloader": "--no-create-attention-mask-in-dataloader",
     "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
 }
 """Flags that do not follow from the names by which argparse stores them."""

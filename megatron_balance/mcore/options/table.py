@@ -15,6 +15,7 @@ from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP
 from megatron_balance.mcore.options.experts import EXPERTS
 from megatron_balance.mcore.options.memory import MEMORY
 from megatron_balance.mcore.options.option import Option, Support
+from megatron_balance.mcore.options.padded_rows import PADDED_ROWS
 from megatron_balance.mcore.options.parallelism import PARALLELISM
 from megatron_balance.mcore.options.precision import PRECISION
 from megatron_balance.mcore.options.training_loop import TRAINING_LOOP
@@ -27,6 +28,7 @@ SUBJECTS: dict[str, tuple[Option, ...]] = {
     "Precision": PRECISION,
     "Memory and graphs": MEMORY,
     "Training loop and data": TRAINING_LOOP,
+    "Padded rows": PADDED_ROWS,
 }
 """Megatron's options by subject, checked in runs that balance."""
 

@@ -45,6 +45,7 @@ class BalanceConfig:
         overlap: prepare the next step while this one runs.
         exchange: `gloo` or `nccl`.
         unit: `segment` or `sample`.
+        unpad: the token id of padding in rows without cu_seqlens, or `attention_mask`; None where rows are packed.
         lookahead: global batches to choose from.
         record: folder of the run's record, or None. Ranks may name it differently.
     """
@@ -65,6 +66,7 @@ class BalanceConfig:
     overlap: bool = True
     exchange: str = "gloo"
     unit: str = "segment"
+    unpad: int | str | None = None
     lookahead: int = 1
     record: str | None = field(default=None, repr=False)
 
@@ -103,6 +105,7 @@ class BalanceConfig:
             overlap=args.balance_overlap,
             exchange=args.balance_exchange,
             unit=args.balance_unit,
+            unpad=args.balance_unpad,
             lookahead=args.balance_lookahead,
             record=args.balance_record,
         )

@@ -149,6 +149,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="What moves where a row holds several packed sequences: each by itself, or the row as a whole.",
     )
     group.add_argument(
+        "--balance-unpad",
+        type=padding_source,
+        default=None,
+        metavar="PADDING",
+        help="Take rows without cu_seqlens as samples of their true length and pack them: PADDING is the token id that "
+        "rows are filled up with at their end, or attention_mask where the data has one. The model is called with "
+        "packed_seq_params.",
+    )
+    group.add_argument(
         "--balance-lookahead",
         type=int,
         default=1,
@@ -181,6 +190,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def context_parallel_limit(text: str) -> int | str:
     """The value of `--balance-context-parallel`."""
     return text if text in (ALL_RANKS, OFF) else int(text)
+
+
+def padding_source(text: str) -> int | str:
+    """The value of `--balance-unpad`, for argparse: a token id, or `attention_mask`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+
+    Example:
+        >>> padding_source("attention_mask"), padding_source("0")
+        ('attention_mask', 0)
+    """
+    if text == "attention_mask" or text.isdecimal():
+        return int(text) if text.isdecimal() else text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a token id nor 'attention_mask'")
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:

@@ -50,13 +50,15 @@ from megatron_balance.runtime.gather import (
     check_same_schedule,
     gather_sample_lengths,
 )
+from megatron_balance.runtime.padded_rows import with_row_lengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
 from megatron_balance.topology import Limits, Topology
 
 NOT_PACKED = (
     "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
-    "such as --sft makes, or drop --use-dynamic-batch-size and --balance-data."
+    "such as --sft makes; add --balance-unpad where rows are padded at their end; or drop --use-dynamic-batch-size "
+    "and --balance-data."
 )
 
 
@@ -173,7 +175,7 @@ class StepPlanner:
     ) -> PlannedStep:
         started = time.perf_counter()
         items, failure, samples = fetched.items, fetched.failure, []
-        packed = all(isinstance(item, Mapping) and item.get("cu_seqlens") is not None for item in items)
+        packed = all(isinstance(item, Mapping) and self._has_lengths(item) for item in items)
         if failure is None and len(items) < num_items and (pool is None or items):
             failure = Failure(BalanceError(self._ended(len(items), num_items=num_items)))
         if failure is None and packed:
@@ -299,12 +301,17 @@ class StepPlanner:
     def _split_item(self, item: Mapping[str, Any], *, schema: SampleSchema | None) -> list[Sample]:
         """The samples of one item; a BalanceError if their schema differs from that of earlier items."""
         on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+        if self.config.unpad is not None and on_cpu.get("cu_seqlens") is None:
+            on_cpu = with_row_lengths(on_cpu, padding=self.config.unpad)
         of_item = split_packed(on_cpu, unit=self.config.effective_unit)
         schema = schema or SampleSchema.shared_by(of_item)
         if schema is not None and of_item and not schema.fits(of_item[0]):
             difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
             raise BalanceError(f"it differs from the items before it: {difference}.")
         return of_item
+
+    def _has_lengths(self, item: Mapping[str, Any]) -> bool:
+        return self.config.unpad is not None or item.get("cu_seqlens") is not None
 
     def _name(self, index: int, *, first_item: int, error: Exception) -> str:
         """The item in the words of an error: its number in the step, and its samples in the data set if known."""

@@ -17,16 +17,16 @@ def packed_seq_params(microbatch: Mapping[str, Any]) -> PackedSeqParams:
             `max_seqlen` `[1]`, on the device of the model.
     """
     cu_seqlens: Tensor = microbatch["cu_seqlens"].squeeze(0)
-    in_batch = microbatch.get("cu_seqlens_padded")
-    padded: Any = None if in_batch is None else in_batch.squeeze(0)  # Megatron's hint leaves out None
+    padded = microbatch.get("cu_seqlens_padded")
+    padded = None if padded is None else padded.squeeze(0)
     starts = cu_seqlens if padded is None else padded
     max_seqlen = int(microbatch["max_seqlen"].max())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
+        cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]  # Megatron's hint leaves out None
+        cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
     )

@@ -1,0 +1,110 @@
+"""Padded rows → samples of their true lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.padded_rows import ATTENTION_MASK, with_row_lengths
+from megatron_balance.runtime.unpacking import split_packed
+
+PAD, WIDTH = 9, 6
+END = 7
+
+MASKS = ("none", "marked", "marked_bool", "square", "square_of_each")
+
+
+def padded(rows: list[list[int]], *, mask: str = "none", width: int = WIDTH) -> dict[str, Any]:
+    """Rows of tokens; each is to predict its next token, and END after the last."""
+    tokens = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
+    labels = torch.tensor([[*[*row, END][1:], *[PAD] * (width - len(row))] for row in rows])
+    real = torch.tensor([[place < len(row) for place in range(width)] for row in rows])
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": real.float(), "position_ids": torch.arange(width)}
+    batch["position_ids"] = batch["position_ids"].expand(len(rows), -1)
+    later = torch.ones(width, width, dtype=torch.bool).triu(1)
+    masks = {
+        "none": None,
+        "marked": real.long(),
+        "marked_bool": real,
+        "square": later[None, None],
+        "square_of_each": later | ~real[:, None, None, :],
+    }
+    return batch | {ATTENTION_MASK: masks[mask]}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=WIDTH), min_size=1, max_size=4),
+    st.sampled_from(MASKS),
+    st.integers(0, 3),
+)
+def test_every_row_becomes_a_sample_of_its_length(rows: list[list[int]], mask: str, spare: int) -> None:
+    batch = padded(rows, mask=mask, width=WIDTH + spare)
+    sources = [PAD] + [ATTENTION_MASK] * (mask not in ("none", "square"))
+    for padding in sources:
+        samples = split_packed(with_row_lengths(batch, padding=padding))
+        assert [sample.per_token["tokens"].tolist() for sample in samples] == rows
+        assert [sample.per_token["labels"].tolist() for sample in samples] == [[*row[1:], END] for row in rows]
+        assert all(sample.per_token["loss_mask"].all() for sample in samples)
+        assert not any(ATTENTION_MASK in {*sample.per_token, *sample.per_sample} for sample in samples)
+
+
+def test_a_row_without_padding_stays_as_it_is() -> None:
+    batch = padded([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]], mask="square")
+    for padding in (PAD, ATTENTION_MASK):
+        assert with_row_lengths(batch, padding=padding)["cu_seqlens"].tolist() == [[0, WIDTH], [0, WIDTH]]
+
+
+def test_an_end_token_with_the_id_of_padding_stays_where_it_is_learned_or_followed() -> None:
+    batch = padded([[1, PAD, 2, 3]])
+    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 4]]
+    batch["tokens"][0, 4] = PAD
+    batch["loss_mask"][0, 4] = 1
+    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 5]]
+
+
+def test_a_row_of_padding_keeps_one_token() -> None:
+    batch = padded([[PAD], [1, 2]])
+    batch["loss_mask"][0] = 0
+    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 1], [0, 2]]
+
+
+def of_documents() -> dict[str, Any]:
+    batch = padded([[1, 2, 3, 4]], mask="square_of_each")
+    batch[ATTENTION_MASK][0, 0, 2:4, :2] = True
+    return batch
+
+
+def with_loss_on_padding() -> dict[str, Any]:
+    batch = padded([[1, 2], [1, 2, 3]], mask="marked")
+    batch["loss_mask"][1, 4] = 1
+    return batch
+
+
+def front_marked() -> dict[str, Any]:
+    batch = padded([[1, 2, 3]], mask="marked")
+    batch[ATTENTION_MASK][0, 0] = 0
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "padding", "message"),
+    [
+        (padded([[1], [PAD, 2, 3]]), PAD, "Row 1: token 0 is padding, and others .* pad rows at their end"),
+        (padded([[1, PAD, PAD, 2, 3]]), PAD, "Row 0: token 1 is padding, and others"),
+        (front_marked(), ATTENTION_MASK, "Row 0: attention_mask has padding before its last real token"),
+        (with_loss_on_padding(), ATTENTION_MASK, "Row 1: its padding begins at 3, and token 4 has a loss"),
+        (of_documents(), PAD, "Row 0: attention_mask is not causal over its real tokens"),
+        (of_documents(), ATTENTION_MASK, "Row 0: attention_mask is not causal over its real tokens"),
+        (padded([[1]]), ATTENTION_MASK, "--balance-unpad is attention_mask, and the data has none"),
+        (padded([[1]]) | {ATTENTION_MASK: torch.ones(1, 2)}, ATTENTION_MASK, r"attention_mask has shape \[1, 2\]"),
+        ({**padded([[1]]), "loss_mask": None}, PAD, "rows are padded and have no loss_mask"),
+    ],
+)
+def test_what_is_no_padding_at_the_end_is_refused(batch: dict[str, Any], padding: int | str, message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        with_row_lengths(batch, padding=padding)
