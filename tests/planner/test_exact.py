@@ -387,13 +387,13 @@ GOLDEN: dict[str, int] = {
     "pipeline, windows, long, tokens": 62007554026549536,
     "pipeline, windows, equal, tokens": 6896693925707611,
     "expert pipeline, quadratic, short, tokens": 31344908321982663,
-    "expert pipeline, quadratic, short, samples": 22935440738576521,
-    "expert pipeline, quadratic, long, tokens": 32214128876452211,
-    "expert pipeline, quadratic, long, samples": 46606967146479812,
+    "expert pipeline, quadratic, short, samples": 46077651384753067,
+    "expert pipeline, quadratic, long, tokens": 11681389460477135,
+    "expert pipeline, quadratic, long, samples": 50758500934038573,
     "expert pipeline, quadratic, equal, tokens": 34492504883817560,
     "expert pipeline, quadratic, equal, samples": 62500645261260029,
     "expert pipeline, windows, short, tokens": 71493658896030612,
-    "expert pipeline, windows, long, tokens": 27126196120261887,
+    "expert pipeline, windows, long, tokens": 28314302356171005,
     "expert pipeline, windows, equal, tokens": 6374180961597316,
 }
 

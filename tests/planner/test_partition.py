@@ -102,14 +102,19 @@ def test_karmarkar_karp_beats_greedy_on_many_random_items():
 
 
 @settings(deadline=None)
-@given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_rows_give_every_part_one_item_of_each(num_rows, num_parts, random):
-    rows = np.array([sorted((random.randrange(100) for _ in range(num_parts)), reverse=True) for _ in range(num_rows)])
-    part_of = karmarkar_karp_rows(rows)
-    assert (np.sort(part_of, axis=1) == np.arange(num_parts)).all()
-    totals = np.array([rows[part_of == part].sum() for part in range(num_parts)])
-    straight = rows.sum(axis=0)
-    assert totals.max() - totals.min() <= straight.max() - straight.min()
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_rows_give_every_part_one_item_of_each(num_problems, num_rows, num_parts, random):
+    costs = [random.randrange(100) for _ in range(num_problems * num_rows * num_parts)]
+    problems = -np.sort(-np.array(costs).reshape(num_problems, num_rows, num_parts), axis=2)
+    for rows, part_of in zip(problems, karmarkar_karp_rows(problems), strict=True):
+        assert (np.sort(part_of, axis=1) == np.arange(num_parts)).all()
+        totals = np.array([rows[part_of == part].sum() for part in range(num_parts)])
+        straight = rows.sum(axis=0)
+        assert totals.max() - totals.min() <= straight.max() - straight.min()
+        # Rows are joined as the equal-size form joins them, which sorts all items into its rows.
+        if num_rows == 1 or (rows[:-1, -1] > rows[1:, 0]).all():
+            parts = karmarkar_karp(rows.reshape(-1), num_parts=num_parts, equal_size=True)
+            assert sorted(sums(rows.reshape(-1), parts)) == sorted(totals.tolist())
 
 
 def test_greedy_refuses_a_count_that_cannot_hold_all():

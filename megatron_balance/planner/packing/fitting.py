@@ -26,9 +26,7 @@ def pack_fitting(problem: Problem, *, num_microbatches: int, pack: Pack) -> tupl
     dp_size, multiple = problem.topology.dp_size, problem.topology.microbatch_multiple
     attempts = 0
     while True:
-        capacity = problem.capacity
-        if problem.counts_samples:
-            capacity = max(1, min(capacity, -(-problem.num_samples // (dp_size * num_microbatches))))
+        capacity = capacity_of_one(problem, num_microbatches=num_microbatches)
         bin_of = pack(num_microbatches, capacity)
         if bin_of is not None:
             return bin_of, num_microbatches
@@ -39,3 +37,11 @@ def pack_fitting(problem: Problem, *, num_microbatches: int, pack: Pack) -> tupl
             # Filling by cost will not succeed with fewer bins than first fit decreasing by weight.
             num_bins = len(first_fit(problem.weights, capacity=capacity, decreasing=True))
             num_microbatches = max(num_microbatches, -(-num_bins // (dp_size * multiple)) * multiple)
+
+
+def capacity_of_one(problem: Problem, *, num_microbatches: int) -> int:
+    """Tokens that a micro-batch holds, or samples: an even share of them at most."""
+    if not problem.counts_samples:
+        return problem.capacity
+    even = -(-problem.num_samples // (problem.topology.dp_size * num_microbatches))
+    return max(1, min(problem.capacity, even))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.bounds.time import least_time
 from megatron_balance.planner.packing.empty_slots import fill_empty
-from megatron_balance.planner.packing.fitting import pack_fitting
+from megatron_balance.planner.packing.fitting import capacity_of_one, pack_fitting
 from megatron_balance.planner.packing.slot_layout import MAX_REFINED_SAMPLES, Placement, lay_out
 from megatron_balance.planner.partition import level_packing, peel_rows, refine
 from megatron_balance.planner.problem import Problem
@@ -37,14 +37,17 @@ WORTH_LIMITS = 256
 """They are tried where the mean of groups is one part in this many above `work`: below, corrections do as well."""
 
 
-def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bool = True) -> Placement:
+def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bool = True) -> Placement | None:
     """Places all samples, with the ranks of a group waiting for one another in every micro-batch.
 
     Args:
         problem: the global batch.
-        num_microbatches: of every rank; raised until all samples fit.
+        num_microbatches: of every rank; raised until all samples fit, where rows are filled.
         work: lower bound on the work of the slowest group, without `per_microbatch`.
         fill: put samples beside those that make a row high.
+
+    Returns:
+        None where samples do not fit beside bare rows.
     """
     alone = problem.sync_group_size == problem.topology.dp_size
     limit = None if alone else work if fill else 0
@@ -55,7 +58,12 @@ def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bo
         packed = _GroupPacking(problem, num_rows=num_rows, capacity=capacity, limit=limit)
         return packed.bins()
 
-    bin_of, num_microbatches = pack_fitting(problem, num_microbatches=num_microbatches, pack=pack)
+    if fill:
+        bin_of, num_microbatches = pack_fitting(problem, num_microbatches=num_microbatches, pack=pack)
+    else:
+        bin_of = pack(num_microbatches, capacity_of_one(problem, num_microbatches=num_microbatches))
+        if bin_of is None:
+            return None
     assert packed is not None
     found = _laid_out(problem, bin_of, num_microbatches=num_microbatches)
     higher = _with_higher_rows(packed, found[0], work=work) if limit else None

@@ -24,7 +24,7 @@ whose samples may not leave their rank. `slot_of` is `[num_samples]` `rank * num
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -80,18 +80,20 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
 
 def _place_by_levels(problem: Problem, *, bound: int, work: int) -> Placement:
     """The micro-batches of all ranks together."""
-
-    def pack(num_microbatches: int) -> Iterator[Placement]:
-        if problem.sync_group_size > 1:
-            # A single group computes all expert work, in whichever rows it lies.
-            alone = problem.sync_group_size == problem.topology.dp_size
-            for fill in (True,) if alone else problem.timing.fills:
-                yield place_groups(problem, num_microbatches=num_microbatches, work=work, fill=fill)
-        else:
-            for steepness in problem.timing.slopes:
-                yield place_ranks(problem, num_microbatches=num_microbatches, work=work, steepness=steepness)
-
-    return search(problem, timing=problem.timing, bound=bound, work=work, pack=pack)
+    packs: list[Callable[[int], Placement | None]]
+    if problem.sync_group_size > 1:
+        # A single group computes all expert work, in whichever rows it lies.
+        alone = problem.sync_group_size == problem.topology.dp_size
+        packs = [
+            lambda num, fill=fill: place_groups(problem, num_microbatches=num, work=work, fill=fill)
+            for fill in ((True,) if alone else problem.timing.fills)
+        ]
+    else:
+        packs = [
+            lambda num, steepness=steepness: place_ranks(problem, num_microbatches=num, work=work, steepness=steepness)
+            for steepness in problem.timing.slopes
+        ]
+    return search(problem, timing=problem.timing, bound=bound, work=work, packs=packs)
 
 
 def _place_by_ranks(
@@ -107,15 +109,15 @@ def _place_by_ranks(
     # Only level packing aims at targets; by name, more micro-batches are tried where the cap may ask for them.
     timing = problem.timing if algorithm == "level_packing" else Sum()
 
-    def pack(num_microbatches: int) -> Iterator[Placement]:
-        for steepness in timing.slopes if problem.sync_group_size == 1 else (0,):
-            yield place_by_ranks(
-                problem,
-                algorithm=algorithm,
-                samples_of=samples_of,
-                move_samples=home_ranks is None,
-                num_microbatches=num_microbatches,
-                steepness=steepness,
-            )
-
-    return search(problem, timing=timing, bound=bound, work=work, pack=pack)
+    packs: list[Callable[[int], Placement | None]] = [
+        lambda num, steepness=steepness: place_by_ranks(
+            problem,
+            algorithm=algorithm,
+            samples_of=samples_of,
+            move_samples=home_ranks is None,
+            num_microbatches=num,
+            steepness=steepness,
+        )
+        for steepness in (timing.slopes if problem.sync_group_size == 1 else (0,))
+    ]
+    return search(problem, timing=timing, bound=bound, work=work, packs=packs)

@@ -56,8 +56,7 @@ def lay_out(
     order = np.argsort(-heights, axis=1, kind="stable")
     rows = np.take_along_axis(heights, order, axis=1).reshape(num_groups, num_microbatches, span)
     # Dealt so that ranks cost the same in sum.
-    ranks = np.stack([karmarkar_karp_rows(of_group) for of_group in rows])
-    ranks += np.arange(num_groups)[:, None, None] * span
+    ranks = karmarkar_karp_rows(rows) + np.arange(num_groups)[:, None, None] * span
     slot_of_bin = np.empty_like(heights)
     slots = ranks * num_microbatches + np.arange(num_microbatches)[:, None]
     np.put_along_axis(slot_of_bin, order, slots.reshape(num_groups, -1), axis=1)

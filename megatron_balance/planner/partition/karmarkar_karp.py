@@ -121,34 +121,44 @@ def _items(node: int, num_items: int, children: list[tuple[int, int]]) -> list[i
 def karmarkar_karp_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Deals rows of items to parts, one item of every row to each part, so that the parts cost the same.
 
-    The equal-size form above for rows that are given, with arrays in place of lists of parts.
+    The equal-size form above for rows that are given, in many problems at once.
 
     Args:
-        rows: `[num_rows, num_parts]` costs, falling in each row.
+        rows: `[num_problems, num_rows, num_parts]` costs, falling in each row.
 
     Returns:
-        `[num_rows, num_parts]` part of each item.
+        `[num_problems, num_rows, num_parts]` part of each item.
     """
-    num_rows, num_parts = rows.shape
+    num_problems, num_rows, num_parts = rows.shape
+    problems = np.arange(num_problems, dtype=np.int64)
+    sums = rows.copy()
+    differences = sums[:, :, 0] - sums[:, :, -1]
+    # A partial solution's number: rows come first, then joins in their order. The lower one goes first among equals.
+    serials = np.tile(np.arange(num_rows, dtype=np.int64), (num_problems, 1))
     # A join is (one, other, order): joined part p was part order[p] of `one` before sorting.
-    joins: list[tuple[int, int, NDArray[np.int64]]] = []
-    heap = [(int(row[-1] - row[0]), serial) for serial, row in enumerate(rows)]
-    sums: dict[int, NDArray[np.int64]] = dict(enumerate(rows))
-    heapify(heap)
-    while len(heap) > 1:
-        one, other = heappop(heap)[1], heap[0][1]
-        crossed = sums.pop(one) + sums.pop(other)[::-1]
-        order = np.argsort(-crossed, kind="stable")
-        serial = num_rows + len(joins)
-        joins.append((one, other, order))
-        sums[serial] = crossed[order]
-        heapreplace(heap, (int(sums[serial][-1] - sums[serial][0]), serial))
+    joins: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp]]] = []
+
+    def widest() -> NDArray[np.int64]:
+        is_widest = differences == differences.max(axis=1, keepdims=True)
+        return np.where(is_widest, serials, 2 * num_rows).argmin(axis=1)
+
+    for step in range(num_rows - 1):
+        one = widest()
+        differences[problems, one] = -1
+        other = widest()
+        crossed = sums[problems, one] + sums[problems, other][:, ::-1]
+        order = (-crossed).argsort(axis=1, kind="stable")
+        joined = np.take_along_axis(crossed, order, axis=1)
+        joins.append((serials[problems, one], serials[problems, other], order))
+        sums[problems, other], differences[problems, other] = joined, joined[:, 0] - joined[:, -1]
+        serials[problems, other] = num_rows + step
 
     # From the last join back to the rows: which part became which.
-    part_of: dict[int, NDArray[np.int64]] = {num_rows + len(joins) - 1: np.arange(num_parts)}
+    part_of = np.empty((num_problems, 2 * num_rows - 1, num_parts), dtype=np.int64)
+    part_of[:, -1] = np.arange(num_parts)
     for index in reversed(range(len(joins))):
         first, second, sorting = joins[index]
-        crossed_part = np.empty(num_parts, dtype=np.int64)
-        crossed_part[sorting] = part_of.pop(num_rows + index)
-        part_of[first], part_of[second] = crossed_part, crossed_part[::-1]
-    return np.stack([part_of[row] for row in range(num_rows)])
+        crossed_part = np.empty((num_problems, num_parts), dtype=np.int64)
+        np.put_along_axis(crossed_part, sorting, part_of[:, num_rows + index], axis=1)
+        part_of[problems, first], part_of[problems, second] = crossed_part, crossed_part[:, ::-1]
+    return part_of[:, :num_rows]

@@ -38,7 +38,7 @@ def peel_rows(
         capacity: room of a bin.
         num_rows: rows in all.
         bins_per_row: bins of a row.
-        limit: cost of a row, its height and a bin's part of the shared cost; None for no limit.
+        limit: cost of a row, its height and a bin's part of the shared cost; None for no limit, 0 for bare rows.
 
     Returns:
         bin_of: `[num_items]` `row * bins_per_row + column`, -1 for the items that are left.
@@ -58,13 +58,19 @@ def peel_rows(
         if not count:
             break
         heights = heights[:count]
-        bins = dense_fill(
-            costs[free],
-            weights=needed[free],
-            slack=np.repeat(heights, bins_per_row),
-            room=np.full(count * bins_per_row, capacity),
-        )
-        if limit is not None:
+        if limit == 0:
+            # Bare rows keep their costliest item alone.
+            bins = np.full(free.size, -1, dtype=np.int64)
+            firsts = np.arange(0, count * bins_per_row, bins_per_row)
+            bins[firsts] = firsts
+        else:
+            bins = dense_fill(
+                costs[free],
+                weights=needed[free],
+                slack=np.repeat(heights, bins_per_row),
+                room=np.full(count * bins_per_row, capacity),
+            )
+        if limit:
             _give_back(bins, shared=shared[free], most=(limit - heights) * bins_per_row, bins_per_row=bins_per_row)
         packed = bins >= 0
         bin_of[free[packed]] = num_high * bins_per_row + bins[packed]
