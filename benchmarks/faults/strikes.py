@@ -22,7 +22,8 @@ from megatron_balance.devkit import sft_dataset
 from megatron_balance.mcore.step import own_slots, plan_process
 from megatron_balance.mcore.step import planner as step_planner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.runtime import exchange
+from megatron_balance.runtime import prepared_exchange
+from megatron_balance.runtime.prepared_exchange import PreparedExchange
 
 
 @dataclass(frozen=True)
@@ -158,16 +159,16 @@ def _during_exchange(number: signal.Signals) -> Callable[[Strike], None]:
             strike.send(number)
 
         def arm() -> None:
-            exchange.dist.all_to_all_single = begin_and_stop
+            prepared_exchange.dist.all_to_all_single = begin_and_stop
 
-        _at_call(own_slots, "reroute_samples", call=strike.step, before=arm)
+        _at_call(PreparedExchange, "run", call=strike.step, before=arm)
 
     return set_up
 
 
 def _after_exchange(number: signal.Signals) -> Callable[[Strike], None]:
     def set_up(strike: Strike) -> None:
-        _at_call(own_slots, "reroute_samples", call=strike.step, after=lambda: strike.send(number))
+        _at_call(PreparedExchange, "run", call=strike.step, after=lambda: strike.send(number))
 
     return set_up
 

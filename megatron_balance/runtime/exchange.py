@@ -1,25 +1,18 @@
-"""Moves samples to the ranks that compute them, in one all_to_all of bytes.
-
-`prepare_exchange` writes what this rank sends, which any thread may do; `PreparedExchange.run` is the collective.
-A sample that moves is copied twice on its way: into the send buffer, and by whoever packs the views of what arrived.
-"""
+"""Moves samples to the ranks that compute them, in one all_to_all of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.gather import GatheredLengths
-from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.prepared_exchange import prepare_exchange
 from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.runtime.wire import block_nbytes, read_block, write_block
 
 
 def reroute_samples(
@@ -103,141 +96,6 @@ def send_copies(
     return prepared.run(group=group)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Samples that go from one rank to another, or stay on one.
-
-    Attributes:
-        ids: of the samples, rising.
-        lengths: tokens of each.
-        segments: tokens of the sequences of each; None where every sample is one sequence.
-        nbytes: of the block.
-    """
-
-    ids: list[int]
-    lengths: list[int]
-    segments: list[tuple[int, ...]] | None
-    nbytes: int
-
-    @classmethod
-    def of(cls, ids: NDArray[np.int64], *, gathered: GatheredLengths, schema: SampleSchema) -> Block:
-        """The block of these samples."""
-        if not len(ids):  # most pairs of a large group exchange nothing
-            return cls([], [], None, 0)
-        lengths = gathered.lengths[ids].tolist()
-        return cls(ids.tolist(), lengths, gathered.segments_of(ids), block_nbytes(schema, lengths=lengths))
-
-    def samples_in(self, buffer: Tensor, *, schema: SampleSchema) -> dict[int, Sample]:
-        """Sample id → sample, as views of the buffer, uint8 `[nbytes]`."""
-        if not self.ids:
-            return {}
-        samples = read_block(buffer, lengths=self.lengths, schema=schema, segment_lengths=self.segments)
-        return dict(zip(self.ids, samples, strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedExchange:
-    """This rank's side of an exchange, up to the collective.
-
-    Attributes:
-        schema: of all samples; None where no rank has any.
-        device: where the samples are to live.
-        staying: samples of this rank that stay and already live there.
-        kept: those that stay and live elsewhere.
-        kept_bytes: uint8 `[kept.nbytes]`, those samples.
-        send: uint8 `[sum of send_nbytes]`, where this rank's samples live.
-        send_nbytes: `[group_size]`, for each rank.
-        arriving: `[group_size]`, from each rank; None where no sample of any rank moves.
-    """
-
-    schema: SampleSchema | None
-    device: torch.device
-    staying: dict[int, Sample]
-    kept: Block
-    kept_bytes: Tensor
-    send: Tensor
-    send_nbytes: list[int]
-    arriving: list[Block] | None
-
-    def run(self, *, group: dist.ProcessGroup) -> dict[int, Sample]:
-        """Exchange with the other ranks; once.
-
-        Args:
-            group: the ranks that it was prepared for, or another group of the same ranks, in the same order.
-
-        Returns:
-            Sample id → sample, for the copies that go to this rank, ids rising.
-        """
-        if self.schema is None:
-            return {}
-        arrived = dict(self.staying)
-        if self.kept.ids:
-            buffer = self.kept_bytes.to(self.device, non_blocking=True)
-            arrived.update(self.kept.samples_in(buffer, schema=self.schema))
-        if self.arriving is not None:
-            receive_nbytes = [block.nbytes for block in self.arriving]
-            receive = torch.empty(sum(receive_nbytes), dtype=torch.uint8, device=self.device)
-            send = self.send.to(self.device, non_blocking=True)
-            with waiting_for("samples from the ranks that loaded them (exchange)", group=group):
-                dist.all_to_all_single(receive, send, receive_nbytes, self.send_nbytes, group=group)
-            for buffer, block in zip(receive.split(receive_nbytes), self.arriving, strict=True):
-                arrived.update(block.samples_in(buffer, schema=self.schema))
-        return {sample_id: arrived[sample_id] for sample_id in sorted(arrived)}
-
-
-def prepare_exchange(
-    samples: Sequence[Sample],
-    *,
-    sample_ids: NDArray[np.int64],
-    destinations: NDArray[np.int64],
-    gathered: GatheredLengths,
-    group: dist.ProcessGroup,
-    schema: SampleSchema | None = None,
-    device: torch.device | str | None = None,
-) -> PreparedExchange:
-    """Write what this rank sends. No collective; arguments and errors as for `send_copies`.
-
-    Bytes that go from host memory to a GPU are written to pinned memory, from which the copy does not wait.
-    """
-    rank = group.rank()
-    schema = schema or gathered.schema
-    home_device = samples[0].device if samples else torch.device(device or "cpu")
-    device = torch.device(device or home_device)
-    nothing = torch.empty(0, dtype=torch.uint8)
-    no_block = Block([], [], None, 0)
-    if schema is None:
-        return PreparedExchange(None, device, {}, no_block, nothing, nothing, [], None)
-    _check_samples(samples, gathered=gathered, rank=rank, schema=schema)
-    pin_memory = home_device.type == "cpu" and device.type == "cuda"
-
-    def own(ids: Sequence[int]) -> list[Sample]:
-        return [samples[sample_id - gathered.offset] for sample_id in ids]
-
-    def written(blocks: Sequence[Block]) -> Tensor:
-        sizes = [block.nbytes for block in blocks]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=home_device, pin_memory=pin_memory)
-        for part, block in zip(buffer.split(sizes), blocks, strict=True):
-            if block.ids:
-                write_block(part, samples=own(block.ids), schema=schema)
-        return buffer
-
-    homes = gathered.home_ranks[sample_ids]
-    moves = homes != destinations
-    staying, kept = {}, Block.of(sample_ids[(homes == rank) & ~moves], gathered=gathered, schema=schema)
-    if _is_on(home_device, device):
-        staying, kept = dict(zip(kept.ids, own(kept.ids), strict=True)), no_block
-    send, send_nbytes, arriving = nothing, [], None
-    if moves.any():
-        leaving, coming = (homes == rank) & moves, (destinations == rank) & moves
-        size = group.size()
-        ids_to = _by_rank(sample_ids[leaving], ranks=destinations[leaving], group_size=size)
-        ids_from = _by_rank(sample_ids[coming], ranks=homes[coming], group_size=size)
-        departing = [Block.of(ids, gathered=gathered, schema=schema) for ids in ids_to]
-        send, send_nbytes = written(departing), [block.nbytes for block in departing]
-        arriving = [Block.of(ids, gathered=gathered, schema=schema) for ids in ids_from]
-    return PreparedExchange(schema, device, staying, kept, written([kept]), send, send_nbytes, arriving)
-
-
 def checked_destinations(destinations: ArrayLike, *, gathered: GatheredLengths, group_size: int) -> NDArray[np.int64]:
     """Destinations as `reroute_samples` takes them, int64 `[num_samples]`; BalanceError where they are not valid."""
     destinations = np.asarray(destinations, dtype=np.int64)
@@ -253,33 +111,3 @@ def checked_destinations(destinations: ArrayLike, *, gathered: GatheredLengths, 
             f"{group_size - 1}."
         )
     return destinations
-
-
-def _check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank: int, schema: SampleSchema) -> None:
-    """The layout of the bytes follows from the gathered lengths, so a sample that differs would be read as garbage."""
-    own = np.flatnonzero(gathered.home_ranks == rank)
-    expected, given = gathered.lengths[own].tolist(), [sample.length for sample in samples]
-    if given != expected:
-        raise BalanceError(f"reroute_samples got samples of {given} tokens; those gathered had {expected}.")
-    segments = gathered.segments_of(own) or [(length,) for length in expected]
-    for index, (sample, of_sample) in enumerate(zip(samples, segments, strict=True)):
-        if sample.segment_lengths != of_sample:
-            raise BalanceError(
-                f"reroute_samples: sample {index} has sequences of {sample.segment_lengths} tokens; the one gathered "
-                f"had {of_sample}."
-            )
-        if not schema.fits(sample):
-            difference = ", ".join(SampleSchema.of(sample).differences(schema))
-            raise BalanceError(f"reroute_samples: sample {index} does not fit the schema: {difference}.")
-
-
-def _by_rank(ids: NDArray[np.int64], *, ranks: NDArray[np.int64], group_size: int) -> list[NDArray[np.int64]]:
-    """The ids (rising) in one array for each rank (rising in each): the order both sides keep."""
-    order = np.argsort(ranks, kind="stable")
-    counts = np.bincount(ranks, minlength=group_size)
-    return np.split(ids[order], np.cumsum(counts)[:-1])
-
-
-def _is_on(here: torch.device, device: torch.device) -> bool:
-    """True if both are one device; `cuda` without an index means the current one."""
-    return here.type == device.type and (device.index is None or here.index == device.index)

@@ -37,7 +37,7 @@ def test_the_training_thread_exchanges_once_a_step(tmp_path: Path, layout: str, 
         # All that a micro-batch needs is on the device when it begins.
         assert not any(phase is Phase.MICROBATCH for phase, _, _ in per_step(transfers, kinds=(Kind.PINNED,)))
         sent = per_step(transfers, kinds=(Kind.PINNED,))
-        assert {site for _, _, site in sent} == {"megatron_balance/runtime/exchange.py:run"}
+        assert {site for _, _, site in sent} == {"megatron_balance/runtime/prepared_exchange.py:run"}
 
 
 def test_another_thread_may_not_exchange() -> None:

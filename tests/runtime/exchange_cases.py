@@ -15,9 +15,11 @@ from benchmarks.fuzz_exchange import DTYPES, fuzz
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime import exchange
+from megatron_balance.runtime import prepared_exchange
 from megatron_balance.runtime.exchange import reroute_samples, send_copies
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
+from megatron_balance.runtime.host_buffers import HostBuffers
+from megatron_balance.runtime.prepared_exchange import prepare_exchange
 from megatron_balance.runtime.rank_seconds import gather_rank_seconds
 from megatron_balance.runtime.replica import share_counts
 from megatron_balance.runtime.sample import Sample, SampleSchema
@@ -160,6 +162,29 @@ def stay_on_another_device() -> list:
     return [(str(sample.device), sample.segment_lengths) for sample in here.values()]
 
 
+def exchange_in_kept_buffers(steps) -> list[int]:
+    """Of each step all samples go to the next rank, in the buffers of the step before; its receive buffer's address."""
+    group, buffers, addresses = _group(), HostBuffers(), []
+    for step, lengths in enumerate(steps):
+        rng = np.random.default_rng(step)
+        everything = [[small_sample(length, rng) for length in of_rank] for of_rank in lengths]
+        flat = [sample for of_rank in everything for sample in of_rank]
+        mine = everything[group.rank()]
+        gathered = gather_sample_lengths(mine, group=group)
+        prepared = prepare_exchange(
+            mine,
+            sample_ids=np.arange(len(flat)),
+            destinations=(gathered.home_ranks + 1) % group.size(),
+            gathered=gathered,
+            group=group,
+            buffers=buffers,
+        )
+        for index, sample in prepared.run(group=group).items():
+            assert checksum(sample) == checksum(flat[index]), f"step {step}, sample {index}"
+        addresses.append(buffers.take("receive", nbytes=1).data_ptr())
+    return addresses
+
+
 def send_to_several(lengths, copies, seed=0) -> list[int]:
     """Every copy arrives, with equal bits: `copies` lists the ranks that each sample goes to."""
     group, rng = _group(), np.random.default_rng(seed)
@@ -192,7 +217,7 @@ def fuzz_exchanges(count, seed) -> dict[str, Any]:
 
 def fuzz_with_a_flipped_bit(count) -> list[str]:
     """What a rank says of rounds in which rank 1 flips one bit of what arrives."""
-    original = exchange.read_block
+    original = prepared_exchange.read_block
 
     def altered(block, **keywords):
         samples = original(block, **keywords)
@@ -201,7 +226,7 @@ def fuzz_with_a_flipped_bit(count) -> list[str]:
         return samples
 
     if dist.get_rank() == 1:
-        exchange.read_block = altered
+        prepared_exchange.read_block = altered
     said = []
     try:
         for seed in range(count):  # one round each: the last collective of a round is before what is compared
@@ -210,7 +235,7 @@ def fuzz_with_a_flipped_bit(count) -> list[str]:
             except AssertionError as error:
                 said.append(str(error))
     finally:
-        exchange.read_block = original
+        prepared_exchange.read_block = original
     return said
 
 

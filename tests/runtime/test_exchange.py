@@ -44,6 +44,13 @@ def test_samples_that_several_ranks_share(world4, copies):
         assert ids == [sample for sample, ranks in enumerate(copies) if rank in ranks]
 
 
+def test_buffers_are_used_again_until_a_step_needs_more(world2):
+    steps = [[[30, 4], [20]], [[5], [7, 8]], [[3000], [2000]], [[40], [1]]]
+    for first, second, third, fourth in world2.run("exchange_in_kept_buffers", steps=steps):
+        assert first == second
+        assert third == fourth != first
+
+
 def test_all_to_one_rank(world4):
     results = world4.run("reroute", lengths=[[3, 1], [4], [1, 5], [9]], destinations=[2] * 6)
     assert [result["ids"] for result in results] == [[], [], [0, 1, 2, 3, 4, 5], []]

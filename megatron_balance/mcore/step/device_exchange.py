@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.exchange import PreparedExchange
+from megatron_balance.runtime.prepared_exchange import PreparedExchange
 from megatron_balance.runtime.sample import Sample
 
 

@@ -17,9 +17,11 @@ from torch import Tensor
 from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, leaf_slots, tokens_of_leaves
 from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.runtime.exchange import PreparedExchange, checked_destinations, prepare_exchange
+from megatron_balance.runtime.exchange import checked_destinations
 from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.prepared_exchange import PreparedExchange, prepare_exchange
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.topology import Topology
 
@@ -54,6 +56,7 @@ def prepare_samples(
     dp_group: dist.ProcessGroup,
     cp_rank: int,
     device: torch.device | None = None,
+    buffers: HostBuffers | None = None,
 ) -> PreparedExchange:
     """Write the samples that this rank sends to those that run them. No collective.
 
@@ -64,6 +67,7 @@ def prepare_samples(
         dp_group: ranks that load different samples.
         cp_rank: context-parallel rank of this one. All of a replica's load the same samples.
         device: where samples are to arrive; None for the CPU.
+        buffers: of exchanges between CPUs; what arrives is lost with the next step.
     """
     if schedule.topology.dynamic_cp:
         sample_ids, destinations = copies_of_lane(schedule, cp_rank=cp_rank)
@@ -71,7 +75,13 @@ def prepare_samples(
         destinations = checked_destinations(schedule.destinations(), gathered=gathered, group_size=dp_group.size())
         sample_ids = np.arange(destinations.size, dtype=np.int64)
     return prepare_exchange(
-        samples, sample_ids=sample_ids, destinations=destinations, gathered=gathered, group=dp_group, device=device
+        samples,
+        sample_ids=sample_ids,
+        destinations=destinations,
+        gathered=gathered,
+        group=dp_group,
+        device=device,
+        buffers=buffers,
     )
 
 

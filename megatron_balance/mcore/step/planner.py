@@ -50,6 +50,7 @@ from megatron_balance.runtime.gather import (
     check_same_schedule,
     gather_sample_lengths,
 )
+from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.padded_rows import with_row_lengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
 from megatron_balance.runtime.unpacking import RowError, split_packed
@@ -108,6 +109,7 @@ class StepPlanner:
         self._ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
         self._device_exchange = device_exchange
+        self._buffers = HostBuffers()
         self._calibrated_step = -1
         self._plans = PlanProcess(timeout=timeout / 2)
         self._row_values = INLINE_LENGTHS
@@ -220,6 +222,7 @@ class StepPlanner:
             dp_group=self.dp_group,
             cp_rank=self.cp_rank,
             device=None if self._device_exchange is None else self._device_exchange.device,
+            buffers=self._buffers,
         )
         return PlannedStep(
             exchange,
