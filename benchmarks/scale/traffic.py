@@ -154,3 +154,20 @@ def sockets(group_sizes: tuple[int, ...]) -> int:
 def lazy_sockets_of_all_gather(num_ranks: int) -> int:
     """Under TORCH_GLOO_LAZY_INIT=1, connections of a group in which only all_gather ran: the two neighbours."""
     return min(2, num_ranks - 1)
+
+
+def calibrate(
+    num_reading: int, *, rank: int, num_features: int, rows_of_rank: int = 512, rows_of_all: int = 16384
+) -> Traffic:
+    """Measurements to the first rank, coefficients to all.
+
+    Args:
+        num_reading: ranks that read data.
+        rank: among them.
+        num_features: of a measurement, beside its seconds.
+        rows_of_rank: most measurements of a rank.
+        rows_of_all: most of all ranks.
+    """
+    rows = max(4, min(rows_of_rank, rows_of_all // num_reading))
+    measured = gather(num_reading, rank=rank, row_nbytes=FLOAT * rows * (num_features + 1))
+    return measured + broadcast(num_reading, rank=rank, row_nbytes=FLOAT * (num_features + 2))

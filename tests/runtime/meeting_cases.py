@@ -11,6 +11,7 @@ import torch.distributed as dist
 from exchange_cases import small_sample
 
 from benchmarks.scale.counted import counted_collectives
+from benchmarks.scale.meeting_rank import World, meet
 from megatron_balance import BalanceError, CostModel, Limits, Topology
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.planner import StepPlanner
@@ -111,3 +112,8 @@ def _other_plan(plan: Callable[[GatheredLengths], DataSchedule], gathered: Gathe
     sample = np.flatnonzero((gathered.home_ranks == 0) & (rank == (0 if how == "short" else 1)))[0]
     rank[sample] = 1 - rank[sample]
     return replace(schedule, slot_of=rank * slots + slot)
+
+
+def counted_and_expected() -> dict[str, Any]:
+    """Meetings of a run on this world, and what the formulas say of them."""
+    return meet(World(dist.get_world_size(), 1))

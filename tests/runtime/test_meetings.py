@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from benchmarks.scale.meetings import problems_of
 from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
 
 STEP = ["all_gather_into_tensor", "all_to_all_single", "all_gather_into_tensor"]
@@ -57,3 +58,11 @@ def test_gloo_ends_a_rank_that_is_sent_more_than_its_plan_expects(own_world) -> 
     assert "waited for " in survivor[1]
     assert ended == ("failed", "the process ended")
     assert own_world.processes[1].wait() == -signal.SIGABRT
+
+
+def test_what_is_counted_is_what_the_formulas_say(world4) -> None:
+    """Calls, messages, bytes and sockets; none of them from the training thread, at a log interval of one step."""
+    for counted in world4.run("counted_and_expected"):
+        assert not list(problems_of(counted))
+        assert set(counted["calls"]) == {"all_gather_into_tensor", "all_to_all_single", "gather", "broadcast"}
+        assert counted["traffic"]["sent_nbytes"] > 0

@@ -1,0 +1,255 @@
+"""One gloo rank without a model that counts its meetings: run by `meetings.py` and by the tests.
+
+Prefetcher, planner, figures and online calibration are the real ones. Collectives are counted where torch.distributed
+is called, their bytes by the kernel as well.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.scale import traffic
+from benchmarks.scale.counted import counted_collectives
+from benchmarks.scale.traffic import Traffic
+from megatron_balance.calibration.features import NUM_FEATURES
+from megatron_balance.calibration.online import OnlineCalibration, is_refit_step
+from megatron_balance.cost.model import CostModel
+from megatron_balance.lengths.synthetic import synthetic_lengths
+from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.mcore.telemetry.figures import Figures
+from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
+from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
+from megatron_balance.runtime.rank_seconds import NOT_MEASURING
+from megatron_balance.runtime.sample import SampleSchema
+from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.runtime.wire import block_nbytes
+from megatron_balance.topology import Limits, Topology
+
+CAP = 8192
+SAMPLES_PER_RANK = 4
+NUM_STEPS = 9
+"""Online calibration fits before steps 4 and 8."""
+
+TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks: the first of each `replica_size` consecutive ones reads data, as under tensor parallelism."""
+
+    num_ranks: int
+    replica_size: int
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.num_ranks // self.replica_size
+
+    def __str__(self) -> str:
+        """`DP4` or `TP2×DP4`."""
+        return f"DP{self.dp_size}" if self.replica_size == 1 else f"TP{self.replica_size}×DP{self.dp_size}"
+
+
+def meet(world: World) -> dict[str, Any]:
+    """Run steps as one rank of an initialised world, and count.
+
+    Returns:
+        `calls`: kind → calls of all steps; `in_training`: calls from the training thread once steps are prepared ahead;
+        `traffic`: of all steps; `sockets`: made for the groups; `tcp_sent_nbytes`: by the kernel's count; `expected`:
+        the formulas' `calls`, `traffic` and `sockets`.
+    """
+    own = dist.get_rank()
+    lane, replica = own % world.replica_size, own // world.replica_size
+    reads = lane == 0
+    readers = list(range(0, world.num_ranks, world.replica_size))
+    measuring = sorted({*readers, world.num_ranks - 1})
+    before = set(tcp_sockets())
+    dp_group = _group([[rank + of for rank in readers] for of in range(world.replica_size)])
+    replica_group = None
+    if world.replica_size > 1:
+        replica_group = _group([list(range(first, first + world.replica_size)) for first in readers])
+    figures_group, calibration_group = _group([measuring]), _group([readers])
+    assert dp_group is not None, "every rank is in one"
+    made = {name: sent for name, sent in tcp_sockets().items() if name not in before}
+
+    costs = CostModel(linear=1000, quadratic=1)
+    config = BalanceConfig(
+        use_dynamic_batch_size=True, max_tokens_per_gpu=CAP, balance_data=True, balance_by_flops=True
+    )
+    planner = StepPlanner(
+        config,
+        topology=Topology(world.dp_size),
+        limits=Limits(CAP),
+        cost_model=costs,
+        dp_group=dp_group,
+        calibration=None if calibration_group is None else OnlineCalibration(costs, group=calibration_group),
+        timeout=TIMEOUT,
+    )
+    prefetcher = StepPrefetcher(planner, replica_group=replica_group)
+    metrics = None
+    if figures_group is not None:
+        metrics = RunMetrics(
+            RunLog(enabled=False),
+            log_interval=1,
+            group=figures_group,
+            dp_rank=replica if reads else NOT_MEASURING,
+            dp_size=world.dp_size,
+        )
+    source = _rows(world, replica=replica) if reads else None
+    in_training: Counter[str] = Counter()
+    steps: list[BalancedStep] = []
+    with counted_collectives() as calls:
+        for iteration in range(1, NUM_STEPS + 1):
+            seen = len(calls)
+            steps.append(prefetcher.balance(source, num_microbatches=SAMPLES_PER_RANK))
+            if metrics is not None:
+                metrics.begin(steps[-1], iteration=iteration)
+            if iteration < NUM_STEPS:
+                prefetcher.prepare(source, num_microbatches=SAMPLES_PER_RANK)
+            if metrics is not None:
+                metrics.logged(iteration)
+            if iteration > 2:  # until the iterator has come twice, nothing is prepared
+                in_training.update(call.kind for call in calls[seen:] if call.in_training)
+        if metrics is not None:
+            metrics.flush()
+    dist.barrier()
+    counts = tcp_sockets()
+    return {
+        "calls": dict(Counter(call.kind for call in calls)),
+        "in_training": dict(in_training),
+        "traffic": vars(sum((call.traffic for call in calls), Traffic())),
+        "sockets": len(made),
+        "tcp_sent_nbytes": sum(counts[name] - sent for name, sent in made.items()),
+        "expected": _expected(world, steps=steps, place=measuring.index(own) if own in measuring else None),
+    }
+
+
+def _expected(world: World, *, steps: Sequence[BalancedStep], place: int | None) -> dict[str, Any]:
+    """The formulas for this rank; `place` among those that measure."""
+    own = dist.get_rank()
+    lane, replica = own % world.replica_size, own // world.replica_size
+    calls: Counter[str] = Counter()
+    total = Traffic()
+    if lane == 0:
+        row_nbytes = traffic.gather_lengths(world.dp_size, row_values=INLINE_LENGTHS, header_fields=HEADER_FIELDS)
+        for step in steps:
+            total += row_nbytes + traffic.agree(world.dp_size)
+            calls["all_gather_into_tensor"] += 2
+            sent, received = _moved_nbytes(step, rank=replica)
+            if sent is not None:
+                total += traffic.all_to_all(world.dp_size, sent_nbytes=sent, received_nbytes=received)
+                calls["all_to_all_single"] += 1
+        for _ in range(sum(map(is_refit_step, range(NUM_STEPS)))):
+            total += traffic.calibrate(world.dp_size, rank=replica, num_features=NUM_FEATURES)
+            calls.update(("gather", "broadcast"))
+    if world.replica_size > 1:
+        for step in steps:
+            num_counts = 1 + step.num_microbatches
+            total += traffic.share_within_replica(
+                world.replica_size, rank=lane, num_counts=num_counts, has_listeners=True
+            )
+            calls.update(("all_gather_into_tensor", "broadcast"))
+    num_measuring = world.dp_size + (world.replica_size > 1)
+    if place is not None:
+        num_figures = len(Figures().row())
+        for _ in steps:
+            total += traffic.log_figures(num_measuring, rank=place, num_steps=1, num_figures=num_figures)
+            calls.update(("gather", "broadcast"))
+    sizes = [world.dp_size, *([world.replica_size] if world.replica_size > 1 else [])]
+    sizes += [num_measuring] if place is not None else []
+    sizes += [world.dp_size] if lane == 0 else []
+    return {"calls": dict(calls), "traffic": vars(total), "sockets": traffic.sockets(tuple(sizes))}
+
+
+def _moved_nbytes(step: BalancedStep, *, rank: int) -> tuple[int | None, int]:
+    """Bytes of samples that leave and arrive at this rank; None where no sample of any rank moves."""
+    schedule = step.schedule
+    assert schedule is not None, "this rank plans"
+    assert schedule.home_ranks is not None, "gathered"
+    homes, destinations = schedule.home_ranks, schedule.destinations()
+    if (homes == destinations).all():
+        return None, 0
+
+    def nbytes(*, of: NDArray[np.int64], there: NDArray[np.int64]) -> int:
+        return sum(
+            block_nbytes(_SCHEMA, lengths=schedule.lengths[(of == rank) & (there == other)].tolist())
+            for other in range(schedule.topology.dp_size)
+            if other != rank
+        )
+
+    return nbytes(of=homes, there=destinations), nbytes(of=destinations, there=homes)
+
+
+def _row(length: int) -> dict[str, Tensor]:
+    """One sequence with the keys and dtypes of Megatron's --sft rows."""
+    tokens = torch.arange(length).unsqueeze(0)
+    return {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "loss_mask": torch.ones(1, length),
+        "position_ids": tokens.clone(),
+        "cu_seqlens": torch.tensor([[0, length]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([length], dtype=torch.int32),
+    }
+
+
+_SCHEMA: SampleSchema = SampleSchema.of(split_packed(_row(1), unit="segment")[0])
+
+
+def _rows(world: World, *, replica: int) -> Iterator[dict[str, Tensor]]:
+    """All rows of one data-parallel rank."""
+    shape = NUM_STEPS, world.dp_size, SAMPLES_PER_RANK
+    lengths = np.minimum(synthetic_lengths("reasoning_gym", num_samples=int(np.prod(shape)), seed=0), CAP)
+    return iter([_row(length) for length in lengths.reshape(shape)[:, replica].ravel().tolist()])
+
+
+def _group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """This rank's group of these, which every rank makes; None where it is in none."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), backend="gloo", timeout=TIMEOUT)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+            own = group
+    return own
+
+
+_TCP_INFO_NBYTES = 232
+_BYTES_SENT = 200
+"""Place of tcpi_bytes_sent, tcpi_bytes_retrans in Linux's struct tcp_info (linux/tcp.h), since 4.19."""
+
+
+def tcp_sockets() -> dict[str, int]:
+    """The TCP sockets of this process: name → bytes sent so far, each once."""
+    found: dict[str, int] = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        if not name.startswith("socket:"):
+            continue
+        with closing(socket.socket(fileno=os.dup(int(entry)))) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+                sent, sent_again = struct.unpack_from("QQ", info, _BYTES_SENT)
+                found[name] = sent - sent_again
+    return found
