@@ -8,6 +8,10 @@ where `pairs(L, w) = 2wL - w(w-1)` once `w < L`, and `L²` below: the causal att
 sliding window of w tokens, in the units of `quadratic`. Expert-parallel work is shared by the
 expert-parallel group, so it is kept apart as `expert_linear`.
 
+A sample's images add the time of the vision encoder, which runs before the language model on the same rank:
+
+    image_cost(P) = image_linear*P + image_quadratic*P²        for an image of P patches
+
 Invariants: costs are non-negative int64; a sum over all samples stays below 2**62 (larger ones are
 divided by a power of two, the same on every rank); a longer sample never costs less.
 """
@@ -22,6 +26,7 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.model.vision import image_flops
 
 MICROBATCH_TOKENS = 128
 """Fixed cost of a micro-batch in tokens, if none was measured: kernel launches, reading weights and adding gradients.
@@ -39,11 +44,13 @@ class SampleCosts:
     Attributes:
         costs: `[num_samples]` int64 cost on the sample's own rank, in units of `2**shift`.
         expert_costs: `[num_samples]` int64 cost that its expert-parallel group shares, in the same units.
+        image_costs: `[num_images]` int64 cost of each image in the encoder, in the same units.
         shift: power of two that all costs were divided by to keep their sum below 2**62.
     """
 
     costs: NDArray[np.int64]
     expert_costs: NDArray[np.int64]
+    image_costs: NDArray[np.int64]
     shift: int
 
 
@@ -62,6 +69,8 @@ class CostModel:
         cp_exchange: cost of receiving one token's keys and values from another context-parallel rank. On each of c
             ranks a sample then costs a c-th of `cost(L)`, `per_sequence` apart, and `cp_exchange*L*(c-1)/c`. Only
             plans with dynamic context-parallel sizes use it: at one size it adds the same to every token.
+        image_linear: cost per patch of an image in the vision encoder and the projector.
+        image_quadratic: cost per squared patch of an image.
 
     Raises:
         BalanceError: a coefficient is negative or not an integer, or all are zero.
@@ -79,6 +88,8 @@ class CostModel:
     expert_linear: int = 0
     windows: tuple[tuple[int, int], ...] = ()
     cp_exchange: int = 0
+    image_linear: int = 0
+    image_quadratic: int = 0
 
     def __post_init__(self) -> None:
         coefficients = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "windows"}
@@ -108,7 +119,8 @@ class CostModel:
         A GEMM runs three times (forward, gradient of its input, of its weights). The attention core runs 3.5
         times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
         2307.08691), and half a FLOP per squared token, where heads are odd, is rounded up. Recomputed layers
-        run forward once more; the output layer is never recomputed.
+        run forward once more; the output layer is never recomputed. A vision encoder is trained and recomputed like
+        the rest; every rank runs its samples' images itself.
 
         Args:
             shape: the model.
@@ -130,12 +142,19 @@ class CostModel:
         def core(coefficient: int) -> int:
             return -(-coefficient * (7 + 2 * extra) // 2)
 
+        image_linear = image_quadratic = 0
+        if shape.vision is not None:
+            of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
+            image_linear = (3 + extra) * of_image.linear + core(of_image.windowed)
+            image_quadratic = core(of_image.quadratic)
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
             per_microbatch=microbatch_tokens * (linear + expert_linear),
             quadratic=core(quadratic),
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
+            image_linear=image_linear,
+            image_quadratic=image_quadratic,
         )
 
     def at_cp_size(self, cp_size: int) -> CostModel:
@@ -158,28 +177,48 @@ class CostModel:
             cost += coefficient * causal_pairs(length, window=window)
         return cost
 
-    def sample_costs(self, lengths: NDArray[np.int64]) -> SampleCosts:
+    def image_cost(self, num_patches: int) -> int:
+        """Cost of one image of `num_patches` patches, unscaled, exact.
+
+        Example:
+            >>> CostModel(image_linear=100, image_quadratic=1).image_cost(256)
+            91136
+        """
+        return self.image_linear * num_patches + self.image_quadratic * num_patches**2
+
+    def sample_costs(
+        self, lengths: NDArray[np.int64], *, image_patches: NDArray[np.int64] | None = None
+    ) -> SampleCosts:
         """Costs of many samples.
 
         Args:
             lengths: `[num_samples]` int64, padded tokens.
+            image_patches: `[num_images]` int64, patches of each image; None for no images.
 
         Returns:
             SampleCosts: int64 costs, divided by a power of two so that, rounding included,
             their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
         """
-        unique, inverse = np.unique(lengths, return_inverse=True)
+        unique, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+        patches = np.zeros(0, dtype=np.int64) if image_patches is None else image_patches
+        sizes, of_image, num_images = np.unique(patches, return_inverse=True, return_counts=True)
         # Python integers: a long sample of a large model passes int64 before it is scaled.
         own = [self(length) for length in unique.tolist()]
         expert = [self.expert_linear * length for length in unique.tolist()]
-        counts = np.bincount(inverse, minlength=unique.size).tolist()
-        total = sum(count * (a + b) for count, a, b in zip(counts, own, expert, strict=True))
+        images = [self.image_cost(size) for size in sizes.tolist()]
+        total = sum(count * (a + b) for count, a, b in zip(counts.tolist(), own, expert, strict=True))
+        total += sum(count * cost for count, cost in zip(num_images.tolist(), images, strict=True))
         total += self.per_microbatch * lengths.size
         # One bit is left for the ones that rounding up below may add.
         shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
-        def scaled(values: list[int]) -> NDArray[np.int64]:
+        def scaled(values: list[int], index: NDArray[np.int64]) -> NDArray[np.int64]:
             kept = [max(value >> shift, 1) if value else 0 for value in values]
-            return np.array(kept, dtype=np.int64)[inverse]
+            return np.array(kept, dtype=np.int64)[index]
 
-        return SampleCosts(costs=scaled(own), expert_costs=scaled(expert), shift=shift)
+        return SampleCosts(
+            costs=scaled(own, inverse),
+            expert_costs=scaled(expert, inverse),
+            image_costs=scaled(images, of_image),
+            shift=shift,
+        )

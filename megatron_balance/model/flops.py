@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.layers import Layer
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.model.vision import image_flops
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,19 @@ def causal_pairs(length: int, *, window: int) -> int:
     return 2 * window * length - window * (window - 1) if window < length else length**2
 
 
-def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape) -> int:
-    """Forward FLOPs of sequences of these lengths, each attending to itself only.
+def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patches: Iterable[int] = ()) -> int:
+    """Forward FLOPs of sequences of these lengths, each attending to itself only, and of their images.
 
     Args:
-        seqlens: `[num_sequences]` tokens.
+        seqlens: `[num_sequences]` tokens, those of images included.
         shape: the model.
+        image_patches: `[num_images]` patches of each image; the model must have an encoder then.
 
     Returns:
         int: FLOPs, exact.
+
+    Raises:
+        BalanceError: images of a model without an encoder.
 
     Example:
         >>> calculate_fwd_flops([1], ModelShape.preset("Qwen2.5-0.5B")) // 10**6  # twice its 494 M weights
@@ -89,7 +94,14 @@ def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape) -> int:
     """
     flops = fwd_flops(shape)
     # numpy integers would wrap; Python's do not.
-    return sum(flops(int(seqlen)) for seqlen in seqlens)
+    total = sum(flops(int(seqlen)) for seqlen in seqlens)
+    patches = [int(num_patches) for num_patches in image_patches]
+    if not patches:
+        return total
+    if shape.vision is None:
+        raise BalanceError("image_patches are given, but ModelShape.vision is None: give the model an encoder.")
+    of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
+    return total + sum(map(of_image, patches))
 
 
 def linear_coefficient(shape: ModelShape) -> float:
@@ -115,7 +127,7 @@ def linear_coefficient(shape: ModelShape) -> float:
 
 
 def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
-    """Forward FLOPs of the whole model."""
+    """Forward FLOPs of the whole language model; a vision encoder's are in vision.py."""
     return sum(fwd_flops_by_part(shape).values(), FlopsPolynomial())
 
 

@@ -2,7 +2,7 @@
 
 One reader per family; `_READERS` names them. What a key means is what the family's modeling file in
 `transformers` does with it. Where a family's published files leave a key out because the configuration
-class has a default, `_DEFAULTS` holds that default. Vision and audio towers are not counted.
+class has a default, `_DEFAULTS` holds that default. Vision towers are read in hf_vision.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import parse_json
+from megatron_balance.model.hf_vision import ENCODERS
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -49,6 +50,7 @@ def fields_from_hf_config(config: Config | str | Path) -> Fields:
         BalanceError: the file cannot be read, or its model_type or one of its keys is not known here.
     """
     content = config if isinstance(config, Mapping) else _load(Path(config))
+    whole = content
     if isinstance(content.get("text_config"), Mapping):
         content = cast("Config", content["text_config"])
     model_type = content.get("model_type")
@@ -62,7 +64,11 @@ def fields_from_hf_config(config: Config | str | Path) -> Fields:
             f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
         )
     try:
-        return _READERS[model_type]({**_DEFAULTS.get(model_type, {}), **content})
+        result = _READERS[model_type]({**_DEFAULTS.get(model_type, {}), **content})
+        encoder = ENCODERS.get(whole.get("model_type", ""))
+        if encoder is not None and whole.get("vision_config"):
+            result["vision"] = encoder(whole["vision_config"], result["hidden_size"])
+        return result
     except BalanceError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -250,6 +256,8 @@ _READERS: dict[str, Callable[[Config], Fields]] = {
     "mistral": _mistral,
     "mixtral": _mixtral,
     "qwen2": _qwen,
+    "qwen2_5_vl": _qwen,
+    "qwen2_5_vl_text": _qwen,
     "qwen3": _qwen,
     "qwen3_moe": _qwen_moe,
     "qwen3_next": _qwen_linear_moe,

@@ -1,7 +1,8 @@
 """Named models: the part of each public `config.json` on Hugging Face that FLOPs depend on.
 
 The comment above each entry names the file. Keys and values are those of the file (gemma-3 leaves out
-keys at their class's default; hf_config.py has those). Qwen3.5 nests them in `text_config`.
+keys at their class's default; hf_config.py has those). Qwen3.5 nests them in `text_config`. Models with a
+vision encoder have its keys in `vision_config`.
 """
 
 from __future__ import annotations
@@ -248,5 +249,45 @@ PRESETS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 64,
         "mamba_num_heads": 64,
         "n_groups": 8,
+    },
+    # Qwen/Qwen2.5-VL-7B-Instruct
+    "Qwen2.5-VL-7B": {
+        "model_type": "qwen2_5_vl",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "vision_config": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "in_chans": 3,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    },
+    # llava-hf/llava-onevision-qwen2-7b-ov-hf; the vocabulary is that of Qwen/Qwen2-7B-Instruct, before padding
+    "LLaVA-OneVision-Qwen2-7B": {
+        "model_type": "llava_onevision",
+        "text_config": {
+            "model_type": "qwen2",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 26,
+            "patch_size": 14,
+        },
     },
 }

@@ -19,6 +19,7 @@ from megatron_balance.model.layers import HYBRID_LAYERS, NEEDED, Layer, Mixer
 from megatron_balance.model.megatron_args import fields_from_megatron_args
 from megatron_balance.model.presets import PRESETS
 from megatron_balance.model.transformer_config import fields_from_transformer_config
+from megatron_balance.model.vision import VisionEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class ModelShape:
             above do not apply then.
         mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads: sizes of a Mamba 2 layer.
         mtp_num_layers: multi-token-prediction depths.
+        vision: encoder of images and projector; None for a model of text alone.
 
     Raises:
         BalanceError: a size is not a non-negative integer, one that a layer needs is 0, a pattern has the
@@ -102,6 +104,7 @@ class ModelShape:
     mamba_num_groups: int = 0
     mamba_num_heads: int = 0
     mtp_num_layers: int = 0
+    vision: VisionEncoder | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -171,7 +174,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
-        """Shape of the text model that a Hugging Face `config.json` describes.
+        """Shape of the model that a Hugging Face `config.json` describes: its text model, and a known vision encoder.
 
         Args:
             config: the file, the folder that holds it, or its content. The vocabulary is taken unchanged;
@@ -243,6 +246,7 @@ class ModelShape:
             linear_attention_freq=(1,) * num_layers if linear else (),
             hybrid_layer_pattern=pattern,
             mtp_num_layers=0,
+            vision=None,
         )
 
     def _layer(self, index: int) -> Layer:

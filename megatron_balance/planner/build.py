@@ -25,6 +25,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner.dynamic_cp.sizing import size_samples
 from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 from megatron_balance.planner.grouping import KEEP_GROUPS, assign_groups, groups_that_split
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, number_groups, sum_segments
 from megatron_balance.planner.locality.relabel import Homes, keep_local
 from megatron_balance.planner.objectives import OBJECTIVES, resolve_objective
@@ -44,6 +45,7 @@ def build_data_schedule(
     objective: str = "auto",
     algorithm: str = "auto",
     num_segments: Sequence[int] | NDArray[Any] | None = None,
+    image_patches: Sequence[Sequence[int]] | None = None,
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
     keep_groups: str = "rank",
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
@@ -63,6 +65,8 @@ def build_data_schedule(
         algorithm: `auto` (level packing), or a name in `partition.ALGORITHMS`. By name samples go to ranks
             by cost, then into micro-batches rank by rank; the cap holds all the same.
         num_segments: `[num_samples]` segments of each sample, each padded by itself; 0 is legal.
+        image_patches: `[num_samples]` for each sample the patches of each of its images, which a vision encoder runs
+            on the sample's rank before the language model runs its tokens; None for no images.
         groups: `[num_samples]` id of the group of each sample, any number or string.
         keep_groups: `rank` keeps each group on one rank; `step` asks for nothing, since a global batch is
             one optimiser step.
@@ -112,8 +116,14 @@ def build_data_schedule(
                 "move, or set keep_groups to 'step'."
             )
 
+    images = None if image_patches is None else Images.of(image_patches, num_samples=original.size)
     if topology.dynamic_cp:
-        _refuse_with_dynamic_cp(algorithm=algorithm, move_samples=move_samples, keeps_groups=kept is not None)
+        _refuse_with_dynamic_cp(
+            algorithm=algorithm,
+            move_samples=move_samples,
+            keeps_groups=kept is not None,
+            has_images=images is not None,
+        )
         return _plan_sizes(
             of_segments,
             cost_model=cost_model,
@@ -130,6 +140,7 @@ def build_data_schedule(
         limits=limits,
         objective=OBJECTIVES[objective],
         num_segments=counts,
+        images=images,
     )
     bound_to = homes if not move_samples else None
     if kept is not None and move_samples:
@@ -159,6 +170,7 @@ def build_data_schedule(
         padded_lengths=sum_segments(padded_segments, num_segments=counts),
         num_segments=counts,
         segment_lengths=None if counts is None else of_segments,
+        images=images,
         oversized=tuple(np.flatnonzero(problem.weights > problem.capacity).tolist()),
         home_ranks=homes,
         move_samples=move_samples,
@@ -203,12 +215,13 @@ def _plan_sizes(
     )
 
 
-def _refuse_with_dynamic_cp(*, algorithm: str, move_samples: bool, keeps_groups: bool) -> None:
-    """Raises where an option binds samples to ranks, which share them with others by context parallelism."""
+def _refuse_with_dynamic_cp(*, algorithm: str, move_samples: bool, keeps_groups: bool, has_images: bool) -> None:
+    """Raises where an option binds samples, or work on them, to one rank: others share them by context parallelism."""
     for is_set, name, remedy in (
         (algorithm != "level_packing", f"algorithm {algorithm!r}", "leave it at auto"),
         (not move_samples, "move_samples=False", "let samples move"),
         (keeps_groups, "keep_groups='rank'", "set it to 'step'"),
+        (has_images, "image_patches", "leave them out"),
     ):
         if is_set:
             raise BalanceError(f"{name} does not go with Topology.dynamic_cp: {remedy}, or plan at one size.")

@@ -96,6 +96,7 @@ class DynamicCpSchedule(DataSchedule):
             padded_lengths=samples.tokens[levels, np.arange(levels.size)] << levels,
             num_segments=num_segments,
             segment_lengths=None if num_segments is None else lengths,
+            images=None,
             oversized=tuple(np.flatnonzero(samples.oversized).tolist()),
             home_ranks=home_ranks,
             move_samples=True,

@@ -14,6 +14,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner.dynamic_cp.bound import least_time
 from megatron_balance.planner.dynamic_cp.groups import Groups
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.planner.timing import Makespan, Sum, Timing
 from megatron_balance.topology import Limits, Topology
@@ -179,6 +180,7 @@ def build_problem(
     limits: Limits,
     objective: Objective,
     num_segments: NDArray[np.int64] | None = None,
+    images: Images | None = None,
 ) -> Problem:
     """Turns lengths, a cost model, ranks and limits into integers.
 
@@ -189,6 +191,8 @@ def build_problem(
         limits: token or sample cap of a micro-batch.
         objective: measure of plans.
         num_segments: `[num_samples]` int64 segments of each sample, whose tokens and cost are sums over them.
+        images: those of the samples, whose costs are added to theirs; None for none. They take no room in a
+            micro-batch beside the tokens that they become.
 
     Raises:
         BalanceError: expert-parallel groups do not divide the data-parallel ranks, or `per_microbatch`
@@ -200,8 +204,10 @@ def build_problem(
             f"ep_size is {topology.ep_size}: expert-parallel groups of {span} data-parallel ranks "
             f"do not divide dp_size {topology.dp_size}."
         )
-    scaled = cost_model.sample_costs(padded_lengths)
+    scaled = cost_model.sample_costs(padded_lengths, image_patches=None if images is None else images.patches)
     costs = sum_segments(scaled.costs, num_segments=num_segments)
+    if images is not None:
+        costs = costs + sum_segments(scaled.image_costs, num_segments=images.counts)
     shared_costs = sum_segments(scaled.expert_costs, num_segments=num_segments)
     tokens = sum_segments(padded_lengths, num_segments=num_segments)
     capacity = limits.max_tokens_per_microbatch(topology)

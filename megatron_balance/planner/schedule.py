@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.grouping import groups_that_split
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.inputs import sum_segments
 from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.planner.problem import Problem, build_problem
@@ -55,6 +56,7 @@ class DataSchedule:
         padded_lengths: `[num_samples]` int64 padded tokens.
         num_segments: `[num_samples]` int64 segments of each sample, or None where each is one.
         segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
+        images: those of the samples, or None where there are none.
         oversized: ids of the samples longer than the cap; each runs alone.
         home_ranks: `[num_samples]` rank that loaded each sample, or None where it is not known.
         move_samples: True if samples may leave their home rank.
@@ -78,6 +80,7 @@ class DataSchedule:
     padded_lengths: NDArray[np.int64]
     num_segments: NDArray[np.int64] | None
     segment_lengths: NDArray[np.int64] | None
+    images: Images | None
     oversized: tuple[int, ...]
     home_ranks: NDArray[np.int64] | None
     move_samples: bool
@@ -158,6 +161,7 @@ class DataSchedule:
             limits=self.limits,
             objective=OBJECTIVES[self.objective],
             num_segments=self.num_segments,
+            images=self.images,
         )
 
 

@@ -40,7 +40,7 @@ def there_and_back(shape: ModelShape) -> ModelShape:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_comes_back(name: str) -> None:
-    shape = ModelShape.preset(name)
+    shape = replace(ModelShape.preset(name), vision=None)  # of a language model
     assert there_and_back(shape) == shape
 
 

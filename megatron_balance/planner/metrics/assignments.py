@@ -13,6 +13,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.bounds.time import lower_bound, single_sample_floor
 from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.inputs import as_home_ranks, as_integers, as_num_segments, sum_segments
 from megatron_balance.planner.locality.relabel import Homes
 from megatron_balance.planner.makespan import pipeline_makespans
@@ -52,6 +53,7 @@ def schedule_metrics(
         num_microbatches=schedule.num_microbatches,
         of_segments=lengths,
         num_segments=schedule.num_segments,
+        images=schedule.images,
         cost_model=model,
         topology=schedule.topology,
         limits=schedule.limits,
@@ -71,6 +73,7 @@ def assignment_metrics(
     limits: Limits,
     objective: str = "auto",
     num_segments: Sequence[int] | NDArray[Any] | None = None,
+    image_patches: Sequence[Sequence[int]] | None = None,
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
     ranks_per_node: int | None = None,
 ) -> ScheduleMetrics:
@@ -85,6 +88,7 @@ def assignment_metrics(
         limits: of a micro-batch; violations are counted, and the lower bound uses them.
         objective: as for `build_data_schedule`.
         num_segments: `[num_samples]` segments of each sample.
+        image_patches: `[num_samples]` for each sample the patches of each of its images.
         home_ranks: `[num_samples]` rank that loaded each sample.
         ranks_per_node: data-parallel ranks of one node.
 
@@ -105,6 +109,7 @@ def assignment_metrics(
         num_microbatches=num_microbatches,
         of_segments=of_segments,
         num_segments=counts,
+        images=None if image_patches is None else Images.of(image_patches, num_samples=num_samples),
         cost_model=cost_model,
         topology=topology,
         limits=limits,
@@ -120,6 +125,7 @@ def _figures(
     num_microbatches: int,
     of_segments: NDArray[np.int64],
     num_segments: NDArray[np.int64] | None,
+    images: Images | None,
     cost_model: CostModel,
     topology: Topology,
     limits: Limits,
@@ -144,6 +150,7 @@ def _figures(
         limits=limits,
         objective=OBJECTIVES[objective],
         num_segments=num_segments,
+        images=images,
     )
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
     predicted, bound = problem.predicted_cost(grid), lower_bound(problem)

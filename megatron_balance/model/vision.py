@@ -1,0 +1,99 @@
+"""The shape of a vision encoder and its projector, and its forward FLOPs as a polynomial in an image's patches.
+
+A multiply and an add are two FLOPs. Attention is not causal and stays within an image, so each of QKᵀ and PV costs
+`2h*P²` for an image of P patches, twice what a language model's costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_balance.errors import BalanceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionEncoder:
+    """Sizes of a vision transformer and of the projector to the language model's width.
+
+    Attributes:
+        hidden_size: width of the residual stream; heads make it up.
+        num_layers: layers that run. One whose output is not used counts as none.
+        ffn_hidden_size: width of the MLP.
+        gated_linear_unit: the MLP has a gate: three GEMMs, not two.
+        patch_values: numbers of a patch: channels times frames times height times width.
+        patches_per_token: patches that the projector joins into one token.
+        projector_hidden_size: width between the projector's two layers.
+        window_patches: patches of a window; 0 where all layers attend to the whole image.
+        num_windowed_layers: layers that attend within a window only.
+
+    Raises:
+        BalanceError: a size is not a positive integer, or windows without their size.
+    """
+
+    hidden_size: int
+    num_layers: int
+    ffn_hidden_size: int
+    gated_linear_unit: bool
+    patch_values: int
+    patches_per_token: int
+    projector_hidden_size: int
+    window_patches: int = 0
+    num_windowed_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("window_patches", "num_windowed_layers") else 1
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise BalanceError(
+                    f"VisionEncoder.{field.name} is {value!r}: it must be an integer of at least {least}."
+                )
+        if self.num_windowed_layers > (self.num_layers if self.window_patches else 0):
+            raise BalanceError(
+                f"VisionEncoder.num_windowed_layers is {self.num_windowed_layers}: it must be at most num_layers, "
+                f"{self.num_layers}, and window_patches must be set."
+            )
+
+
+@dataclass(frozen=True)
+class ImageFlops:
+    """FLOPs of one image of P patches: `(linear + windowed)*P + quadratic*P²`.
+
+    Attributes:
+        linear: FLOPs per patch in GEMMs.
+        windowed: FLOPs per patch in attention within windows, were every window full.
+        quadratic: FLOPs per squared patch in attention to the whole image.
+    """
+
+    linear: int
+    windowed: int
+    quadratic: int
+
+    def __call__(self, num_patches: int) -> int:
+        """FLOPs of one image of `num_patches` patches."""
+        return (self.linear + self.windowed) * num_patches + self.quadratic * num_patches**2
+
+
+def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
+    """Forward FLOPs of an image through encoder and projector.
+
+    Per patch: embedding `2h*patch_values`, a layer's projections `8h²` and MLP `2e*h*ffn_hidden_size`, projector
+    `2p(mh + H)/m` with p its width, m the patches of a token and H the language model's width. Core `4h*P²` in a layer
+    that attends to the whole image, `4h*w` a patch in one with windows of w patches; an image whose sides are not
+    multiples of the window's has smaller windows at its edges, so that this is an upper bound there.
+    Source: Dosovitskiy et al. 2020 (arXiv 2010.11929), section 3.1; windows and merging as in Qwen2.5-VL (arXiv
+    2502.13923), section 2.1. Norms, activations, softmax, biases and position embeddings are not counted.
+
+    Args:
+        encoder: the encoder.
+        hidden_size: width of the language model.
+    """
+    h, layers = encoder.hidden_size, encoder.num_layers
+    mlp = 2 * (3 if encoder.gated_linear_unit else 2) * h * encoder.ffn_hidden_size
+    of_token = 2 * encoder.projector_hidden_size * (encoder.patches_per_token * h + hidden_size)
+    projector = -(-of_token // encoder.patches_per_token)
+    return ImageFlops(
+        linear=2 * encoder.patch_values * h + layers * (8 * h**2 + mlp) + projector,
+        windowed=4 * h * encoder.window_patches * encoder.num_windowed_layers,
+        quadratic=4 * h * (layers - encoder.num_windowed_layers),
+    )

@@ -1,0 +1,156 @@
+"""Images of samples: their cost is added to the tokens', and plans even out the sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.flops import calculate_fwd_flops, fwd_flops
+from megatron_balance.model.hf_config import fields_from_hf_config
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.model.vision import VisionEncoder, image_flops
+from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.metrics import assignment_metrics, schedule_metrics
+from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.topology import Limits, Topology
+
+MODEL = CostModel(linear=10, quadratic=1, image_linear=7, image_quadratic=2)
+QWEN = ModelShape.preset("Qwen2.5-VL-7B")
+
+
+def plan(lengths: list[int], image_patches: list[list[int]], **options: Any) -> DataSchedule:
+    options = {"cost_model": MODEL, "topology": Topology(2), "limits": Limits(100), **options}
+    return build_data_schedule(lengths, image_patches=image_patches, **options).check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.lists(st.integers(0, 400), max_size=3)), max_size=20),
+    st.sampled_from(["step", "microbatch", "pipeline"]),
+)
+def test_costs_are_sums_over_tokens_and_images(samples: list[tuple[int, list[int]]], objective: str) -> None:
+    lengths, images = [length for length, _ in samples], [patches for _, patches in samples]
+    schedule = plan(lengths, images, objective=objective)
+    costs = [MODEL(length) + sum(7 * p + 2 * p * p for p in patches) for length, patches in samples]
+    assert schedule.problem().costs.tolist() == costs
+    figures = schedule_metrics(schedule)
+    assert figures.predicted_cost == schedule.predicted_cost
+    by_hand = assignment_metrics(
+        schedule.ranks,
+        lengths=lengths,
+        image_patches=images,
+        cost_model=MODEL,
+        topology=Topology(2),
+        limits=Limits(100),
+        objective=objective,
+    )
+    assert by_hand.predicted_cost == figures.predicted_cost
+
+
+def test_a_plan_evens_out_both_parts_where_tokens_alone_would_not() -> None:
+    lengths, images = [40, 40, 40, 40], [[100], [100], [], []]
+    both = plan(lengths, images)
+    assert both.destinations()[0] != both.destinations()[1]
+    assert schedule_metrics(both).step_imbalance == 1
+    by_tokens = build_data_schedule(lengths, cost_model=MODEL, topology=Topology(2), limits=Limits(100))
+    seen = assignment_metrics(
+        by_tokens.ranks,
+        lengths=lengths,
+        image_patches=[[100], [], [100], []] if by_tokens.destinations()[0] == by_tokens.destinations()[2] else images,
+        cost_model=MODEL,
+        topology=Topology(2),
+        limits=Limits(100),
+    )
+    assert seen.step_imbalance > 1.5
+
+
+def test_no_images_is_the_plain_plan() -> None:
+    lengths = [7, 30, 12, 55, 9]
+    plain = build_data_schedule(lengths, cost_model=MODEL, topology=Topology(2), limits=Limits(100))
+    assert plan(lengths, [[], [], [], [], []]).digest() == plain.digest()
+
+
+def test_images_are_scaled_with_tokens() -> None:
+    model = CostModel(linear=2**40, image_linear=2**50)
+    scaled = model.sample_costs(np.array([1, 1024]), image_patches=np.array([2**14, 1]))
+    assert scaled.shift > 0
+    assert int(scaled.costs.sum()) + int(scaled.image_costs.sum()) < MAX_TOTAL_COST
+    assert scaled.image_costs.tolist() == [2**64 >> scaled.shift, 2**50 >> scaled.shift]
+    assert scaled.costs.tolist() == [2**40 >> scaled.shift, 2**50 >> scaled.shift]
+
+
+def test_wrong_images_are_refused_by_name() -> None:
+    with pytest.raises(BalanceError, match=r"image_patches has 1 entries.*each of 2 samples"):
+        plan([3, 4], [[5]])
+    with pytest.raises(BalanceError, match=r"image_patches\[1\] is -1"):
+        plan([3, 4], [[5], [-1]])
+    with pytest.raises(BalanceError, match=r"image_patches does not go with Topology\.dynamic_cp"):
+        plan([3, 4], [[5], []], topology=Topology(2, dynamic_cp=True))
+
+
+# Weights of the layers, the embedding of a patch, and the projector's, which the patches of a token share.
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("Qwen2.5-VL-7B", 32 * (4 * 1280**2 + 3 * 1280 * 3420) + 1176 * 1280 + 5120 * (5120 + 3584) // 4),
+        ("LLaVA-OneVision-Qwen2-7B", 26 * (4 * 1152**2 + 2 * 1152 * 4304) + 588 * 1152 + 3584 * (1152 + 3584)),
+    ],
+)
+def test_a_patch_goes_once_through_all_weights(name: str, weights: int) -> None:
+    shape = ModelShape.preset(name)
+    assert shape.vision is not None
+    assert image_flops(shape.vision, hidden_size=shape.hidden_size).linear == 2 * weights
+
+
+def test_flops_of_images_are_added() -> None:
+    assert QWEN.vision is not None
+    of_image = image_flops(QWEN.vision, hidden_size=QWEN.hidden_size)
+    flops = fwd_flops(QWEN)
+    assert calculate_fwd_flops([10, 30], QWEN, image_patches=[64, 256]) == (
+        flops(10) + flops(30) + of_image(64) + of_image(256)
+    )
+    with pytest.raises(BalanceError, match=r"ModelShape\.vision is None"):
+        calculate_fwd_flops([10], ModelShape.preset("Qwen3-8B"), image_patches=[64])
+
+
+def test_training_takes_gemms_three_times_and_attention_three_and_a_half() -> None:
+    assert QWEN.vision is not None
+    flops = image_flops(QWEN.vision, hidden_size=QWEN.hidden_size)
+    model, again = CostModel.from_shape(QWEN), CostModel.from_shape(QWEN, recompute=True)
+    assert (
+        model.image_cost(1000) == 3 * flops.linear * 1000 + 7 * (flops.windowed * 1000 + flops.quadratic * 10**6) // 2
+    )
+    assert again.image_cost(1000) == model.image_cost(1000) + flops(1000)
+    assert CostModel.from_shape(ModelShape.preset("Qwen2.5-7B")).image_cost(1000) == 0
+
+
+def test_a_nested_config_has_the_same_encoder() -> None:
+    flat = PRESETS["Qwen2.5-VL-7B"]
+    text = {key: value for key, value in flat.items() if key != "vision_config"} | {"model_type": "qwen2_5_vl_text"}
+    nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": flat["vision_config"]}
+    assert fields_from_hf_config(nested) == fields_from_hf_config(flat)
+    with pytest.raises(BalanceError, match="'qwen2_5_vl' has a value of a wrong kind"):
+        fields_from_hf_config(flat | {"vision_config": {"depth": 32}})
+
+
+def test_sizes_of_an_encoder_are_checked() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_layers": 2,
+        "ffn_hidden_size": 8,
+        "gated_linear_unit": False,
+        "patch_values": 12,
+        "patches_per_token": 1,
+        "projector_hidden_size": 8,
+    }
+    with pytest.raises(BalanceError, match=r"VisionEncoder\.num_layers is 0"):
+        VisionEncoder(**{**sizes, "num_layers": 0})
+    with pytest.raises(BalanceError, match=r"num_windowed_layers is 1.*window_patches must be set"):
+        VisionEncoder(**sizes, num_windowed_layers=1)
