@@ -32,7 +32,7 @@ from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_at
 from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.options.table import stock_notice
-from megatron_balance.mcore.setup.groups import dp_ranks_per_node, own_group, reads_data, replica_group, split_world
+from megatron_balance.mcore.setup.groups import data_group, dp_ranks_per_node, reads_data, replica_group, split_world
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
@@ -234,7 +234,8 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     if setup.exchange_source is not None:
         log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
-    prefetcher = _prefetcher(setup)
+    state = MegatronState(args)
+    prefetcher = _prefetcher(setup, reads=state.reads_data)
     if setup.resumed_from is not None:
         folder = state_folder(*setup.resumed_from)
         restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
@@ -248,7 +249,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     observer = build_watchers(setup, planner=prefetcher.planner, log=log)
     return BalancedForwardBackward(
         prefetcher,
-        state=MegatronState(args),
+        state=state,
         overlap=config.overlap,
         log=log,
         observer=observer,
@@ -258,16 +259,18 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     )
 
 
-def _prefetcher(setup: RunSetup) -> StepPrefetcher:
+def _prefetcher(setup: RunSetup, *, reads: bool) -> StepPrefetcher:
     """This rank's prefetcher, with process groups of its own."""
     from megatron.core import parallel_state
 
     config, topology, timeout = setup.config, setup.topology, setup.timeout
-    dp_group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout)
+    # A rank that reads no data only counts its place; it never meets the others of Megatron's group here.
+    dp_group = data_group(reads, timeout=timeout) or parallel_state.get_data_parallel_group()
     device_exchange = None
     if config.exchange == "nccl":
-        group = own_group(parallel_state.get_data_parallel_group(), timeout=timeout, backend="nccl")
-        device_exchange = DeviceExchange(group, device=torch.device("cuda", torch.cuda.current_device()))
+        group = data_group(reads, timeout=timeout, backend="nccl")
+        if group is not None:
+            device_exchange = DeviceExchange(group, device=torch.device("cuda", torch.cuda.current_device()))
     calibration = None
     if config.calibrate_online:
         calibration = _online_calibration(setup.cost_model, timeout=timeout)

@@ -14,9 +14,10 @@ exchange them first; this works for any order of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,16 +26,25 @@ import torch.distributed as dist
 from megatron_balance.runtime.agreement import Meeting, gather_texts
 from megatron_balance.runtime.peers import named_ranks, waiting_for
 
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Read by torch (from 2.8) whenever it makes a gloo group."""
 
-def own_group(group: dist.ProcessGroup, *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
-    """A new group of the same ranks. Every rank of the world calls it, each with its group of one kind.
+
+def data_group(reads: bool, *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup | None:
+    """A new group of the ranks of Megatron's data-parallel group; None where they read no data. All ranks call it.
+
+    A gloo group costs a socket to each member, and each member reads from the store where all others listen.
 
     Args:
-        group: of this rank.
-        timeout: of its collectives.
-        backend: of the new group.
+        reads: whether this rank reads data; the same on all ranks of the group.
+        timeout: of the group's collectives.
+        backend: of the group.
     """
-    return _split_into_groups(dist.get_process_group_ranks(group), timeout=timeout, backend=backend)
+    from megatron.core import parallel_state
+
+    group: Any = parallel_state.get_data_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    return _split_into_groups(ranks if reads else None, timeout=timeout, backend=backend)
 
 
 def replica_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -43,10 +53,12 @@ def replica_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
     return _split_into_groups(ranks, timeout=timeout) if len(ranks) > 1 else None
 
 
-def _split_into_groups(ranks: list[int], *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
-    own = split_world(min(ranks), timeout=timeout, backend=backend)
-    assert own is not None, "this rank has a color"
-    assert dist.get_process_group_ranks(own) == sorted(ranks), "Megatron's ranks agree on their groups"
+def _split_into_groups(
+    ranks: list[int] | None, *, timeout: timedelta, backend: str = "gloo"
+) -> dist.ProcessGroup | None:
+    own = split_world(None if ranks is None else min(ranks), timeout=timeout, backend=backend)
+    made = None if own is None else dist.get_process_group_ranks(own)
+    assert made == (None if ranks is None else sorted(ranks)), "Megatron's ranks agree on their groups"
     return own
 
 
@@ -66,13 +78,30 @@ def split_world(color: int | None, *, timeout: timedelta, backend: str = "gloo")
     """
     own = None
     for ranks in ranks_by_color(color, timeout=timeout):
-        with waiting_for(f"world {named_ranks(ranks)} to make a process group"):
+        with waiting_for(f"world {named_ranks(ranks)} to make a process group"), _connected_when_they_meet():
             group = dist.new_group(ranks, backend=backend, timeout=timeout)
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup), "this rank is a member"
             _follow_later_timeouts(group)
             own = group
     return own
+
+
+@contextlib.contextmanager
+def _connected_when_they_meet() -> Iterator[None]:
+    """Have gloo connect two ranks of a group when they first talk; the user's own TORCH_GLOO_LAZY_INIT holds.
+
+    Connected at once, each rank reads from the store where every other one listens, and 8 bytes a member each time:
+    at 10,000 ranks this takes hours (docs/scale.md).
+    """
+    if _LAZY in os.environ:
+        yield
+        return
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
 
 
 def ranks_by_color(color: int | None, *, timeout: timedelta) -> list[list[int]]:
