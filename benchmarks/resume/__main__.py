@@ -37,6 +37,7 @@ LEAN = (
     "dynamic CP, look-ahead 3, record, DP2→DP4, overlap",
     "a rank is killed with half of its samples written",
     "truncated samples: refused on every rank",
+    "--async-save with look-ahead",
 )
 COLUMNS = "case | killed after step | whom | resumed at | equal bit for bit | largest difference |"
 

@@ -18,12 +18,15 @@ from training_run import RunFailed
 
 from benchmarks.equality.cases import GLOBAL_BATCH_SIZE, NUM_STEPS
 from benchmarks.resume.cases import STEPS, Case
+from benchmarks.resume.elastic import node_lost
 from benchmarks.resume.killed import compare, newest_checkpoint, run_ranks, steps_of
 from megatron_balance.mcore.checkpoint import state_folder
 
 AHEAD = Case("look-ahead 3", ranks=2, ranks_after=2, overlap=True)
 IN_ORDER = Case("by FLOPs", ranks=2, ranks_after=2, overlap=True)
 SAVED_AT = 3
+
+IN_BACKGROUND = "--ckpt-format torch_dist --async-save --async-strategy mcore --use-persistent-ckpt-worker"
 
 Steps = list[dict[str, Any]]
 
@@ -112,6 +115,17 @@ def evaluation_between(folder: Path, data: str, whole_of: WholeOf) -> str:
     return compare(steps, whole=whole_of(AHEAD, data=data), start=0, bit_for_bit=True).problem
 
 
+def saved_in_background(folder: Path, data: str, whole_of: WholeOf) -> str:
+    """--async-save: another process writes the checkpoint while steps go on."""
+    flags = f"{_saving(AHEAD, data=data, folder=folder)} {IN_BACKGROUND}"
+    run = run_ranks(folder / "run", flags=f"{flags} --exit-interval {2 * SAVED_AT + 1}", num_ranks=2)
+    if "scheduled an async checkpoint save" not in run.recorded.output:
+        return "no checkpoint was saved in the background"
+    start = newest_checkpoint(folder / "checkpoints")
+    resumed = steps_of(folder / "resumed", flags=f"{flags} --load {folder / 'checkpoints'}", num_ranks=2)
+    return compare(resumed, whole=whole_of(AHEAD, data=data), start=start, bit_for_bit=True).problem
+
+
 def counted_in_samples(folder: Path, data: str, whole_of: WholeOf) -> str:
     """--train-samples in place of --train-iters."""
     in_samples = f"--train-samples {NUM_STEPS * GLOBAL_BATCH_SIZE}"
@@ -156,9 +170,11 @@ MISHAPS: dict[str, Mishap] = {
     "a run on DP2 saves where one on DP4 had saved": folder_used_again,
     "a run in order saves where one with look-ahead had saved": folder_used_again_in_order,
     "evaluation between steps with look-ahead": evaluation_between,
+    "--async-save with look-ahead": saved_in_background,
     "--train-samples with look-ahead": counted_in_samples,
     "--finetune with look-ahead: nothing waits": finetune,
     "--no-load-optim with look-ahead: what waits is kept": without_optimizer,
+    "torchrun --nnodes=1:2: one of two nodes is killed, the other resumes": node_lost,
     "more --train-iters after the data had ended, with look-ahead": more_steps,
 }
 """By their names in the table."""

@@ -45,7 +45,7 @@ def enable_cpu() -> None:
 
 
 def patch_megatron() -> None:
-    """Replace the two Megatron functions that cannot work without a GPU machine's tools."""
+    """Replace the Megatron functions that cannot work without a GPU machine's tools."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.utils as core_utils
 
@@ -54,8 +54,27 @@ def patch_megatron() -> None:
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         # The wheel ships the compiled helpers but no Makefile to build them again.
         dataset_utils.compile_helpers = lambda: None
+    _patch_checkpoint_worker()
     if core_utils.tex is None:  # Transformer Engine's extension, which splits a batch for context parallelism
         core_utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
+
+
+def _patch_checkpoint_worker() -> None:
+    """Give the process that writes checkpoints under `--async-save` the shim: a spawned process has none.
+
+    It would end at `rank % torch.cuda.device_count()`, and training would wait for it without end.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    PersistentAsyncCaller.async_loop = staticmethod(checkpoint_worker)  # type: ignore[method-assign]
+
+
+def checkpoint_worker(*arguments: Any) -> None:
+    """`PersistentAsyncCaller.async_loop` in a spawned process, where Megatron is not patched."""
+    enable_cpu()
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    PersistentAsyncCaller.async_loop(*arguments)
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -13,11 +13,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def rows_of(*arguments: str) -> list[str]:
+    command = [str(ROOT / "scripts" / "check_resume.sh"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("|")][2:]
+
+
 @pytest.mark.slow
 def test_killed_runs_go_on_and_what_is_half_written_is_refused() -> None:
-    command = [str(ROOT / "scripts" / "check_resume.sh"), "--lean"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    rows = [line for line in done.stdout.splitlines() if line.startswith("|")][2:]
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert len(rows) == 6
+    rows = rows_of("--lean")
+    assert len(rows) == 7
     assert all(row.endswith("| good |") for row in rows)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_the_node_that_is_left() -> None:
+    (row,) = rows_of("--only", "nnodes")
+    assert row.endswith("| good |")

@@ -70,6 +70,12 @@ TRAINING_LOOP = (
         remedy="use --save-interval, or set --balance-lookahead 1",
     ),
     Option(
+        names=("async_save",),
+        also=("async_strategy", "use_persistent_ckpt_worker"),
+        support=Support.SUPPORTED,
+        test="tests/megatron/test_resume.py::test_killed_runs_go_on_and_what_is_half_written_is_refused",
+    ),
+    Option(
         names=("dataloader_save",),
         case="of scripts with loaders that save a state",
         support=Support.REFUSED,
