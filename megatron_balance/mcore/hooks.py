@@ -31,6 +31,7 @@ from megatron_balance.mcore.wrappers import (
     with_documents_split,
     with_figures_logged,
     with_group_of_the_microbatch,
+    with_options_checked,
     with_packs_kept,
     with_planned_shapes,
     with_router_group_of_the_microbatch,
@@ -54,6 +55,14 @@ HOOKS = (
         wrap=with_balance_arguments,
         why="the flags reach every script; parse_args looks the function up when it is called",
         until="Megatron reads extra arguments from an entry point",
+    ),
+    Hook(
+        target="megatron.training.inprocess_restart:inprocess_restart",
+        bound_in=("megatron.training.inprocess_restart",),
+        parameters=("train", "args"),
+        wrap=with_options_checked,
+        why="starts a training again after every error, and so for ever after one that names a refused option",
+        until="this package's groups and threads survive a restart within the process",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore.checkpoint import forget_state, save_state, state_folder
 from megatron_balance.mcore.current_run import current, run_of_process
+from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.flags import add_balance_args
 
 
@@ -22,6 +23,17 @@ def with_balance_arguments(add_megatron_arguments: Function) -> Function:
     @functools.wraps(add_megatron_arguments)
     def wrapper(parser: Any) -> Any:
         return add_balance_args(add_megatron_arguments(parser))
+
+    return wrapper
+
+
+def with_options_checked(inprocess_restart: Function) -> Function:
+    """Refuse options before a training is wrapped that starts again after every error, and would never end."""
+
+    @functools.wraps(inprocess_restart)
+    def wrapper(train: Any, args: Any) -> Any:
+        BalanceConfig.from_megatron_args(args)
+        return inprocess_restart(train, args)
 
     return wrapper
 

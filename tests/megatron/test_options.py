@@ -18,6 +18,7 @@ from megatron_balance.mcore.options.option import Option, Support, flag_of
 from megatron_balance.mcore.options.table import SUBJECTS, cautions, problems, stock_notice, why_stock
 from megatron_balance.mcore.setup.flags import add_flags
 from megatron_balance.mcore.setup.run_setup import agreed_run
+from megatron_balance.mcore.wrappers import with_options_checked
 
 ROOT = Path(__file__).parents[2]
 ROWS = [row for subject in SUBJECTS.values() for row in subject]
@@ -192,6 +193,17 @@ def test_what_is_refused_names_the_option_its_value_and_the_remedy(flags: str) -
     assert "; " in problem
     assert problem.endswith(".")
     assert not any(name in problem.split(":")[0] for name in ("None", "[", "<"))
+
+
+def test_a_restart_within_the_process_is_refused_before_it_is_set_up() -> None:
+    set_up: list[Any] = []
+    wrapper = with_options_checked(lambda train, args: set_up.append(args))
+    with pytest.raises(BalanceError, match=r"--inprocess-restart is .*restart processes"):
+        wrapper(print, parsed("--inprocess-restart"))
+    assert not set_up
+    stock = parsed("--inprocess-restart", balance_data=False)
+    wrapper(print, stock)
+    assert set_up == [stock]
 
 
 @pytest.mark.parametrize("flags", STOCK)
