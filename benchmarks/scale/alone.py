@@ -1,0 +1,80 @@
+"""One rank's CPU work for a step of any number of ranks: the real planner with collectives that answer at once.
+
+What the other ranks would send is put in place of gloo's answer, so all that this package computes in a step runs at
+its true size in one process: headers of all ranks, the plan, the bytes that leave and arrive, the packing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.scale.samples import SAMPLES_PER_RANK, item_of, planner_settings
+from benchmarks.scale.stages import STAGES, StageTimes
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.step.pull_ahead import Fetched
+from megatron_balance.runtime.gather import HEADER_FIELDS
+
+
+def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
+    """Medians over steps but the first, which starts the planning process.
+
+    Args:
+        batches: `[num_steps, num_ranks, SAMPLES_PER_RANK]`, tokens.
+
+    Returns:
+        Stage → CPU seconds of the thread, and `split`, what no stage holds; the bytes that left and to how many ranks;
+        `plan_seconds`, by the clock, the fewest of a step: large batches are planned in another process.
+    """
+    num_ranks = batches.shape[1]
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    times = StageTimes()
+    try:
+        config, topology, limits, cost_model = planner_settings(num_ranks)
+        group = dist.group.WORLD
+        assert group is not None, "initialised"
+        planner = StepPlanner(config, topology=topology, limits=limits, cost_model=cost_model, dp_group=group)
+        for lengths in batches:
+            items = [item_of(length) for length in lengths[0].tolist()]
+            with _answered(lengths), times.installed():
+                planner.make(Fetched(items), num_items=SAMPLES_PER_RANK, pool=None)
+    finally:
+        dist.destroy_process_group()
+    steps = times.steps[1:]
+    cpu = {stage: statistics.median(step[stage][1] for step in steps) for stage in (*STAGES, "all")}
+    return {
+        "num_ranks": num_ranks,
+        "cpu_seconds": cpu | {"split": cpu["all"] - sum(cpu[stage] for stage in STAGES)},
+        "plan_seconds": min(step["plan"][0] for step in steps),
+        "sent_nbytes": statistics.median(times.sent_nbytes),
+        "num_peers": statistics.median(times.num_peers),
+    }
+
+
+@contextlib.contextmanager
+def _answered(lengths: NDArray[Any]) -> Iterator[None]:
+    """Collectives that return what ranks with these lengths would send, whose other values are those of rank 0."""
+    inner = dist.all_gather_into_tensor, dist.all_to_all_single
+    others = torch.from_numpy(lengths)
+
+    def all_gather(gathered: torch.Tensor, row: torch.Tensor, **_: Any) -> None:
+        rows = gathered.view(len(lengths), -1)
+        rows[:] = row
+        if row.numel() >= HEADER_FIELDS + SAMPLES_PER_RANK:
+            rows[:, HEADER_FIELDS : HEADER_FIELDS + SAMPLES_PER_RANK] = others
+
+    def all_to_all(receive: torch.Tensor, send: torch.Tensor, *_: Any, **__: Any) -> None:
+        receive.zero_()
+
+    dist.all_gather_into_tensor, dist.all_to_all_single = all_gather, all_to_all
+    try:
+        yield
+    finally:
+        dist.all_gather_into_tensor, dist.all_to_all_single = inner

@@ -1,0 +1,238 @@
+"""Models a step and the start of any number of ranks, from measured costs and formulas for messages and bytes.
+
+The preparing thread's seconds are its CPU seconds at that size (`alone.py`) and those of its collectives on a network
+of stated latency and bandwidth (`traffic.py`). What is left of them when the step before has ended is exposed, and so
+is what the training thread does itself. At the start one key-value store serves all ranks, one request after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.scale import traffic
+from benchmarks.scale.samples import SAMPLES_PER_RANK
+from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
+
+MEETINGS = 4
+"""Of all ranks in the store before the first step: flags, data-parallel groups, replicas, ranks of a node."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between nodes.
+
+    Attributes:
+        latency: seconds of a message from a process to one on another node, over TCP.
+        node_bandwidth: bytes a second that leave a node.
+        ranks_per_node: that share them.
+    """
+
+    latency: float = 25e-6
+    node_bandwidth: float = 3e9
+    ranks_per_node: int = 8
+
+    def worse(self, factor: float) -> Network:
+        """So many times the latency, and as much less bandwidth."""
+        return replace(self, latency=self.latency * factor, node_bandwidth=self.node_bandwidth / factor)
+
+    def seconds(self, nbytes: float) -> float:
+        """Of bytes that leave this rank while all ranks of its node send."""
+        return nbytes * self.ranks_per_node / self.node_bandwidth
+
+    def ring(self, num_ranks: int, of: traffic.Traffic) -> float:
+        """Seconds of an all_gather: a round after another, each waits for the last."""
+        return (num_ranks - 1) * self.latency + self.seconds(of.sent_nbytes + of.frames_sent_nbytes)
+
+    def at_once(self, of: traffic.Traffic, *, message_seconds: float) -> float:
+        """Seconds of messages that do not wait for one another; `message_seconds` of a CPU for each."""
+        return (
+            self.latency
+            + (of.sent + of.received) * message_seconds
+            + self.seconds(of.sent_nbytes + of.frames_sent_nbytes)
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of the world.
+
+    Attributes:
+        num_ranks: all.
+        replica_size: of a model replica.
+        readers: ranks of a replica that read data: all pipeline stages and context-parallel ranks, the first of each
+            tensor-parallel group.
+    """
+
+    num_ranks: int
+    replica_size: int
+    readers: int = 1
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.num_ranks // self.replica_size
+
+    @property
+    def num_reading(self) -> int:
+        """Ranks of the world that read data."""
+        return self.dp_size * self.readers
+
+    @property
+    def name(self) -> str:
+        """Of the model's parallelism."""
+        return {(1, 1): "none", (8, 1): "TP8", (8, 8): "PP8"}[self.replica_size, self.readers]
+
+
+LAYOUTS = tuple(
+    Layout(num_ranks, size, readers) for num_ranks in (64, 1024, 10_000) for size, readers in ((1, 1), (8, 1), (8, 8))
+)
+"""Data-parallel ranks alone, tensor parallelism and pipelines."""
+
+
+def message_seconds(worlds: Sequence[Mapping[str, Any]]) -> float:
+    """CPU seconds of gloo for one message, sent or received: the slope of a process's over the numbers of ranks."""
+    grown = [world for world in worlds if world["replica_size"] == 1]
+    messages = [_collectives(world["dp_size"], sent_nbytes=0) for world in grown]
+    counts = [sum(of.sent + of.received for of in each.values()) for each in messages]
+    seconds = [world["cpu_seconds"] - world["stages"]["all"]["cpu_seconds"] for world in grown]
+    return max(float(np.polyfit(counts, seconds, 1)[0]), 0.0)
+
+
+def simulate_step(
+    layout: Layout, *, measured: Mapping[str, Any], network: Network, step_seconds: float
+) -> dict[str, float]:
+    """Seconds of one step.
+
+    Args:
+        layout: ranks.
+        measured: figures of `scripts/bench_scale.sh`.
+        network: between the ranks.
+        step_seconds: of the step that hides the work.
+
+    Returns:
+        `plan`, `cpu` for all other work, `gather`, `exchange`, `agree` and `all` of the preparing thread; `exposed` and
+        its share of the step.
+    """
+    alone = next(one for one in measured["alone"] if one["num_ranks"] == layout.dp_size)
+    of = _collectives(layout.dp_size, sent_nbytes=alone["sent_nbytes"])
+    result = {
+        "plan": alone["plan_seconds"],
+        "cpu": alone["cpu_seconds"]["all"] - alone["cpu_seconds"]["plan"],
+        "gather": network.ring(layout.dp_size, of["gather"]),
+        "exchange": network.at_once(of["exchange"], message_seconds=measured["message_seconds"]),
+        "agree": network.ring(layout.dp_size, of["agree"]),
+    }
+    result["all"] = sum(result[name] for name in ("plan", "cpu", "gather", "exchange", "agree"))
+    has_listeners = layout.readers < layout.replica_size
+    shared = traffic.share_within_replica(
+        layout.replica_size, rank=0, num_counts=1 + SAMPLES_PER_RANK, has_listeners=has_listeners
+    )
+    exposed = measured["exposed_cpu_seconds"] + max(result["all"] - step_seconds, 0.0)
+    if layout.replica_size > 1:
+        # An all_gather in a ring, then a broadcast down a tree where some rank reads no data.
+        exposed += network.ring(layout.replica_size, shared)
+        exposed += has_listeners * (layout.replica_size - 1).bit_length() * network.latency
+    return result | {"exposed": exposed, "exposed_share": exposed / step_seconds}
+
+
+@dataclass(frozen=True)
+class GlooGroup:
+    """One kind of this package's process groups.
+
+    Attributes:
+        size: ranks of each.
+        num_members: ranks of the world that are in one.
+        edges: connections between members of one group, once they have met in a step and at a log interval.
+    """
+
+    size: int
+    num_members: int
+    edges: int
+
+    @property
+    def reads_at_once(self) -> int:
+        """Reads of the store where all ranks of a group connect when it is made: each member reads for each."""
+        return self.num_members * self.size
+
+    @property
+    def reads_when_they_meet(self) -> int:
+        """Reads where two ranks connect when they first talk: both ends of a connection."""
+        return self.num_members // self.size * 2 * self.edges
+
+
+def gloo_groups(layout: Layout) -> tuple[GlooGroup, ...]:
+    """A data-parallel group, whose exchange connects all; a replica, with a ring and a tree; those that log, a star
+    and a tree.
+    """
+    dp, replica, reading = layout.dp_size, layout.replica_size, layout.num_reading
+    groups = (
+        GlooGroup(dp, reading, edges=dp * (dp - 1) // 2),
+        GlooGroup(replica, layout.num_ranks, edges=min(2 * replica - 1, replica * (replica - 1) // 2)),
+        GlooGroup(reading, reading, edges=2 * (reading - 1)),
+    )
+    return tuple(group for group in groups if group.size > 1)
+
+
+def simulate_start(layout: Layout, *, measured: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of the start, of which rank 0's store is the bottleneck.
+
+    Returns:
+        `meetings`; `groups` that a rank makes without being in them; `at_once` and `when_they_meet`, in which ranks of
+        gloo groups read from the store where others listen, and `reads_…` of all ranks; `files` that rank 0 has open
+        for these groups, `files_of_others`.
+    """
+    startup = measured["startup"]
+    meeting = startup["meetings"][str(layout.num_ranks)]
+    answers = layout.num_ranks * _at(startup["store_seconds"], meeting["answer_nbytes"])
+    groups = gloo_groups(layout)
+    num_groups = sum(group.num_members // group.size for group in groups)
+    star = math.ceil(math.log2(layout.num_reading)) + 1
+    return {
+        "meetings": MEETINGS * (meeting["first_rank"] + answers),
+        "groups": num_groups * startup["group_seconds"],
+        "at_once": sum(
+            group.reads_at_once * _at(startup["store_seconds"], mesh_value_nbytes(group.size)) for group in groups
+        ),
+        "when_they_meet": sum(
+            group.reads_when_they_meet * _at(startup["store_seconds"], mesh_value_nbytes(0)) for group in groups
+        ),
+        "reads_at_once": sum(group.reads_at_once for group in groups),
+        "reads_when_they_meet": sum(group.reads_when_they_meet for group in groups),
+        "files": open_files([group.size for group in groups]),
+        "files_of_others": open_files([*(group.size for group in groups[:-1]), star]),
+    }
+
+
+def open_files(group_sizes: Sequence[int]) -> int:
+    """Of a rank that is connected to all ranks of its gloo groups, and to its planning process.
+
+    A group has sockets to the others, one that listens, and three files by which gloo waits for them.
+    """
+    return sum(size + 3 for size in group_sizes) + 1
+
+
+def mesh_value_nbytes(group_size: int) -> int:
+    """Bytes that a rank of a gloo group publishes for the others: its address, and a number for each of them where all
+    connect at once.
+    """
+    return 154 + 8 * group_size
+
+
+def _collectives(dp_size: int, *, sent_nbytes: float) -> dict[str, traffic.Traffic]:
+    moved = int(sent_nbytes)
+    return {
+        "gather": traffic.gather_lengths(dp_size, row_values=INLINE_LENGTHS, header_fields=HEADER_FIELDS),
+        "exchange": traffic.all_to_all(dp_size, sent_nbytes=moved, received_nbytes=moved),
+        "agree": traffic.agree(dp_size),
+    }
+
+
+def _at(seconds: Mapping[str, float], nbytes: int) -> float:
+    """Measured seconds of requests by their bytes, and lines between them."""
+    sizes = sorted(map(int, seconds))
+    return float(np.interp(nbytes, sizes, [seconds[str(size)] for size in sizes]))

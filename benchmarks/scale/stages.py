@@ -1,0 +1,85 @@
+"""Times the stages of preparing a step, by the clock and in CPU seconds of the thread, without changing the planner."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_balance.mcore.step import planned_step, planner
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.runtime.prepared_exchange import PreparedExchange
+
+STAGES = {
+    "gather": (planner, "gather_sample_lengths"),
+    "plan": (StepPlanner, "_plan"),
+    "write": (planner, "prepare_samples"),
+    "exchange": (PreparedExchange, "run"),
+    "pack": (planned_step, "pack_slots"),
+    "agree": (planned_step, "raise_together"),
+}
+"""Stage → where its function is looked up."""
+
+_WHOLE = "make", "prepare"
+
+
+class StageTimes:
+    """The steps that were prepared, one after another.
+
+    Attributes:
+        steps: of each step, stage → `[seconds, CPU seconds of the thread]`, and `all` for all of it.
+        sent_nbytes: of each step, payload bytes that left this rank.
+        num_peers: of each step, ranks that some of them went to.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, list[float]]] = []
+        self.sent_nbytes: list[int] = []
+        self.num_peers: list[int] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Time all steps that are prepared meanwhile."""
+        places = [*STAGES.items(), *(("all", (StepPlanner, name)) for name in _WHOLE)]
+        stock = [(owner, name, getattr(owner, name)) for _, (owner, name) in places]
+        exchange = dist.all_to_all_single
+        for (stage, _), (owner, name, function) in zip(places, stock, strict=True):
+            setattr(owner, name, self._timed(stage, function))
+        dist.all_to_all_single = self._counted(exchange)
+        try:
+            yield
+        finally:
+            for owner, name, function in stock:
+                setattr(owner, name, function)
+            dist.all_to_all_single = exchange
+
+    def _timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*positional: Any, **keywords: Any) -> Any:
+            if stage == "all":
+                self.steps.append(defaultdict(lambda: [0.0, 0.0]))
+                self.sent_nbytes.append(0)
+                self.num_peers.append(0)
+            started = time.perf_counter(), time.thread_time()
+            result = function(*positional, **keywords)
+            ended = time.perf_counter(), time.thread_time()
+            spent = self.steps[-1][stage]
+            for clock in range(2):
+                spent[clock] += ended[clock] - started[clock]
+            return result
+
+        return timed
+
+    def _counted(self, all_to_all: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(all_to_all)
+        def counted(receive: Any, send: Any, receive_nbytes: Any, send_nbytes: Any, **keywords: Any) -> Any:
+            self.sent_nbytes[-1] += sum(send_nbytes)
+            self.num_peers[-1] += sum(nbytes > 0 for nbytes in send_nbytes)
+            return all_to_all(receive, send, receive_nbytes, send_nbytes, **keywords)
+
+        return counted
