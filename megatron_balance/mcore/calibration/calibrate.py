@@ -32,7 +32,6 @@ from megatron_balance.mcore.calibration.exchange import (
     ExchangeFit,
     SharedLayers,
     fit_exchange,
-    ranks_per_node,
     shared_layers,
 )
 from megatron_balance.mcore.calibration.microbatches import SHORTEST, grid_of, mixed_microbatches
@@ -42,6 +41,7 @@ from megatron_balance.model.flops import mixer_flops, moe_flops
 from megatron_balance.model.layers import Layer
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.environment import environment
+from megatron_balance.runtime.nodes import local_world_size
 
 
 def calibrate(
@@ -137,7 +137,7 @@ def _exchanges(
     shared: list[SharedLayers], *, seconds: NDArray[np.float64], fits: dict[str, NDArray[np.float64]]
 ) -> tuple[ExchangeFit | None, ExchangeFit | None]:
     """Within a node and between nodes, where they were measured; sizes rise, so those within a node are first."""
-    within = [run for run in shared if run.cp_size <= ranks_per_node()]
+    within = [run for run in shared if run.cp_size <= (local_world_size() or 1)]
     num_within = sum(len(run.jobs) for run in within)
     return (
         fit_exchange(within, seconds=seconds[:num_within], fits=fits),

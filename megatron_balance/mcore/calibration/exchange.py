@@ -11,7 +11,6 @@ ones another.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -168,11 +167,6 @@ def fit_exchange(
             ],
         },
     )
-
-
-def ranks_per_node() -> int:
-    """Ranks on this node, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)

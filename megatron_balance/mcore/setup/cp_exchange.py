@@ -7,7 +7,6 @@ consecutive ranks on a node.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron_balance.cost.communication import (
 )
 from megatron_balance.cost.model import CostModel
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.nodes import blocks_span_nodes, local_world_size
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,23 @@ def exchange_cost(
 
 
 def spans_nodes(args: Any, *, max_cp_size: int | None) -> bool:
-    """Whether a context-parallel group may have ranks on several nodes; torchrun says how many ranks a node has.
+    """True if a context-parallel group may have ranks on several nodes.
 
     Args:
         args: Megatron's arguments.
         max_cp_size: the largest context-parallel size, None for as large as the ranks allow.
     """
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if args.world_size <= ranks_per_node:
-        return False
     tp_size = args.tensor_model_parallel_size
     ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
     largest = min(ranks_of_stage // tp_size, max_cp_size or ranks_of_stage)
     ranks_of_group = tp_size << (largest.bit_length() - 1)
-    return bool(ranks_per_node % ranks_of_group or ranks_of_stage % ranks_of_group)
+    here = local_world_size()
+    if here is not None and args.world_size <= here:
+        return False
+    # Where groups do not divide a stage, it is not said here which ranks they have.
+    return bool(ranks_of_stage % ranks_of_group) or blocks_span_nodes(
+        ranks_of_group, world_size=args.world_size, ranks_per_node=here
+    )
 
 
 def _part(cost_model: CostModel) -> str:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_balance.runtime.agreement import Meeting, gather_texts
+from megatron_balance.runtime.nodes import local_world_size, members_per_node
 from megatron_balance.runtime.peers import named_ranks, waiting_for
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -139,38 +140,19 @@ def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
 def dp_ranks_per_node(*, timeout: timedelta) -> int | None:
     """Data-parallel ranks of one node, the same on every rank; None where nodes do not matter or are not known.
 
-    torchrun numbers the ranks of a node one after another and sets LOCAL_WORLD_SIZE. Every rank of the world calls it.
+    Every rank of the world calls it.
     """
     from megatron.core import parallel_state
 
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    here = local_world_size()
     group: Any = parallel_state.get_data_parallel_group()
     ranks = dist.get_process_group_ranks(group)
-    own = members_per_node(ranks, local_world_size=local_world_size)
+    own = members_per_node(ranks, ranks_per_node=here)
     meeting = meeting_of_world(timeout=timeout)
     if meeting is None:
         return own
-    texts = gather_texts(json.dumps([local_world_size, own]), meeting=meeting, topic="the ranks of each node")
+    texts = gather_texts(json.dumps([here, own]), meeting=meeting, topic="the ranks of each node")
     return own if len({*texts}) == 1 else None
-
-
-def members_per_node(ranks: Sequence[int], *, local_world_size: int) -> int | None:
-    """Members of a group on each of its nodes; None where it has one node, one member on each, or unequal numbers.
-
-    Args:
-        ranks: `[num_members]` world ranks.
-        local_world_size: ranks of a node; 0 where that is not known.
-
-    Example:
-        >>> members_per_node([0, 2, 4, 6, 8, 10], local_world_size=4)
-        2
-    """
-    if local_world_size == 0:
-        return None
-    nodes = [rank // local_world_size for rank in ranks]
-    count = nodes.count(nodes[0])
-    even = all((nodes[i] == nodes[i - 1]) == (i % count != 0) for i in range(1, len(nodes)))
-    return count if even and 1 < count < len(nodes) and len(nodes) % count == 0 else None
 
 
 def reads_data() -> bool:
