@@ -40,4 +40,8 @@ if [[ -n $checkout ]] && grep -qs '^class DefaultDynamicCPScheduler' "$checkout/
     MEGATRON_DEV_CHECKOUT=$checkout \
         .venv/bin/python -m pytest -q -m checkout tests/megatron/test_dynamic_packing_scheduler.py || status=1
 fi
+if [[ -n $checkout && -f $checkout/megatron/rl/sequence_packing_utils.py ]]; then
+    MEGATRON_CHECKOUT=$checkout .venv/bin/python -m pytest -q -m checkout \
+        tests/megatron/test_rl_bins.py tests/megatron/test_padded_rows.py || status=1
+fi
 exit "$status"

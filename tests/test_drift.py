@@ -150,15 +150,14 @@ def test_rows_of_a_branch_are_looked_at_where_it_has_them(tmp_path: Path) -> Non
         rows=(),
         version_of=lambda place, sources: "1.0",
         remedy="a test",
-        branch="up.schedules:Loader",
-        branch_rows=(relied,),
+        branches={"up.schedules:Loader": (relied,)},
     )
     for path, text in STOCK.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     with open_sources(tmp_path) as sources:
-        assert package.branch_rows_of(sources) == (relied,)
+        assert package.branch_rows_of(sources) == [relied]
         assert [finding.says for finding in compare.broken([relied], sources=sources)] == ["no longer takes parts"]
     (tmp_path / "up/schedules.py").write_text("")
     with open_sources(tmp_path) as sources:
-        assert package.branch_rows_of(sources) == ()
+        assert package.branch_rows_of(sources) == []

@@ -18,6 +18,7 @@ from megatron_balance.hooking.patches import install as install_hooks
 from megatron_balance.mcore.current_run import CurrentRun, current
 from megatron_balance.mcore.dynamic_packing_scheduler import replace_dynamic_scheduler
 from megatron_balance.mcore.packing_scheduler import register
+from megatron_balance.mcore.rl_bins import rl_installation
 from megatron_balance.mcore.step.router_padding import (
     counts_of_real_tokens,
     embeddings_with_mask_in_place,
@@ -194,6 +195,7 @@ def install() -> Installation[str]:
         patches = install_hooks(hooks, version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
+        installation.add(rl_installation)  # installed later, by a run that asks for it
         for registration in (register(), replace_dynamic_scheduler()):
             if registration is not None:
                 installation.add(registration)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drift import compare
 from drift.apex import APEX
-from drift.relied import DYNAMIC_CP, MEGATRON, MEGATRON_DYNAMIC_CP, Relied
+from drift.relied import DYNAMIC_CP, MEGATRON, MEGATRON_DYNAMIC_CP, MEGATRON_RL, RL_PACKING, Relied
 from drift.sources import Sources
 from drift.transformer_engine import TRANSFORMER_ENGINE
 from megatron_balance.hooking.patches import Hook
 from megatron_balance.mcore.hooks import HOOKS
 from megatron_balance.mcore.options.option import Option
 from megatron_balance.mcore.options.table import SUBJECTS
+from megatron_balance.mcore.rl_bins import RL_HOOKS
 
 FINGERPRINTS = Path(__file__).resolve().parent.parent.parent / "patches" / "fingerprints"
 
@@ -33,8 +34,8 @@ class Package:
         version_of: reads the version from a wheel's or a checkout's place and sources.
         remedy: what to read and run after a difference.
         option_rows: what becomes of the options of its parser, where it has one.
-        branch: a definition that only some branches have, whatever version they name.
-        branch_rows: definitions that are relied on where it is there.
+        branches: for a definition that only some sources have, whatever version they name, the rows that are relied on
+            where it is there.
         in_registry: whether its wheels can be downloaded.
     """
 
@@ -45,13 +46,13 @@ class Package:
     remedy: str
     hooks: Sequence[Hook] = ()
     option_rows: Sequence[Option] = ()
-    branch: str = ""
-    branch_rows: Sequence[Relied] = ()
+    branches: Mapping[str, Sequence[compare.Row]] = field(default_factory=dict)
     in_registry: bool = True
 
-    def branch_rows_of(self, sources: Sources) -> Sequence[Relied]:
-        """Definitions that are relied on beside those of the release, in sources that have the branch's."""
-        return self.branch_rows if self.branch and sources.find(self.branch) is not None else ()
+    def branch_rows_of(self, sources: Sources) -> list[compare.Row]:
+        """Definitions that are relied on beside those of the release, in sources that have them."""
+        present = (rows for marker, rows in self.branches.items() if sources.find(marker) is not None)
+        return [row for rows in present for row in rows]
 
     def rows_of(self, version: str) -> list[compare.Row]:
         """Definitions that are relied on in a release."""
@@ -116,8 +117,7 @@ MEGATRON_CORE = Package(
     marker="megatron.core.package_info",
     rows=MEGATRON,
     hooks=HOOKS,
-    branch=DYNAMIC_CP,
-    branch_rows=MEGATRON_DYNAMIC_CP,
+    branches={DYNAMIC_CP: MEGATRON_DYNAMIC_CP, RL_PACKING: (*RL_HOOKS, *MEGATRON_RL)},
     option_rows=[row for subject in SUBJECTS.values() for row in subject],
     version_of=_megatron_version,
     remedy="mend or widen what relies on them (megatron_balance/mcore, scripts/drift/relied.py), classify options "

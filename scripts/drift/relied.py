@@ -289,3 +289,32 @@ MEGATRON_DYNAMIC_CP = (
         parameters=("group_size",),
     ),
 )
+
+_RL = "megatron.rl.sequence_packing_utils"
+
+RL_PACKING = f"{_RL}:SequencePacker"
+"""By this definition a checkout is known to have an RL loop that packs sequences; wheels lack it."""
+
+MEGATRON_RL = (
+    Relied(
+        f"{_RL}:pack_all_trajectories",
+        "packs the sequences of all ranks and looks the hooked function up when it deals bins out",
+        names=("distribute_packed_bins", ".packing_algo"),
+    ),
+    Relied(
+        f"{RL_PACKING}.pack_sequences",
+        "says where the sequences of each bin start, and the last one ends",
+        names=("seq_starts", "bin_seq_indices", "seq_to_bin_idx"),
+    ),
+    Relied(
+        f"{_RL}:create_packed_seq_params_for_bin",
+        "runs the padding of a bin as a sequence",
+        parameters=("bin_size",),
+        names=("cu_seqlens",),
+    ),
+    Relied(
+        "megatron.training.training:train",
+        "asks for the schedule, which installs the hook, before it packs the first rollout",
+        names=("get_forward_backward_func",),
+    ),
+)

@@ -77,6 +77,7 @@ REFUSED = [
     "--dataloader-inter-document-masking --pipeline-model-parallel-size 4",
     "--inprocess-restart",
     "--perform-rl-step",
+    "--perform-rl-step --rl-use-sequence-packing --use-dynamic-batch-size --max-tokens-per-gpu 4096",
     "--logits-load-dir teacher",
     "--yaml-cfg options.yaml",
     "--balance-unpad 0",
@@ -97,7 +98,13 @@ REFUSED = [
     f"--balance-shape-bucket 3 {SIZED}",
     f"--balance-algorithm greedy {SIZED}",
 ]
-STOCK = ["--hybrid-context-parallel", "--cuda-graph-impl local", "--enable-cuda-graph", "--external-cuda-graph"]
+STOCK = [
+    "--perform-rl-step --rl-use-sequence-packing",
+    "--hybrid-context-parallel",
+    "--cuda-graph-impl local",
+    "--enable-cuda-graph",
+    "--external-cuda-graph",
+]
 CAUTIONED = [
     f"--transformer-impl transformer_engine {SIZED}",
     "--moe-token-dispatcher-type flex --num-experts 4",
