@@ -16,6 +16,8 @@ from benchmarks.planner.measure import Row, measure_row
 from benchmarks.planner.options import add_options, lengths_folder
 from benchmarks.planner.ratios import speed_ratios
 from benchmarks.planner.report import Results, make_header, write_planner
+from benchmarks.planner.scale import SIZES as SIZES_AT_SCALE
+from benchmarks.planner.scale import run_scale
 from benchmarks.planner.setups import QUICK_SETUPS, SETUPS, Setup, global_batches
 
 
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.unfreeze()  # measure.py froze what was imported.
     _announce(f"wrote planner.md and planner.json to {args.out}")
     ablated = QUICK_SETUPS if args.quick else ABLATED_SETUPS
+    run_scale(
+        (64,) if args.quick else SIZES_AT_SCALE, folder=folder, command=args.command, out=args.out, announce=_announce
+    )
     run_ablation(setups=ablated, folder=folder, header=header, out=args.out, announce=_announce)
     return 0
 

@@ -18,6 +18,8 @@
     10. the plan of least predicted time is kept; small batches of ranks that do not meet are compared with plans of the
         algorithms by name
 
+A large batch is planned as copies of the plan of a part of it (`copies.py`).
+
 An algorithm by name gives samples to ranks first and then packs each rank by itself (`by_rank.py`), and so does a plan
 whose samples may not leave their rank. `slot_of` is `[num_samples]` `rank * num_microbatches + slot`.
 """
@@ -32,6 +34,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.bounds.time import least_time, min_num_microbatches
 from megatron_balance.planner.packing.by_rank import assign_ranks, place_by_ranks
+from megatron_balance.planner.packing.copies import copied, num_parts, part_of
 from megatron_balance.planner.packing.group_levels import place_groups
 from megatron_balance.planner.packing.rank_levels import place_ranks
 from megatron_balance.planner.packing.search import search
@@ -80,20 +83,29 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
 
 def _place_by_levels(problem: Problem, *, bound: int, work: int) -> Placement:
     """The micro-batches of all ranks together."""
-    packs: list[Callable[[int], Placement | None]]
+    parts = num_parts(problem)
+    if parts > 1:
+        part = part_of(problem, parts=parts)
+        part_work = part.objective.least_work(part)
+        part_bound = least_time(part, work=part_work, num_microbatches=min_num_microbatches(part))
+        return copied(problem, _place_by_levels(part, bound=part_bound, work=part_work), parts=parts)
+    packs = _ways(problem, work=work)
+    return search(problem, timing=problem.timing, bound=bound, work=work, packs=packs)
+
+
+def _ways(problem: Problem, *, work: int) -> list[Callable[[int], Placement | None]]:
+    """The ways to pack that `search` tries."""
     if problem.sync_group_size > 1:
         # A single group computes all expert work, in whichever rows it lies.
         alone = problem.sync_group_size == problem.topology.dp_size
-        packs = [
+        return [
             lambda num, fill=fill: place_groups(problem, num_microbatches=num, work=work, fill=fill)
             for fill in ((True,) if alone else problem.timing.fills)
         ]
-    else:
-        packs = [
-            lambda num, steepness=steepness: place_ranks(problem, num_microbatches=num, work=work, steepness=steepness)
-            for steepness in problem.timing.slopes
-        ]
-    return search(problem, timing=problem.timing, bound=bound, work=work, packs=packs)
+    return [
+        lambda num, steepness=steepness: place_ranks(problem, num_microbatches=num, work=work, steepness=steepness)
+        for steepness in problem.timing.slopes
+    ]
 
 
 def _place_by_ranks(

@@ -1,0 +1,61 @@
+"""Large batches planned as copies of a part: the invariants of every plan, and near the plan of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
+from megatron_balance.lengths.read import synthetic_lengths
+from megatron_balance.planner.packing import copies, place
+
+TOPOLOGIES = (
+    Topology(8),
+    Topology(4, microbatch_multiple=3),
+    Topology(8, ep_size=2),
+    Topology(16, ep_size=4, pp_size=2, vpp_size=2),
+    Topology(4, pp_size=4, cp_size=2),
+    Topology(4, fully_sharded=True),
+)
+CAP = 64
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "MIN_SAMPLES", 2)
+    monkeypatch.setattr(copies, "MIN_GROUPS", 1)
+    monkeypatch.setattr(place, "MAX_NAMED_SAMPLES", 0)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(0, 2 * CAP), max_size=90),
+    topology=st.sampled_from(TOPOLOGIES),
+    limits=st.sampled_from((Limits(CAP), Limits(micro_batch_size=3))),
+    costs=st.sampled_from(
+        (CostModel.tokens(), CostModel(linear=3, quadratic=1, expert_linear=7, per_microbatch=50, per_sequence=9))
+    ),
+)
+@pytest.mark.usefixtures("small_parts")
+def test_copies_keep_every_invariant(lengths: list[int], topology: Topology, limits: Limits, costs: CostModel) -> None:
+    schedule = build_data_schedule(lengths, cost_model=costs, topology=topology, limits=limits)
+    schedule.check()
+    again = build_data_schedule(lengths[::-1], cost_model=costs, topology=topology, limits=limits)
+    assert again.predicted_cost == schedule.predicted_cost
+
+
+@pytest.mark.parametrize("topology", [Topology(64), Topology(512, ep_size=8), Topology(64, pp_size=8)])
+def test_copies_are_near_the_plan_of_the_whole(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.minimum(synthetic_lengths("servegen_mlarge", num_samples=2 * copies.MIN_SAMPLES, seed=0), 16384)
+    costs = CostModel(linear=70_000, quadratic=5, expert_linear=40_000, per_microbatch=10**8)
+
+    def plan() -> DataSchedule:
+        return build_data_schedule(lengths, cost_model=costs, topology=topology, limits=Limits(16384)).check()
+
+    in_parts = plan()
+    parts: list[int] = []
+    monkeypatch.setattr(place, "num_parts", lambda problem: parts.append(copies.num_parts(problem)) or 1)
+    assert in_parts.predicted_cost <= 1.01 * plan().predicted_cost
+    assert parts == [2]
