@@ -82,13 +82,12 @@ def meet(world: World) -> dict[str, Any]:
     readers = list(range(0, world.num_ranks, world.replica_size))
     measuring = sorted({*readers, world.num_ranks - 1})
     before = set(tcp_sockets())
-    dp_group = _group([[rank + of for rank in readers] for of in range(world.replica_size)])
+    dp_group = _group([readers]) or dist.group.WORLD  # a rank that reads no data meets no other there
     replica_group = None
     if world.replica_size > 1:
         replica_group = _group([list(range(first, first + world.replica_size)) for first in readers])
     figures_group, calibration_group = _group([measuring]), _group([readers])
-    assert dp_group is not None, "every rank is in one"
-    made = {name: sent for name, sent in tcp_sockets().items() if name not in before}
+    assert dp_group is not None, "initialised"
 
     costs = CostModel(linear=1000, quadratic=1)
     config = BalanceConfig(
@@ -131,13 +130,13 @@ def meet(world: World) -> dict[str, Any]:
         if metrics is not None:
             metrics.flush()
     dist.barrier()
-    counts = tcp_sockets()
+    made = [sent for name, sent in tcp_sockets().items() if name not in before]
     return {
         "calls": dict(Counter(call.kind for call in calls)),
         "in_training": dict(in_training),
         "traffic": vars(sum((call.traffic for call in calls), Traffic())),
         "sockets": len(made),
-        "tcp_sent_nbytes": sum(counts[name] - sent for name, sent in made.items()),
+        "tcp_sent_nbytes": sum(made),
         "expected": _expected(world, steps=steps, place=measuring.index(own) if own in measuring else None),
     }
 
@@ -173,10 +172,21 @@ def _expected(world: World, *, steps: Sequence[BalancedStep], place: int | None)
         for _ in steps:
             total += traffic.log_figures(num_measuring, rank=place, num_steps=1, num_figures=num_figures)
             calls.update(("gather", "broadcast"))
-    sizes = [world.dp_size, *([world.replica_size] if world.replica_size > 1 else [])]
-    sizes += [num_measuring] if place is not None else []
-    sizes += [world.dp_size] if lane == 0 else []
-    return {"calls": dict(calls), "traffic": vars(total), "sockets": traffic.sockets(tuple(sizes))}
+    met: list[set[int]] = []
+    if lane == 0:
+        met.append(traffic.peers_of_all_to_all(world.dp_size, rank=replica))
+        met.append(_peers_of_rounds(world.dp_size, rank=replica))
+    if world.replica_size > 1:
+        ring = traffic.peers_of_all_gather(world.replica_size, rank=lane)
+        met.append(ring | traffic.peers_of_broadcast(world.replica_size, rank=lane))
+    if place is not None:
+        met.append(_peers_of_rounds(num_measuring, rank=place))
+    return {"calls": dict(calls), "traffic": vars(total), "sockets": traffic.sockets(met)}
+
+
+def _peers_of_rounds(num_ranks: int, *, rank: int) -> set[int]:
+    """Ranks met where values are gathered on the first rank and their sum is broadcast."""
+    return traffic.peers_of_gather(num_ranks, rank=rank) | traffic.peers_of_broadcast(num_ranks, rank=rank)
 
 
 def _moved_nbytes(step: BalancedStep, *, rank: int) -> tuple[int | None, int]:
@@ -224,6 +234,7 @@ def _rows(world: World, *, replica: int) -> Iterator[dict[str, Tensor]]:
 def _group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """This rank's group of these, which every rank makes; None where it is in none."""
     own = None
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `split_world`
     for ranks in groups:
         group = dist.new_group(list(ranks), backend="gloo", timeout=TIMEOUT)
         if dist.get_rank() in ranks:

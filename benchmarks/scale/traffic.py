@@ -23,6 +23,7 @@ A rank's meetings for a step, all of them in its background threads:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FRAME_NBYTES = 48
@@ -140,20 +141,38 @@ def log_figures(num_measuring: int, *, rank: int, num_steps: int, num_figures: i
     return seconds + broadcast(num_measuring, rank=rank, row_nbytes=FLOAT * num_figures)
 
 
-def sockets(group_sizes: tuple[int, ...]) -> int:
-    """TCP sockets of a rank for its gloo groups: one to each other rank of each group, and one that listens for each.
+def peers_of_all_gather(num_ranks: int, *, rank: int) -> set[int]:
+    """Ranks that it connects to: the neighbours in the ring."""
+    return {(rank - 1) % num_ranks, (rank + 1) % num_ranks} - {rank}
 
-    torch connects all ranks of a group when it is made (TORCH_GLOO_LAZY_INIT is 0 by default).
+
+def peers_of_all_to_all(num_ranks: int, *, rank: int) -> set[int]:
+    """Ranks that it connects to: all."""
+    return {*range(num_ranks)} - {rank}
+
+
+def peers_of_gather(num_ranks: int, *, rank: int) -> set[int]:
+    """Ranks that it connects to: the first, and the first to all."""
+    return {0} if rank else peers_of_all_to_all(num_ranks, rank=0)
+
+
+def peers_of_broadcast(num_ranks: int, *, rank: int) -> set[int]:
+    """Ranks that it connects to: parent and children in the tree of `broadcast`."""
+    powers = [1 << bit for bit in range(num_ranks.bit_length())]
+    children = {rank + power for power in powers if rank < power and rank + power < num_ranks}
+    return children | ({rank - (1 << rank.bit_length() - 1)} if rank else set())
+
+
+def sockets(peers_of_groups: Iterable[set[int]]) -> int:
+    """TCP sockets of a rank for its gloo groups: one that listens for each, and one to each rank that it has met there.
+
+    Ranks connect when they first meet, as in all groups of this package; with TORCH_GLOO_LAZY_INIT=0, torch's default,
+    all ranks of a group are connected when it is made.
 
     Args:
-        group_sizes: ranks of each group that this rank is in.
+        peers_of_groups: ranks that this one has met, for each group that it is in.
     """
-    return sum(num_ranks - 1 for num_ranks in group_sizes) + len(group_sizes)
-
-
-def lazy_sockets_of_all_gather(num_ranks: int) -> int:
-    """Under TORCH_GLOO_LAZY_INIT=1, connections of a group in which only all_gather ran: the two neighbours."""
-    return min(2, num_ranks - 1)
+    return sum(1 + len(peers) for peers in peers_of_groups)
 
 
 def calibrate(
