@@ -19,7 +19,6 @@ from megatron_balance.cost.communication import (
 )
 from megatron_balance.cost.model import CostModel
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.nodes import blocks_span_nodes, local_world_size
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,9 @@ def spans_nodes(args: Any, *, max_cp_size: int | None) -> bool:
         args: Megatron's arguments.
         max_cp_size: the largest context-parallel size, None for as large as the ranks allow.
     """
+    # Reading flags loads no torch, and the package of this module does.
+    from megatron_balance.runtime.nodes import blocks_span_nodes, local_world_size
+
     tp_size = args.tensor_model_parallel_size
     ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
     largest = min(ranks_of_stage // tp_size, max_cp_size or ranks_of_stage)
