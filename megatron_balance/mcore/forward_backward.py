@@ -4,8 +4,8 @@ The wrapper pulls the items that the step would have read, balances them, and ca
 iterator and another number of micro-batches. `get_num_microbatches()` is unchanged: the learning rate, consumed samples
 and resuming depend on what was loaded.
 
-Invariants: Megatron's state that is changed for a step is restored after it, also when it fails; evaluation
-(`forward_only`) is Megatron's own.
+Invariants: Megatron's state that is changed for a step is restored after it, also when it fails; a forward-only call is
+Megatron's own, unless it is a step of an evaluation that is balanced (`evaluation.py`).
 """
 
 # Megatron types its getters Optional; before training they are not.
@@ -31,6 +31,7 @@ from megatron_balance.mcore.checkpoint import restore_state, state_folder
 from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention, restore_engine_attention
 from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
+from megatron_balance.mcore.evaluation import BalancedEvaluation, balanced_evaluation
 from megatron_balance.mcore.options.table import stock_notice
 from megatron_balance.mcore.setup.groups import data_group, dp_ranks_per_node, reads_data, replica_group, split_world
 from megatron_balance.mcore.setup.megatron_state import MegatronState
@@ -61,6 +62,7 @@ class BalancedForwardBackward:
         in_step: whether Megatron's schedule runs balanced micro-batches now.
         observer: watches the run on this rank, or None.
         pipeline_shapes: of the messages of the step that runs, or None where Megatron's stages exchange them.
+        evaluation: balances forward-only steps, or None where they are Megatron's own.
         context: switches between context-parallel groups, or None where all micro-batches have the same size.
     """
 
@@ -75,8 +77,10 @@ class BalancedForwardBackward:
         router_padding: RouterPadding | None = None,
         context: MicrobatchContext | None = None,
         unpads: bool = False,
+        evaluation: BalancedEvaluation | None = None,
     ) -> None:
         self.prefetcher = prefetcher
+        self.evaluation = evaluation
         self._unpads = unpads
         self.context = context
         self._router_padding = router_padding
@@ -86,6 +90,7 @@ class BalancedForwardBackward:
         self.in_step = False
         self.pipeline_shapes: PipelineShapes | None = None
         self._state = state
+        self._sft = state.is_sft
         self._log = log
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
@@ -96,9 +101,12 @@ class BalancedForwardBackward:
             arguments: what `train_step` or `evaluate` passes it, all by keyword.
         """
         with annotate_peer_loss(f"iteration {self._state.iteration}"):
-            if arguments.get("forward_only"):
+            if not arguments.get("forward_only"):
+                return self._step(schedule, **arguments)
+            if self.evaluation is None or not self.evaluation.balances(arguments):
                 return schedule(**arguments)
-            return self._step(schedule, **arguments)
+            with self._state.sft_as(self._sft):
+                return self._evaluation_step(schedule, self.evaluation, **arguments)
 
     def _step(self, schedule: Schedule, **arguments: Any) -> Any:
         iterators = arguments["data_iterator"]
@@ -122,9 +130,30 @@ class BalancedForwardBackward:
         if self._overlap and self._state.has_next_step:
             on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._state.iteration + 1)
             self.prefetcher.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
-        forward_step = self._for_each_microbatch(arguments["forward_step_func"], step, model=arguments["model"])
+        try:
+            return self._run(schedule, step, arguments, observer=self.observer)
+        finally:
+            if self.observer is not None:
+                self.observer.end()
+
+    def _evaluation_step(self, schedule: Schedule, evaluation: BalancedEvaluation, **arguments: Any) -> Any:
+        source = _first_iterator(arguments["data_iterator"]) if self._state.reads_data else None
+        on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._state.iteration)
+        with with_step_context(f"evaluation after iteration {self._state.iteration}"):
+            step = evaluation.step(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
+        losses = self._run(schedule, step, arguments, observer=None)
+        evaluation.check_sums(losses)
+        return losses
+
+    def _run(
+        self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: RunObserver | None
+    ) -> Any:
+        """Megatron's schedule on the micro-batches of a step."""
+        forward_step = self._for_each_microbatch(
+            arguments["forward_step_func"], step, model=arguments["model"], observer=observer
+        )
         arguments |= {
-            "data_iterator": _hand_out(iterators, lambda: map(dict, step.microbatches or ())),
+            "data_iterator": _hand_out(arguments["data_iterator"], lambda: map(dict, step.microbatches or ())),
             "num_microbatches": step.num_microbatches,
             "micro_batch_size": 1,
             "forward_step_func": forward_step,
@@ -144,8 +173,6 @@ class BalancedForwardBackward:
             self.pipeline_shapes = None
             if self.context is not None:
                 restore_engine_attention(arguments["model"], groups=self.context.groups)
-            if self.observer is not None:
-                self.observer.end()
 
     def logged(self) -> None:
         """Called after Megatron has logged a step."""
@@ -155,7 +182,9 @@ class BalancedForwardBackward:
                 if not self._state.has_next_step:
                     self.observer.flush()  # before Megatron closes its writers
 
-    def _for_each_microbatch(self, forward_step_func: Schedule, step: BalancedStep, *, model: Any) -> Schedule:
+    def _for_each_microbatch(
+        self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: RunObserver | None
+    ) -> Schedule:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
         padding = self._router_padding
         masks: list[Tensor] = []
@@ -179,8 +208,8 @@ class BalancedForwardBackward:
                     stack.enter_context(padding.given(masks[slot], model=model))
                 if starts:
                     stack.enter_context(called_with(starts[slot], model=model))
-                if self.observer is not None:
-                    stack.enter_context(self.observer.forward(slot))
+                if observer is not None:
+                    stack.enter_context(observer.forward(slot))
                 return run(data_iterator, model, *rest, **keywords)
 
         return forward_step
@@ -235,7 +264,8 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     state = MegatronState(args)
-    prefetcher = _prefetcher(setup, reads=state.reads_data)
+    replica = replica_group(timeout=setup.timeout)
+    prefetcher = _prefetcher(setup, reads=state.reads_data, replica=replica)
     if setup.resumed_from is not None:
         folder = state_folder(*setup.resumed_from)
         restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
@@ -247,6 +277,11 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         context = MicrobatchContext(groups)
         prepare_engine_attention()
     observer = build_watchers(setup, planner=prefetcher.planner, log=log)
+    evaluation = None
+    if setup.stock_evaluation:
+        log.say(f"evaluation is Megatron's own: {setup.stock_evaluation}.")
+    if setup.balances_evaluation:
+        evaluation = balanced_evaluation(setup, training=prefetcher.planner, replica_group=replica, state=state)
     return BalancedForwardBackward(
         prefetcher,
         state=state,
@@ -256,10 +291,11 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         router_padding=padding,
         context=context,
         unpads=config.unpad is not None,
+        evaluation=evaluation,
     )
 
 
-def _prefetcher(setup: RunSetup, *, reads: bool) -> StepPrefetcher:
+def _prefetcher(setup: RunSetup, *, reads: bool, replica: dist.ProcessGroup | None) -> StepPrefetcher:
     """This rank's prefetcher, with process groups of its own."""
     from megatron.core import parallel_state
 
@@ -305,7 +341,7 @@ def _prefetcher(setup: RunSetup, *, reads: bool) -> StepPrefetcher:
     )
     return StepPrefetcher(
         planner,
-        replica_group=replica_group(timeout=timeout),
+        replica_group=replica,
         pool=pool,
         shares_lengths=setup.counts_router_tokens or config.unpad is not None,
     )

@@ -28,6 +28,7 @@ from megatron_balance.mcore.wrappers import (
     while_balancing,
     with_backward_timed,
     with_balance_arguments,
+    with_balanced_evaluation,
     with_balanced_schedule,
     with_documents_split,
     with_figures_logged,
@@ -72,6 +73,14 @@ HOOKS = (
         wrap=with_balanced_schedule,
         why="train() asks it for the schedule of every step and passes the data iterator to that",
         until="core/datasets/data_schedule.py's scheduler_map (0.20) takes schedulers from outside",
+    ),
+    Hook(
+        target="megatron.training.training:evaluate",
+        bound_in=("megatron.training.training",),
+        parameters=("eval_iters",),
+        wrap=with_balanced_evaluation,
+        why="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
+        until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
     Hook(
         target="megatron.training.checkpointing:save_checkpoint",

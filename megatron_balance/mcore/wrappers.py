@@ -7,6 +7,7 @@ step, the replacement only calls Megatron's function.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,25 @@ def with_balanced_schedule(get_forward_backward_func: Function) -> Function:
             install_where_asked()
             return schedule
         return functools.partial(balanced, schedule)
+
+    return wrapper
+
+
+def with_balanced_evaluation(evaluate: Function) -> Function:
+    """Balance the forward-only steps of an evaluation, where the run does."""
+    signature = inspect.signature(evaluate)
+
+    @functools.wraps(evaluate)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        balanced = run_of_process()
+        if balanced is None or balanced.evaluation is None:
+            return evaluate(*positional, **keywords)
+        args: Any = get_args()
+        given = signature.bind(*positional, **keywords).arguments.get("eval_iters")
+        with balanced.evaluation.running(args.eval_iters if given is None else given):
+            return evaluate(*positional, **keywords)
 
     return wrapper
 

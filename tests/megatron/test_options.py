@@ -154,6 +154,7 @@ NO_BALANCE_FLAGS: dict[str, Any] = {
     "balance_by_flops": False,
     "balance_calibrate_online": False,
     "balance_context_parallel": None,
+    "balance_evaluation": None,
     "balance_exchange": "gloo",
     "balance_lookahead": 1,
     "balance_record": None,

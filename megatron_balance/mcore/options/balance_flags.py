@@ -108,6 +108,22 @@ BALANCE_FLAGS = (
         because="training has no NCCL",
         remedy="set --balance-exchange gloo",
     ),
+    Option(
+        names=("balance_evaluation",),
+        case="without --balance-data or --use-dynamic-batch-size",
+        support=Support.REFUSED,
+        when=both(given("balance_evaluation"), negated(BALANCING)),
+        because="nothing is balanced",
+        remedy="add --balance-data or --use-dynamic-batch-size, or drop it",
+    ),
+    Option(
+        names=("balance_evaluation", "balance_context_parallel"),
+        case="with --balance-context-parallel",
+        support=Support.REFUSED,
+        when=both(given("balance_evaluation"), _has_cp_sizes),
+        because="evaluation runs at --context-parallel-size",
+        remedy="drop one of them",
+    ),
     *(
         Option(
             names=(name,),

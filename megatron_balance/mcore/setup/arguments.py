@@ -44,6 +44,7 @@ class BalanceConfig:
         algorithm: `auto`, or a name in the planner's `partition.ALGORITHMS`.
         overlap: prepare the next step while this one runs.
         exchange: `gloo` or `nccl`.
+        evaluation: balance evaluation; None for where that leaves its loss as it is.
         unit: `segment` or `sample`.
         unpad: the token id of padding in rows without cu_seqlens, or `attention_mask`; None where rows are packed.
         lookahead: global batches to choose from.
@@ -65,6 +66,7 @@ class BalanceConfig:
     algorithm: str = "auto"
     overlap: bool = True
     exchange: str = "gloo"
+    evaluation: bool | None = None
     unit: str = "segment"
     unpad: int | str | None = None
     lookahead: int = 1
@@ -104,6 +106,7 @@ class BalanceConfig:
             algorithm=args.balance_algorithm,
             overlap=args.balance_overlap,
             exchange=args.balance_exchange,
+            evaluation=args.balance_evaluation,
             unit=args.balance_unit,
             unpad=args.balance_unpad,
             lookahead=args.balance_lookahead,

@@ -173,6 +173,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "which waits; for payloads that gloo cannot move within a step. Requires --balance-data.",
     )
     group.add_argument(
+        "--balance-evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Pack and move the samples of evaluation too; its loss is then the sum over tokens divided by tokens. "
+        "Without either flag: where Megatron divides sums as well, so not under --sft, where it averages means.",
+    )
+    group.add_argument(
         "--no-balance-overlap",
         action="store_false",
         dest="balance_overlap",

@@ -37,6 +37,22 @@ class MegatronState:
         return getattr(self._args, "balance_reads_on_every_rank", False) or reads_data()
 
     @contextlib.contextmanager
+    def sft_as(self, value: bool) -> Iterator[None]:
+        """Have Megatron take `--sft` as set or not. `evaluate` averages the losses by it, scripts read data by it."""
+        args = self._args
+        stock = getattr(args, "sft", False)
+        args.sft = value
+        try:
+            yield
+        finally:
+            args.sft = stock
+
+    @property
+    def is_sft(self) -> bool:
+        """True if `--sft` is set."""
+        return bool(getattr(self._args, "sft", False))
+
+    @contextlib.contextmanager
     def microbatch_of(self, num_tokens: int, *, cp_size: int | None = None) -> Iterator[None]:
         """Give Megatron's arguments the shape of one micro-batch while it runs.
 

@@ -44,6 +44,8 @@ MEGATRON_SETTINGS = (
     "seed",
     "dataloader_type",
     "log_interval",
+    "sft",
+    "full_validation",
     "iteration",
     "consumed_train_samples",
 )
@@ -70,6 +72,8 @@ class RunSetup:
             from iteration 0, and so does not resume.
         first_sample: index in the data set of the first sample that the run loads, or None where the sampler's order is
             not known (any but `single`).
+        evaluates: evaluation runs.
+        sft: `--sft` is set.
         counts_router_tokens: MoE routers count tokens, for auxiliary losses or the expert bias.
         overlaps_passes: forward and backward passes run together, so that none can be timed.
     """
@@ -87,8 +91,29 @@ class RunSetup:
     log_interval: int
     resumed_from: tuple[str, int] | None
     first_sample: int | None
+    evaluates: bool
+    sft: bool
     counts_router_tokens: bool
     overlaps_passes: bool
+
+    @property
+    def balances_evaluation(self) -> bool:
+        """Whether evaluation is balanced as well."""
+        return self.evaluates and self.config.evaluation is not False and not self.stock_evaluation
+
+    @property
+    def stock_evaluation(self) -> str:
+        """Why evaluation stays stock although no flag says so; empty where it does not, or nothing is evaluated."""
+        if not self.evaluates or self.config.evaluation is not None:
+            return ""
+        if self.config.dynamic_cp:
+            return "it runs at --context-parallel-size"
+        if self.sft:
+            return (
+                "under --sft its loss is a mean of means of micro-batches, which other micro-batches would change. "
+                "--balance-evaluation balances it, and divides the sum over tokens by the tokens"
+            )
+        return ""
 
     @classmethod
     def from_megatron_args(cls, args: Any, *, config: BalanceConfig) -> RunSetup:
@@ -115,6 +140,8 @@ class RunSetup:
             log_interval=args.log_interval,
             resumed_from=(args.load, args.iteration) if args.load and args.iteration else None,
             first_sample=args.consumed_train_samples if args.dataloader_type == "single" else None,
+            evaluates=bool(getattr(args, "full_validation", False) or args.eval_iters),
+            sft=bool(getattr(args, "sft", False)),
             counts_router_tokens=_routers_count_tokens(args),
             overlaps_passes=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
         )
@@ -212,5 +239,6 @@ def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
     if setup.config.calibration is not None:
         settings["calibration"] = "a file"  # ranks may name the file differently; its content is in the cost model
     settings |= {name: str(getattr(args, name, None)) for name in MEGATRON_SETTINGS}
+    settings["balanced evaluation"] = str(setup.balances_evaluation)
     settings |= {"topology": str(setup.topology), "cost model": str(setup.cost_model)}
     return settings

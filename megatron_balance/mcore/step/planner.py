@@ -106,7 +106,7 @@ class StepPlanner:
         self.cp_rank = cp_rank
         self.calibration = calibration
         self._origin = origin
-        self._ranks_per_node = ranks_per_node
+        self.ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
         self._device_exchange = device_exchange
         self._buffers = HostBuffers()
@@ -286,7 +286,7 @@ class StepPlanner:
             algorithm=self.config.partition_algorithm,
             home_ranks=gathered.home_ranks,
             move_samples=self.config.balance_data,
-            ranks_per_node=self._ranks_per_node,
+            ranks_per_node=self.ranks_per_node,
         )
 
     def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:

@@ -1,0 +1,87 @@
+"""Trains and records every evaluation: run by __main__.py and by the tests.
+
+Each rank's lines are those of record_steps.py and one for each call of Megatron's `evaluate`: its result and, summed
+over its iterations, the loss and the tokens of this rank's micro-batches, before Megatron averages them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from typing import Any, TextIO
+
+import record_steps
+
+from megatron_balance.hooking.patches import Function, Hook
+from megatron_balance.mcore import hooks
+
+_out: list[TextIO] = []
+_sums: list[list[float]] = []
+_tokens_of_slots: list[int] = []
+
+
+def main() -> None:
+    """Record while the script trains."""
+    rows = [
+        ("evaluate", _recorded),
+        ("get_forward_backward_func", _summed),
+    ]
+    also = [
+        Hook(
+            target=f"megatron.training.training:{target}",
+            bound_in=("megatron.training.training",),
+            parameters=(),
+            wrap=wrap,
+            why="records an evaluation",
+            until="Megatron has callbacks around it",
+        )
+        for target, wrap in rows
+    ]
+    record_steps.train_wrapped(_training, why="as record_steps", also=also)
+
+
+def _training(train_step: Function, *, out: TextIO) -> Function:
+    _out.append(out)
+    return record_steps.recorded(train_step, out=out)
+
+
+def _recorded(evaluate: Function) -> Function:
+    @functools.wraps(evaluate)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        _sums.clear()
+        _tokens_of_slots.clear()
+        args: Any = get_args()
+        before = args.consumed_valid_samples
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = evaluate(*positional, **keywords)
+        row = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+        row |= {"evaluation": {name: float(value) for name, value in result[0].items()}}
+        row |= {"sums": _sums[:], "consumed": args.consumed_valid_samples - before, "sft": args.sft}
+        row |= {"microbatch_tokens": _tokens_of_slots[:]}
+        print(json.dumps(row), file=_out[0], flush=True)
+        return result
+
+    return wrapper
+
+
+def _summed(get_forward_backward_func: Function) -> Function:
+    @functools.wraps(get_forward_backward_func)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        schedule = get_forward_backward_func(*positional, **keywords)
+
+        def run(*args: Any, **arguments: Any) -> Any:
+            losses = schedule(*args, **arguments)
+            if arguments.get("forward_only"):
+                _sums.append([sum(float(loss["lm loss"].view(-1)[i]) for loss in losses) for i in (0, 1)])
+                balanced = hooks.current()
+                if balanced is not None and balanced.evaluation is not None:
+                    assert balanced.evaluation.last_step is not None
+                    _tokens_of_slots.extend(balanced.evaluation.last_step.microbatch_tokens)
+            return losses
+
+        return run
+
+    return wrapper

@@ -1,0 +1,124 @@
+"""Balances Megatron's evaluation: forward-only steps are packed and moved as those of training are.
+
+Megatron sums the losses and tokens of micro-batches and divides the sums, which no packing changes. Under `--sft` it
+averages the means of micro-batches, over micro-batches, ranks and iterations, so that another packing is another
+number. Balanced evaluation has Megatron divide sums in every case.
+
+Invariants: iterations, items that are read, and consumed samples are stock; nothing of training's prefetcher is used:
+its thread may be preparing the next training step over a group of its own meanwhile.
+"""
+
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.groups import data_group
+from megatron_balance.mcore.setup.megatron_state import MegatronState
+from megatron_balance.mcore.setup.run_setup import RunSetup
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+
+
+class BalancedEvaluation:
+    """The forward-only steps of Megatron's `evaluate`.
+
+    Args:
+        prefetcher: of evaluation alone.
+        state: of Megatron.
+        overlap: prepare the next step while one runs.
+
+    Attributes:
+        last_step: the data of the newest step, for tests.
+    """
+
+    def __init__(self, prefetcher: StepPrefetcher, *, state: MegatronState, overlap: bool) -> None:
+        self.last_step: BalancedStep | None = None
+        self._prefetcher = prefetcher
+        self._state = state
+        self._overlap = overlap
+        self._steps_left = 0
+
+    @contextlib.contextmanager
+    def running(self, num_steps: int) -> Iterator[None]:
+        """Balance the forward-only steps in this context, Megatron's `evaluate`.
+
+        Args:
+            num_steps: iterations of this evaluation.
+        """
+        self._steps_left = num_steps
+        try:
+            with self._state.sft_as(False):
+                yield
+        finally:
+            self._steps_left = 0
+
+    def balances(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a forward-only call of a schedule is an iteration of `evaluate`, which all ranks run."""
+        return self._steps_left > 0 and not arguments.get("collect_non_loss_data")
+
+    def step(self, source: Any, *, num_microbatches: int, on_lost: Callable[[BalanceError], None]) -> BalancedStep:
+        """The data of one iteration; arguments and errors as for `StepPrefetcher`."""
+        step = self._prefetcher.balance(source, num_microbatches=num_microbatches)
+        self._steps_left -= 1
+        if self._overlap and self._steps_left:
+            self._prefetcher.prepare(source, num_microbatches=num_microbatches, on_lost=on_lost)
+        self.last_step = step
+        return step
+
+    @staticmethod
+    def check_sums(loss_dicts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Check what a schedule returns: a sum and its tokens for every loss of each micro-batch.
+
+        Raises:
+            BalanceError: a loss that is a mean, which depends on packing.
+        """
+        for name, loss in (loss_dicts[0] if loss_dicts else {}).items():
+            if loss.numel() != 2:
+                raise BalanceError(
+                    f"The loss function reports {name!r} as {loss.numel()} numbers in evaluation: a balanced one needs "
+                    "the sum over tokens and their number. Return both, or set --no-balance-evaluation."
+                )
+
+
+def balanced_evaluation(
+    setup: RunSetup,
+    *,
+    training: StepPlanner,
+    replica_group: dist.ProcessGroup | None,
+    state: MegatronState,
+) -> BalancedEvaluation:
+    """The evaluation of this rank, with a group of its own. Every rank of the world calls it.
+
+    Args:
+        setup: of the run.
+        training: plans the steps of training.
+        replica_group: of the model replica; only the training thread uses it, one step at a time.
+        state: of Megatron.
+    """
+    from megatron.core import parallel_state
+
+    planner = StepPlanner(
+        setup.config,
+        topology=setup.topology,
+        limits=setup.limits,
+        cost_model=setup.cost_model,
+        # As in training, a rank that reads no data only counts its place.
+        dp_group=data_group(state.reads_data, timeout=setup.timeout) or parallel_state.get_data_parallel_group(),
+        cp_rank=training.cp_rank,
+        ranks_per_node=training.ranks_per_node,
+        pin_memory=torch.cuda.is_available(),
+        timeout=setup.timeout,
+    )
+    shares_lengths = setup.counts_router_tokens or setup.config.unpad is not None
+    prefetcher = StepPrefetcher(planner, replica_group=replica_group, shares_lengths=shares_lengths)
+    return BalancedEvaluation(prefetcher, state=state, overlap=setup.config.overlap)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Trains and evaluates on the same rows, stock and balanced; prints seconds, CPU seconds and the difference of losses.
+#   scripts/bench_evaluation.sh --out benchmarks/results    what is committed, a minute or two
+# Results go to build/bench, or to the folder of --out. PYTHON names the interpreter; .venv's is the default.
+set -euo pipefail
+folder=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-$folder/.venv/bin/python}
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
+PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.evaluation "$@"
