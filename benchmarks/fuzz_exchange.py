@@ -46,6 +46,7 @@ class Tally:
         samples: that arrived here and were compared.
         moved: of these, loaded by another rank.
         nbytes: of them.
+        ragged: entries of their ragged keys.
         sequences: packed and unpacked again.
         zero_length: samples without a token among those that arrived.
         over_long: samples over the cap among them.
@@ -57,6 +58,7 @@ class Tally:
     samples: int = 0
     moved: int = 0
     nbytes: int = 0
+    ragged: int = 0
     sequences: int = 0
     zero_length: int = 0
     over_long: int = 0
@@ -72,6 +74,7 @@ class _Round:
         lengths: of each rank's samples, each the lengths of its sequences.
         token_dtypes: of the keys per token beside tokens and loss_mask.
         sample_dtypes: of the keys per sample.
+        ragged_dtypes: of the ragged keys.
         matrices: whether keys with trailing dimensions are there too.
         topology: with as many ranks as the group.
         limits: of a micro-batch.
@@ -86,6 +89,7 @@ class _Round:
     lengths: list[list[tuple[int, ...]]]
     token_dtypes: tuple[torch.dtype, ...]
     sample_dtypes: tuple[torch.dtype, ...]
+    ragged_dtypes: tuple[torch.dtype, ...]
     matrices: bool
     topology: Topology
     limits: Limits
@@ -135,6 +139,7 @@ def _draw(rng: np.random.Generator, *, num_ranks: int) -> _Round:
         lengths,
         token_dtypes=tuple(DTYPES[i] for i in rng.choice(len(DTYPES), size=rng.integers(0, 4), replace=False)),
         sample_dtypes=tuple(DTYPES[i] for i in rng.choice(len(DTYPES), size=rng.integers(0, 3), replace=False)),
+        ragged_dtypes=tuple(DTYPES[i] for i in rng.choice(len(DTYPES), size=rng.integers(0, 3), replace=False)),
         matrices=bool(rng.random() < 0.2),
         topology=Topology(
             num_ranks,
@@ -179,7 +184,13 @@ def _sample(segments: tuple[int, ...], drawn: _Round, rng: np.random.Generator) 
             "strided": _bits((length, 5), torch.int32, rng)[:, ::2],
         }
         per_sample["transposed"] = _bits((2, 3), torch.float64, rng).T
-    return Sample(per_token, per_sample=per_sample, segment_lengths=segments)
+    ragged = {f"ragged_{dtype}": _bits((_num_entries(length, rng), 3), dtype, rng) for dtype in drawn.ragged_dtypes}
+    return Sample(per_token, per_sample=per_sample, ragged=ragged, segment_lengths=segments)
+
+
+def _num_entries(length: int, rng: np.random.Generator) -> int:
+    """Entries of a ragged key: often none, and none without a token."""
+    return int(rng.integers(0, 40)) if length and rng.random() < 0.6 else 0
 
 
 def _bits(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator) -> Tensor:
@@ -200,7 +211,11 @@ def digest(tensors: Mapping[str, Tensor], *, segment_lengths: Sequence[int]) -> 
 
 
 def _of(sample: Sample) -> int:
-    return digest({**sample.per_token, **sample.per_sample}, segment_lengths=sample.segment_lengths)
+    return digest(_tensors(sample), segment_lengths=sample.segment_lengths)
+
+
+def _tensors(sample: Sample) -> dict[str, Tensor]:
+    return {**sample.per_token, **sample.per_sample, **sample.ragged}
 
 
 def _one(mine: Sequence[Sample], drawn: _Round, *, group: dist.ProcessGroup, tally: Tally) -> None:
@@ -223,7 +238,8 @@ def _one(mine: Sequence[Sample], drawn: _Round, *, group: dist.ProcessGroup, tal
     for sample_id, sample in arrived.items():
         assert _of(sample) == expected[sample_id], f"sample {sample_id} was altered"
         tally.moved += int(gathered.home_ranks[sample_id] != group.rank())
-        tally.nbytes += sum(tensor.nbytes for tensor in (*sample.per_token.values(), *sample.per_sample.values()))
+        tally.nbytes += sum(tensor.nbytes for tensor in _tensors(sample).values())
+        tally.ragged += sum(sample.ragged_lengths)
         tally.zero_length += not sample.length
         tally.over_long += sample.length >= OVER_LONG
     tally.samples += len(arrived)
@@ -269,13 +285,15 @@ def _pack_and_unpack(samples: Sequence[Sample], gathered: GatheredLengths, *, to
             dummy = dummy_microbatch(gathered.schema, token_multiple=token_multiple, cp_size=cp_size)
             assert not dummy["loss_mask"].any(), "a dummy is trained on"
         return 0
-    # A row of several sequences has no place for one entry a sample; nor can shapes tell a small matrix from tokens.
+    # A row of several sequences has no place for what a sample has once; nor do shapes distinguish a small matrix from
+    # tokens.
     single = all(len(sample.segment_lengths) == 1 for sample in samples)
     kept = [name for name, tensor in samples[0].per_sample.items() if single and not tensor.dim()]
     samples = [
         Sample(
             sample.per_token,
             per_sample={name: sample.per_sample[name] for name in kept},
+            ragged=sample.ragged if single else {},
             segment_lengths=sample.segment_lengths,
         )
         for sample in samples
@@ -285,10 +303,10 @@ def _pack_and_unpack(samples: Sequence[Sample], gathered: GatheredLengths, *, to
     if not went_in:
         assert not batch["loss_mask"].any(), "a dummy is trained on"
         return 0
-    names = {*samples[0].per_token, *kept}
+    names = {*samples[0].per_token, *kept, *samples[0].ragged}
     came_out = [
         digest(
-            {name: tensor for name, tensor in {**piece.per_token, **piece.per_sample}.items() if name in names},
+            {name: tensor for name, tensor in _tensors(piece).items() if name in names},
             segment_lengths=(piece.length,),
         )
         for piece in split_packed(batch)
@@ -304,7 +322,7 @@ def _sequences(sample: Sample) -> list[int]:
     for length in sample.segment_lengths:
         if length:
             piece = {name: tensor[start : start + length] for name, tensor in sample.per_token.items()}
-            digests.append(digest({**piece, **sample.per_sample}, segment_lengths=(length,)))
+            digests.append(digest({**piece, **sample.per_sample, **sample.ragged}, segment_lengths=(length,)))
         start += length
     return digests
 
@@ -323,7 +341,7 @@ def main() -> None:
     assert world is not None, "just made"
     started = time.process_time()
     tally = fuzz(world, pair=pairs[dist.get_rank() % 2], count=chosen.count, seed=chosen.seed)
-    names = ("samples", "moved", "nbytes", "sequences", "zero_length", "over_long", "empty_ranks")
+    names = ("samples", "moved", "nbytes", "ragged", "sequences", "zero_length", "over_long", "empty_ranks")
     seconds = [time.process_time() - started]
     totals = torch.tensor([*(float(getattr(tally, name)) for name in names), *seconds], dtype=torch.float64)
     dist.all_reduce(totals)

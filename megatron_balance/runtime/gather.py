@@ -10,6 +10,7 @@ or is at fault. All ranks decide on these from the same header.
 
 The values of a rank are the lengths of its samples. Where any of them has several sequences, they are the number of
 sequences of each sample and then the lengths of all sequences: more values than samples, which distinguishes the two.
+Where samples have ragged keys, the entries of each of these keys follow, sample after sample.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class GatheredLengths:
         segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
         new_source: whether some rank's samples come from another source than its last ones.
         next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
+        ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order; None where
+            it has none.
     """
 
     lengths: NDArray[np.int64]
@@ -64,6 +67,11 @@ class GatheredLengths:
     segment_lengths: NDArray[np.int64]
     new_source: bool = False
     next_row_values: int = INLINE_LENGTHS
+    ragged_lengths: NDArray[np.int64] | None = None
+
+    def ragged_of(self, sample_ids: NDArray[np.int64]) -> list[list[int]]:
+        """Entries of the ragged keys of each of these samples; empty where there is no such key."""
+        return [] if self.ragged_lengths is None else self.ragged_lengths[sample_ids].tolist()
 
     def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]] | None:
         """Lengths of the sequences of each of these samples; None where every sample of all ranks is one sequence."""
@@ -95,6 +103,7 @@ def gather_sample_lengths(
     return gather_lengths(
         [length for sample in samples for length in sample.segment_lengths],
         num_segments=[len(sample.segment_lengths) for sample in samples],
+        ragged_lengths=[] if schema is None else [sample.ragged_lengths for sample in samples],
         group=group,
         schema=schema,
         fingerprint=fingerprint,
@@ -112,6 +121,7 @@ def gather_lengths(
     *,
     group: dist.ProcessGroup,
     num_segments: ArrayLike | None = None,
+    ragged_lengths: ArrayLike = (),
     schema: SampleSchema | None = None,
     fingerprint: int = 0,
     packed: bool = True,
@@ -127,6 +137,7 @@ def gather_lengths(
         local_lengths: `[num_local_samples]`, tokens, or one entry a sequence, sample after sample; may be empty.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
         num_segments: `[num_local_samples]`, sequences of each sample, at least 1; None where each is one sequence.
+        ragged_lengths: `[num_local_samples, num_ragged]`, entries of each of the schema's ragged keys.
         schema: of this rank's samples; None only where it has none, and then the others' is adopted.
         fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
         packed: whether this rank's data marks where its sequences begin (`cu_seqlens`); equal on all ranks.
@@ -145,10 +156,11 @@ def gather_lengths(
     lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
     counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
     if problem is None:
-        problem = _own_problem(lengths, counts=counts, schema=schema)
+        problem = _own_problem(lengths, counts=counts, num_entries=np.size(ragged_lengths), schema=schema)
     if problem is not None:
         lengths, counts = lengths[:0], counts[:0]
-    values = lengths if len(lengths) == len(counts) else np.concatenate([counts, lengths])
+    entries = np.asarray(ragged_lengths if problem is None else (), dtype=np.int64).reshape(-1)
+    values = np.concatenate([*([] if len(lengths) == len(counts) else [counts]), lengths, entries])
     detail = b"" if schema is None else schema.to_bytes()
     if problem is not None:
         detail = problem.encode()
@@ -204,7 +216,11 @@ def gather_lengths(
         more = all_gather_row(rest, group=group, device=device, what="the remaining lengths (gather)")
         padded = np.concatenate([padded, more], axis=1)
     num_samples_per_rank = headers[:, NUM_SAMPLES]
-    all_counts, segment_lengths = _read_values(padded, num_values=num_values, num_samples=num_samples_per_rank)
+    num_ragged = 0 if schema is None else schema.num_ragged
+    of_ragged = num_samples_per_rank * num_ragged
+    all_counts, segment_lengths = _read_values(
+        padded, num_values=num_values - of_ragged, num_samples=num_samples_per_rank
+    )
     starts = np.cumsum(all_counts) - all_counts
     return GatheredLengths(
         lengths=np.add.reduceat(segment_lengths, starts) if len(starts) else segment_lengths,
@@ -216,6 +232,7 @@ def gather_lengths(
         segment_lengths=segment_lengths,
         new_source=bool(headers[:, NEW_SOURCE].any()),
         next_row_values=_row_values_for(int(num_values.max())),
+        ragged_lengths=_ragged(padded, num_values=num_values, of_ragged=of_ragged, num_ragged=num_ragged),
     )
 
 
@@ -241,6 +258,18 @@ def _read_values(
     return np.concatenate(counts), np.concatenate(lengths)
 
 
+def _ragged(
+    padded: NDArray[np.int64], *, num_values: NDArray[np.int64], of_ragged: NDArray[np.int64], num_ragged: int
+) -> NDArray[np.int64] | None:
+    """Values of all ranks → entries of the ragged keys, `[num_samples, num_ragged]`: the last values of each rank."""
+    if not num_ragged:
+        return None
+    parts = [
+        row[stop - num : stop] for row, stop, num in zip(padded, num_values.tolist(), of_ragged.tolist(), strict=True)
+    ]
+    return np.concatenate(parts).reshape(-1, num_ragged)
+
+
 def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
     """Check that all ranks computed the same schedule. One all_gather of one int64.
 
@@ -258,13 +287,20 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
     )
 
 
-def _own_problem(lengths: NDArray[np.int64], *, counts: NDArray[np.int64], schema: SampleSchema | None) -> str | None:
+def _own_problem(
+    lengths: NDArray[np.int64], *, counts: NDArray[np.int64], num_entries: int, schema: SampleSchema | None
+) -> str | None:
     if (lengths < 0).any():
         return f"a sample's length is {lengths.min()}: it must be at least 0."
     if (counts < 1).any() or counts.sum() != len(lengths):
         return f"num_segments is {counts.tolist()}: it must be at least 1 and sum to the {len(lengths)} lengths given."
     if len(counts) and schema is None:
         return f"{len(counts)} samples and no schema: give the schema of the samples."
+    if schema is not None and num_entries != len(counts) * schema.num_ragged:
+        return (
+            f"ragged_lengths has {num_entries} entries: it must have {schema.num_ragged}, one for each ragged key, for "
+            f"each of {len(counts)} samples."
+        )
     return None
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.padding import sequence_lengths
-from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
+from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema, lengths_key
 
 # Not part of a Sample: they describe the pack and are made again with each.
 DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -60,8 +60,10 @@ def pack_microbatch(
 
     Returns:
         Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
-        where the samples have none; per-sample keys `[num_samples, *shape]`, without samples of length 0; `cu_seqlens`
-        int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded` too; `max_seqlen` int32 `[1]`.
+        where the samples have none; per-sample keys `[num_samples, *shape]`, without samples of length 0; ragged keys
+        `[num_entries, *trailing]`, sample after sample, each with its lengths, int64 `[num_samples]`, as NAME_lengths;
+        `cu_seqlens` int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded` too; `max_seqlen` int32
+        `[1]`.
 
     Raises:
         BalanceError: no samples, padding in samples without loss_mask (it would be trained on), or num_tokens that are
@@ -103,6 +105,10 @@ def pack_microbatch(
         batch["position_ids"] = torch.cat([counting[:length] for length in padded_lengths]).unsqueeze(0)
     for name in present[0].per_sample:
         batch[name] = torch.stack([sample.per_sample[name] for sample in present])
+    for name in present[0].ragged:
+        entries = [sample.ragged[name] for sample in present]
+        batch[name] = torch.cat(entries)
+        batch[lengths_key(name)] = torch.tensor([len(of_sample) for of_sample in entries], device=device)
 
     if cp_size > 1:
         batch["cu_seqlens"] = _cu_seqlens(lengths, device=device)
@@ -124,8 +130,8 @@ def dummy_microbatch(
 ) -> dict[str, Tensor]:
     """A masked micro-batch, for a rank with fewer samples than slots.
 
-    `num_tokens`, or `token_multiple`, the fewest that are legal; all with loss_mask 0. Per-sample keys are zeros. Its
-    keys, shapes and dtypes are those of `pack_microbatch` with samples of this schema.
+    `num_tokens`, or `token_multiple`, the fewest that are legal; all with loss_mask 0. Per-sample keys are zeros,
+    ragged ones have no entry. Its keys, shapes and dtypes are those of `pack_microbatch` with samples of this schema.
 
     Raises:
         BalanceError: the schema has no loss_mask, so that nothing could be masked, or as `pack_microbatch`.
@@ -145,7 +151,10 @@ def dummy_microbatch(
 
     sample = Sample(
         {key.name: filled(key) for key in schema.keys if key.per_token},
-        per_sample={key.name: filled(key) for key in schema.keys if not key.per_token},
+        per_sample={key.name: filled(key) for key in schema.keys if not (key.per_token or key.ragged)},
+        ragged={
+            key.name: torch.empty(0, *key.shape, dtype=key.dtype, device=device) for key in schema.keys if key.ragged
+        },
         segment_lengths=tuple(lengths),
     )
     return pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)

@@ -31,27 +31,36 @@ class Block:
         ids: of the samples, rising.
         lengths: tokens of each.
         segments: tokens of the sequences of each; None where every sample is one sequence.
+        ragged: entries of the ragged keys of each; empty where there is no such key.
         nbytes: of the block.
     """
 
     ids: list[int]
     lengths: list[int]
     segments: list[tuple[int, ...]] | None
+    ragged: list[list[int]]
     nbytes: int
 
     @classmethod
     def of(cls, ids: NDArray[np.int64], *, gathered: GatheredLengths, schema: SampleSchema) -> Block:
         """The block of these samples."""
         if not len(ids):  # most pairs of a large group exchange nothing
-            return cls([], [], None, 0)
-        lengths = gathered.lengths[ids].tolist()
-        return cls(ids.tolist(), lengths, gathered.segments_of(ids), block_nbytes(schema, lengths=lengths))
+            return cls([], [], None, [], 0)
+        lengths, ragged = gathered.lengths[ids].tolist(), gathered.ragged_of(ids)
+        nbytes = block_nbytes(schema, lengths=lengths, ragged_lengths=ragged)
+        return cls(ids.tolist(), lengths, gathered.segments_of(ids), ragged, nbytes)
 
     def samples_in(self, buffer: Tensor, *, schema: SampleSchema) -> dict[int, Sample]:
         """Sample id → sample, as views of the buffer, uint8 `[nbytes]`."""
         if not self.ids:
             return {}
-        samples = read_block(buffer, lengths=self.lengths, schema=schema, segment_lengths=self.segments)
+        samples = read_block(
+            buffer,
+            lengths=self.lengths,
+            schema=schema,
+            segment_lengths=self.segments,
+            ragged_lengths=self.ragged,
+        )
         return dict(zip(self.ids, samples, strict=True))
 
 
@@ -137,7 +146,7 @@ def prepare_exchange(
     home_device = samples[0].device if samples else torch.device(device or "cpu")
     device = torch.device(device or home_device)
     nothing = torch.empty(0, dtype=torch.uint8)
-    no_block = Block([], [], None, 0)
+    no_block = Block([], [], None, [], 0)
     if schema is None:
         return PreparedExchange(None, device, {}, no_block, nothing, nothing, [], None)
     _check_samples(samples, gathered=gathered, rank=rank, schema=schema)
@@ -188,6 +197,9 @@ def _check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank
     expected, given = gathered.lengths[own].tolist(), [sample.length for sample in samples]
     if given != expected:
         raise BalanceError(f"reroute_samples got samples of {given} tokens; those gathered had {expected}.")
+    entries, has = gathered.ragged_of(own), [list(sample.ragged_lengths) for sample in samples]
+    if entries and has != entries:
+        raise BalanceError(f"reroute_samples got samples of {has} ragged entries; those gathered had {entries}.")
     segments = gathered.segments_of(own) or [(length,) for length in expected]
     for index, (sample, of_sample) in enumerate(zip(samples, segments, strict=True)):
         if sample.segment_lengths != of_sample:

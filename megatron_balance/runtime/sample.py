@@ -1,7 +1,7 @@
 """A sample's tensors, and the schema that all samples of a run share.
 
-A sample's length and the schema determine the size and the place of all its bytes, so that no sizes are sent with the
-samples.
+A sample's lengths, of its tokens and of its ragged keys, and the schema determine the size and the place of all its
+bytes, so that no sizes are sent with the samples.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ class Sample:
         per_token: tensors `[original_seq_len, *trailing]`: tokens, labels, loss_mask, position_ids and whatever else
             has one entry a token.
         per_sample: tensors of any fixed shape, 0-d included: one entry a sample.
+        ragged: tensors `[num_entries, *trailing]` whose number of entries is a key's and a sample's own: pixel_values
+            `[num_patches, d]`, image_grid_thw `[num_images, 3]`. All samples of a run have the same keys; one without
+            an image has `[0, d]`.
         segment_lengths: tokens of each sequence, in order; attention stays within a sequence. By default the sample is
             one sequence.
 
     Raises:
-        BalanceError: no per-token tensor, two of different lengths, one key in both dicts, or segments that do not make
-            up the sample.
+        BalanceError: no per-token tensor, two of different lengths, one key in two dicts, segments that do not make
+            up the sample, or ragged entries of a sample without tokens, which runs nowhere.
     """
 
     per_token: Mapping[str, Tensor]
     _: KW_ONLY
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    ragged: Mapping[str, Tensor] = field(default_factory=dict)
     segment_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,6 +57,20 @@ class Sample:
                 )
             if name in self.per_sample:
                 raise BalanceError(f"Sample key {name!r} is in per_token and in per_sample: it must be in one of them.")
+        for name, tensor in self.ragged.items():
+            if tensor.dim() == 0:
+                raise BalanceError(f"Sample.ragged[{name!r}] is 0-d: it must be [num_entries, ...].")
+            for other in (name, lengths_key(name)):
+                if other in self.per_token or other in self.per_sample:
+                    raise BalanceError(
+                        f"Sample key {other!r} is in per_token or per_sample: {name!r} is ragged, and packs have its "
+                        f"lengths as {lengths_key(name)!r}. Rename one of them."
+                    )
+            if not self.length and len(tensor):
+                raise BalanceError(
+                    f"Sample.ragged[{name!r}] has {len(tensor)} entries and the sample no token: it would run nowhere. "
+                    "Leave the sample out."
+                )
         if not self.segment_lengths:
             object.__setattr__(self, "segment_lengths", (self.length,))
         elif sum(self.segment_lengths) != self.length or min(self.segment_lengths) < 0:
@@ -67,9 +85,19 @@ class Sample:
         return next(iter(self.per_token.values())).shape[0]
 
     @property
+    def ragged_lengths(self) -> tuple[int, ...]:
+        """Entries of each ragged key, in the schema's order."""
+        return tuple(len(self.ragged[name]) for name in sorted(self.ragged))
+
+    @property
     def device(self) -> torch.device:
         """The device of the sample's tensors."""
         return next(iter(self.per_token.values())).device
+
+
+def lengths_key(name: str) -> str:
+    """The key of a batch that holds the lengths of a ragged key: `pixel_values_lengths`."""
+    return f"{name}_lengths"
 
 
 @dataclass(frozen=True)
@@ -79,8 +107,9 @@ class KeySpec:
     Attributes:
         name: the key.
         dtype: of its tensors.
-        shape: trailing shape of a per-token key, whole shape of a per-sample key.
+        shape: trailing shape of a per-token or a ragged key, whole shape of a per-sample key.
         per_token: True if there is one entry a token.
+        ragged: True if every sample has a number of entries of its own.
     """
 
     name: str
@@ -88,10 +117,11 @@ class KeySpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     per_token: bool
+    ragged: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one token's entry, or of one sample's."""
+        """Bytes of one entry: a token's, a sample's, or one of a ragged key."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     @property
@@ -100,8 +130,13 @@ class KeySpec:
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
-        axes = [*(["original_seq_len"] if self.per_token else []), *map(str, self.shape)]
+        first = ["original_seq_len"] if self.per_token else ["num_entries"] if self.ragged else []
+        axes = [*first, *map(str, self.shape)]
         return f"{self.dtype_name} [{', '.join(axes)}]"
+
+
+def _canonical(key: KeySpec) -> tuple[bool, bool, str]:
+    return not key.per_token, key.ragged, key.name
 
 
 @dataclass(frozen=True)
@@ -109,7 +144,8 @@ class SampleSchema:
     """Keys, dtypes and shapes that all samples of a run share.
 
     Attributes:
-        keys: in canonical order, whatever order they were given in: per-token keys by name, then per-sample keys.
+        keys: in canonical order, whatever order they were given in: per-token keys by name, then per-sample keys, then
+            ragged ones.
 
     Raises:
         BalanceError: no per-token key, or a name that occurs twice.
@@ -118,12 +154,17 @@ class SampleSchema:
     keys: tuple[KeySpec, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", tuple(sorted(self.keys, key=lambda key: (not key.per_token, key.name))))
+        object.__setattr__(self, "keys", tuple(sorted(self.keys, key=_canonical)))
         names = [key.name for key in self.keys]
         if len(set(names)) != len(names):
             raise BalanceError(f"A SampleSchema names a key twice: {names}.")
         if not any(key.per_token for key in self.keys):
             raise BalanceError(f"A SampleSchema needs at least one per-token key; it has {names}.")
+
+    @property
+    def num_ragged(self) -> int:
+        """Ragged keys."""
+        return sum(key.ragged for key in self.keys)
 
     @staticmethod
     def of(sample: Sample) -> SampleSchema:
@@ -136,7 +177,11 @@ class SampleSchema:
             KeySpec(name, dtype=tensor.dtype, shape=tuple(tensor.shape), per_token=False)
             for name, tensor in sample.per_sample.items()
         ]
-        return SampleSchema((*per_token, *per_sample))
+        ragged = [
+            KeySpec(name, dtype=tensor.dtype, shape=tuple(tensor.shape[1:]), per_token=False, ragged=True)
+            for name, tensor in sample.ragged.items()
+        ]
+        return SampleSchema((*per_token, *per_sample, *ragged))
 
     @staticmethod
     def shared_by(samples: Sequence[Sample]) -> SampleSchema | None:
@@ -156,13 +201,14 @@ class SampleSchema:
 
     def fits(self, sample: Sample) -> bool:
         """True if the sample holds exactly these keys with these dtypes and shapes."""
-        if len(self.keys) != len(sample.per_token) + len(sample.per_sample):
+        if len(self.keys) != len(sample.per_token) + len(sample.per_sample) + len(sample.ragged):
             return False
         for key in self.keys:
-            tensor = (sample.per_token if key.per_token else sample.per_sample).get(key.name)
+            of_kind = sample.per_token if key.per_token else sample.ragged if key.ragged else sample.per_sample
+            tensor = of_kind.get(key.name)
             if tensor is None or tensor.dtype != key.dtype:
                 return False
-            if (tensor.shape[1:] if key.per_token else tensor.shape) != key.shape:
+            if (tensor.shape[1:] if key.per_token or key.ragged else tensor.shape) != key.shape:
                 return False
         return True
 
@@ -180,7 +226,10 @@ class SampleSchema:
 
     def to_bytes(self) -> bytes:
         """JSON, so that a peer's bytes are read and never executed."""
-        rows = [[key.name, key.dtype_name, list(key.shape), key.per_token] for key in self.keys]
+        rows = [
+            [key.name, key.dtype_name, list(key.shape), key.per_token, *(["ragged"] if key.ragged else [])]
+            for key in self.keys
+        ]
         return json.dumps(rows, separators=(",", ":")).encode()
 
     @staticmethod
@@ -191,9 +240,9 @@ class SampleSchema:
             BalanceError: a dtype that this torch does not have.
         """
         keys: list[KeySpec] = []
-        for name, dtype_name, shape, per_token in json.loads(data):
+        for name, dtype_name, shape, per_token, *ragged in json.loads(data):
             dtype = getattr(torch, dtype_name, None)
             if not isinstance(dtype, torch.dtype):
                 raise BalanceError(f"Key {name!r} has dtype {dtype_name!r}, which torch {torch.__version__} lacks.")
-            keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), per_token=per_token))
+            keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), per_token=per_token, ragged=bool(ragged)))
         return SampleSchema(tuple(keys))

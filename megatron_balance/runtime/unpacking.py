@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.packing import DERIVED_KEYS
-from megatron_balance.runtime.sample import Sample
+from megatron_balance.runtime.sample import Sample, lengths_key
 
 UNITS = ("segment", "sample")
 
@@ -40,12 +40,16 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
 
     Trailing padding is stripped: the constant run of token ids at the end of a sequence whose loss_mask is 0. Attention
     is causal, so that stripping changes no loss (Megatron 0.19's SFTDataset counts it into the last sequence of
-    a row, where it costs attention). One token always stays. Nothing is stripped where there is no loss_mask.
+    a row, where it costs attention). One token always stays. Nothing is stripped where there is no loss_mask,
+    nor where there are ragged keys: what stands for an image may end a sequence, masked and constant.
 
     Args:
         batch: `tokens` `[micro_batch_size, padded_seq_len]`; `cu_seqlens` `[micro_batch_size, k]`, rising from 0 and
             right-padded with copies of the last value (without it a row is one sequence); `cu_seqlens_padded`,
             of the same shape, where sequences start when `cu_seqlens` counts real tokens; `max_seqlen`, ignored.
+            A key NAME beside NAME_lengths is ragged: `[num_entries, *trailing]`, entries of the first sequence, then
+            of the next, with NAME_lengths int `[num_sequences]`; with unit `sample` of the first row, then of the next,
+            with NAME_lengths `[micro_batch_size]`.
             Another key is per token where its shape begins like that of tokens, else per sample, with one entry a row
             or one a sequence. Keys that are None are dropped.
         unit: `segment`, one Sample a sequence, or `sample`, one a row: its sequences follow one another without their
@@ -56,10 +60,11 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
 
     Raises:
         BalanceError: naming the key: labels of another length than tokens; tokens or labels that are not integers; a
-            value that is not a tensor, or of a shape that fits neither rows nor sequences; an unknown unit, or `sample`
-            where a key has one entry a sequence. RowError: naming the row too: cu_seqlens that does not begin at 0,
-            falls or passes the row's end; sequences that leave out tokens with a loss; a negative token; NaN or
-            infinity in loss_mask.
+            value that is not a tensor, or of a shape that fits neither rows nor sequences; NAME_lengths that do not sum
+            to the entries, or are not one for each sequence or row that stays together; an unknown unit, or `sample`
+            where a key has one entry a sequence. RowError: naming the row too: ragged entries of a row without a
+            sequence; cu_seqlens that does not begin at 0, falls or passes the row's end; sequences that leave out
+            tokens with a loss; a negative token; NaN or infinity in loss_mask.
     """
     if unit not in UNITS:
         raise BalanceError(f"unit is {unit!r}: it must be one of {', '.join(UNITS)}.")
@@ -69,8 +74,9 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
     rows: dict[str, Tensor] = {}
     sequences: dict[str, Tensor] = {}
     per_token: dict[str, Tensor] = {}
+    ragged = {name: tensors[name] for name in tensors if lengths_key(name) in tensors}
     for name, tensor in tensors.items():
-        if name in DERIVED_KEYS:
+        if name in DERIVED_KEYS or name in ragged or name in map(lengths_key, ragged):
             continue
         if tensor.shape[:2] == tokens.shape:
             per_token[name] = tensor
@@ -81,20 +87,28 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
         else:
             raise BalanceError(
                 f"{name} has shape {list(tensor.shape)}: it must begin with {list(tokens.shape)} (per token), "
-                f"{len(tokens)} (one a row) or {len(segments)} (one a sequence)."
+                f"{len(tokens)} (one a row) or {len(segments)} (one a sequence), or have its entries counted by "
+                f"{lengths_key(name)}."
             )
     if unit == "sample" and sequences:
         raise BalanceError(
             f"{', '.join(sequences)} has one entry a sequence ({len(segments)}): a row that stays whole cannot carry "
             "it. Give one entry a row or a token, or split into segments."
         )
-    real = [(row, start, _without_padding(tensors, row=row, start=start, stop=stop)) for row, start, stop in segments]
+    real = segments
+    if not ragged:
+        real = [
+            (row, start, _without_padding(tensors, row=row, start=start, stop=stop)) for row, start, stop in segments
+        ]
     _check_loss_kept(tensors, segments=real)
+    owners = list(_by_row(real)) if unit == "sample" else list(range(len(real)))
+    entries = {name: _entries(name, tensors, owners=owners, unit=unit) for name in ragged}
     if unit == "sample":
         return [
             Sample(
                 {name: _joined(tensor[row], of_row) for name, tensor in per_token.items()},
                 per_sample={name: tensor[row] for name, tensor in rows.items()},
+                ragged={name: of_owner[row] for name, of_owner in entries.items()},
                 segment_lengths=tuple(stop - start for start, stop in of_row),
             )
             for row, of_row in _by_row(real).items()
@@ -104,9 +118,40 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
             {name: tensor[row, start:stop] for name, tensor in per_token.items()},
             per_sample={name: tensor[row] for name, tensor in rows.items()}
             | {name: tensor[index] for name, tensor in sequences.items()},
+            ragged={name: of_owner[index] for name, of_owner in entries.items()},
         )
         for index, (row, start, stop) in enumerate(real)
     ]
+
+
+def _entries(name: str, tensors: Mapping[str, Tensor], *, owners: Sequence[int], unit: str) -> dict[int, Tensor]:
+    """Entries of a ragged key of each owner: each sequence, or each row where rows stay whole.
+
+    Args:
+        owners: those that become samples, rising; of a split into segments all there are.
+    """
+    tensor, counts = tensors[name], tensors[lengths_key(name)]
+    num_owners = len(tensors["tokens"]) if unit == "sample" else len(owners)
+    if counts.is_floating_point() or counts.is_complex() or counts.shape != (num_owners,):
+        one, remedy = (
+            ("row", "one a sequence needs --balance-unit segment")
+            if unit == "sample"
+            else ("sequence", "one a row needs --balance-unit sample")
+        )
+        raise BalanceError(
+            f"{lengths_key(name)} is {counts.dtype} {list(counts.shape)}: it must be integers, [{num_owners}], one a "
+            f"{one}; {remedy}."
+        )
+    sizes: list[int] = counts.tolist()
+    if min(sizes, default=0) < 0 or sum(sizes) != len(tensor):
+        raise BalanceError(
+            f"{lengths_key(name)} holds {sizes}: it must be 0 or more and sum to the {len(tensor)} entries of {name}."
+        )
+    entries = dict(enumerate(tensor.split(sizes)))
+    for row in entries.keys() - set(owners):
+        if sizes[row]:
+            raise RowError(row, f"it has entries of {name} and no sequence; they would be lost.")
+    return entries
 
 
 def _by_row(segments: Sequence[tuple[int, int, int]]) -> dict[int, list[tuple[int, int]]]:

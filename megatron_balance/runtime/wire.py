@@ -18,22 +18,37 @@ from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
 ALIGNMENT_NBYTES = 16  # complex128 is the widest dtype
 
 
-def _regions(schema: SampleSchema, *, num_tokens: int, num_samples: int) -> Iterator[tuple[KeySpec, int, slice]]:
-    """For each key: itself, its number of entries (of tokens or samples) and its bytes within the block."""
+RaggedLengths = Sequence[Sequence[int]]
+"""Entries of each ragged key of each sample, `[num_samples, num_ragged]`, keys in the schema's order."""
+
+
+def _regions(
+    schema: SampleSchema, *, num_tokens: int, num_samples: int, ragged_lengths: RaggedLengths
+) -> Iterator[tuple[KeySpec, int, slice]]:
+    """For each key: itself, its number of entries (of tokens, samples or its own) and its bytes within the block."""
     start = 0
+    of_ragged = map(sum, zip(*ragged_lengths, strict=True))
     for key in schema.keys:
-        num_entries = num_tokens if key.per_token else num_samples
+        num_entries = num_tokens if key.per_token else next(of_ragged) if key.ragged else num_samples
         stop = start + num_entries * key.nbytes
         yield key, num_entries, slice(start, stop)
         start = -(-stop // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
-def block_nbytes(schema: SampleSchema, *, lengths: Sequence[int]) -> int:
-    """Bytes that samples of these lengths (tokens, `[num_samples]`) take; a multiple of the alignment."""
+def block_nbytes(schema: SampleSchema, *, lengths: Sequence[int], ragged_lengths: RaggedLengths = ()) -> int:
+    """Bytes that samples of these lengths take; a multiple of the alignment.
+
+    Args:
+        schema: of the samples.
+        lengths: tokens, `[num_samples]`.
+        ragged_lengths: `[num_samples, num_ragged]`; left out where the schema has no ragged key.
+    """
     if not lengths:
         return 0
     stop = 0
-    for _, _, region in _regions(schema, num_tokens=sum(lengths), num_samples=len(lengths)):
+    for _, _, region in _regions(
+        schema, num_tokens=sum(lengths), num_samples=len(lengths), ragged_lengths=ragged_lengths
+    ):
         stop = region.stop
     return -(-stop // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
@@ -48,12 +63,16 @@ def write_block(block: Tensor, *, samples: Sequence[Sample], schema: SampleSchem
         schema: fits all samples.
     """
     num_tokens = sum(sample.length for sample in samples)
-    for key, num_entries, region in _regions(schema, num_tokens=num_tokens, num_samples=len(samples)):
+    ragged_lengths = [sample.ragged_lengths for sample in samples]
+    for key, num_entries, region in _regions(
+        schema, num_tokens=num_tokens, num_samples=len(samples), ragged_lengths=ragged_lengths
+    ):
         if region.start == region.stop:
             continue
         entries = block[region].view(key.dtype).view(num_entries, *key.shape)
-        if key.per_token:
-            torch.cat([sample.per_token[key.name] for sample in samples], out=entries)
+        if key.per_token or key.ragged:
+            parts = [(sample.per_token if key.per_token else sample.ragged)[key.name] for sample in samples]
+            torch.cat(parts, out=entries)
         else:
             torch.stack([sample.per_sample[key.name] for sample in samples], out=entries)
 
@@ -64,6 +83,7 @@ def read_block(
     lengths: Sequence[int],
     schema: SampleSchema,
     segment_lengths: Sequence[tuple[int, ...]] | None = None,
+    ragged_lengths: RaggedLengths = (),
 ) -> list[Sample]:
     """The samples of a block, as views of it.
 
@@ -72,17 +92,27 @@ def read_block(
         lengths: tokens, `[num_samples]`, in the sender's order.
         schema: the sender's.
         segment_lengths: of each sample; None where every sample is one sequence.
+        ragged_lengths: `[num_samples, num_ragged]`; left out where the schema has no ragged key.
     """
     lengths = list(lengths)
     per_token: list[dict[str, Tensor]] = [{} for _ in lengths]
     per_sample: list[dict[str, Tensor]] = [{} for _ in lengths]
-    for key, num_entries, region in _regions(schema, num_tokens=sum(lengths), num_samples=len(lengths)):
+    ragged: list[dict[str, Tensor]] = [{} for _ in lengths]
+    of_ragged = zip(*ragged_lengths, strict=True)
+    for key, num_entries, region in _regions(
+        schema, num_tokens=sum(lengths), num_samples=len(lengths), ragged_lengths=ragged_lengths
+    ):
         entries = block[region].view(key.dtype).view(num_entries, *key.shape)
-        pieces = entries.split(lengths) if key.per_token else entries.unbind(0)
-        for values, piece in zip(per_token if key.per_token else per_sample, pieces, strict=True):
+        if key.ragged:
+            pieces, of_kind = entries.split(list(next(of_ragged))), ragged
+        elif key.per_token:
+            pieces, of_kind = entries.split(lengths), per_token
+        else:
+            pieces, of_kind = entries.unbind(0), per_sample
+        for values, piece in zip(of_kind, pieces, strict=True):
             values[key.name] = piece
     segments = [()] * len(lengths) if segment_lengths is None else segment_lengths
     return [
-        Sample(tokens, per_sample=rest, segment_lengths=of_sample)
-        for tokens, rest, of_sample in zip(per_token, per_sample, segments, strict=True)
+        Sample(tokens, per_sample=rest, ragged=own, segment_lengths=of_sample)
+        for tokens, rest, own, of_sample in zip(per_token, per_sample, ragged, segments, strict=True)
     ]

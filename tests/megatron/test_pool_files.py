@@ -189,3 +189,20 @@ def test_shares_of_more_ranks_are_forgotten(saved: Path) -> None:
     assert [path.name for path in (saved / "new").glob("pool*")] == ["pool_rank00000.npz"]
     pool_files.forget_shares(saved / "new", from_rank=0)
     assert not pool_files.has_pool(saved / "new")
+
+
+def test_samples_with_ragged_keys_do_not_wait() -> None:
+    (pool,) = pools(1)
+    lengths = np.full(BATCH_SIZE, 2)
+    gathered = GatheredLengths(
+        lengths=lengths,
+        home_ranks=np.zeros_like(lengths),
+        num_samples_per_rank=np.array([BATCH_SIZE]),
+        offset=0,
+        schema=None,
+        num_segments=np.ones_like(lengths),
+        segment_lengths=lengths,
+        ragged_lengths=np.ones((BATCH_SIZE, 1), dtype=np.int64),
+    )
+    with pytest.raises(BalanceError, match=r"--balance-lookahead 3 .*ragged keys.*set --balance-lookahead 1"):
+        pool.add(gathered, [])

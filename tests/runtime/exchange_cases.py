@@ -65,13 +65,26 @@ def small_sample(length, rng) -> Sample:
     )
 
 
-BUILDERS = {"every_dtype": every_dtype_sample, "small": small_sample}
+def ragged_sample(length, rng) -> Sample:
+    """Some samples have no image, some several; patches and images are keys of lengths and dtypes of their own."""
+    plain = small_sample(length, rng)
+    num_images = int(rng.integers(0, 3)) if plain.length else 0
+    num_patches = sum(int(rng.integers(1, 50)) for _ in range(num_images))
+    ragged = {
+        "pixel_values": random_bits((num_patches, 7), torch.bfloat16, rng),
+        "image_grid_thw": random_bits((num_images, 3), torch.int64, rng),
+        "audio": random_bits((num_images, 5), torch.uint8, rng)[:, ::2],
+    }
+    return dataclasses.replace(plain, ragged=ragged)
+
+
+BUILDERS = {"every_dtype": every_dtype_sample, "small": small_sample, "ragged": ragged_sample}
 
 
 def checksum(sample: Sample) -> str:
     """Of segments, keys, dtypes, shapes and bits."""
     digest = hashlib.sha256(str(sample.segment_lengths).encode())
-    for name, tensor in sorted({**sample.per_token, **sample.per_sample}.items()):
+    for name, tensor in sorted({**sample.per_token, **sample.per_sample, **sample.ragged}.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -146,7 +159,7 @@ def reroute(lengths, destinations, builder="small", seed=0, group=None) -> dict:
     assert list(arrived) == [index for index, to in enumerate(destinations) if to == group.rank()]
     for index, sample in arrived.items():
         assert checksum(sample) == checksum(flat[index]), f"sample {index}"
-        for tensor in (*sample.per_token.values(), *sample.per_sample.values()):
+        for tensor in (*sample.per_token.values(), *sample.per_sample.values(), *sample.ragged.values()):
             assert not tensor.numel() or tensor.data_ptr() % tensor.dtype.itemsize == 0, "misaligned"
     moved = any(to != home for to, home in zip(destinations, gathered.home_ranks, strict=True))
     assert reroute_counts == ({"all_to_all_single": 1} if moved else {})
@@ -321,6 +334,11 @@ def one_rank_has_a_problem(kind) -> str:
             "no segments": lambda: gather_lengths([3], group=group, num_segments=[0, 1], schema=schema),
         }[kind]
     )
+
+
+def gather_without_ragged_lengths() -> str:
+    group, sample = _group(), Sample({"tokens": torch.zeros(3)}, ragged={"a": torch.zeros(1), "b": torch.zeros(2)})
+    return _expect_error(lambda: gather_lengths([3], group=group, schema=SampleSchema.of(sample)))
 
 
 def schedules_differ() -> str:

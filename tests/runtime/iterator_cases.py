@@ -147,3 +147,50 @@ def steps_with_a_planning_process(*, overlap: bool, number: int) -> tuple[int, s
     finally:
         planner._plans.close()
     return steps, "none"
+
+
+def steps_with_images(*, overlap: bool) -> list[list[tuple[list[int], list[int]]]]:
+    """Of every micro-batch of this rank's steps: the first token of each sequence, and the entries that came with it.
+
+    A sequence of tokens t has t % 3 images whose entries hold t; rank 1 loads none with an image.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=True)
+    planner = StepPlanner(
+        config, topology=Topology(group.size()), limits=Limits(16), cost_model=CostModel.tokens(), dp_group=group
+    )
+    prefetcher = StepPrefetcher(planner)
+    iterator = _rows_with_images(group.rank())
+    found: list[list[tuple[list[int], list[int]]]] = []
+    for _ in range(4):
+        made = prefetcher.balance(iterator, num_microbatches=NUM_ITEMS)
+        step: list[tuple[list[int], list[int]]] = []
+        for microbatch in made.microbatches or ():
+            starts = microbatch["cu_seqlens"].flatten().tolist()[:-1]
+            counts: list[int] = microbatch["pixel_values_lengths"].tolist()
+            owners = [microbatch["tokens"].flatten().tolist()[start] for start in starts][: len(counts)]
+            pixels = [int(value) for value in microbatch["pixel_values"][:, 0].tolist()]
+            assert microbatch["pixel_values"].shape[1:] == (2,)
+            step.append(([owner for owner, count in zip(owners, counts, strict=True) for _ in range(count)], pixels))
+        found.append(step)
+        if overlap:
+            prefetcher.prepare(iterator, num_microbatches=NUM_ITEMS)
+    if prefetcher._prepared is not None:
+        prefetcher._prepared.exception(timeout=30)
+    return found
+
+
+def _rows_with_images(rank: int) -> Any:
+    """Rows of two sequences, of 3 and 5 tokens."""
+    for item in itertools.count():
+        ids = [1000 * (rank + 1) + 2 * item, 1000 * (rank + 1) + 2 * item + 1]
+        counts = [0 if rank == 1 else number % 3 for number in ids]
+        tokens = torch.tensor([[ids[0]] * 3 + [ids[1]] * 5])
+        yield {
+            "tokens": tokens,
+            "loss_mask": torch.ones(1, 8),
+            "cu_seqlens": torch.tensor([[0, 3, 8]]),
+            "pixel_values": torch.tensor(ids).repeat_interleave(torch.tensor(counts))[:, None].expand(-1, 2).float(),
+            "pixel_values_lengths": torch.tensor(counts),
+        }

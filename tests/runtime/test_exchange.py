@@ -10,6 +10,21 @@ def test_every_dtype_arrives_with_equal_bits(world4):
     world4.run("reroute", lengths=lengths, destinations=[1, 2, 3, 0, 3, 0, 3, 1, 1, 2], builder="every_dtype")
 
 
+def test_ragged_keys_arrive_with_their_lengths(world4):
+    lengths = [[3, 0, [7, 2]], [1, 64], [], [2, [2, 2], 9, 0]]
+    for seed in range(3):
+        world4.run("reroute", lengths=lengths, destinations=[1, 2, 3, 0, 3, 0, 3, 1, 1], builder="ragged", seed=seed)
+
+
+def test_ragged_lengths_travel_with_the_gather(world2):
+    for result in world2.run("reroute", lengths=[[1, 2], [3]], destinations=[1, 0, 0], builder="ragged"):
+        assert result["gather"] == {"all_gather_into_tensor": 1}
+    # Four values a sample: its length and the entries of three keys.
+    many = INLINE_LENGTHS // 4 + 1
+    results = world2.run("reroute", lengths=[[1] * many, [3]], destinations=[1] * many + [0], builder="ragged")
+    assert all(result["gather"] == {"all_gather_into_tensor": 2} for result in results)
+
+
 @pytest.mark.parametrize(
     ("lengths", "destinations"),
     [
@@ -73,7 +88,7 @@ def test_subgroup_speaks_of_ranks_within_it(world4, ranks):
 
 def test_random_schedules_and_exchanges_lose_and_alter_nothing(world4):
     tallies = world4.run("fuzz_exchanges", count=300, seed=7, seconds=300)
-    for name in ("samples", "moved", "sequences", "zero_length", "over_long", "empty_ranks"):
+    for name in ("samples", "moved", "ragged", "sequences", "zero_length", "over_long", "empty_ranks"):
         assert all(tally[name] > 10 for tally in tallies), name
     assert sum(tally["samples"] for tally in tallies) > 3000
     assert len(tallies[0]["kinds"]) == 9

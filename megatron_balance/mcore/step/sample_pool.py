@@ -92,8 +92,13 @@ class SamplePool:
             samples: this rank's, in the order of `gathered`.
 
         Raises:
-            BalanceError: the number of samples is not a multiple of the global batch size.
+            BalanceError: the number of samples is not a multiple of the global batch size, or they have ragged keys.
         """
+        if gathered.ragged_lengths is not None:
+            raise BalanceError(
+                f"--balance-lookahead {self._look.window} keeps samples of tokens alone, and these have ragged keys "
+                "(NAME beside NAME_lengths): set --balance-lookahead 1."
+            )
         batch_size = self._look.batch_size
         if len(gathered.lengths) % batch_size:
             raise BalanceError(
