@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import train
-from rounding import assert_equal
+from rounding import ALLOWANCES, assert_equal
 from training_run import Recorded, RunFailed
 
 NUM_STEPS = 4
@@ -19,6 +19,10 @@ FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
     f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size 16 --micro-batch-size 2 "
     f"--train-iters {NUM_STEPS}"
+)
+EXPERTS = (
+    "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-ffn-hidden-size 32"
 )
 BALANCED = f"--use-dynamic-batch-size --max-tokens-per-gpu {2 * SEQ_LENGTH} --balance-data --balance-by-flops"
 
@@ -33,6 +37,7 @@ def run(folder: Path, *flags: str, num_ranks: int = 2) -> Recorded:
         pytest.param("", 2, id="DP2"),
         pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", 2, id="TP2-SP"),
         pytest.param("--pipeline-model-parallel-size 2", 4, id="PP2-DP2"),
+        pytest.param(f"{EXPERTS} --moe-router-load-balancing-type none", 2, id="EP2"),
     ],
 )
 def test_as_the_padded_run(tmp_path: Path, parallel: str, num_ranks: int) -> None:
@@ -45,6 +50,17 @@ def test_as_the_padded_run(tmp_path: Path, parallel: str, num_ranks: int) -> Non
         assert len(step["lengths"]) == 16
         assert min(step["lengths"]) < SEQ_LENGTH / 2
         assert sum(step["microbatch_tokens"]) < 0.9 * SEQ_LENGTH * 16 / len(step["ranks"])
+
+
+def test_router_losses_leave_out_padding(tmp_path: Path) -> None:
+    """Losses of tokens are equal before the first update; the gradient has another term of the routers."""
+    routers = f"{EXPERTS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
+    padded = run(tmp_path / "padded", routers).steps
+    ours = run(tmp_path / "ours", routers, BALANCED, "--balance-unpad 0").steps
+    allowed = ALLOWANCES["fp32"]
+    assert ours[0]["lm_loss"] == pytest.approx(padded[0]["lm_loss"], rel=allowed.loss)
+    assert ours[0]["grad_norm"] != pytest.approx(padded[0]["grad_norm"], rel=allowed.grad_norm)
+    assert ours[-1]["lm_loss"] < ours[0]["lm_loss"]
 
 
 def test_without_the_flag_the_error_names_it(tmp_path: Path) -> None:

@@ -54,6 +54,6 @@ PADDED_ROWS = (
         ),
         caution="routers of padded rows count padding, those of packs do not, so that these terms differ from a run "
         "without --balance-unpad",
-        test=f"{_TEST}::test_as_the_padded_run",
+        test=f"{_TEST}::test_router_losses_leave_out_padding",
     ),
 )
