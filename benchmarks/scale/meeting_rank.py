@@ -38,6 +38,7 @@ from megatron_balance.mcore.telemetry.figures import Figures
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
 from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
+from megatron_balance.runtime.replica import Replica
 from megatron_balance.runtime.sample import SampleSchema
 from megatron_balance.runtime.unpacking import split_packed
 from megatron_balance.runtime.wire import block_nbytes
@@ -74,7 +75,7 @@ def meet(world: World) -> dict[str, Any]:
     Returns:
         `calls`: kind → calls of all steps; `in_training`: calls from the training thread once steps are prepared ahead;
         `traffic`: of all steps; `sockets`: made for the groups; `tcp_sent_nbytes`: by the kernel's count; `expected`:
-        the formulas' `calls`, `traffic` and `sockets`.
+        the formulas' `calls`, `in_training`, `traffic` and `sockets`.
     """
     own = dist.get_rank()
     lane, replica = own % world.replica_size, own // world.replica_size
@@ -82,12 +83,11 @@ def meet(world: World) -> dict[str, Any]:
     readers = list(range(0, world.num_ranks, world.replica_size))
     measuring = sorted({*readers, world.num_ranks - 1})
     before = set(tcp_sockets())
-    dp_group = _group([readers]) or dist.group.WORLD  # a rank that reads no data meets no other there
+    dp_group = _group([readers])
     replica_group = None
     if world.replica_size > 1:
         replica_group = _group([list(range(first, first + world.replica_size)) for first in readers])
     figures_group, calibration_group = _group([measuring]), _group([readers])
-    assert dp_group is not None, "initialised"
 
     costs = CostModel(linear=1000, quadratic=1)
     config = BalanceConfig(
@@ -102,7 +102,7 @@ def meet(world: World) -> dict[str, Any]:
         calibration=None if calibration_group is None else OnlineCalibration(costs, group=calibration_group),
         timeout=TIMEOUT,
     )
-    prefetcher = StepPrefetcher(planner, replica_group=replica_group)
+    prefetcher = StepPrefetcher(planner, replica=Replica(tensor=replica_group))
     metrics = None
     if figures_group is not None:
         metrics = RunMetrics(
@@ -159,13 +159,13 @@ def _expected(world: World, *, steps: Sequence[BalancedStep], place: int | None)
         for _ in range(sum(map(is_refit_step, range(NUM_STEPS)))):
             total += traffic.calibrate(world.dp_size, rank=replica, num_features=NUM_FEATURES)
             calls.update(("gather", "broadcast"))
+    chosen = Counter[str]()
     if world.replica_size > 1:
         for step in steps:
-            num_counts = 1 + step.num_microbatches
-            total += traffic.share_within_replica(
-                world.replica_size, rank=lane, num_counts=num_counts, has_listeners=True
-            )
-            calls.update(("all_gather_into_tensor", "broadcast"))
+            total += traffic.pass_on(world.replica_size, rank=lane, num_numbers=1 + step.num_microbatches)
+            total += traffic.choose(world.replica_size, rank=lane)
+            calls["broadcast"] += 2
+        chosen["broadcast"] = NUM_STEPS - 2
     num_measuring = world.dp_size + (world.replica_size > 1)
     if place is not None:
         num_figures = len(Figures().row())
@@ -177,11 +177,15 @@ def _expected(world: World, *, steps: Sequence[BalancedStep], place: int | None)
         met.append(traffic.peers_of_all_to_all(world.dp_size, rank=replica))
         met.append(_peers_of_rounds(world.dp_size, rank=replica))
     if world.replica_size > 1:
-        ring = traffic.peers_of_all_gather(world.replica_size, rank=lane)
-        met.append(ring | traffic.peers_of_broadcast(world.replica_size, rank=lane))
+        met.append(traffic.peers_of_broadcast(world.replica_size, rank=lane))
     if place is not None:
         met.append(_peers_of_rounds(num_measuring, rank=place))
-    return {"calls": dict(calls), "traffic": vars(total), "sockets": traffic.sockets(met)}
+    return {
+        "calls": dict(calls),
+        "in_training": dict(chosen),
+        "traffic": vars(total),
+        "sockets": traffic.sockets(met),
+    }
 
 
 def _peers_of_rounds(num_ranks: int, *, rank: int) -> set[int]:

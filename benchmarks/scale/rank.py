@@ -24,6 +24,7 @@ from benchmarks.scale.stages import StageTimes
 from megatron_balance.mcore.setup.groups import split_world
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.runtime.replica import Replica
 
 TIMEOUT = timedelta(seconds=300)
 WARM_UP_STEPS = 3
@@ -64,7 +65,7 @@ class RankRun:
         assert dp_group is not None, "this rank has a color"
         config, topology, limits, cost_model = planner_settings(dp_group.size())
         planner = StepPlanner(config, topology=topology, limits=limits, cost_model=cost_model, dp_group=dp_group)
-        prefetcher = StepPrefetcher(planner, replica_group=replica_group)
+        prefetcher = StepPrefetcher(planner, replica=Replica(tensor=replica_group))
         source = None
         if rank % self.replica_size == 0:
             source = iter([item_of(length) for length in samples.lengths()[:, dp_group.rank()].ravel().tolist()])

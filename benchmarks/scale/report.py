@@ -115,24 +115,27 @@ def alone_table(result: Mapping[str, Any]) -> str:
     return table(columns, rows, align="r" * (4 + len(stages)))
 
 
+_PARTS_OF_STEP = "plan", "cpu", "gather", "exchange", "agree", "share", "all", "exposed"
+
+
 def simulated_table(result: Mapping[str, Any]) -> str:
     """Modelled steps."""
     columns = (
-        "ranks | model | plan ms | other CPU ms | gather ms | exchange ms | agree ms | thread ms | exposed ms "
-        "| its share | thread ms on a network 4 times worse | exposed share there"
+        "ranks | model | plan ms | other CPU ms | gather ms | exchange ms | agree ms | share ms | thread ms "
+        "| exposed ms | its share | thread ms on a network 4 times worse | exposed share there"
     )
     rows = [
         (
             f"{one['num_ranks']:,}",
             one["parallelism"],
-            *(_ms(one["step"][name]) for name in ("plan", "cpu", "gather", "exchange", "agree", "all", "exposed")),
+            *(_ms(one["step"][name]) for name in _PARTS_OF_STEP),
             f"{one['step']['exposed_share']:.3%}",
             _ms(one["worse"]["all"]),
             f"{one['worse']['exposed_share']:.3%}",
         )
         for one in result["simulated"]
     ]
-    return table(columns, rows, align="rl" + "r" * 10)
+    return table(columns, rows, align="rl" + "r" * 11)
 
 
 def start_table(result: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.scale import traffic
-from benchmarks.scale.samples import SAMPLES_PER_RANK
 from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
 
 MEETINGS = 4
@@ -115,8 +114,8 @@ def simulate_step(
         step_seconds: of the step that hides the work.
 
     Returns:
-        `plan`, `cpu` for all other work, `gather`, `exchange`, `agree` and `all` of the preparing thread; `exposed` and
-        its share of the step.
+        `plan`, `cpu` for all other work, `gather`, `exchange`, `agree`, `share` and `all` of the preparing thread;
+        `exposed` and its share of the step.
     """
     alone = next(one for one in measured["alone"] if one["num_ranks"] == layout.dp_size)
     of = _collectives(layout.dp_size, sent_nbytes=alone["sent_nbytes"])
@@ -127,16 +126,14 @@ def simulate_step(
         "exchange": network.at_once(of["exchange"], message_seconds=measured["message_seconds"]),
         "agree": network.ring(layout.dp_size, of["agree"]),
     }
-    result["all"] = sum(result[name] for name in ("plan", "cpu", "gather", "exchange", "agree"))
-    has_listeners = layout.readers < layout.replica_size
-    shared = traffic.share_within_replica(
-        layout.replica_size, rank=0, num_counts=1 + SAMPLES_PER_RANK, has_listeners=has_listeners
-    )
+    num_firsts, tp_size = layout.readers, layout.replica_size // layout.readers
+    shared = traffic.share_among_firsts(num_firsts, rank=0, num_numbers=0)
+    # The rows reach the replica's first at once, and the outcome goes down two trees.
+    result["share"] = network.at_once(shared, message_seconds=measured["message_seconds"]) if num_firsts > 1 else 0.0
+    result["share"] += _depth(num_firsts) * network.latency + _depth(tp_size) * network.latency
+    result["all"] = sum(result[name] for name in ("plan", "cpu", "gather", "exchange", "agree", "share"))
     exposed = measured["exposed_cpu_seconds"] + max(result["all"] - step_seconds, 0.0)
-    if layout.replica_size > 1:
-        # An all_gather in a ring, then a broadcast down a tree where some rank reads no data.
-        exposed += network.ring(layout.replica_size, shared)
-        exposed += has_listeners * (layout.replica_size - 1).bit_length() * network.latency
+    exposed += _depth(tp_size) * network.latency  # the choice of the rank that loads
     return result | {"exposed": exposed, "exposed_share": exposed / step_seconds}
 
 
@@ -166,13 +163,15 @@ class GlooGroup:
 
 
 def gloo_groups(layout: Layout) -> tuple[GlooGroup, ...]:
-    """A data-parallel group, whose exchange connects all; a replica, with a ring and a tree; those that log, a star
-    and a tree.
+    """A data-parallel group, whose exchange connects all; the firsts of a replica, with a star and a tree; a
+    tensor-parallel group, with a tree; those that log, a star and a tree.
     """
-    dp, replica, reading = layout.dp_size, layout.replica_size, layout.num_reading
+    dp, firsts, reading = layout.dp_size, layout.readers, layout.num_reading
+    tp = layout.replica_size // firsts
     groups = (
         GlooGroup(dp, reading, edges=dp * (dp - 1) // 2),
-        GlooGroup(replica, layout.num_ranks, edges=min(2 * replica - 1, replica * (replica - 1) // 2)),
+        GlooGroup(firsts, reading, edges=min(2 * (firsts - 1), firsts * (firsts - 1) // 2)),
+        GlooGroup(tp, layout.num_ranks, edges=tp - 1),
         GlooGroup(reading, reading, edges=2 * (reading - 1)),
     )
     return tuple(group for group in groups if group.size > 1)
@@ -230,6 +229,11 @@ def _collectives(dp_size: int, *, sent_nbytes: float) -> dict[str, traffic.Traff
         "exchange": traffic.all_to_all(dp_size, sent_nbytes=moved, received_nbytes=moved),
         "agree": traffic.agree(dp_size),
     }
+
+
+def _depth(num_ranks: int) -> int:
+    """Rounds of a broadcast."""
+    return (num_ranks - 1).bit_length()
 
 
 def _at(seconds: Mapping[str, float], nbytes: int) -> float:

@@ -11,14 +11,16 @@ Gloo's algorithms (its `allgather.cc`, `alltoallv.cc`, `gather.cc`, `broadcast.c
 Besides its payload a message costs frames of `FRAME_NBYTES`: one before the data and one that announces it from the
 sender, one that asks for it from the receiver.
 
-A rank's meetings for a step, all of them in its background threads:
+A rank's meetings for a step, all of them but the last in its background threads:
 
     gather     all_gather of the lengths, data-parallel group
     exchange   all_to_all of the samples, data-parallel group
     agree      all_gather of a failure and the plan's digest, data-parallel group
-    replica    all_gather of the plan's digest and a broadcast to ranks that read no data, model replica
+    replica    gather of six numbers and a broadcast of the outcome among the first ranks of a model replica's
+               tensor-parallel groups, and a broadcast of it within each such group
     figures    at each log interval: gather of seconds and broadcast of figures, ranks that measure
     calibrate  at a refit: gather of measurements and broadcast of coefficients, ranks that read data
+    choose     as the step begins: a broadcast of one number to ranks without data, down the same two levels
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ FRAME_NBYTES = 48
 
 FRAMES_OF_SENDER = 2
 FRAMES_OF_RECEIVER = 1
+
+INLINE_NUMBERS = 125
+"""Of a step, which come with the outcome of a replica."""
 
 INT = FLOAT = 8
 """Bytes of an int64 and of a float64."""
@@ -111,21 +116,35 @@ def agree(dp_size: int) -> Traffic:
     return all_gather(dp_size, row_nbytes=2 * INT)
 
 
-def share_within_replica(replica_size: int, *, rank: int, num_counts: int, has_listeners: bool) -> Traffic:
-    """The plan's digest, and its numbers where some rank of the replica reads no data.
+def share_among_firsts(num_firsts: int, *, rank: int, num_numbers: int) -> Traffic:
+    """What the first ranks of a replica's tensor-parallel groups make of a step.
 
     Args:
-        replica_size: tensor-, pipeline- and context-parallel ranks; 1 sends nothing.
-        rank: within the replica.
-        num_counts: a step's number of micro-batches and their tokens.
-        has_listeners: whether some rank reads no data.
+        num_firsts: pipeline times context-parallel ranks; 1 sends nothing.
+        rank: among them.
+        num_numbers: as for `pass_on`; 0 where all of them load data.
     """
-    if replica_size == 1:
+    if num_firsts == 1:
         return Traffic()
-    shared = all_gather(replica_size, row_nbytes=3 * INT)
-    if has_listeners:
-        shared += broadcast(replica_size, rank=rank, row_nbytes=INT * num_counts)
-    return shared
+    return gather(num_firsts, rank=rank, row_nbytes=6 * INT) + pass_on(num_firsts, rank=rank, num_numbers=num_numbers)
+
+
+def pass_on(num_ranks: int, *, rank: int, num_numbers: int) -> Traffic:
+    """The outcome, among the firsts of a replica or within a tensor-parallel group.
+
+    Args:
+        num_ranks: of the group; 1 sends nothing.
+        rank: within it.
+        num_numbers: a step's number of micro-batches and their tokens, and lengths where they are sent too.
+    """
+    outcome = broadcast(num_ranks, rank=rank, row_nbytes=INT * (3 + INLINE_NUMBERS))
+    more = max(num_numbers - INLINE_NUMBERS, 0)
+    return outcome + broadcast(num_ranks, rank=rank, row_nbytes=INT * more) if more else outcome
+
+
+def choose(num_ranks: int, *, rank: int) -> Traffic:
+    """Where the data of the step that begins comes from; groups as for `pass_on`."""
+    return broadcast(num_ranks, rank=rank, row_nbytes=INT)
 
 
 def log_figures(num_measuring: int, *, rank: int, num_steps: int, num_figures: int) -> Traffic:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
 from megatron_balance.mcore.setup.groups import data_group
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_setup import RunSetup
@@ -94,7 +94,6 @@ def balanced_evaluation(
     setup: RunSetup,
     *,
     training: StepPlanner,
-    replica_group: dist.ProcessGroup | None,
     state: MegatronState,
 ) -> BalancedEvaluation:
     """The evaluation of this rank, with a group of its own. Every rank of the world calls it.
@@ -102,23 +101,18 @@ def balanced_evaluation(
     Args:
         setup: of the run.
         training: plans the steps of training.
-        replica_group: of the model replica; only the training thread uses it, one step at a time.
         state: of Megatron.
     """
-    from megatron.core import parallel_state
-
     planner = StepPlanner(
         setup.config,
         topology=setup.topology,
         limits=setup.limits,
         cost_model=setup.cost_model,
-        # As in training, a rank that reads no data only counts its place.
-        dp_group=data_group(state.reads_data, timeout=setup.timeout) or parallel_state.get_data_parallel_group(),
+        dp_group=data_group(timeout=setup.timeout, loads=loads_here(setup)),
+        dp_rank=training.dp_rank,
         cp_rank=training.cp_rank,
         ranks_per_node=training.ranks_per_node,
         pin_memory=torch.cuda.is_available(),
         timeout=setup.timeout,
     )
-    shares_lengths = setup.counts_router_tokens or setup.config.unpad is not None
-    prefetcher = StepPrefetcher(planner, replica_group=replica_group, shares_lengths=shares_lengths)
-    return BalancedEvaluation(prefetcher, state=state, overlap=setup.config.overlap)
+    return BalancedEvaluation(prefetcher_of(planner, setup=setup), state=state, overlap=setup.config.overlap)

@@ -15,6 +15,7 @@ Megatron's own, unless it is a step of an evaluation that is balanced (`evaluati
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +34,13 @@ from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.evaluation import BalancedEvaluation, balanced_evaluation
 from megatron_balance.mcore.options.table import stock_notice
-from megatron_balance.mcore.setup.groups import data_group, dp_ranks_per_node, reads_data, replica_group, split_world
+from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
+from megatron_balance.mcore.setup.groups import (
+    data_group,
+    dp_ranks_per_node,
+    is_first_of_tensor_group,
+    split_world,
+)
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
@@ -71,6 +78,7 @@ class BalancedForwardBackward:
         prefetcher: StepPrefetcher,
         *,
         state: MegatronState,
+        loads_data: bool,
         overlap: bool,
         log: RunLog,
         observer: RunObserver | None,
@@ -85,6 +93,7 @@ class BalancedForwardBackward:
         self.context = context
         self._router_padding = router_padding
         self.observer = observer
+        self._loads_data = loads_data
         self._overlap = overlap
         self.last_step: BalancedStep | None = None
         self.in_step = False
@@ -110,9 +119,7 @@ class BalancedForwardBackward:
 
     def _step(self, schedule: Schedule, **arguments: Any) -> Any:
         iterators = arguments["data_iterator"]
-        source = _first_iterator(iterators)
-        if not self._state.reads_data:
-            source = None
+        source = _first_iterator(iterators) if self._loads_data else None
         with with_step_context(f"iteration {self._state.iteration}"):
             step = self.prefetcher.balance(source, num_microbatches=arguments["num_microbatches"])
         if step.num_left:
@@ -137,7 +144,7 @@ class BalancedForwardBackward:
                 self.observer.end()
 
     def _evaluation_step(self, schedule: Schedule, evaluation: BalancedEvaluation, **arguments: Any) -> Any:
-        source = _first_iterator(arguments["data_iterator"]) if self._state.reads_data else None
+        source = _first_iterator(arguments["data_iterator"]) if self._loads_data else None
         on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._state.iteration)
         with with_step_context(f"evaluation after iteration {self._state.iteration}"):
             step = evaluation.step(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
@@ -153,7 +160,7 @@ class BalancedForwardBackward:
             arguments["forward_step_func"], step, model=arguments["model"], observer=observer
         )
         arguments |= {
-            "data_iterator": _hand_out(arguments["data_iterator"], lambda: map(dict, step.microbatches or ())),
+            "data_iterator": _hand_out(arguments["data_iterator"], lambda: map(copy.copy, step.microbatches or ())),
             "num_microbatches": step.num_microbatches,
             "micro_batch_size": 1,
             "forward_step_func": forward_step,
@@ -264,8 +271,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     state = MegatronState(args)
-    replica = replica_group(timeout=setup.timeout)
-    prefetcher = _prefetcher(setup, reads=state.reads_data, replica=replica)
+    prefetcher = _prefetcher(setup)
     if setup.resumed_from is not None:
         folder = state_folder(*setup.resumed_from)
         restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
@@ -281,10 +287,11 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     if setup.stock_evaluation:
         log.say(f"evaluation is Megatron's own: {setup.stock_evaluation}.")
     if setup.balances_evaluation:
-        evaluation = balanced_evaluation(setup, training=prefetcher.planner, replica_group=replica, state=state)
+        evaluation = balanced_evaluation(setup, training=prefetcher.planner, state=state)
     return BalancedForwardBackward(
         prefetcher,
         state=state,
+        loads_data=loads_here(setup),
         overlap=config.overlap,
         log=log,
         observer=observer,
@@ -295,42 +302,42 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     )
 
 
-def _prefetcher(setup: RunSetup, *, reads: bool, replica: dist.ProcessGroup | None) -> StepPrefetcher:
+def _prefetcher(setup: RunSetup) -> StepPrefetcher:
     """This rank's prefetcher, with process groups of its own."""
     from megatron.core import parallel_state
 
     config, topology, timeout = setup.config, setup.topology, setup.timeout
-    # A rank that reads no data only counts its place; it never meets the others of Megatron's group here.
-    dp_group = data_group(reads, timeout=timeout) or parallel_state.get_data_parallel_group()
+    loads = loads_here(setup)
+    dp_group = data_group(timeout=timeout, loads=loads)
+    dp_rank = parallel_state.get_data_parallel_rank()
     device_exchange = None
     if config.exchange == "nccl":
-        group = data_group(reads, timeout=timeout, backend="nccl")
+        group = data_group(timeout=timeout, loads=loads, backend="nccl")
         if group is not None:
             device_exchange = DeviceExchange(group, device=torch.device("cuda", torch.cuda.current_device()))
     calibration = None
     if config.calibrate_online:
         calibration = _online_calibration(setup.cost_model, timeout=timeout)
     pool = None
-    if config.lookahead > 1:
+    if config.lookahead > 1 and loads:
         pool = SamplePool(
             config.lookahead,
             global_batch_size=setup.global_batch_size,
             topology=topology,
             cost_model=setup.cost_model,
-            rank=dp_group.rank(),
+            rank=dp_rank,
             micro_batch_size=setup.micro_batch_size,
         )
     origin = None
     if setup.first_sample is not None:
-        origin = SampleOrigin(
-            setup.first_sample, setup.micro_batch_size, dp_rank=dp_group.rank(), dp_size=topology.dp_size
-        )
+        origin = SampleOrigin(setup.first_sample, setup.micro_batch_size, dp_rank=dp_rank, dp_size=topology.dp_size)
     planner = StepPlanner(
         config,
         topology=topology,
         limits=setup.limits,
         cost_model=setup.cost_model,
         dp_group=dp_group,
+        dp_rank=dp_rank,
         cp_rank=parallel_state.get_context_parallel_rank(),
         calibration=calibration,
         origin=origin,
@@ -339,15 +346,10 @@ def _prefetcher(setup: RunSetup, *, reads: bool, replica: dist.ProcessGroup | No
         timeout=timeout,
         device_exchange=device_exchange,
     )
-    return StepPrefetcher(
-        planner,
-        replica_group=replica,
-        pool=pool,
-        shares_lengths=setup.counts_router_tokens or config.unpad is not None,
-    )
+    return prefetcher_of(planner, setup=setup, pool=pool)
 
 
 def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:
-    """The calibration shared by all ranks that read data; None on the others."""
-    group = split_world(0 if reads_data() else None, timeout=timeout)
+    """The calibration shared by all ranks that load data; None on the others."""
+    group = split_world(0 if is_first_of_tensor_group() else None, timeout=timeout)
     return None if group is None else OnlineCalibration(prior, group=group)

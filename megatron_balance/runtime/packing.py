@@ -87,22 +87,20 @@ def pack_microbatch(
     held = sum(padded_lengths)
     filler = _filler_lengths(held if num_tokens is None else num_tokens, held=held, token_multiple=token_multiple)
     device = present[0].device
+    widths = padded_lengths + filler
     batch: dict[str, Tensor] = {}
     for name in present[0].per_token:
         pieces = [piece for sample in present for piece in _sequences(sample, name)]
         pieces += [pieces[0][:0]] * len(filler)
-        widths = padded_lengths + filler
         batch[name] = _padded(name, pieces, padded_lengths=widths, pad_token_id=pad_token_id).unsqueeze(0)
-    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
-    lengths, padded_lengths = lengths + filler, padded_lengths + filler
     if (filler or lengths != padded_lengths) and "loss_mask" not in batch:
         raise BalanceError(
-            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to {sum(padded_lengths)} tokens needs "
+            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to {sum(widths)} tokens needs "
             "one: without it the padding would be trained on."
         )
     if "position_ids" not in batch:
-        counting = torch.arange(max(padded_lengths), device=device)
-        batch["position_ids"] = torch.cat([counting[:length] for length in padded_lengths]).unsqueeze(0)
+        counting = torch.arange(max(widths), device=device)
+        batch["position_ids"] = torch.cat([counting[:length] for length in widths]).unsqueeze(0)
     for name in present[0].per_sample:
         batch[name] = torch.stack([sample.per_sample[name] for sample in present])
     for name in present[0].ragged:
@@ -110,13 +108,29 @@ def pack_microbatch(
         batch[name] = torch.cat(entries)
         batch[lengths_key(name)] = torch.tensor([len(of_sample) for of_sample in entries], device=device)
 
+    return batch | sequence_starts(lengths, as_packed=widths, cp_size=cp_size, device=device)
+
+
+def sequence_starts(
+    lengths: Sequence[int], *, as_packed: Sequence[int], cp_size: int = 1, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """The keys of a pack that say where its sequences start.
+
+    Args:
+        lengths: of its sequences, without padding and filler; none for a dummy.
+        as_packed: `lengths_as_packed`.
+        cp_size: context-parallel ranks.
+        device: where they live.
+
+    Returns:
+        `cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen`, as `pack_microbatch` returns them.
+    """
+    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
+    real = as_packed if cp_size == 1 else [*lengths, *as_packed[len(lengths) :]]
+    starts = {"cu_seqlens": _cu_seqlens(real, device=device)}
     if cp_size > 1:
-        batch["cu_seqlens"] = _cu_seqlens(lengths, device=device)
-        batch["cu_seqlens_padded"] = _cu_seqlens(padded_lengths, device=device)
-    else:
-        batch["cu_seqlens"] = _cu_seqlens(padded_lengths, device=device)
-    batch["max_seqlen"] = torch.tensor([max(padded_lengths)], dtype=torch.int32, device=device)
-    return batch
+        starts["cu_seqlens_padded"] = _cu_seqlens(as_packed, device=device)
+    return starts | {"max_seqlen": torch.tensor([max(as_packed)], dtype=torch.int32, device=device)}
 
 
 def dummy_microbatch(
@@ -210,6 +224,6 @@ def _sequences(sample: Sample, name: str) -> Sequence[Tensor]:
     return [piece for piece in tensor.split(sample.segment_lengths) if len(piece)]
 
 
-def _cu_seqlens(lengths: Sequence[int], *, device: torch.device) -> Tensor:
+def _cu_seqlens(lengths: Sequence[int], *, device: torch.device | str) -> Tensor:
     """Cumulative sums from 0: int32 `[1, num_sequences + 1]`."""
     return torch.tensor([[0, *accumulate(lengths)]], dtype=torch.int32, device=device)

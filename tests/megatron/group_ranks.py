@@ -16,7 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.mcore.setup.groups import data_group, dp_ranks_per_node, reads_data, replica_group, split_world
+from megatron_balance.mcore.setup.groups import (
+    data_group,
+    dp_ranks_per_node,
+    is_first_of_tensor_group,
+    loads_data,
+    replica_groups,
+    split_world,
+)
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -39,19 +46,25 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     parallel_state.initialize_model_parallel(**args, order=order, create_gloo_process_groups=False)
 
-    of_data = data_group(reads_data(), timeout=TIMEOUT)
-    of_replica = replica_group(timeout=TIMEOUT)
-    of_readers = split_world(0 if reads_data() else None, timeout=TIMEOUT)
+    loads = loads_data(on_every_stage=False)
+    of_data = data_group(timeout=TIMEOUT, loads=loads)
+    replica = replica_groups(timeout=TIMEOUT)
+    of_readers = split_world(0 if is_first_of_tensor_group() else None, timeout=TIMEOUT)
     num_sockets = _num_sockets()
     split_world(0, timeout=TIMEOUT)
     num_more_sockets = _num_sockets() - num_sockets
     # As Megatron makes its own: a rank that had made fewer groups before would be waited for, or meet others.
     later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
-    groups = {"data": of_data, "replica": of_replica, "readers": of_readers, "later": later}
+    groups = {"data": of_data, "firsts": replica.firsts, "tensor": replica.tensor, "readers": of_readers}
+    groups["later"] = later
     megatron_data: Any = parallel_state.get_data_parallel_group()
+    megatron_tensor: Any = parallel_state.get_tensor_model_parallel_group()
     row: dict[str, Any] = {
         "data_rank": parallel_state.get_data_parallel_rank(),
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "loads": loads,
+        "megatron_tensor": dist.get_process_group_ranks(megatron_tensor),
         "megatron_data": dist.get_process_group_ranks(megatron_data),
         "more_sockets": num_more_sockets,
         "ranks_per_node": dp_ranks_per_node(timeout=TIMEOUT),

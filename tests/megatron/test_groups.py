@@ -13,7 +13,7 @@ from forked_runs import train
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_balance.mcore.setup.groups import is_first_of_replica, replica_ranks
+from megatron_balance.mcore.setup.groups import is_first_of_replica, ranks_of_tensor_rank
 
 WORLD_SIZE = 16
 PACKAGE = Path(__file__).parents[2] / "megatron_balance"
@@ -36,25 +36,25 @@ def no_groups_are_left() -> Iterator[None]:
     ],
 )
 def test_a_replica_is_the_ranks_of_one_data_parallel_rank(tp: int, pp: int, cp: int, order: str) -> None:
-    of_data_rank: dict[int, list[int]] = {}
-    found: dict[int, tuple[int, list[int]]] = {}
+    of_place: dict[tuple[int, int], list[int]] = {}
+    found: dict[int, tuple[tuple[int, int], list[int]]] = {}
     firsts: list[int] = []
     for rank in range(WORLD_SIZE):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
         parallel_state.initialize_model_parallel(
             tp, pp, context_parallel_size=cp, order=order, create_gloo_process_groups=False
         )
-        data_rank = parallel_state.get_data_parallel_rank()
-        of_data_rank.setdefault(data_rank, []).append(rank)
-        found[rank] = data_rank, replica_ranks()
+        place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+        of_place.setdefault(place, []).append(rank)
+        found[rank] = place, ranks_of_tensor_rank()
         if is_first_of_replica():
             firsts.append(rank)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    for rank, (data_rank, ranks) in found.items():
-        assert ranks == of_data_rank[data_rank], f"rank {rank}"
-        assert len(ranks) == tp * pp * cp
-    assert firsts == sorted(ranks[0] for ranks in of_data_rank.values())
+    for rank, (place, ranks) in found.items():
+        assert ranks == of_place[place], f"rank {rank}"
+        assert len(ranks) == pp * cp
+    assert firsts == sorted(ranks[0] for (_, tp_rank), ranks in of_place.items() if tp_rank == 0)
 
 
 TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
@@ -67,6 +67,7 @@ TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipel
         pytest.param(f"{PP2} {TP2}", 8, id="TP2-PP2-DP2"),
         pytest.param(f"{PP2} {TP2} --use-tp-pp-dp-mapping", 8, id="TP2-PP2-DP2-tp-pp-dp"),
         pytest.param(f"{TP2} {PP2} {CP2}", 16, id="TP2-PP2-CP2-DP2"),
+        pytest.param(f"{TP2} --pipeline-model-parallel-size 4", 16, id="TP2-PP4-DP2"),
         pytest.param(f"{PP2} --expert-model-parallel-size 2", 8, id="EP2-PP2-DP4"),
         pytest.param(
             f"{TP2} --num-distributed-optimizer-instances 2",
@@ -81,9 +82,11 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(tmp_path: Path, flags:
     rows = [rank[0] for rank in ran.ranks]
     readers = [rank for rank, row in enumerate(rows) if row["tensor_rank"] == 0]
     for rank, row in enumerate(rows):
-        replica = [other for other, one in enumerate(rows) if one["data_rank"] == row["data_rank"]]
-        assert row["data"] == (row["megatron_data"] if row["tensor_rank"] == 0 else None)
-        assert row["replica"] == (replica if len(replica) > 1 else None)
+        firsts = [other for other in readers if rows[other]["data_rank"] == row["data_rank"]]
+        assert row["data"] == (row["megatron_data"] if row["loads"] else None)
+        assert row["firsts"] == (firsts if rank in firsts and len(firsts) > 1 else None)
+        assert row["tensor"] == (row["megatron_tensor"] if len(row["megatron_tensor"]) > 1 else None)
+        assert row["loads"] == (rank in readers and row["stage"] in (0, max(one["stage"] for one in rows)))
         assert row["readers"] == (readers if rank in readers else None)
         assert row["more_sockets"] == 1, "one that listens: nobody has talked"
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)

@@ -41,7 +41,7 @@ def run(folder: Path, layout: str, *, loop: str | None = None, flags: str = "") 
         pytest.param("DP2", EVERY_LOOP[:1], id="DP2-new"),
         pytest.param("DP2", EVERY_LOOP[1:], marks=pytest.mark.slow, id="DP2"),
         pytest.param("PP2", EVERY_LOOP[:2], marks=pytest.mark.slow, id="PP2"),
-        pytest.param("TP2", EVERY_LOOP[:1], marks=pytest.mark.slow, id="TP2"),
+        pytest.param("TP2", EVERY_LOOP[:2], marks=pytest.mark.slow, id="TP2"),
         pytest.param("PP2-VPP2", EVERY_LOOP[:1], marks=pytest.mark.slow, id="PP2-VPP2"),
     ],
 )

@@ -21,7 +21,7 @@ from megatron_balance.runtime.gather import check_same_schedule, gather_lengths,
 from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.prepared_exchange import prepare_exchange
 from megatron_balance.runtime.rank_seconds import gather_rank_seconds
-from megatron_balance.runtime.replica import share_counts
+from megatron_balance.runtime.replica import Replica, Share
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 pair_of_ranks: dist.ProcessGroup | None = None  # made once a process
@@ -259,7 +259,7 @@ def share_in_replica(kinds) -> list[int] | str:
     counts, digest = planned.get(kind, (None, 0))
     problem = "the data ended — early" if kind == "problem" else None
     try:
-        return share_counts(counts, group=_group(), digest=digest, problem=problem)
+        return Replica(firsts=_group()).share(Share(3, counts, digest=digest, problem=problem)).numbers
     except BalanceError as error:
         return str(error)
 

@@ -14,11 +14,12 @@ from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.plan_process import MIN_SAMPLES
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.runtime.replica import Replica
 
 NUM_ITEMS = 2
 """Of a step."""
 
-_groups: dict[str, dist.ProcessGroup] = {}
+_groups: dict[str, list[dist.ProcessGroup]] = {}
 
 
 def steps_of_loop(
@@ -29,13 +30,14 @@ def steps_of_loop(
     Args:
         loops: of every rank, a letter a step, the iterator that it comes with: `a` and `b` go on for ever, `e` ends
             after four items, `f` and `x` fail in place of their fifth and second, `n` is a new one with the next items
-            of `a`.
-        layout: `dp`: every rank loads its own data; `pp`: four ranks are two pipelines of two stages.
+            of `a`, `r` has Megatron run the last step again, and `-` is a rank without one.
+        layout: `dp`: every rank loads its own data; `pp`: four ranks are two pipelines of two stages; `tp`: two
+            replicas of two tensor-parallel ranks; `pp4`: one pipeline, whose stages 1 and 2 load nothing.
         bug_on: rank on which splitting fails from the third step on.
         on_device: samples move as between GPUs.
     """
     rank = dist.get_rank()
-    dp_group, replica_group = _layout(layout)
+    dp_group, replica = _layout(layout)
     config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=False)
     limits, cost_model = Limits(16), CostModel.tokens()
     planner = StepPlanner(
@@ -46,7 +48,7 @@ def steps_of_loop(
         dp_group=dp_group,
         device_exchange=_device_exchange() if on_device else None,
     )
-    prefetcher = StepPrefetcher(planner, replica_group=replica_group)
+    prefetcher = StepPrefetcher(planner, replica=replica, shares_lengths=True)
     first = 1000 * dp_group.rank()
     iterators = {"a": _items(first), "b": _items(first + 500), "e": _items(first, end=4)}
     iterators |= {"f": _items(first, fail=4), "x": _items(first, fail=1)}
@@ -56,14 +58,18 @@ def steps_of_loop(
         if rank == bug_on and step == 1:  # whose data is pulled; the next one's is not
             planner._split_item = _fail  # type: ignore[method-assign]
         new = _items(first + NUM_ITEMS * step, end=NUM_ITEMS)
-        iterator = new if name == "n" else iterators[name]
+        iterator = {"n": new, "r": Replaying(), "-": None}.get(name) or iterators.get(name)
         try:
             made = prefetcher.balance(iterator, num_microbatches=NUM_ITEMS)
         except (BalanceError, OSError, MemoryError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
             break
         tokens = [microbatch["tokens"].flatten().tolist() for microbatch in made.microbatches or ()]
-        outcomes.append(sorted({token - 1 for row in tokens for token in row}))
+        if iterator is None:
+            assert made.sequence_lengths is not None
+            outcomes.append(sorted(n for lengths in made.sequence_lengths for n in lengths))
+        else:
+            outcomes.append(sorted({token - 1 for row in tokens for token in row}))
         prefetcher.prepare(iterator, num_microbatches=NUM_ITEMS, on_lost=lambda error: told.append(str(error)))
     if prefetcher._prepared is not None:
         prefetcher._prepared.exception(timeout=30)  # every rank's thread must end, also where no step asks
@@ -74,36 +80,57 @@ def _device_exchange() -> DeviceExchange:
     """An exchange between GPUs, for which the CPU and gloo stand in."""
     torch.cuda.synchronize = lambda device=None: None
     if "device" not in _groups:
-        _groups["device"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
-    return DeviceExchange(_groups["device"], device=torch.device("cpu"))
+        _groups["device"] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=30))]  # type: ignore[list-item]
+    return DeviceExchange(_groups["device"][0], device=torch.device("cpu"))
+
+
+class Replaying:
+    """Stands for Megatron's iterator while it runs a step again: nothing may be pulled from it."""
+
+    replaying = True
 
 
 def _fail(*_: Any, **__: Any) -> Any:
     raise MemoryError("no host memory")
 
 
-def _layout(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Data-parallel and replica group of this rank: with `pp`, two pipelines of two stages on four ranks."""
+def _layout(name: str) -> tuple[dist.ProcessGroup, Replica]:
+    """Data-parallel group and replica of this rank."""
     if name == "dp":
         assert dist.group.WORLD is not None
-        return dist.group.WORLD, None
-    if not _groups:
-        for kind, groups in (("dp", ([0, 1], [2, 3])), ("pp", ([0, 2], [1, 3]))):
-            for ranks in groups:
-                made = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=30))
-                if dist.get_rank() in ranks:
-                    _groups[kind] = made
-    return _groups["dp"], _groups["pp"]
+        return dist.group.WORLD, Replica()
+    layouts = {
+        "pp": (([0, 1], [2, 3]), ([0, 2], [1, 3])),
+        "tp": (([0, 2], [1, 3]), ([0, 1], [2, 3])),
+        "pp4": (([0], [1], [2], [3]), ([0, 1, 2, 3],)),
+    }
+    if name not in _groups:
+        _groups[name] = [_own_group(groups) for groups in layouts[name]]
+    of_data, of_replica = _groups[name]
+    if name == "tp":
+        return of_data, Replica(tensor=of_replica)
+    return of_data, Replica(firsts=of_replica, some_firsts_listen=name == "pp4")
+
+
+def _own_group(groups: tuple[list[int], ...]) -> dist.ProcessGroup:
+    made = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=30)) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)  # type: ignore[return-value]
+
+
+def length_of(number: int) -> int:
+    """Tokens of an item, so that steps differ in their lengths."""
+    return 1 + number % 7
 
 
 def _item(number: int) -> dict[str, torch.Tensor]:
-    tokens = torch.full((1, 3), number + 1)
+    length = length_of(number)
+    tokens = torch.full((1, length), number + 1)
     return {
         "tokens": tokens,
         "labels": tokens,
-        "loss_mask": torch.ones(1, 3),
-        "cu_seqlens": torch.tensor([[0, 3]], dtype=torch.int32),
-        "max_seqlen": torch.tensor([3], dtype=torch.int32),
+        "loss_mask": torch.ones(1, length),
+        "cu_seqlens": torch.tensor([[0, length]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([length], dtype=torch.int32),
     }
 
 

@@ -114,6 +114,6 @@ def _other_plan(plan: Callable[[GatheredLengths], DataSchedule], gathered: Gathe
     return replace(schedule, slot_of=rank * slots + slot)
 
 
-def counted_and_expected() -> dict[str, Any]:
+def counted_and_expected(*, replica_size: int) -> dict[str, Any]:
     """Meetings of a run on this world, and what the formulas say of them."""
-    return meet(World(dist.get_world_size(), 1))
+    return meet(World(dist.get_world_size(), replica_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from iterator_cases import length_of
 
 
 def steps(first: int, *, num_steps: int) -> list[list[int]]:
@@ -72,6 +73,55 @@ class TestPipelines:
         for said, _ in outcomes[1:]:
             assert said[-1].startswith("BalanceError: rank 0 cannot go on. rank 0: fetching item")
             assert said[-1].endswith("of this step: OSError: [Errno 5] the disk is gone")
+
+
+class TestRanksWithoutData:
+    """They run the steps of those that load, whatever iterators come."""
+
+    @pytest.mark.parametrize("loop", ["nnnn", "aaaaa", "aabaaa", "eenn", "aaraa", "aaarra"])
+    @pytest.mark.parametrize(
+        ("layout", "data_of"),
+        [pytest.param("tp", (0, 0, 2, 2), id="TP2-DP2"), pytest.param("pp4", (0, 0, 0, 3), id="PP4")],
+    )
+    def test_run_the_same_steps(self, world4: Any, layout: str, data_of: tuple[int, ...], loop: str) -> None:
+        loops = [loop if rank == loads else "-" * len(loop) for rank, loads in enumerate(data_of)]
+        outcomes = world4.run("steps_of_loop", loops=loops, layout=layout)
+        for (ran, said), loads in zip(outcomes, data_of, strict=True):
+            steps_of_data, _ = outcomes[loads]
+            lengths = [sorted(length_of(number) for number in step) for step in steps_of_data]
+            assert ran in (steps_of_data, lengths)
+            assert len(ran) == len(loop)
+            assert not said
+        for step in (step for step, name in enumerate(loop) if name == "r"):
+            assert outcomes[0][0][step] == outcomes[0][0][step - 1]
+
+    @pytest.mark.parametrize(
+        ("layout", "loops"),
+        [
+            ("tp", ["fff", "---", "aaa", "---"]),
+            ("tp", ["nnx", "---", "nnn", "---"]),
+            ("pp4", ["fff", "---", "---", "aaa"]),
+            ("pp4", ["aaa", "---", "---", "fff"]),
+        ],
+    )
+    def test_end_with_the_error_of_a_loader(self, world4: Any, layout: str, loops: list[str]) -> None:
+        outcomes = world4.run("steps_of_loop", loops=loops, layout=layout)
+        of_loader = "OSError: [Errno 5] the disk is gone"
+        for (ran, said), loop in zip(outcomes, loops, strict=True):
+            assert len(ran) == 3
+            assert not said
+            if loop[-1] in "fx":
+                assert ran[-1] == of_loader
+            else:
+                assert ran[-1].startswith("BalanceError: ")
+                assert ran[-1].endswith(f"of this step: {of_loader}")
+
+    @pytest.mark.parametrize("loops", [["aaaaa", "-----", "-----", "aabbb"], ["aabbb", "-----", "-----", "aaaaa"]])
+    def test_ends_of_a_pipeline_that_disagree_end_every_rank(self, world4: Any, loops: list[str]) -> None:
+        outcomes = world4.run("steps_of_loop", loops=loops, layout="pp4")
+        texts = {ran[-1].partition(": ")[2] for ran, _ in outcomes}
+        assert len(texts) == 1
+        assert "Pass a new iterator on every rank or on none" in texts.pop() or "differs within" in outcomes[0][0][-1]
 
 
 def test_a_bug_while_samples_are_split_ends_every_rank(world2: Any) -> None:

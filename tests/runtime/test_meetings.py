@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from benchmarks.scale.meeting_rank import NUM_STEPS
 from benchmarks.scale.meetings import problems_of
 from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
 
@@ -60,9 +61,13 @@ def test_gloo_ends_a_rank_that_is_sent_more_than_its_plan_expects(own_world) -> 
     assert own_world.processes[1].wait() == -signal.SIGABRT
 
 
-def test_what_is_counted_is_what_the_formulas_say(world4) -> None:
-    """Calls, messages, bytes and sockets; none of them from the training thread, at a log interval of one step."""
-    for counted in world4.run("counted_and_expected"):
+@pytest.mark.parametrize("replica_size", [1, 2])
+def test_what_is_counted_is_what_the_formulas_say(world4, replica_size: int) -> None:
+    """Calls, messages, bytes and sockets; on the training thread, at a log interval of one step, one number at most."""
+    for rank, counted in enumerate(world4.run("counted_and_expected", replica_size=replica_size)):
         assert not list(problems_of(counted))
-        assert set(counted["calls"]) == {"all_gather_into_tensor", "all_to_all_single", "gather", "broadcast"}
-        assert counted["traffic"]["sent_nbytes"] > 0
+        of_readers = {"all_gather_into_tensor", "all_to_all_single", "gather", "broadcast"}
+        assert set(counted["calls"]) <= of_readers
+        assert (set(counted["calls"]) == of_readers) == (rank % replica_size == 0)
+        assert counted["in_training"] == ({} if replica_size == 1 else {"broadcast": NUM_STEPS - 2})
+        assert counted["traffic"]["received_nbytes"] > 0

@@ -180,6 +180,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Without either flag: where Megatron divides sums as well, so not under --sft, where it averages means.",
     )
     group.add_argument(
+        "--balance-load-every-stage",
+        action=argparse.BooleanOptionalAction,
+        help="Load and move data on every pipeline stage, or on the first and last alone; the others then know where "
+        "sequences start and nothing else. Without this flag every stage does, unless the run uses Megatron's own "
+        "get_batch for packed data, which reads no more there: --sft or --dataloader-inter-document-masking.",
+    )
+    group.add_argument(
         "--no-balance-overlap",
         action="store_false",
         dest="balance_overlap",

@@ -26,40 +26,56 @@ import torch.distributed as dist
 from megatron_balance.runtime.agreement import Meeting, gather_texts
 from megatron_balance.runtime.nodes import local_world_size, members_per_node
 from megatron_balance.runtime.peers import named_ranks, waiting_for
+from megatron_balance.runtime.replica import Replica
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 """Read by torch (from 2.8) whenever it makes a gloo group."""
 
 
-def data_group(reads: bool, *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup | None:
-    """A new group of the ranks of Megatron's data-parallel group; None where they read no data. All ranks call it.
-
-    A gloo group costs a socket to each member, and each member reads from the store where all others listen.
+def data_group(*, timeout: timedelta, loads: bool, backend: str = "gloo") -> dist.ProcessGroup | None:
+    """This rank's data-parallel ranks in a new group; None where it loads no data. Every rank of the world calls it.
 
     Args:
-        reads: whether this rank reads data; the same on all ranks of the group.
-        timeout: of the group's collectives.
-        backend: of the group.
+        timeout: of its collectives.
+        loads: this rank loads data; the same on all of its data-parallel ranks.
+        backend: of the new group.
     """
     from megatron.core import parallel_state
 
-    group: Any = parallel_state.get_data_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    return _split_into_groups(ranks if reads else None, timeout=timeout, backend=backend)
+    of_data: Any = parallel_state.get_data_parallel_group()
+    ranks = dist.get_process_group_ranks(of_data)
+    return _group_of(ranks if loads else [], timeout=timeout, backend=backend)
 
 
-def replica_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
-    """The ranks of this model replica; None where it is one rank. Every rank of the world calls it."""
-    ranks = replica_ranks()
-    return _split_into_groups(ranks, timeout=timeout) if len(ranks) > 1 else None
+def replica_groups(
+    *, timeout: timedelta, some_stages_load_nothing: bool = False, tensor_ranks_load: bool = False
+) -> Replica:
+    """The ranks of this model replica, in groups of their own. Every rank of the world calls it.
+
+    Args:
+        timeout: of their collectives.
+        some_stages_load_nothing: pipeline stages between the first and the last.
+        tensor_ranks_load: each tensor-parallel rank may have data of its own; then all ranks are one group.
+    """
+    from megatron.core import parallel_state
+
+    of_tensor: Any = parallel_state.get_tensor_model_parallel_group()
+    tensor = dist.get_process_group_ranks(of_tensor)
+    firsts = ranks_of_tensor_rank()
+    if tensor_ranks_load:
+        of_model: Any = parallel_state.get_model_parallel_group()
+        firsts, tensor = _grid(of_model, parallel_state.get_context_parallel_group()), tensor[:1]
+    takes_part = tensor_ranks_load or is_first_of_tensor_group()
+    return Replica(
+        firsts=_group_of(firsts if takes_part else [], timeout=timeout) if len(firsts) > 1 else None,
+        tensor=_group_of(tensor, timeout=timeout) if len(tensor) > 1 else None,
+        some_firsts_listen=some_stages_load_nothing or tensor_ranks_load,
+    )
 
 
-def _split_into_groups(
-    ranks: list[int] | None, *, timeout: timedelta, backend: str = "gloo"
-) -> dist.ProcessGroup | None:
-    own = split_world(None if ranks is None else min(ranks), timeout=timeout, backend=backend)
-    made = None if own is None else dist.get_process_group_ranks(own)
-    assert made == (None if ranks is None else sorted(ranks)), "Megatron's ranks agree on their groups"
+def _group_of(ranks: list[int], *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup | None:
+    own = split_world(min(ranks, default=None), timeout=timeout, backend=backend)
+    assert own is None or dist.get_process_group_ranks(own) == sorted(ranks), "Megatron's ranks agree on their groups"
     return own
 
 
@@ -155,26 +171,47 @@ def dp_ranks_per_node(*, timeout: timedelta) -> int | None:
     return own if len({*texts}) == 1 else None
 
 
-def reads_data() -> bool:
-    """True if this rank is the first of its tensor-parallel group."""
+def is_first_of_tensor_group() -> bool:
+    """True if this rank is the first of its tensor-parallel group: it reads micro-batches, and is measured."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def replica_ranks() -> list[int]:
-    """World ranks of this model replica: tensor-, pipeline- and context-parallel ranks, the first one first.
+def loads_data(*, on_every_stage: bool, on_every_tensor_rank: bool = False) -> bool:
+    """True if this rank loads and exchanges samples.
+
+    Args:
+        on_every_stage: False where stages between the first and the last of a pipeline load nothing.
+        on_every_tensor_rank: False where only the first rank of a tensor-parallel group does.
+    """
+    from megatron.core import parallel_state
+
+    if not (on_every_tensor_rank or is_first_of_tensor_group()):
+        return False
+    last = parallel_state.get_pipeline_model_parallel_world_size() - 1
+    return on_every_stage or parallel_state.get_pipeline_model_parallel_rank() in (0, last)
+
+
+def ranks_of_tensor_rank() -> list[int]:
+    """World ranks of this model replica that have this rank's tensor-parallel rank, the replica's first stage first.
+
+    They are its pipeline- and context-parallel ranks.
+    """
+    from megatron.core import parallel_state
+
+    return _grid(parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_context_parallel_group())
+
+
+def _grid(stages: Any, shares: Any) -> list[int]:
+    """World ranks of the plane that two groups of this rank span.
 
     Megatron's ranks are a grid, numbered along its axes in some order. So the difference between two ranks is the sum
     of their differences along each axis.
     """
-    from megatron.core import parallel_state
-
-    model_group: Any = parallel_state.get_model_parallel_group()
-    context_group: Any = parallel_state.get_context_parallel_group()
-    stages, shares = map(dist.get_process_group_ranks, (model_group, context_group))
     here = dist.get_rank()
-    return sorted(stage + share - here for stage in stages for share in shares)
+    of_stages, of_shares = map(dist.get_process_group_ranks, (stages, shares))
+    return sorted(stage + share - here for stage in of_stages for share in of_shares)
 
 
 def is_first_of_replica(*, of_leaf: bool = False) -> bool:

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_balance.mcore.setup.groups import reads_data
-
 
 class MegatronState:
     """Reads the state of a run in Megatron's arguments, and sets the shape of the micro-batch that runs.
@@ -30,11 +28,6 @@ class MegatronState:
         last, exit_interval = self._args.train_iters, getattr(self._args, "exit_interval", None)
         exits = bool(exit_interval and self.iteration % exit_interval == 0)
         return not exits and (last is None or self.iteration < last)
-
-    @property
-    def reads_data(self) -> bool:
-        """True if this rank takes items from the iterator that its step is given."""
-        return getattr(self._args, "balance_reads_on_every_rank", False) or reads_data()
 
     @contextlib.contextmanager
     def sft_as(self, value: bool) -> Iterator[None]:

@@ -26,6 +26,7 @@ from megatron_balance.mcore.setup.arguments import (
     exchange_source,
     topology_from_megatron_args,
 )
+from megatron_balance.mcore.setup.data_stages import loads_on_every_stage
 from megatron_balance.mcore.setup.groups import meeting_of_world
 from megatron_balance.mcore.setup.memory_cap import derived_cap, with_smallest_cap
 from megatron_balance.memory.budget import DerivedCap
@@ -75,6 +76,9 @@ class RunSetup:
         evaluates: evaluation runs.
         sft: `--sft` is set.
         counts_router_tokens: MoE routers count tokens, for auxiliary losses or the expert bias.
+        loads_on_every_stage: pipeline stages between the first and the last load data too.
+        loads_on_every_tensor_rank: each rank of a tensor-parallel group may be given an iterator, as in a hand-written
+            loop; otherwise the first one alone is.
         overlaps_passes: forward and backward passes run together, so that none can be timed.
     """
 
@@ -94,6 +98,8 @@ class RunSetup:
     evaluates: bool
     sft: bool
     counts_router_tokens: bool
+    loads_on_every_stage: bool
+    loads_on_every_tensor_rank: bool
     overlaps_passes: bool
 
     @property
@@ -143,6 +149,8 @@ class RunSetup:
             evaluates=bool(getattr(args, "full_validation", False) or args.eval_iters),
             sft=bool(getattr(args, "sft", False)),
             counts_router_tokens=_routers_count_tokens(args),
+            loads_on_every_stage=loads_on_every_stage(args),
+            loads_on_every_tensor_rank=getattr(args, "balance_reads_on_every_rank", False),
             overlaps_passes=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
         )
 
@@ -241,4 +249,5 @@ def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
     settings |= {name: str(getattr(args, name, None)) for name in MEGATRON_SETTINGS}
     settings["balanced evaluation"] = str(setup.balances_evaluation)
     settings |= {"topology": str(setup.topology), "cost model": str(setup.cost_model)}
+    settings["data on every pipeline stage"] = str(setup.loads_on_every_stage)
     return settings

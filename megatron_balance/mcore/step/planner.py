@@ -64,14 +64,16 @@ NOT_PACKED = (
 
 
 class StepPlanner:
-    """Makes steps on one rank that reads data.
+    """Makes steps on one rank that loads data; on the others it holds what their steps have in common.
 
     Args:
         config: the flags.
         topology: the ranks.
         limits: token or sample cap of a micro-batch.
         cost_model: tokens, FLOPs or seconds.
-        dp_group: ranks that load different samples and are otherwise equal (no context parallelism); gloo.
+        dp_group: ranks that load different samples and are otherwise equal (no context parallelism); gloo. None where
+            this rank loads no data.
+        dp_rank: data-parallel rank of this one, where it has no dp_group.
         cp_rank: context-parallel rank of this one.
         calibration: learns the seconds of micro-batches and then replaces `cost_model`, or None. A pool keeps
             `cost_model`, since it compares samples that arrived in different steps.
@@ -89,7 +91,8 @@ class StepPlanner:
         topology: Topology,
         limits: Limits,
         cost_model: CostModel,
-        dp_group: dist.ProcessGroup,
+        dp_group: dist.ProcessGroup | None,
+        dp_rank: int = 0,
         cp_rank: int = 0,
         calibration: OnlineCalibration | None = None,
         origin: SampleOrigin | None = None,
@@ -102,9 +105,10 @@ class StepPlanner:
         self.topology = topology
         self.limits = limits
         self.cost_model = cost_model
-        self.dp_group = dp_group
+        self.dp_rank = dp_rank if dp_group is None else dp_group.rank()
         self.cp_rank = cp_rank
         self.calibration = calibration
+        self._dp_group = dp_group
         self._origin = origin
         self.ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
@@ -118,9 +122,20 @@ class StepPlanner:
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that load different samples, this one among them."""
+        assert self._dp_group is not None, "this rank loads data"
+        return self._dp_group
+
+    @property
+    def prepares_whole_steps(self) -> bool:
+        """False where the training thread moves samples when the step begins; the same on every rank."""
+        return self._device_exchange is None and self.config.exchange == "gloo"
+
+    @property
     def leaf(self) -> int:
         """This rank among data- and context-parallel ranks, context-parallel ones innermost."""
-        return self.dp_group.rank() * self.topology.cp_size + self.cp_rank
+        return self.dp_rank * self.topology.cp_size + self.cp_rank
 
     def make(
         self,

@@ -40,14 +40,14 @@ class TimedStep:
 
     Attributes:
         iteration: Megatron's count of it, from 1.
-        schedule: the plan.
+        schedule: the plan; None on a pipeline stage that loads no data.
         num_microbatches: that this rank ran.
         seconds: `[num_microbatches]` of this rank, forward and backward; or `[1]`, their sum, where a rank holds
             several model chunks (virtual pipeline) and only the step as a whole is known.
     """
 
     iteration: int
-    schedule: DataSchedule
+    schedule: DataSchedule | None
     num_microbatches: int
     seconds: NDArray[np.float64]
 
@@ -73,7 +73,7 @@ class RunObserver:
 
     Args:
         watchers: in the order in which they are called.
-        times_passes: False on a rank that reads no data, and where passes overlap.
+        times_passes: False on a rank that is not the first of its tensor-parallel group, and where passes overlap.
         on_gpu: whether micro-batches run on a GPU.
     """
 
@@ -81,13 +81,13 @@ class RunObserver:
         self._watchers = tuple(watchers)
         self._times_passes = times_passes
         self._on_gpu = on_gpu
-        self._unread: deque[tuple[int, DataSchedule, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
+        self._unread: deque[tuple[int, DataSchedule | None, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """A step is about to run."""
         self._read_finished()
-        if self._times_passes and step.schedule is not None:
+        if self._times_passes:
             self._timer = StepTimer(on_gpu=self._on_gpu)
             self._unread.append((iteration, step.schedule, step.num_microbatches, self._timer))
         for watcher in self._watchers:

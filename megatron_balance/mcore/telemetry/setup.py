@@ -18,7 +18,7 @@ from megatron_balance.calibration.features import is_slowest, slot_features
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.mcore.setup.groups import is_first_of_replica, reads_data, split_world
+from megatron_balance.mcore.setup.groups import is_first_of_replica, is_first_of_tensor_group, split_world
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.planner import StepPlanner
@@ -45,13 +45,13 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
     Raises:
         BalanceError: the record's folder cannot be written to; on every rank that watches.
     """
-    measures = reads_data()
+    measures = is_first_of_tensor_group()
     writes = dist.get_rank() == dist.get_world_size() - 1  # Megatron's writers are on the last rank
     config = setup.config
     group = split_world(0 if measures or writes else None, timeout=setup.timeout)
     if group is None:
         return None
-    dp_rank, dp_size = planner.dp_group.rank(), planner.topology.dp_size
+    dp_rank, dp_size = planner.dp_rank, planner.topology.dp_size
     if planner.topology.dynamic_cp:  # ranks of a model replica run different micro-batches: each represents itself
         dp_rank, dp_size = planner.leaf, planner.topology.num_leaves
     metrics = RunMetrics(
@@ -98,6 +98,7 @@ class CalibrationWatcher(Watcher):
 
     def measured(self, timed: TimedStep) -> None:
         """Add the micro-batches that waited for no other rank."""
+        assert timed.schedule is not None, "with online calibration every stage plans"
         features = slot_features(timed.schedule, rank=self._dp_rank, cost_model=self._calibration.prior)
         own = is_slowest(timed.schedule, rank=self._dp_rank)
         if len(timed.seconds) != timed.num_microbatches:

@@ -1,0 +1,52 @@
+"""The integers that describe a step to ranks of its model replica that load no data: its shape, and its lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.leaf_slots import LeafSlots
+from megatron_balance.topology import Topology
+
+
+def numbers_of(step: BalancedStep, *, with_lengths: bool) -> list[int]:
+    """Encode a step.
+
+    Args:
+        step: made by this rank.
+        with_lengths: include the lengths of its sequences. Sizes of context parallelism always come with them.
+    """
+    if step.leaves is not None:
+        return [number for leaf in step.leaves for number in leaf.to_numbers()]
+    numbers = [step.num_microbatches, *step.microbatch_tokens]
+    if with_lengths:
+        assert step.sequence_lengths is not None, "this rank packed the step"
+        numbers += [number for lengths in step.sequence_lengths for number in (len(lengths), *lengths)]
+    return numbers
+
+
+def step_of(numbers: Sequence[int], *, topology: Topology, cp_rank: int, with_lengths: bool) -> BalancedStep:
+    """The step that another rank of the replica encoded.
+
+    Args:
+        numbers: of `numbers_of`.
+        topology: the ranks.
+        cp_rank: context-parallel rank of this one.
+        with_lengths: as it was encoded.
+    """
+    rest = iter(numbers)
+    if topology.dynamic_cp:
+        leaves = tuple(LeafSlots.from_numbers(rest) for _ in range(topology.cp_size))
+        own = leaves[cp_rank]
+        return BalancedStep(
+            len(own.cp_sizes),
+            own.num_tokens,
+            sequence_lengths=own.sequence_lengths,
+            cp_sizes=own.cp_sizes,
+            leaves=leaves,
+        )
+    num_microbatches = next(rest)
+    tokens = list(islice(rest, num_microbatches))
+    lengths = [list(islice(rest, next(rest))) for _ in tokens] if with_lengths else None
+    return BalancedStep(num_microbatches, tokens, sequence_lengths=lengths)
