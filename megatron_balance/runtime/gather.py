@@ -6,17 +6,12 @@ and every rank raises it. Ranks that gather for different steps are detected her
 Collectives: one all_gather of a row of `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default). A second one
 carries the other values where some rank has more than `row_values`; a caller that gathers step after step avoids it by
 passing each gather what the one before advises. One more carries schemas or error texts, where some rank has no samples
-or is at fault. All ranks decide on these from the same header.
-
-The values of a rank are the lengths of its samples. Where any of them has several sequences, they are the number of
-sequences of each sample and then the lengths of all sequences: more values than samples, which distinguishes the two.
-Where samples have ragged keys, the entries of each of these keys follow, sample after sample.
+or is at fault. All ranks decide on these from the same header. `gathered.py` reads the values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,60 +21,18 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
 from megatron_balance.runtime.failure import cannot_go_on, check_equal_digests
+from megatron_balance.runtime.gathered import INLINE_LENGTHS, GatheredLengths, read_ragged, read_values
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE = range(9)
 HEADER_FIELDS = 9
-INLINE_LENGTHS = 119
 ROW_MULTIPLE = 64  # int64: 512 bytes
 NO_SCHEMA = -1  # hashes are not negative
 
 
 class OutOfStepError(BalanceError):
     """Ranks make different steps at the same time, and would never meet again."""
-
-
-@dataclass(frozen=True, eq=False)
-class GatheredLengths:
-    """The samples of all ranks; a sample's id is its index here.
-
-    Attributes:
-        lengths: int64 `[num_samples]`, tokens (`original_seq_len`), in the order (rank, local index).
-        home_ranks: int64 `[num_samples]`, the rank in the group that loaded the sample.
-        num_samples_per_rank: int64 `[dp_size]`.
-        offset: id of this rank's first sample.
-        schema: of all samples; None where no rank has any.
-        num_segments: int64 `[num_samples]`, sequences of each sample, at least 1.
-        segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
-        new_source: whether some rank's samples come from another source than its last ones.
-        next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
-        ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order; None where
-            it has none.
-    """
-
-    lengths: NDArray[np.int64]
-    home_ranks: NDArray[np.int64]
-    num_samples_per_rank: NDArray[np.int64]
-    offset: int
-    schema: SampleSchema | None
-    num_segments: NDArray[np.int64]
-    segment_lengths: NDArray[np.int64]
-    new_source: bool = False
-    next_row_values: int = INLINE_LENGTHS
-    ragged_lengths: NDArray[np.int64] | None = None
-
-    def ragged_of(self, sample_ids: NDArray[np.int64]) -> list[list[int]]:
-        """Entries of the ragged keys of each of these samples; empty where there is no such key."""
-        return [] if self.ragged_lengths is None else self.ragged_lengths[sample_ids].tolist()
-
-    def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]] | None:
-        """Lengths of the sequences of each of these samples; None where every sample of all ranks is one sequence."""
-        if self.segment_lengths.size == self.lengths.size:
-            return None
-        stops = np.cumsum(self.num_segments)[sample_ids]
-        starts = stops - self.num_segments[sample_ids]
-        return [tuple(self.segment_lengths[start:stop].tolist()) for start, stop in zip(starts, stops, strict=True)]
 
 
 def gather_sample_lengths(
@@ -203,9 +156,9 @@ def gather_lengths(
         details = all_gather_bytes(detail, nbytes=headers[:, DETAIL_NBYTES], group=group, device=device, what=what)
         if failed.any():
             raise cannot_go_on(failed, texts=details, group=group)
-        _check_alike_packed(headers[:, UNPACKED] != 0, group=group)
+        _check_equally_packed(headers[:, UNPACKED] != 0, group=group)
         schema = _agreed_schema(hashes, details, group=group)
-    _check_alike_packed(headers[:, UNPACKED] != 0, group=group)
+    _check_equally_packed(headers[:, UNPACKED] != 0, group=group)
 
     num_values = headers[:, NUM_VALUES]
     num_more = int(num_values.max()) - row_values
@@ -218,7 +171,7 @@ def gather_lengths(
     num_samples_per_rank = headers[:, NUM_SAMPLES]
     num_ragged = 0 if schema is None else schema.num_ragged
     of_ragged = num_samples_per_rank * num_ragged
-    all_counts, segment_lengths = _read_values(
+    all_counts, segment_lengths = read_values(
         padded, num_values=num_values - of_ragged, num_samples=num_samples_per_rank
     )
     starts = np.cumsum(all_counts) - all_counts
@@ -232,7 +185,7 @@ def gather_lengths(
         segment_lengths=segment_lengths,
         new_source=bool(headers[:, NEW_SOURCE].any()),
         next_row_values=_row_values_for(int(num_values.max())),
-        ragged_lengths=_ragged(padded, num_values=num_values, of_ragged=of_ragged, num_ragged=num_ragged),
+        ragged_lengths=read_ragged(padded, num_values=num_values, of_ragged=of_ragged, num_ragged=num_ragged),
     )
 
 
@@ -240,34 +193,6 @@ def _row_values_for(num_values: int) -> int:
     """Room for a quarter more than the rank with the most values has; from step to step numbers rarely vary by more."""
     num_fields = HEADER_FIELDS + num_values * 5 // 4
     return max(INLINE_LENGTHS, -(-num_fields // ROW_MULTIPLE) * ROW_MULTIPLE - HEADER_FIELDS)
-
-
-def _read_values(
-    padded: NDArray[np.int64], *, num_values: NDArray[np.int64], num_samples: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Values of all ranks `[group_size, n]` → number of sequences of each sample, and lengths of all sequences."""
-    if (num_values == num_samples).all():
-        flat = padded[np.arange(padded.shape[1]) < num_values[:, None]]
-        return np.ones_like(flat), flat
-    counts: list[NDArray[np.int64]] = []
-    lengths: list[NDArray[np.int64]] = []
-    for row, stop, num in zip(padded, num_values.tolist(), num_samples.tolist(), strict=True):
-        several = stop > num
-        counts.append(row[:num] if several else np.ones(num, dtype=np.int64))
-        lengths.append(row[num if several else 0 : stop])
-    return np.concatenate(counts), np.concatenate(lengths)
-
-
-def _ragged(
-    padded: NDArray[np.int64], *, num_values: NDArray[np.int64], of_ragged: NDArray[np.int64], num_ragged: int
-) -> NDArray[np.int64] | None:
-    """Values of all ranks → entries of the ragged keys, `[num_samples, num_ragged]`: the last values of each rank."""
-    if not num_ragged:
-        return None
-    parts = [
-        row[stop - num : stop] for row, stop, num in zip(padded, num_values.tolist(), of_ragged.tolist(), strict=True)
-    ]
-    return np.concatenate(parts).reshape(-1, num_ragged)
 
 
 def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
@@ -332,7 +257,7 @@ def _distinct(values: NDArray[np.int64]) -> list[int]:
     return list(dict.fromkeys(values.tolist()))
 
 
-def _check_alike_packed(unpacked: NDArray[np.bool_], *, group: dist.ProcessGroup) -> None:
+def _check_equally_packed(unpacked: NDArray[np.bool_], *, group: dist.ProcessGroup) -> None:
     if unpacked.any() and not unpacked.all():
         raise BalanceError(
             f"Rows of {ranks_where(unpacked, group=group)} have no cu_seqlens, and those of "
