@@ -10,7 +10,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.prepared_exchange import prepare_exchange
 from megatron_balance.runtime.sample import Sample, SampleSchema
 

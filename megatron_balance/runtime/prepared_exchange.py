@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.peers import waiting_for
 from megatron_balance.runtime.sample import Sample, SampleSchema

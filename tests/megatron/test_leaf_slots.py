@@ -20,7 +20,7 @@ from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchConte
 from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, leaf_slots, tokens_of_leaves
 from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes
 from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
-from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.gathered import GatheredLengths
 
 CAP = 64
 

@@ -14,7 +14,7 @@ from megatron_balance import BalanceError, CostModel, Topology
 from megatron_balance.files.atomic_write import atomic_write
 from megatron_balance.mcore.step import pool_files
 from megatron_balance.mcore.step.sample_pool import SamplePool
-from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.sample import Sample, SampleSchema
 
 WINDOW, BATCH_SIZE = 3, 4

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.gathered import GatheredLengths
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, le
 from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.exchange import checked_destinations
-from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.prepared_exchange import PreparedExchange, prepare_exchange

@@ -15,7 +15,7 @@ from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slot
 from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.failure import Failure, attempt, raise_together
-from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.prepared_exchange import PreparedExchange
 from megatron_balance.runtime.sample import Sample
