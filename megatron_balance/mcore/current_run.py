@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
+from megatron_balance.mcore.build_run import balanced_forward_backward
+from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 
 _built: tuple[Any, BalancedForwardBackward | None] | None = None
 """Megatron's arguments and the run built for them; kept, since evaluation asks for a schedule repeatedly."""

@@ -19,43 +19,22 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.calibration.online import OnlineCalibration
-from megatron_balance.cost.model import CostModel
-from megatron_balance.mcore.checkpoint import restore_state, state_folder
-from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention, restore_engine_attention
-from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
+from megatron_balance.mcore.dynamic_cp.engine_attention import restore_engine_attention
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
-from megatron_balance.mcore.evaluation import BalancedEvaluation, balanced_evaluation
-from megatron_balance.mcore.options.table import stock_notice
-from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
-from megatron_balance.mcore.setup.groups import (
-    data_group,
-    dp_ranks_per_node,
-    is_first_of_tensor_group,
-    split_world,
-)
+from megatron_balance.mcore.evaluation import BalancedEvaluation
 from megatron_balance.mcore.setup.megatron_state import MegatronState
-from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
-from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.packed_calls import called_with, packed_params_of
 from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
-from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.step.router_padding import RouterPadding, check_takes_mask
-from megatron_balance.mcore.step.sample_origin import SampleOrigin
-from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.mcore.telemetry.observer import RunObserver
-from megatron_balance.mcore.telemetry.setup import build_watchers
 from megatron_balance.runtime.peers import annotate_peer_loss, with_step_context
 
 Schedule = Callable[..., Any]
@@ -233,123 +212,3 @@ def _hand_out(iterators: Any, make: Callable[[], Iterator[Any]]) -> Any:
     if isinstance(iterators, list):
         return [make() for _ in iterators]
     return make()
-
-
-def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
-    """The balanced run, or None where the run stays stock. All ranks of the world take part.
-
-    Args:
-        args: Megatron's validated arguments.
-
-    Raises:
-        BalanceError: on every rank: ranks were started differently, or one cannot start.
-    """
-    if not hasattr(args, "balance_data"):  # a script that parses no Megatron arguments
-        return None
-    run = agreed_run(args)
-    log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
-    if run.stock_because:
-        log.warn_once(stock_notice(args, reason=run.stock_because))
-    if run.setup is None:
-        return None
-    if getattr(args, "balance_choices", None):
-        log.say(f"--balance chose {'; '.join(args.balance_choices)}")
-    for caution in run.cautions:
-        log.warn_once(caution)
-    setup = run.setup
-    config = setup.config
-    if setup.cap is not None:
-        assert config.max_tokens_per_gpu is not None, "the cap is derived"
-        log_cap(
-            log,
-            cap=setup.cap,
-            tokens=config.max_tokens_per_gpu,
-            seq_length=setup.seq_length,
-            cp_size=setup.topology.dynamic_cp_sizes[-1],
-        )
-    if setup.exchange_source is not None:
-        log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
-    padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
-    state = MegatronState(args)
-    prefetcher = _prefetcher(setup)
-    if setup.resumed_from is not None:
-        folder = state_folder(*setup.resumed_from)
-        restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
-    context = None
-    if config.dynamic_cp:
-        groups = make_context_groups(
-            setup.topology.dynamic_cp_sizes, timeout=setup.timeout, for_routers=setup.counts_router_tokens
-        )
-        context = MicrobatchContext(groups)
-        prepare_engine_attention()
-    observer = build_watchers(setup, planner=prefetcher.planner, log=log)
-    evaluation = None
-    if setup.stock_evaluation:
-        log.say(f"evaluation is Megatron's own: {setup.stock_evaluation}.")
-    if setup.balances_evaluation:
-        evaluation = balanced_evaluation(setup, training=prefetcher.planner, state=state)
-    return BalancedForwardBackward(
-        prefetcher,
-        state=state,
-        loads_data=loads_here(setup),
-        overlap=config.overlap,
-        log=log,
-        observer=observer,
-        router_padding=padding,
-        context=context,
-        unpads=config.unpad is not None,
-        evaluation=evaluation,
-    )
-
-
-def _prefetcher(setup: RunSetup) -> StepPrefetcher:
-    """This rank's prefetcher, with process groups of its own."""
-    from megatron.core import parallel_state
-
-    config, topology, timeout = setup.config, setup.topology, setup.timeout
-    loads = loads_here(setup)
-    dp_group = data_group(timeout=timeout, loads=loads)
-    dp_rank = parallel_state.get_data_parallel_rank()
-    device_exchange = None
-    if config.exchange == "nccl":
-        group = data_group(timeout=timeout, loads=loads, backend="nccl")
-        if group is not None:
-            device_exchange = DeviceExchange(group, device=torch.device("cuda", torch.cuda.current_device()))
-    calibration = None
-    if config.calibrate_online:
-        calibration = _online_calibration(setup.cost_model, timeout=timeout)
-    pool = None
-    if config.lookahead > 1 and loads:
-        pool = SamplePool(
-            config.lookahead,
-            global_batch_size=setup.global_batch_size,
-            topology=topology,
-            cost_model=setup.cost_model,
-            rank=dp_rank,
-            micro_batch_size=setup.micro_batch_size,
-        )
-    origin = None
-    if setup.first_sample is not None:
-        origin = SampleOrigin(setup.first_sample, setup.micro_batch_size, dp_rank=dp_rank, dp_size=topology.dp_size)
-    planner = StepPlanner(
-        config,
-        topology=topology,
-        limits=setup.limits,
-        cost_model=setup.cost_model,
-        dp_group=dp_group,
-        dp_rank=dp_rank,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        calibration=calibration,
-        origin=origin,
-        ranks_per_node=dp_ranks_per_node(timeout=timeout),
-        pin_memory=torch.cuda.is_available(),
-        timeout=timeout,
-        device_exchange=device_exchange,
-    )
-    return prefetcher_of(planner, setup=setup, pool=pool)
-
-
-def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:
-    """The calibration shared by all ranks that load data; None on the others."""
-    group = split_world(0 if is_first_of_tensor_group() else None, timeout=timeout)
-    return None if group is None else OnlineCalibration(prior, group=group)

@@ -13,8 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_balance.cost.model import CostModel
+from megatron_balance.mcore.build_run import balanced_forward_backward
 from megatron_balance.mcore.current_run import serving
-from megatron_balance.mcore.forward_backward import BalancedForwardBackward, balanced_forward_backward
+from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import install_core
 from megatron_balance.mcore.setup.loop_arguments import args_of_loop
 from megatron_balance.mcore.step.balanced_step import BalancedStep

@@ -89,6 +89,9 @@ def test_a_loop_without_megatron_training(tmp_path: Path) -> None:
         pytest.param(
             {"flags": ["--balance-lookahead", "2"]}, "--balance-lookahead is set in a hand-written", id="pool"
         ),
+        pytest.param(
+            {"flags": ["--balance-evaluation"]}, "--balance-evaluation is set in a hand-written", id="evaluation"
+        ),
         pytest.param({"flags": ["--balance-dat"]}, "unrecognized arguments: --balance-dat", id="misspelt"),
     ],
 )

@@ -65,6 +65,11 @@ def args_of_loop(
             f"{name} is set in a hand-written loop: its state is saved with the checkpoints of Megatron's own loop; "
             "drop it, or train with megatron.training."
         )
+    if parsed.balance_evaluation:
+        raise BalanceError(
+            "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
+            "drop it, or train with megatron.training."
+        )
     vocab_size = getattr(inner, "vocab_size", None)
     args = args_of_transformer_config(config, padded_vocab_size=vocab_size)
     vars(args).update(vars(parsed))
@@ -87,6 +92,7 @@ def args_of_loop(
     args.train_iters, args.curr_iteration, args.iteration = num_steps, 0, 0
     args.micro_batch_size, args.global_batch_size = 1, 0  # the loop's own affair
     args.load = args.dataloader_type = None
+    args.eval_iters = 0  # forward-only calls stay Megatron's own
     args.consumed_train_samples = 0
     args.log_interval = log_interval or 0
     args.distributed_timeout_minutes = timeout / timedelta(minutes=1)

@@ -73,7 +73,7 @@ class RunSetup:
             from iteration 0, and so does not resume.
         first_sample: index in the data set of the first sample that the run loads, or None where the sampler's order is
             not known (any but `single`).
-        evaluates: evaluation runs.
+        evaluates: True if evaluation runs.
         sft: `--sft` is set.
         counts_router_tokens: MoE routers count tokens, for auxiliary losses or the expert bias.
         loads_on_every_stage: pipeline stages between the first and the last load data too.
@@ -104,12 +104,12 @@ class RunSetup:
 
     @property
     def balances_evaluation(self) -> bool:
-        """Whether evaluation is balanced as well."""
+        """True if evaluation is balanced as well."""
         return self.evaluates and self.config.evaluation is not False and not self.stock_evaluation
 
     @property
     def stock_evaluation(self) -> str:
-        """Why evaluation stays stock although no flag says so; empty where it does not, or nothing is evaluated."""
+        """The reason for stock evaluation where no flag asks for it; empty where it is balanced, or nothing is evaluated."""
         if not self.evaluates or self.config.evaluation is not None:
             return ""
         if self.config.dynamic_cp:
