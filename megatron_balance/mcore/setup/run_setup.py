@@ -109,7 +109,7 @@ class RunSetup:
 
     @property
     def stock_evaluation(self) -> str:
-        """The reason for stock evaluation where no flag asks for it; empty where it is balanced, or nothing is evaluated."""
+        """The reason for stock evaluation where no flag asks for it; empty where it is balanced or does not run."""
         if not self.evaluates or self.config.evaluation is not None:
             return ""
         if self.config.dynamic_cp:
