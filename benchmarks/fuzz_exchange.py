@@ -26,9 +26,9 @@ from megatron_balance.planner.objectives import objective_names
 from megatron_balance.runtime.collectives import all_gather_row
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.sample import Sample
-from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.sample import Sample
+from megatron_balance.samples.unpacking import split_packed
 
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _DTYPES.split())

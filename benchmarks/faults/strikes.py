@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import megatron_balance
 from megatron_balance.devkit import sft_dataset
-from megatron_balance.mcore.step import own_slots, plan_process
+from megatron_balance.mcore.step import item_splitter, own_slots, plan_process
 from megatron_balance.mcore.step import planner as step_planner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime import prepared_exchange
@@ -288,7 +288,7 @@ STRIKES: dict[str, Callable[[Strike], None]] = {
     "terminated": _while_computing(signal.SIGTERM),
     "loader-raises": _loader_raises,
     "loader-raises-its-own": _loader_raises_its_own,
-    "bug-in-splitting": _bug("split_packed", module=step_planner),
+    "bug-in-splitting": _bug("split_packed", module=item_splitter),
     "bug-in-packing": _bug("pack_microbatch", module=own_slots),
     "other-iterator": _other_iterator,
     "planner-killed": _planner_killed,

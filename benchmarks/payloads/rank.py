@@ -19,9 +19,9 @@ from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.runtime.gather import gather_sample_lengths
 from megatron_balance.runtime.host_buffers import HostBuffers
-from megatron_balance.runtime.packing import pack_microbatch
 from megatron_balance.runtime.prepared_exchange import prepare_exchange
-from megatron_balance.runtime.sample import Sample
+from megatron_balance.samples.packing import pack_microbatch
+from megatron_balance.samples.sample import Sample
 
 CAP = 8192
 NUM_ROUNDS = 4

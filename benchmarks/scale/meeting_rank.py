@@ -39,9 +39,9 @@ from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
 from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
 from megatron_balance.runtime.replica import Replica
-from megatron_balance.runtime.sample import SampleSchema
-from megatron_balance.runtime.unpacking import split_packed
-from megatron_balance.runtime.wire import block_nbytes
+from megatron_balance.samples.sample import SampleSchema
+from megatron_balance.samples.unpacking import split_packed
+from megatron_balance.samples.wire import block_nbytes
 from megatron_balance.topology import Limits, Topology
 
 CAP = 8192

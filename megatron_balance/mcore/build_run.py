@@ -22,6 +22,8 @@ from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.evaluation import balanced_evaluation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
+from megatron_balance.mcore.lookahead.sample_pool import SamplePool
+from megatron_balance.mcore.microbatch.router_padding import RouterPadding
 from megatron_balance.mcore.options.table import stock_notice
 from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
 from megatron_balance.mcore.setup.groups import (
@@ -37,9 +39,7 @@ from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.step.router_padding import RouterPadding
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
-from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.mcore.telemetry.setup import build_watchers
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.lookahead import pool_files
 from megatron_balance.mcore.setup.groups import is_first_of_replica, meeting_of_world
-from megatron_balance.mcore.step import pool_files
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime.agreement import Meeting, agree, gather_texts
 from megatron_balance.runtime.peers import named_ranks

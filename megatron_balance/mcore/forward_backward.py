@@ -27,13 +27,13 @@ from torch import Tensor
 from megatron_balance.mcore.dynamic_cp.engine_attention import restore_engine_attention
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.evaluation import BalancedEvaluation
+from megatron_balance.mcore.microbatch.packed_calls import called_with, packed_params_of
+from megatron_balance.mcore.microbatch.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
+from megatron_balance.mcore.microbatch.router_padding import RouterPadding, check_takes_mask
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.packed_calls import called_with, packed_params_of
-from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.step.router_padding import RouterPadding, check_takes_mask
 from megatron_balance.mcore.telemetry.observer import RunObserver
 from megatron_balance.runtime.peers import annotate_peer_loss, with_step_context
 

@@ -7,9 +7,9 @@ tensors are sent.
 
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_lengths, gather_sample_lengths
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
-from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
+from megatron_balance.samples.unpacking import split_packed
 
 __all__ = [
     "GatheredLengths",

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.prepared_exchange import prepare_exchange
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 
 def reroute_samples(

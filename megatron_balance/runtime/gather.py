@@ -23,7 +23,7 @@ from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_ro
 from megatron_balance.runtime.failure import cannot_go_on, check_equal_digests
 from megatron_balance.runtime.gathered import INLINE_LENGTHS, GatheredLengths, read_ragged, read_values
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE = range(9)
 HEADER_FIELDS = 9

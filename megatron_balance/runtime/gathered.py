@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.runtime.sample import SampleSchema
+from megatron_balance.samples.sample import SampleSchema
 
 INLINE_LENGTHS = 119
 """Values of a rank that the first gather of a run has room for: with its header they fill 1 KiB."""

@@ -19,8 +19,8 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.peers import waiting_for
-from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.runtime.wire import block_nbytes, read_block, write_block
+from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.wire import block_nbytes, read_block, write_block
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ PACKAGES = (
         marker="transformer_engine.pytorch.attention",
         rows=TRANSFORMER_ENGINE,
         version_of=_engine_version,
-        remedy="compare with runtime/packing.py and mcore/options, mend scripts/drift/transformer_engine.py",
+        remedy="compare with samples/packing.py and mcore/options, mend scripts/drift/transformer_engine.py",
     ),
     Package(
         name="apex",

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import CostModel, Limits, Topology
+from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.step.sample_pool import SamplePool
 
 
 @contextlib.contextmanager

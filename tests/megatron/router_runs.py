@@ -32,12 +32,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_balance.mcore import install, wrappers  # noqa: E402
+from megatron_balance.mcore.microbatch.router_padding import RouterPadding  # noqa: E402
 from megatron_balance.mcore.step.balanced_step import BalancedStep, Microbatch  # noqa: E402
-from megatron_balance.mcore.step.router_padding import RouterPadding  # noqa: E402
 from megatron_balance.mcore.thd.attention import thd_block_spec  # noqa: E402
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch  # noqa: E402
-from megatron_balance.runtime.padding import sequence_lengths  # noqa: E402
-from megatron_balance.runtime.sample import Sample, SampleSchema  # noqa: E402
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch  # noqa: E402
+from megatron_balance.samples.padding import sequence_lengths  # noqa: E402
+from megatron_balance.samples.sample import Sample, SampleSchema  # noqa: E402
 from megatron_balance.topology import Topology  # noqa: E402
 
 VOCABULARY = 61

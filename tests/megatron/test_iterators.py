@@ -243,7 +243,7 @@ def test_an_error_pulled_ahead_is_not_raised_where_nobody_asks_for_it(group: dis
     assert train(ours, iter([numbered(7), numbered(8)])) == [7, 8]
 
 
-@pytest.mark.parametrize("name", ["planner.split_packed", "own_slots.pack_microbatch"])
+@pytest.mark.parametrize("name", ["item_splitter.split_packed", "own_slots.pack_microbatch"])
 def test_an_error_of_other_code_in_making_a_step_is_raised_as_it_was(
     group: dist.ProcessGroup, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,8 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.dynamic_cp import engine_attention, microbatch_context
 from megatron_balance.mcore.dynamic_cp.groups import ContextGroups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
+from megatron_balance.mcore.microbatch.pipeline_shapes import PipelineShapes
 from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, leaf_slots, tokens_of_leaves
-from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes
 from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 from megatron_balance.runtime.gathered import GatheredLengths
 

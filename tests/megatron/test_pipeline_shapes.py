@@ -18,7 +18,7 @@ from training_run import Recorded, RunFailed
 from benchmarks.messages.counted import WAY
 from megatron_balance import BalanceError, Topology
 from megatron_balance.mcore import hooks
-from megatron_balance.mcore.step.pipeline_shapes import PipelineShapes, planned_shapes
+from megatron_balance.mcore.microbatch.pipeline_shapes import PipelineShapes, planned_shapes
 
 NUM_STEPS = 2
 FLAGS = (

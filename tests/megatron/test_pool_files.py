@@ -12,10 +12,10 @@ import torch
 
 from megatron_balance import BalanceError, CostModel, Topology
 from megatron_balance.files.atomic_write import atomic_write
-from megatron_balance.mcore.step import pool_files
-from megatron_balance.mcore.step.sample_pool import SamplePool
+from megatron_balance.mcore.lookahead import pool_files
+from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.runtime.gathered import GatheredLengths
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 WINDOW, BATCH_SIZE = 3, 4
 LENGTHS = np.random.default_rng(5).integers(1, 6, size=12 * BATCH_SIZE).tolist()

@@ -16,8 +16,8 @@ from megatron_balance import BalanceError, Topology
 from megatron_balance.mcore.setup.data_stages import loads_on_every_stage
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.stage_packs import stage_microbatches
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 NUM_STEPS = 5
 FLAGS = (

@@ -24,8 +24,8 @@ from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.memory.shape_buckets import bucket_tokens
-from megatron_balance.runtime.packing import FILLER_TOKENS
-from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.samples.packing import FILLER_TOKENS
+from megatron_balance.samples.unpacking import split_packed
 
 PAD_ROUTING = {"moe_router_padding_for_quantization": True}
 FUSED = {"use_transformer_engine_op_fuser": True}

@@ -22,7 +22,7 @@ from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.prepared_exchange import prepare_exchange
 from megatron_balance.runtime.rank_seconds import gather_rank_seconds
 from megatron_balance.runtime.replica import Replica, Share
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 pair_of_ranks: dist.ProcessGroup | None = None  # made once a process
 

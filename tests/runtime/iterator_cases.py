@@ -56,7 +56,7 @@ def steps_of_loop(
     told: list[str] = []
     for step, name in enumerate(loops[rank]):
         if rank == bug_on and step == 1:  # whose data is pulled; the next one's is not
-            planner._split_item = _fail  # type: ignore[method-assign]
+            planner._splitter._split_item = _fail  # type: ignore[method-assign]
         new = _items(first + NUM_ITEMS * step, end=NUM_ITEMS)
         iterator = {"n": new, "r": Replaying(), "-": None}.get(name) or iterators.get(name)
         try:

@@ -18,7 +18,7 @@ from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.gather import GatheredLengths, gather_lengths
-from megatron_balance.runtime.sample import SampleSchema
+from megatron_balance.samples.sample import SampleSchema
 
 CAP = 64
 

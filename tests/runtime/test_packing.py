@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.unpacking import split_packed
 
 
 def build(length, *, first_token=1, positions=True, pad_id=0):

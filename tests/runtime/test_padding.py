@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.mcore.thd.context_parallel import partitioned_indices
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.padding import padding_mask, sequence_lengths
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.padding import padding_mask, sequence_lengths
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 REAL = 7
 parallelism = st.sampled_from([(1, 1), (2, 1), (4, 2), (8, 2), (8, 4), (16, 4)])  # token_multiple, cp_size

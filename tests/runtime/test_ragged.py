@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.runtime.unpacking import RowError, split_packed
-from megatron_balance.runtime.wire import ALIGNMENT_NBYTES, block_nbytes, read_block, write_block
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.unpacking import RowError, split_packed
+from megatron_balance.samples.wire import ALIGNMENT_NBYTES, block_nbytes, read_block, write_block
 
 
 def sample(length: int, image_patches: list[int], first: int = 1) -> Sample:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.padded_rows import ATTENTION_MASK, with_row_lengths
-from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.samples.padded_rows import ATTENTION_MASK, with_row_lengths
+from megatron_balance.samples.unpacking import split_packed
 
 PAD, WIDTH = 9, 6
 END = 7

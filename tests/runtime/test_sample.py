@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
-from megatron_balance.runtime.wire import ALIGNMENT_NBYTES, block_nbytes, read_block, write_block
+from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
+from megatron_balance.samples.wire import ALIGNMENT_NBYTES, block_nbytes, read_block, write_block
 
 
 def sample(length=3, **more):

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.packing import FILLER_TOKENS, dummy_microbatch, pack_microbatch
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.packing import FILLER_TOKENS, dummy_microbatch, pack_microbatch
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 
 def build(length: int, *, mask: bool = True) -> Sample:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.packing import pack_microbatch
-from megatron_balance.runtime.unpacking import split_packed
+from megatron_balance.samples.packing import pack_microbatch
+from megatron_balance.samples.unpacking import split_packed
 
 PAD = 0
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.sample import Sample
-from megatron_balance.runtime.wire import ALIGNMENT_NBYTES
+from megatron_balance.samples.sample import Sample
+from megatron_balance.samples.wire import ALIGNMENT_NBYTES
 
 BYTES = "bytes"
 

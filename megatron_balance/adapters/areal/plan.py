@@ -27,7 +27,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.gather import gather_lengths
-from megatron_balance.runtime.sample import KeySpec, SampleSchema
+from megatron_balance.samples.sample import KeySpec, SampleSchema
 from megatron_balance.topology import Limits, Topology
 
 MicroBatches = list[list[int]]

@@ -28,7 +28,7 @@ from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
-from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
+from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.sample import KeySpec, SampleSchema
+from megatron_balance.samples.sample import KeySpec, SampleSchema
 
 DENSE = -1
 """Stands for the number of a key in a column that has one entry a row."""

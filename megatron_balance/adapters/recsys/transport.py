@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_balance.runtime.sample import KeySpec
+from megatron_balance.samples.sample import KeySpec
 
 
 def move_rows(

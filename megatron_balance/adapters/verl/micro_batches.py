@@ -217,7 +217,7 @@ def _gather(
     import torch
 
     from megatron_balance.runtime.gather import gather_lengths
-    from megatron_balance.runtime.sample import KeySpec, SampleSchema
+    from megatron_balance.samples.sample import KeySpec, SampleSchema
 
     gathered = gather_lengths(
         lengths,

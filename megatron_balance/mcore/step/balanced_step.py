@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_balance.calibration.online import CalibrationState
+from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.mcore.step.own_slots import Microbatch
-from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.planner.schedule import DataSchedule
 
 

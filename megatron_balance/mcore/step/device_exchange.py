@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.prepared_exchange import PreparedExchange
-from megatron_balance.runtime.sample import Sample
+from megatron_balance.samples.sample import Sample
 
 
 class DeviceExchange:

@@ -20,9 +20,9 @@ from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.exchange import checked_destinations
 from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.host_buffers import HostBuffers
-from megatron_balance.runtime.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.runtime.prepared_exchange import PreparedExchange, prepare_exchange
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.sample import Sample, SampleSchema
 from megatron_balance.topology import Topology
 
 Microbatch = dict[str, Tensor]

@@ -9,16 +9,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch.distributed as dist
 
 from megatron_balance.calibration.online import CalibrationState
+from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slots
-from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.failure import Failure, attempt, raise_together
 from megatron_balance.runtime.gathered import GatheredLengths
-from megatron_balance.runtime.padding import sequence_lengths
 from megatron_balance.runtime.prepared_exchange import PreparedExchange
-from megatron_balance.runtime.sample import Sample
+from megatron_balance.samples.padding import sequence_lengths
+from megatron_balance.samples.sample import Sample
 
 
 @dataclass(frozen=True, eq=False)

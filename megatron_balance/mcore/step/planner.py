@@ -18,31 +18,29 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch import Tensor
 
 import megatron_balance
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
+from megatron_balance.mcore.step.item_splitter import ItemSplitter
 from megatron_balance.mcore.step.own_slots import prepare_samples
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
-from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.collectives import all_gather_row, ranks_where
-from megatron_balance.runtime.failure import Failure, agreeing_on, attempt
+from megatron_balance.runtime.failure import Failure, agreeing_on
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
     GatheredLengths,
@@ -51,9 +49,6 @@ from megatron_balance.runtime.gather import (
     gather_sample_lengths,
 )
 from megatron_balance.runtime.host_buffers import HostBuffers
-from megatron_balance.runtime.padded_rows import with_row_lengths
-from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.runtime.unpacking import RowError, split_packed
 from megatron_balance.topology import Limits, Topology
 
 NOT_PACKED = (
@@ -109,7 +104,7 @@ class StepPlanner:
         self.cp_rank = cp_rank
         self.calibration = calibration
         self._dp_group = dp_group
-        self._origin = origin
+        self._splitter = ItemSplitter(unit=config.effective_unit, unpad=config.unpad, origin=origin)
         self.ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
         self._device_exchange = device_exchange
@@ -192,11 +187,11 @@ class StepPlanner:
     ) -> PlannedStep:
         started = time.perf_counter()
         items, failure, samples = fetched.items, fetched.failure, []
-        packed = all(isinstance(item, Mapping) and self._has_lengths(item) for item in items)
+        packed = all(isinstance(item, Mapping) and self._splitter.has_lengths(item) for item in items)
         if failure is None and len(items) < num_items and (pool is None or items):
             failure = Failure(BalanceError(self._ended(len(items), num_items=num_items)))
         if failure is None and packed:
-            split = self._split(items, first_item=first_item)
+            split = self._splitter.split(items, first_item=first_item)
             samples, failure = ([], split) if isinstance(split, Failure) else (split, None)
         with agreeing_on(failure):
             gathered = gather_sample_lengths(
@@ -303,39 +298,3 @@ class StepPlanner:
             move_samples=self.config.balance_data,
             ranks_per_node=self.ranks_per_node,
         )
-
-    def _split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
-        """The samples of all items on the CPU, or the failure of one item."""
-        samples: list[Sample] = []
-        schema: SampleSchema | None = None
-        for index, item in enumerate(items):
-            of_item = attempt(self._split_item, item, schema=schema)
-            if isinstance(of_item, Failure):
-                return replace(of_item, during=self._name(index, first_item=first_item, error=of_item.error))
-            schema = schema or SampleSchema.shared_by(of_item)
-            samples.extend(of_item)
-        return samples
-
-    def _split_item(self, item: Mapping[str, Any], *, schema: SampleSchema | None) -> list[Sample]:
-        """The samples of one item; a BalanceError if their schema differs from that of earlier items."""
-        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
-        if self.config.unpad is not None and on_cpu.get("cu_seqlens") is None:
-            on_cpu = with_row_lengths(on_cpu, padding=self.config.unpad)
-        of_item = split_packed(on_cpu, unit=self.config.effective_unit)
-        schema = schema or SampleSchema.shared_by(of_item)
-        if schema is not None and of_item and not schema.fits(of_item[0]):
-            difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
-            raise BalanceError(f"it differs from the items before it: {difference}.")
-        return of_item
-
-    def _has_lengths(self, item: Mapping[str, Any]) -> bool:
-        return self.config.unpad is not None or item.get("cu_seqlens") is not None
-
-    def _name(self, index: int, *, first_item: int, error: Exception) -> str:
-        """The item in the words of an error: its number in the step, and its samples in the data set if known."""
-        name = f"item {index} of this step"
-        if self._origin is None:
-            return name
-        rows = [error.row] if isinstance(error, RowError) else [0, self._origin.micro_batch_size - 1]
-        samples = [str(self._origin.sample_of(first_item + index, row=row)) for row in rows]
-        return f"{name} (in the data set: sample {' to '.join(dict.fromkeys(samples))})"

@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 
 from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.step import pool_files
+from megatron_balance.mcore.lookahead import pool_files
+from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.step.background import BackgroundThread
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.own_slots import Microbatch
@@ -38,7 +39,6 @@ from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prepared_step import PreparedStep, Pulled
 from megatron_balance.mcore.step.pull_ahead import PullAhead, Sources, next_items
-from megatron_balance.mcore.step.sample_pool import SamplePool
 from megatron_balance.mcore.step.step_numbers import numbers_of, step_of
 from megatron_balance.runtime.failure import AgreedError, Failure, attempt
 from megatron_balance.runtime.gather import OutOfStepError

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.own_slots import Microbatch
-from megatron_balance.runtime.packing import lengths_as_packed, sequence_starts
+from megatron_balance.samples.packing import lengths_as_packed, sequence_starts
 from megatron_balance.topology import Topology
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_balance import DataSchedule
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
-from megatron_balance.runtime.sample import Sample
+from megatron_balance.samples.sample import Sample
 
 
 def move_sequences(

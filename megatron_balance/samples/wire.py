@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema
+from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
 
 ALIGNMENT_NBYTES = 16  # complex128 is the widest dtype
 

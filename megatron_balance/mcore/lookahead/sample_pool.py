@@ -20,10 +20,10 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.step import pool_files
+from megatron_balance.mcore.lookahead import pool_files
 from megatron_balance.planner.selection.lookahead import LookAhead
 from megatron_balance.runtime.gathered import GatheredLengths
-from megatron_balance.runtime.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, SampleSchema
 from megatron_balance.topology import Topology
 
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.padding import sequence_lengths
-from megatron_balance.runtime.sample import KeySpec, Sample, SampleSchema, lengths_key
+from megatron_balance.samples.padding import sequence_lengths
+from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema, lengths_key
 
 # Not part of a Sample: they describe the pack and are made again with each.
 DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")

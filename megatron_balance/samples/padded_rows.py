@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.unpacking import RowError
+from megatron_balance.samples.unpacking import RowError
 
 ATTENTION_MASK = "attention_mask"
 """The value of `--balance-unpad` for batches whose attention_mask says what is padding."""

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.atomic_write import atomic_write
 from megatron_balance.files.untrusted import opened_archive, parse_json
-from megatron_balance.runtime.sample import Sample, SampleSchema
-from megatron_balance.runtime.wire import block_nbytes, read_block, write_block
+from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.wire import block_nbytes, read_block, write_block
 
 FORMAT = 1
 """Of the files; another number is another layout."""

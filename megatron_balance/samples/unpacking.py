@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.packing import DERIVED_KEYS
-from megatron_balance.runtime.sample import Sample, lengths_key
+from megatron_balance.samples.packing import DERIVED_KEYS
+from megatron_balance.samples.sample import Sample, lengths_key
 
 UNITS = ("segment", "sample")
 

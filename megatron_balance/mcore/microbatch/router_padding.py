@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.runtime.padding import padding_mask
+from megatron_balance.samples.padding import padding_mask
 from megatron_balance.topology import Topology
 
 

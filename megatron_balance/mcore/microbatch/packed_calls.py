@@ -16,7 +16,7 @@ import torch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.runtime.packing import lengths_as_packed
+from megatron_balance.samples.packing import lengths_as_packed
 from megatron_balance.topology import Topology
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.runtime.sample import Sample
+from megatron_balance.samples.sample import Sample
 
 
 def sequence_lengths(samples: Sequence[Sample]) -> list[int]:

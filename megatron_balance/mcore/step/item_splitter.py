@@ -1,0 +1,73 @@
+"""Splits the items of a data loader into samples on the CPU; an error names the item, and its rows in the data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.step.sample_origin import SampleOrigin
+from megatron_balance.runtime.failure import Failure, attempt
+from megatron_balance.samples.padded_rows import with_row_lengths
+from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.unpacking import RowError, split_packed
+
+
+class ItemSplitter:
+    """Splits one step's items.
+
+    Args:
+        unit: `segment` or `sample`.
+        unpad: as in BalanceConfig.
+        origin: which sample of the data set a row is, or None where that is not known.
+    """
+
+    def __init__(self, *, unit: str, unpad: int | str | None, origin: SampleOrigin | None) -> None:
+        self._unit = unit
+        self._unpad = unpad
+        self._origin = origin
+
+    def has_lengths(self, item: Mapping[str, Any]) -> bool:
+        """True if the lengths of an item's sequences can be read."""
+        return self._unpad is not None or item.get("cu_seqlens") is not None
+
+    def split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
+        """The samples of all items on the CPU, or the failure of one item.
+
+        Args:
+            items: of the data loader.
+            first_item: number of the first of them, counted from the loader's first.
+        """
+        samples: list[Sample] = []
+        schema: SampleSchema | None = None
+        for index, item in enumerate(items):
+            of_item = attempt(self._split_item, item, schema=schema)
+            if isinstance(of_item, Failure):
+                return replace(of_item, during=self._name(index, first_item=first_item, error=of_item.error))
+            schema = schema or SampleSchema.shared_by(of_item)
+            samples.extend(of_item)
+        return samples
+
+    def _split_item(self, item: Mapping[str, Any], *, schema: SampleSchema | None) -> list[Sample]:
+        """The samples of one item; a BalanceError if their schema differs from that of earlier items."""
+        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+        if self._unpad is not None and on_cpu.get("cu_seqlens") is None:
+            on_cpu = with_row_lengths(on_cpu, padding=self._unpad)
+        of_item = split_packed(on_cpu, unit=self._unit)
+        schema = schema or SampleSchema.shared_by(of_item)
+        if schema is not None and of_item and not schema.fits(of_item[0]):
+            difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
+            raise BalanceError(f"it differs from the items before it: {difference}.")
+        return of_item
+
+    def _name(self, index: int, *, first_item: int, error: Exception) -> str:
+        """The item in the words of an error: its number in the step, and its samples in the data set if known."""
+        name = f"item {index} of this step"
+        if self._origin is None:
+            return name
+        rows = [error.row] if isinstance(error, RowError) else [0, self._origin.micro_batch_size - 1]
+        samples = [str(self._origin.sample_of(first_item + index, row=row)) for row in rows]
+        return f"{name} (in the data set: sample {' to '.join(dict.fromkeys(samples))})"
