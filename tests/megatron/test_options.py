@@ -120,7 +120,7 @@ CAUTIONED = [
     "--fp8-format e4m3",
     "--fp4-format e2m1",
     "--check-for-spiky-loss",
-    "--dataloader-inter-document-masking --context-parallel-size 2 --eval-iters 10",
+    "--dataloader-inter-document-masking --context-parallel-size 2 --eval-iters 10 --no-balance-evaluation",
     "--fine-grained-activation-offloading --balance-shape-bucket 1024",
 ]
 ORDINARY = [

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_balance.mcore.options.conditions import above, among, both, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
 _LOOKAHEAD = above("balance_lookahead", 1)
 _DOCUMENTS = both(given("dataloader_inter_document_masking"), negated(given("sft")))
+
 _TRAINING = "tests/megatron/test_options_training.py"
+
+
+def _evaluates_as_stock(args: Any) -> bool:
+    return args.balance_evaluation is False or args.balance_context_parallel is not None
+
 
 TRAINING_LOOP = (
     Option(
@@ -119,11 +127,11 @@ TRAINING_LOOP = (
     ),
     Option(
         names=("dataloader_inter_document_masking", "context_parallel_size", "eval_iters"),
-        case="evaluated, with --context-parallel-size above 1",
+        case="evaluated as by stock (--no-balance-evaluation), with --context-parallel-size above 1",
         support=Support.SUPPORTED,
-        when=both(_DOCUMENTS, above("context_parallel_size", 1), above("eval_iters", 0)),
-        caution="evaluation is not balanced, and Megatron's scripts split its rows as a whole, while attention goes by "
-        "document: it fails or is wrong, as without --balance-*; set --eval-iters 0",
+        when=both(_DOCUMENTS, above("context_parallel_size", 1), above("eval_iters", 0), _evaluates_as_stock),
+        caution="Megatron's scripts split its rows as a whole, while attention goes by document: it fails or is wrong, "
+        "as without --balance-*; set --eval-iters 0",
         test="tests/megatron/test_equality.py::test_model_parallel",
         first=(0, 19),
     ),
