@@ -9,12 +9,14 @@ while, or a rank that is slower in this group than in another, is so for each of
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
+from unittest import mock
 
 import record_steps
 
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step
-from megatron_balance.mcore.step import planner
+from megatron_balance.mcore.step import plan_process
 from megatron_balance.planner.schedule import DataSchedule
 
 _STEPS = itertools.count()
@@ -22,7 +24,8 @@ _STEPS = itertools.count()
 
 def main() -> None:
     """Record while the script trains."""
-    planner.build_data_schedule = _plan_in_turn  # type: ignore[assignment]
+    mock.patch.object(plan_process, "build_data_schedule", _plan_in_turn).start()
+    mock.patch.object(plan_process, "MIN_SAMPLES", sys.maxsize).start()  # none in a process of its own
     record_steps.main()
 
 

@@ -6,19 +6,22 @@ MOST_SAMPLES=1 in the environment has every sample run alone.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
+from unittest import mock
 
 import record_steps
 from dynamic_plans import random_schedule
 
-from megatron_balance.mcore.step import planner
+from megatron_balance.mcore.step import plan_process
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
 
 def main() -> None:
     """Train."""
-    planner.build_data_schedule = _plan  # type: ignore[assignment]
+    mock.patch.object(plan_process, "build_data_schedule", _plan).start()
+    mock.patch.object(plan_process, "MIN_SAMPLES", sys.maxsize).start()  # none in a process of its own
     record_steps.main()
 
 
