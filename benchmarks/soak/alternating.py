@@ -80,6 +80,7 @@ class TakesTurns:
         self._cpu_seconds = 0.0
         self.planner = prefetcher.planner
         self.planner.make = self._metered(self.planner.make)  # type: ignore[method-assign]
+        self.planner.prepare = self._metered(self.planner.prepare)  # type: ignore[method-assign]
 
     def balance(self, data_iterator: Any, *, num_microbatches: int) -> Any:
         """As the prefetcher's, or the last step again."""
