@@ -17,13 +17,13 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.scale import traffic
 from benchmarks.scale.counted import counted_collectives
+from benchmarks.scale.samples import item_of
 from benchmarks.scale.traffic import Traffic
 from megatron_balance.calibration.features import NUM_FEATURES
 from megatron_balance.calibration.online import OnlineCalibration, is_refit_step
@@ -212,27 +212,14 @@ def _moved_nbytes(step: BalancedStep, *, rank: int) -> tuple[int | None, int]:
     return nbytes(of=homes, there=destinations), nbytes(of=destinations, there=homes)
 
 
-def _row(length: int) -> dict[str, Tensor]:
-    """One sequence with the keys and dtypes of Megatron's --sft rows."""
-    tokens = torch.arange(length).unsqueeze(0)
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "loss_mask": torch.ones(1, length),
-        "position_ids": tokens.clone(),
-        "cu_seqlens": torch.tensor([[0, length]], dtype=torch.int32),
-        "max_seqlen": torch.tensor([length], dtype=torch.int32),
-    }
-
-
-_SCHEMA: SampleSchema = SampleSchema.of(split_packed(_row(1), unit="segment")[0])
+_SCHEMA: SampleSchema = SampleSchema.of(split_packed(item_of(1), unit="segment")[0])
 
 
 def _rows(world: World, *, replica: int) -> Iterator[dict[str, Tensor]]:
     """All rows of one data-parallel rank."""
     shape = NUM_STEPS, world.dp_size, SAMPLES_PER_RANK
     lengths = np.minimum(synthetic_lengths("reasoning_gym", num_samples=int(np.prod(shape)), seed=0), CAP)
-    return iter([_row(length) for length in lengths.reshape(shape)[:, replica].ravel().tolist()])
+    return iter([item_of(length) for length in lengths.reshape(shape)[:, replica].ravel().tolist()])
 
 
 def _group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

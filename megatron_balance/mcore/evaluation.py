@@ -63,7 +63,7 @@ class BalancedEvaluation:
             self._steps_left = 0
 
     def balances(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a forward-only call of a schedule is an iteration of `evaluate`, which all ranks run."""
+        """True if a forward-only call of a schedule is an iteration of `evaluate`, which all ranks run."""
         return self._steps_left > 0 and not arguments.get("collect_non_loss_data")
 
     def step(self, source: Any, *, num_microbatches: int, on_lost: Callable[[BalanceError], None]) -> BalancedStep:

@@ -1,4 +1,4 @@
-"""Which ranks share a node: torchrun numbers the ranks of a node one after another, and sets LOCAL_WORLD_SIZE."""
+"""Ranks that share a node: torchrun numbers the ranks of a node one after another, and sets LOCAL_WORLD_SIZE."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ReplicaError(OutOfStepError):
 
 
 class Choice(enum.IntEnum):
-    """Where the data of a step that begins comes from."""
+    """Source of the data of a step that begins."""
 
     PREPARED = 0
     LAST = 1
@@ -67,7 +67,7 @@ class _Status(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank knows of a step.
+    """One rank's part of a step's agreement.
 
     Attributes:
         step: counted by the caller; equal on all ranks.
@@ -103,7 +103,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all ranks of the replica know of a step.
+    """A step as all ranks of the replica agreed on it.
 
     Attributes:
         numbers: planned by the replica's first rank.
@@ -116,7 +116,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What ranks pass on: numbers, the bytes of an error's text, or the sizes of several."""
+    """The message that ranks pass on: numbers, the bytes of an error's text, or the sizes of several."""
 
     status: _Status
     numbers: list[int]
@@ -162,7 +162,7 @@ class Replica:
         return self.tensor is None or self.tensor.rank() == 0
 
     def share(self, own: Share) -> Shared:
-        """What the replica's ranks know of a step, equal on all of them.
+        """Agree on a step with the ranks of the replica.
 
         Args:
             own: of this rank.
@@ -192,7 +192,7 @@ class Replica:
         return replace(outcome, numbers=own.numbers) if agreed and own.numbers is not None else outcome
 
     def decide(self, own: Choice | None) -> Choice:
-        """Where the data of the step that begins comes from: the choice of a rank that loads data.
+        """Source of the data of the step that begins, as a rank that loads data has chosen it.
 
         Without ranks that load none nothing is sent. No rank waits for any but those that pass it the choice, and then
         the activations or the tensors of the step.

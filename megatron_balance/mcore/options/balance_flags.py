@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.mcore.options.conditions import BALANCING, above, among, both, given, negated
+from megatron_balance.mcore.options.conditions import BALANCING, above, among, both, given, negated, unpads
 from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP_FLAGS
 from megatron_balance.mcore.options.option import Option, Support
 from megatron_balance.memory.budget import AUTO
@@ -44,10 +44,6 @@ def _limits_cp_size(args: Any) -> bool:
     return isinstance(args.balance_context_parallel, int)
 
 
-def _unpads(args: Any) -> bool:
-    return getattr(args, "balance_unpad", None) is not None
-
-
 _OVER_NCCL = among("balance_exchange", "nccl")
 
 
@@ -80,7 +76,7 @@ BALANCE_FLAGS = (
         names=("balance_unpad",),
         case="without --balance-data or --use-dynamic-batch-size",
         support=Support.REFUSED,
-        when=both(_unpads, negated(BALANCING)),
+        when=both(unpads, negated(BALANCING)),
         because="nothing is balanced, and rows stay padded",
         remedy="add --use-dynamic-batch-size and --max-tokens-per-gpu, or drop it",
     ),

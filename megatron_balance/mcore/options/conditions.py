@@ -82,6 +82,11 @@ BALANCING: Condition = given("use_dynamic_batch_size", "balance_data")
 """Some flag asks for balancing."""
 
 
+def unpads(args: Any) -> bool:
+    """`--balance-unpad` is given; 0 is a token id."""
+    return getattr(args, "balance_unpad", None) is not None
+
+
 def experts_span_replicas(args: Any) -> bool:
     """Ranks that exchange tokens in MoE layers hold different micro-batches.
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron_balance.mcore.options.conditions import above, both, given
+from megatron_balance.mcore.options.conditions import above, both, given, unpads
 from megatron_balance.mcore.options.option import Option, Support
 
 _TEST = "tests/megatron/test_padded_rows.py"
 _WITH = "with --balance-unpad"
-
-
-def _unpads(args: Any) -> bool:
-    return getattr(args, "balance_unpad", None) is not None
 
 
 PADDED_ROWS = (
@@ -21,7 +15,7 @@ PADDED_ROWS = (
         also=("create_attention_mask_in_dataloader",),
         case="without --no-create-attention-mask-in-dataloader",
         support=Support.REFUSED,
-        when=both(_unpads, given("create_attention_mask_in_dataloader")),
+        when=both(unpads, given("create_attention_mask_in_dataloader")),
         because="Megatron's scripts would ask for a mask of every micro-batch, and packs have none",
         remedy="add --no-create-attention-mask-in-dataloader",
     ),
@@ -29,7 +23,7 @@ PADDED_ROWS = (
         names=("context_parallel_size", "balance_unpad"),
         case=f"above 1, {_WITH}",
         support=Support.REFUSED,
-        when=both(_unpads, above("context_parallel_size", 1)),
+        when=both(unpads, above("context_parallel_size", 1)),
         because="scripts for padded rows split a whole row over context-parallel ranks, and a pack is split sample by "
         "sample",
         remedy="set --context-parallel-size 1, or give packed rows",
@@ -38,7 +32,7 @@ PADDED_ROWS = (
         names=("balance_context_parallel", "balance_unpad"),
         case=f"set, {_WITH}",
         support=Support.REFUSED,
-        when=both(_unpads, given("balance_context_parallel")),
+        when=both(unpads, given("balance_context_parallel")),
         because="scripts for padded rows split a whole row over context-parallel ranks, and a pack is split sample by "
         "sample",
         remedy="drop it, or give packed rows",
@@ -48,7 +42,7 @@ PADDED_ROWS = (
         case=_WITH,
         support=Support.SUPPORTED,
         when=both(
-            _unpads,
+            unpads,
             given("num_experts"),
             given("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"),
         ),

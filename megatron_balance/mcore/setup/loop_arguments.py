@@ -35,7 +35,7 @@ def args_of_loop(
     log_interval: int | None,
     timeout: timedelta,
 ) -> Namespace:
-    """What Megatron's arguments would be for a loop, where this package reads them.
+    """Arguments as Megatron's parser would make them for a loop; those that this package reads.
 
     Args:
         flags: balance flags, after those that every loop has.
@@ -115,7 +115,7 @@ def _parallel_sizes(state: Any, *, num_chunks: int) -> dict[str, int | None]:
 
 
 def _of_model(chunk: Any, *, inner: Any) -> dict[str, Any]:
-    """What flags of Megatron's scripts would say of the modules."""
+    """Arguments that follow from the modules, as flags of Megatron's scripts would set them."""
     of_data_parallelism = getattr(chunk, "ddp_config", None)
     kinds = [type(module) for module in inner.modules()]
     engine = any("transformer_engine" in kind.__module__ for kind in kinds)

@@ -75,7 +75,7 @@ class StepPlanner:
         origin: which sample of the data set a row is, or None where that is not known.
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
-        timeout: of the collectives of `dp_group`; a planning process that takes half of it counts as hanging.
+        timeout: of the collectives of `dp_group`; a planning process that takes half that time counts as hanging.
         device_exchange: moves samples between GPUs on the training thread; None for gloo on any.
     """
 

@@ -20,7 +20,7 @@ from megatron_balance.topology import Topology
 
 
 class StageMicrobatch(dict[str, Tensor]):
-    """Where the sequences of a micro-batch start. Reading any other key is an error, since its values are not here."""
+    """Starts of the sequences of a micro-batch. Reading any other key is an error, since its values are not here."""
 
     def __missing__(self, key: Any) -> NoReturn:
         raise BalanceError(

@@ -41,7 +41,7 @@ MAX_STEPS = 256
 
 @dataclass(frozen=True)
 class _Interval:
-    """What this rank knows of the steps between two log lines: iteration of the line, planned figures, own seconds."""
+    """This rank's figures of the steps between two log lines: iteration of the line, planned figures, own seconds."""
 
     iteration: int
     objective: str

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def packed_seq_params(microbatch: Mapping[str, Any]) -> PackedSeqParams:
-    """Where the sequences of a packed micro-batch start, for the model.
+    """Megatron's PackedSeqParams of a packed micro-batch, for the model.
 
     Args:
         microbatch: `cu_seqlens` int32 `[1, num_sequences + 1]`, under context parallelism `cu_seqlens_padded` too, and

@@ -1,4 +1,4 @@
-"""Plans a large batch as copies of the plan of a part of it.
+"""Plans a large batch as copies of one part's plan.
 
 With hundreds of ranks, the samples by cost taken k at a time are nearly equal, and every k-th sample has the lengths of
 all. So a part of the ranks is planned with one sample for each k, and k parts run that plan.

@@ -18,7 +18,7 @@
     10. the plan of least predicted time is kept; small batches of ranks that do not meet are compared with plans of the
         algorithms by name
 
-A large batch is planned as copies of the plan of a part of it (`copies.py`).
+A large batch is planned as copies of one part's plan (`copies.py`).
 
 An algorithm by name gives samples to ranks first and then packs each rank by itself (`by_rank.py`), and so does a plan
 whose samples may not leave their rank. `slot_of` is `[num_samples]` `rank * num_microbatches + slot`.
