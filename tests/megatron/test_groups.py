@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from forked_runs import train
 from megatron.core import parallel_state
@@ -16,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_balance.mcore.setup.groups import is_first_of_replica, ranks_of_tensor_rank
 
 WORLD_SIZE = 16
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 PACKAGE = Path(__file__).parents[2] / "megatron_balance"
 
 
@@ -88,7 +90,8 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(tmp_path: Path, flags:
         assert row["tensor"] == (row["megatron_tensor"] if len(row["megatron_tensor"]) > 1 else None)
         assert row["loads"] == (rank in readers and row["stage"] in (0, max(one["stage"] for one in rows)))
         assert row["readers"] == (readers if rank in readers else None)
-        assert row["more_sockets"] == 1, "one that listens: nobody has talked"
+        # One socket listens. Before 2.8 torch connects all ranks of a group when it is made.
+        assert row["more_sockets"] == (1 if TORCH >= (2, 8) else num_ranks)
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
 
 
