@@ -6,7 +6,12 @@ A multiply and an add are two FLOPs. Attention is not causal and stays within an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 
@@ -97,3 +102,34 @@ def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
         windowed=4 * h * encoder.window_patches * encoder.num_windowed_layers,
         quadratic=4 * h * (layers - encoder.num_windowed_layers),
     )
+
+
+def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:
+    """Patches of every frame, from the `image_grid_thw` or `video_grid_thw` of Hugging Face processors.
+
+    A frame attends to itself alone, so that a video costs as much as images of its frames (transformers,
+    `vision_utils.get_vision_cu_seqlens`).
+
+    Args:
+        grids: `[num_images, 3]` frames of each image or video, and rows and columns of patches of a frame.
+
+    Returns:
+        `[sum of frames]` int64, image after image.
+
+    Raises:
+        BalanceError: the grids have another shape, or a size is negative or no integer.
+
+    Example:
+        >>> patches_of_grids([[1, 34, 46], [2, 8, 8]]).tolist()
+        [1564, 64, 64]
+    """
+    sizes = np.asarray(grids)
+    if sizes.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if sizes.ndim != 2 or sizes.shape[1] != 3 or sizes.dtype.kind not in "iu" or sizes.min() < 0:
+        raise BalanceError(
+            f"grids are {sizes.dtype} of shape {list(sizes.shape)}: they must be [num_images, 3] integers of at least "
+            "0, frames, rows and columns of patches (image_grid_thw)."
+        )
+    frames, rows, columns = sizes.astype(np.int64).T
+    return np.repeat(rows * columns, frames)

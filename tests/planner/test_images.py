@@ -15,7 +15,7 @@ from megatron_balance.model.flops import calculate_fwd_flops, fwd_flops
 from megatron_balance.model.hf_config import fields_from_hf_config
 from megatron_balance.model.presets import PRESETS
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.model.vision import VisionEncoder, image_flops
+from megatron_balance.model.vision import VisionEncoder, image_flops, patches_of_grids
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import assignment_metrics, schedule_metrics
 from megatron_balance.planner.schedule import DataSchedule
@@ -154,3 +154,12 @@ def test_sizes_of_an_encoder_are_checked() -> None:
         VisionEncoder(**{**sizes, "num_layers": 0})
     with pytest.raises(BalanceError, match=r"num_windowed_layers is 1.*window_patches must be set"):
         VisionEncoder(**sizes, num_windowed_layers=1)
+
+
+def test_frames_of_a_grid_are_images() -> None:
+    assert patches_of_grids(np.array([[1, 4, 6], [3, 2, 2], [0, 8, 8]])).tolist() == [24, 4, 4, 4]
+    assert patches_of_grids([]).tolist() == patches_of_grids(np.zeros((0, 3))).tolist() == []
+    wrong_grids: list[Any] = [[[1, 2]], [1, 2, 3], [[1, 2, -3]], [[1, 2, 3.5]], [[[1, 2, 3]]]]
+    for wrong in wrong_grids:
+        with pytest.raises(BalanceError, match=r"grids are .*image_grid_thw"):
+            patches_of_grids(wrong)
