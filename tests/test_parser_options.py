@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,13 @@ def test_a_row_of_an_option_that_a_release_lacks_is_broken() -> None:
     assert classified(rows, sources=sources(), release=None).findings == []
 
 
+def test_rows_of_balance_flags_are_of_the_options_beside_them() -> None:
+    there = replace(refused("balance_unpad"), also=("tp_comm_overlap", "rope"))
+    gone = replace(refused("balance_record"), also=("gone",))
+    found = classified([there, gone], sources=sources(), release=(0, 19))
+    assert [(finding.target, finding.broken) for finding in found.findings] == [("--balance-record", True)]
+
+
 def test_nothing_is_both_in_a_row_and_irrelevant() -> None:
     patterns = irrelevant_patterns()
     assert len(patterns) == len(set(patterns))
@@ -106,9 +114,17 @@ def test_nothing_is_both_in_a_row_and_irrelevant() -> None:
     assert names.isdisjoint(patterns)
 
 
-def test_the_parser_of_the_installed_megatron_is_read_as_it_is() -> None:
-    """The static reader finds what importing finds, and `kitchen_*`, which are there with that package alone."""
+@pytest.fixture(scope="module")
+def installed() -> Sources:
+    """The sources of the installed Megatron."""
     core = pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    root = Path(core.__file__).parents[2]
+    files = {path.relative_to(root).as_posix(): path for path in (root / "megatron").rglob("*.py")}
+    return Sources(frozenset(files), lambda path: files[path].read_text("utf-8"))
+
+
+def test_the_parser_of_the_installed_megatron_is_read_as_it_is(installed: Sources) -> None:
+    """The static reader finds what importing finds, and `kitchen_*`, which are there with that package alone."""
     arguments = pytest.importorskip("megatron.training.arguments", reason="megatron.training is not installed")
     import argparse
     import inspect
@@ -116,7 +132,11 @@ def test_the_parser_of_the_installed_megatron_is_read_as_it_is() -> None:
     parser = argparse.ArgumentParser()
     inspect.unwrap(arguments.add_megatron_arguments)(parser)
     stored = {action.dest for action in parser._actions} - {"help"}
-    root = Path(core.__file__).parents[2]
-    files = {path.relative_to(root).as_posix(): path for path in (root / "megatron").rglob("*.py")}
-    read = options_of(Sources(frozenset(files), lambda path: files[path].read_text("utf-8")))
-    assert read - {"kitchen_config_file", "kitchen_recipe_number"} == stored
+    assert options_of(installed) - {"kitchen_config_file", "kitchen_recipe_number"} == stored
+
+
+def test_every_option_of_the_installed_megatron_has_its_class(installed: Sources) -> None:
+    version = pytest.importorskip("megatron.core", reason="megatron-core is not installed").__version__
+    major, minor = map(int, version.split(".")[:2])
+    rows = [row for subject in SUBJECTS.values() for row in subject]
+    assert classified(rows, sources=installed, release=(major, minor)).findings == []

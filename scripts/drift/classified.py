@@ -62,7 +62,8 @@ def irrelevant_patterns() -> list[str]:
 
 
 def _misplaced(rows: Sequence[Option], *, options: frozenset[str], release: tuple[int, int]) -> Iterator[Finding]:
-    """Rows whose first option is missing from a release that they name."""
+    """Rows of which a release that they name has no option; this package's own flags are none of its options."""
     for row in rows:
-        if row.first <= release <= row.last and not row.of_scripts and not options.intersection(row.names):
+        megatrons = [name for name in row.names if not name.startswith("balance_")] or row.also
+        if row.first <= release <= row.last and not row.of_scripts and not options.intersection(megatrons):
             yield Finding(flag_of(row.names[0]), True, "is no option of this release, and its row says that it is")

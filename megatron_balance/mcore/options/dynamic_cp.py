@@ -12,6 +12,7 @@ from megatron_balance.mcore.options.conditions import (
     given,
     megatron_before,
     negated,
+    unpads,
 )
 from megatron_balance.mcore.options.option import Option, Support
 
@@ -136,6 +137,15 @@ DYNAMIC_CP_FLAGS = (
         when=both(_DYNAMIC, megatron_before(0, 19)),
         because="packed sequences name no context-parallel group there",
         remedy="install megatron-core 0.19, or drop it",
+    ),
+    Option(
+        names=("balance_unpad", "balance_context_parallel"),
+        case=f"set, {_WITH}",
+        support=Support.REFUSED,
+        when=both(_DYNAMIC, unpads),
+        because="scripts for padded rows split a whole row over context-parallel ranks, and a pack is split sample by "
+        "sample",
+        remedy="drop it, or give packed rows",
     ),
     *(
         Option(

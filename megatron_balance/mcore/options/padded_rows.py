@@ -29,15 +29,6 @@ PADDED_ROWS = (
         remedy="set --context-parallel-size 1, or give packed rows",
     ),
     Option(
-        names=("balance_context_parallel", "balance_unpad"),
-        case=f"set, {_WITH}",
-        support=Support.REFUSED,
-        when=both(unpads, given("balance_context_parallel")),
-        because="scripts for padded rows split a whole row over context-parallel ranks, and a pack is split sample by "
-        "sample",
-        remedy="drop it, or give packed rows",
-    ),
-    Option(
         names=("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias", "balance_unpad"),
         case=_WITH,
         support=Support.SUPPORTED,
