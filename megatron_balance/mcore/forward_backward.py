@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_balance.mcore.dynamic_cp.engine_attention import restore_engine_attention
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.evaluation import BalancedEvaluation
-from megatron_balance.mcore.microbatch.packed_calls import called_with, packed_params_of
+from megatron_balance.mcore.microbatch.packed_calls import called_with_packs, packed_params_of
 from megatron_balance.mcore.microbatch.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.microbatch.router_padding import RouterPadding, check_takes_mask
 from megatron_balance.mcore.setup.megatron_state import MegatronState
@@ -193,7 +193,7 @@ class BalancedForwardBackward:
                 if padding is not None:
                     stack.enter_context(padding.given(masks[slot], model=model))
                 if starts:
-                    stack.enter_context(called_with(starts[slot], model=model))
+                    stack.enter_context(called_with_packs(starts[slot], model=model))
                 if observer is not None:
                     stack.enter_context(observer.forward(slot))
                 return run(data_iterator, model, *rest, **keywords)

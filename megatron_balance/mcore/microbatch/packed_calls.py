@@ -6,15 +6,14 @@ adds them, on every rank: those that read no data know the lengths of their micr
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.microbatch.model_keywords import called_with, takes_keyword, unwrapped
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.samples.packing import lengths_as_packed
 from megatron_balance.topology import Topology
@@ -40,9 +39,8 @@ def packed_params_of(step: BalancedStep, *, topology: Topology) -> list[Any]:
     return result
 
 
-@contextlib.contextmanager
-def called_with(params: Any, *, model: Any) -> Iterator[None]:
-    """Have the model called with PackedSeqParams and without an attention mask in this context.
+def called_with_packs(params: Any, *, model: Any) -> AbstractContextManager[None]:
+    """Have the model called with PackedSeqParams in this context.
 
     Args:
         params: of the micro-batch.
@@ -51,20 +49,10 @@ def called_with(params: Any, *, model: Any) -> Iterator[None]:
     Raises:
         BalanceError: the model takes no packed sequences.
     """
-    from megatron.core.utils import unwrap_model
-
-    inner: Any = unwrap_model(model)
-    if "packed_seq_params" not in inspect.signature(inner.forward).parameters:
+    inner = unwrapped(model)
+    if not takes_keyword(inner, "packed_seq_params"):
         raise BalanceError(
             f"{type(inner).__name__}.forward takes no packed_seq_params, so that samples of a pack would attend to one "
             "another: add the parameter and hand it to the decoder, or train without --balance-unpad."
         )
-
-    def add(_: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return positional, keywords | {"packed_seq_params": params}
-
-    handle = inner.register_forward_pre_hook(add, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return called_with(inner, packed_seq_params=params)

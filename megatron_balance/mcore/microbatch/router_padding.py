@@ -17,10 +17,9 @@ Multi-token prediction layers of 0.17 take no mask: their routers count padding.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
+from megatron_balance.mcore.microbatch.model_keywords import called_with, takes_keyword, unwrapped
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.samples.padding import padding_mask
 from megatron_balance.topology import Topology
@@ -81,20 +81,11 @@ class RouterPadding:
         whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
         return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
 
-    @contextlib.contextmanager
-    def given(self, mask: Tensor, *, model: Any) -> Iterator[None]:
+    def given(self, mask: Tensor, *, model: Any) -> AbstractContextManager[None]:
         """Have the model called with a mask, one of `masks`, in this context."""
-        inner = _unwrapped(model)
+        inner = unwrapped(model)
         share = mask if _splits_sequence(inner) or not self.topology.sequence_parallel else self._share(mask)
-
-        def add(_: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return positional, keywords | {"padding_mask": share}
-
-        handle = inner.register_forward_pre_hook(add, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+        return called_with(inner, padding_mask=share)
 
     def _share(self, mask: Tensor) -> Tensor:
         """Of this sequence-parallel rank."""
@@ -111,8 +102,8 @@ def check_takes_mask(chunks: Any) -> None:
         BalanceError: on every rank; names the class.
     """
     for chunk in chunks if isinstance(chunks, Sequence) else [chunks]:
-        inner = _unwrapped(chunk)
-        if "padding_mask" not in inspect.signature(inner.forward).parameters:
+        inner = unwrapped(chunk)
+        if not takes_keyword(inner, "padding_mask"):
             raise BalanceError(
                 f"{type(inner).__name__}.forward takes no padding_mask, without which MoE routers count padding in "
                 "--moe-aux-loss-coeff, --moe-z-loss-coeff and --moe-router-enable-expert-bias: add the parameter and "
@@ -161,13 +152,6 @@ def embeddings_with_mask_in_place(get_embeddings: Function) -> Function:
         return input_ids, position_ids, padding_mask, *rest
 
     return wrapper
-
-
-def _unwrapped(model: Any) -> Any:
-    """Without the wrappers for data parallelism and precision."""
-    from megatron.core.utils import unwrap_model
-
-    return unwrap_model(model)
 
 
 def _splits_sequence(model: Any) -> bool:
