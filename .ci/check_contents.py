@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution hold, file by file: `python check_contents.py SDIST WHEEL [ROOT]`.
+"""Contents of a wheel and a source distribution, file by file: `python check_contents.py SDIST WHEEL [ROOT]`.
 
 Every file must fit one of the patterns below, every pattern must fit a file, and with ROOT every module of the package
 there must be in both.
@@ -43,7 +43,7 @@ METADATA = {
 
 
 def faults(sizes: dict[str, int], *, patterns: tuple[str, ...], modules: set[str]) -> list[str]:
-    """What is wrong with a list of files.
+    """Faults in a list of files.
 
     Args:
         sizes: of each file, bytes.
@@ -74,7 +74,7 @@ def files_of_sdist(path: Path) -> dict[str, int]:
 
 
 def metadata_faults(path: Path) -> list[str]:
-    """What the wheel says of itself."""
+    """Metadata of the wheel."""
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         said = email.message_from_bytes(archive.read(name))

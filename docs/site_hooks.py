@@ -1,4 +1,4 @@
-"""What mkdocs does beside building pages (`hooks` in mkdocs.yml).
+"""Steps of mkdocs beside building pages (`hooks` in mkdocs.yml).
 
     results      benchmarks/results/ becomes a part of the site, so that a figure links to the file it comes from
     code blocks  the mark `no-run` of a block that the tests do not run is left out: it is not for readers

@@ -38,7 +38,7 @@ def compare(*arguments: object) -> int:
 
 
 def figures_of(tmp_path: Path, *arguments: object) -> dict[str, Any]:
-    """What `--json` writes, its policies by name."""
+    """The content that `--json` writes, its policies by name."""
     out = tmp_path / "compare.json"
     assert compare(*arguments, "--json", out) == 0
     content = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""What is shipped and under which licences: the checks of .ci/check_wheel can fail; docs/licences.md is complete."""
+"""Shipped files and their licences: the checks of .ci/check_wheel can fail; docs/licences.md is complete."""
 
 from __future__ import annotations
 

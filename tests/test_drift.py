@@ -43,7 +43,7 @@ RELIED = Relied("up.schedules:Loader", "a test", names=(".items",))
 
 
 def findings(folder: Path, changed: dict[str, str]) -> list[compare.Finding]:
-    """What is said of the sources once some are changed."""
+    """Findings on the sources once some are changed."""
     seen = []
     for name, files in (("stock", STOCK), ("changed", STOCK | changed)):
         place = folder / name

@@ -1,4 +1,4 @@
-"""What the package must not do with bytes that others wrote, beyond what ruff's S rules see (`make lint`)."""
+"""Safe handling of bytes that others wrote, beyond what ruff's S rules see (`make lint`)."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def plan(
 
 
 def shared_cost(cost_model: CostModel, *, cp_size: int) -> CostModel:
-    """What a sample costs each of `cp_size` ranks, its exchange included."""
+    """Cost of a sample for each of `cp_size` ranks, its exchange included."""
     return replace(
         cost_model,
         linear=(cost_model.linear + cost_model.cp_exchange * (cp_size - 1)) // cp_size,

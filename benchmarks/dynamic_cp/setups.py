@@ -43,7 +43,7 @@ class DynamicSetup:
 
     @property
     def limits(self) -> Limits:
-        """What a rank holds."""
+        """Limits of a rank's memory."""
         return Limits(self.max_tokens_per_gpu)
 
 

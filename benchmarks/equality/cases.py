@@ -135,7 +135,7 @@ class Case:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether the run has balance flags."""
+        """True if the run has balance flags."""
         return self.way in POLICIES or self.way == TORCHRUN
 
     @property

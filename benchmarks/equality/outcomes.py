@@ -112,7 +112,7 @@ class OutcomeFile:
         return self._outcomes
 
     def is_done(self, case: Case) -> bool:
-        """Whether a run ended well; one that failed may be tried again."""
+        """True if a run ended well; one that failed may be tried again."""
         return case in self._outcomes and self._outcomes[case].error is None
 
     def add(self, outcome: Outcome) -> None:

@@ -74,7 +74,7 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether every run that was wanted ended well and equals stock."""
+        """True if every run that was wanted ended well and equals stock."""
         return all(one.problem is None for one in self.compared)
 
     def summary(self) -> str:

@@ -20,7 +20,7 @@ from benchmarks.planner.report import Header, make_header
 from benchmarks.planner.setups import QUICK_SETUPS, Setup
 
 RESULTS = ROOT / "benchmarks" / "results"
-"""Where measured calibrations are kept."""
+"""Folder of measured calibrations."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from benchmarks.planner.setups import find_lengths
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
-"""Where the real lengths lie in a development checkout; they are not part of the repository."""
+"""Folder of the real lengths in a development checkout; they are not part of the repository."""
 
 
 def add_options(parser: argparse.ArgumentParser, *, command: str) -> None:

@@ -32,7 +32,7 @@ GOALS = {
     "verl's path, rearrange_micro_batches of one rank": None,
     "verl's free Karmarkar-Karp": 100,
 }
-"""What is timed of verl, and how many times faster the whole plan should be."""
+"""Functions of verl that are timed, and how many times faster the whole plan should be."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model.
+    """Parallel sizes of a run.
 
     Attributes:
         flags: of the layout.

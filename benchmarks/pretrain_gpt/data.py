@@ -34,7 +34,7 @@ _TEMPLATE = "{% for message in messages %}{{ message['role'] }}\n{{ message['con
 
 @dataclass(frozen=True)
 class PretrainData:
-    """Where the data lie.
+    """Paths of the data.
 
     Attributes:
         conversations: a jsonl file for `--sft`.

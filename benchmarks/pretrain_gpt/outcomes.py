@@ -69,7 +69,7 @@ def last_error(output: str) -> str:
 
 
 def judge_refusal(case: Case, *, ours: Outcome) -> Verdict:
-    """Whether a balanced run of a layout that is refused ended with an error of this package that names the flag."""
+    """True if a balanced run of a refused layout ended with an error of this package that names the flag."""
     flag = LAYOUTS[case.layout].refused
     if ours.recorded is None and "BalanceError: " in ours.error and flag in ours.error:
         return Verdict(case, True, f"refused, naming {flag}")

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def calibrates(self) -> bool:
-        """Whether plans depend on what was measured."""
+        """True if plans depend on measurements."""
         return ONLINE in POLICIES[self.policy]
 
 

@@ -42,7 +42,7 @@ _LOADED = re.compile(r"successfully loaded checkpoint .* at iteration (\d+)")
 
 @dataclass(frozen=True)
 class ElasticRun:
-    """What came of it.
+    """Outcome of the restart.
 
     Attributes:
         resumed: steps of the ranks that were started again.

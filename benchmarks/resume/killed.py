@@ -29,7 +29,7 @@ ROUNDING = ALLOWANCES["fp32"].loss
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """Outcome of a case.
 
     Attributes:
         killed_after: steps that had been recorded when SIGKILL was sent.
@@ -187,7 +187,7 @@ def compare(resumed: list[dict[str, Any]], *, whole: list[dict[str, Any]], start
 
 
 def _wrong_in_record(record: Path, *, whole: list[dict[str, Any]], from_step: int) -> str:
-    """What is wrong with the record of the steps from this one on; those of `whole` must be there."""
+    """Faults in the record of the steps from this one on; those of `whole` must be there."""
     steps = [step for step in read_record(record).steps if from_step < step.iteration <= len(whole)]
     if [step.iteration for step in steps] != list(range(from_step + 1, len(whole) + 1)):
         return f"the record holds iterations {[step.iteration for step in steps]}"

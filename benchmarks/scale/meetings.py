@@ -36,7 +36,7 @@ TOLERANCE = 0.01
 
 
 def problems_of(counted: Mapping[str, Any]) -> Iterator[str]:
-    """What of one rank's counts is not as the formulas say."""
+    """Counts of one rank that differ from the formulas."""
     expected = counted["expected"]
     for name in ("calls", "in_training", "traffic", "sockets"):
         if counted[name] != expected[name]:

@@ -33,7 +33,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class RankRun:
-    """What the ranks of one world do.
+    """Options for the ranks of one world.
 
     Attributes:
         num_ranks: of the world.

@@ -53,7 +53,7 @@ What gloo reads from the store to make a group and gather once, measured:
 
 
 def measured_table(result: Mapping[str, Any]) -> str:
-    """What ranks of this machine measured."""
+    """Measurements of ranks of this machine."""
     columns = (
         "ranks | of a replica | exposed ms, median | longest | its share | exposed CPU ms | thread ms | thread CPU ms "
         "| process CPU ms | KiB sent | to ranks | more sockets | more MiB | groups made, s"

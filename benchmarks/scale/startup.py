@@ -84,7 +84,7 @@ def group_seconds(num_ranks: int, *, group_size: int = 8) -> float:
 
 
 def mesh(num_ranks: int, *, lazy: bool) -> dict[str, float]:
-    """What one rank of a gloo group asks of the store until it has gathered once.
+    """Requests of one rank of a gloo group to the store until it has gathered once.
 
     Args:
         num_ranks: forked, on this machine.

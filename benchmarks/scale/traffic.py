@@ -117,7 +117,7 @@ def agree(dp_size: int) -> Traffic:
 
 
 def share_among_firsts(num_firsts: int, *, rank: int, num_numbers: int) -> Traffic:
-    """What the first ranks of a replica's tensor-parallel groups make of a step.
+    """Traffic of sharing a step between the first ranks of a replica's tensor-parallel groups.
 
     Args:
         num_firsts: pipeline times context-parallel ranks; 1 sends nothing.
@@ -143,7 +143,7 @@ def pass_on(num_ranks: int, *, rank: int, num_numbers: int) -> Traffic:
 
 
 def choose(num_ranks: int, *, rank: int) -> Traffic:
-    """Where the data of the step that begins comes from; groups as for `pass_on`."""
+    """Broadcast of the source of the beginning step's data; groups as for `pass_on`."""
     return broadcast(num_ranks, rank=rank, row_nbytes=INT)
 
 

@@ -176,7 +176,7 @@ def _in_stages(title: str, schedule: DataSchedule) -> Panel:
 
 
 def _one_forward_one_backward(costs: NDArray[np.int64], *, pp_size: int) -> dict[tuple[int, int, bool], int]:
-    """When each pass of each micro-batch ends on each stage, in thirds of a cost over `pp_size`.
+    """End of each pass of each micro-batch on each stage, in thirds of a cost over `pp_size`.
 
     Args:
         costs: `[num_microbatches]`.

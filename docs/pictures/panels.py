@@ -1,4 +1,4 @@
-"""What a picture shows: rows of bars over time. Knows nothing of drawing, so that tests need no matplotlib."""
+"""Content of a picture: rows of bars over time. Knows nothing of drawing, so that tests need no matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 
 @dataclass(frozen=True)
 class Bar:
-    """What a rank does for a while.
+    """Activity of a rank for a while.
 
     Attributes:
         row: from 0, the first on top.

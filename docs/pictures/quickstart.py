@@ -50,7 +50,7 @@ def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:
 
 
 def panels(policies: Sequence[str] = tuple(POLICIES)) -> list[Panel]:
-    """What was measured, a timeline a policy."""
+    """The measured timelines, one a policy."""
     seconds = {policy: cpu_seconds(policy) for policy in policies}
     longest = max(of_policy.max() for of_policy in seconds.values())
     return [panel(POLICIES[policy], seconds[policy], longest=longest) for policy in policies]

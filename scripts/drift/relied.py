@@ -35,7 +35,7 @@ class Relied:
     last: tuple[int, int] = (999, 0)
 
     def is_in(self, release: tuple[int, int]) -> bool:
-        """Whether a release should have it."""
+        """True if a release should have it."""
         return self.first <= release <= self.last
 
 

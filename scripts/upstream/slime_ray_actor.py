@@ -105,7 +105,7 @@ def write_rollout(path: Path, lengths: list[int]) -> None:
 
 
 def rollout_of_ranks(path: Path, lengths: list[int], **changed: Any) -> list[dict[str, Any]]:
-    """What the trainer of every data-parallel rank reads, by slime's own process_rollout_data."""
+    """The batch that the trainer of every data-parallel rank reads, by slime's own process_rollout_data."""
     from slime.ray.rollout import RolloutManager
     from slime.utils.data import process_rollout_data
 

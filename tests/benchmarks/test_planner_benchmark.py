@@ -40,7 +40,7 @@ def plan(baseline, lengths, setup):
 
 
 def runs_here(name):
-    """Whether the package of a row is installed: scripts/test_adapters.sh runs these tests where it is."""
+    """True if the package of a row is installed: scripts/test_adapters.sh runs these tests where it is."""
     package = "verl" if "verl" in name else "areal"
     return name not in FROM_WHEELS or any(metadata.distributions(name=package))
 

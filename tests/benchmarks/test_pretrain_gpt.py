@@ -23,8 +23,8 @@ from benchmarks.pretrain_gpt.outcomes import Outcome, judge, judge_refusal, last
 
 CASE = Case("DP2 CP2", DATA[1], balanced=True)
 LEAN = ("DP2 CP2", "DP2 PP2 VPP2 / --data", "DP2 EP2 allgather / --sft")
-"""What this package's own training script does not show: rows split as a whole, chunks of a pipeline that get no data
-in stock runs, the default dispatcher.
+"""Cases that this package's own training script does not show: rows split as a whole, chunks of a pipeline that get no
+data in stock runs, the default dispatcher.
 """
 
 

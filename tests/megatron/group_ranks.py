@@ -82,7 +82,7 @@ def _num_sockets() -> int:
 
 
 def _met(group: Any) -> list[int] | None:
-    """Who is in it, by its own all_gather; None for a rank that is not."""
+    """Its members, by its own all_gather; None for a rank that is none."""
     if not isinstance(group, dist.ProcessGroup):
         return None
     ranks = torch.empty(group.size(), dtype=torch.int64)

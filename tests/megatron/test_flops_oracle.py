@@ -34,7 +34,7 @@ training = pytest.importorskip("megatron.training.training")
 
 
 def namespace(shape: ModelShape, **changes: Any) -> Namespace:
-    """What Megatron's formula reads, from a shape."""
+    """The arguments that Megatron's formula reads, from a shape."""
     args: dict[str, Any] = asdict(shape)
     optional = ("num_experts", "moe_latent_size", "q_lora_rank", "hybrid_layer_pattern", "mtp_num_layers")
     args |= {name: args[name] or None for name in optional}
@@ -295,7 +295,7 @@ def test_the_defaults_of_validate_args_are_ours(monkeypatch: pytest.MonkeyPatch)
 
 
 def delta_net_state(shape: ModelShape) -> int:
-    """What a gated delta net computes without a weight matrix, less the shared expert's gate, which we leave out."""
+    """FLOPs of a gated delta net without a weight matrix, less the shared expert's gate, which we leave out."""
     values = shape.linear_num_value_heads * shape.linear_value_head_dim
     keys = shape.linear_num_key_heads * shape.linear_key_head_dim
     state = 8 * shape.linear_key_head_dim * values + 2 * shape.linear_conv_kernel_dim * (2 * keys + values)

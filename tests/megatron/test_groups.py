@@ -133,7 +133,7 @@ def test_a_group_that_is_made_while_a_run_balances_meets(tmp_path: Path) -> None
 
 
 def made_groups(source: str) -> Iterator[str]:
-    """What is wrong with the calls of torch's functions that make process groups."""
+    """Faults in the calls of torch's functions that make process groups."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "use_local_synchronization":
             yield f"{node.lineno}: use_local_synchronization"

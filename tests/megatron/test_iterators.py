@@ -55,7 +55,7 @@ def is_preparing(ours: StepPrefetcher) -> bool:
 
 
 class Loader:
-    """What an iterator reads; the property test knows what it has yielded."""
+    """A data set for an iterator; the property test knows what it has yielded."""
 
     def __init__(self, name: int, *, size: int | None) -> None:
         self.name, self.next_expected, self.size = name, 0, size
@@ -63,7 +63,7 @@ class Loader:
         self.iterator: Any = Replayed(self.items) if name % 2 else self.items
 
     def expect(self, num_items: int) -> list[int] | None:
-        """What the next step must hold; None where the data has ended."""
+        """The samples that the next step must hold; None where the data has ended."""
         if self.size is not None and self.next_expected + num_items > self.size:
             return None
         first, self.next_expected = self.next_expected, self.next_expected + num_items

@@ -1,4 +1,4 @@
-"""What each rank runs where micro-batches have context-parallel sizes of their own."""
+"""Micro-batches of each rank where they have context-parallel sizes of their own."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MOE = ["Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3"]
 
 
 def megatron_args(shape: ModelShape, *, topology: Topology, distributed_optimizer: bool, untied: bool) -> Namespace:
-    """What Megatron's estimate reads."""
+    """The arguments that Megatron's estimate reads."""
     tp, pp, ep = topology.tp_size, topology.pp_size, topology.ep_size
     changes: dict[str, Any] = {
         "normalization": "RMSNorm",

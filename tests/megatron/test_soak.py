@@ -17,7 +17,7 @@ MAX_GROWTH_BYTES = 64 * 2**20
 """In half of the run, while allocators still meet the first long samples."""
 
 MAX_GIVEN_OUT_BYTES = 4 * 2**20
-"""What malloc has given out goes up and down with the samples that wait; by less than a megabyte here."""
+"""Memory that malloc has given out varies with the samples that wait; by less than a megabyte here."""
 
 
 @pytest.mark.slow

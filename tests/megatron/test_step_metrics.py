@@ -63,7 +63,7 @@ def run(folder: Path, flags: str, *, num_ranks: int = 2) -> Recorded:
 
 
 def scalars(folder: Path, *, rank: int) -> dict[str, dict[int, float]]:
-    """What the only writer was told of balancing: name, then iteration, then value."""
+    """The balance scalars of the only writer: name, then iteration, then value."""
     [path] = folder.iterdir()
     assert path.name == f"rank{rank}.jsonl"
     told: dict[str, dict[int, float]] = {}
@@ -228,7 +228,7 @@ STEP = BalancedStep(
 
 class TestFigures:
     def test_imbalance_is_the_objective_s(self) -> None:
-        """Where ranks meet in every micro-batch, the log and the report name the same number."""
+        """With ranks that meet in every micro-batch, the log and the report name the same number."""
         schedule = build_data_schedule(
             [8, 6, 5, 3, 3],
             cost_model=CostModel.tokens(),
@@ -263,7 +263,7 @@ class TestFigures:
 
 
 Written = list[tuple[int, int, Figures]]
-"""What the writers got: of which iteration, in which, and the figures."""
+"""The figures that writers got: iteration, writer, figures."""
 
 
 class TestOneRank:

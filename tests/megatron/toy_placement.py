@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 class Memory(Enum):
-    """Where a storage lies."""
+    """Memory that holds a storage."""
 
     PAGEABLE = "pageable host memory"
     PINNED = "pinned host memory"
@@ -38,11 +38,11 @@ class Memory(Enum):
 
 
 class PlacementError(RuntimeError):
-    """What CUDA would refuse: tensors of two memories in one operator, or of the wrong one in a collective."""
+    """CUDA would refuse it: tensors of two memories in one operator, or of the wrong one in a collective."""
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """Where a tensor lies; pageable unless it was moved or made elsewhere."""
+    """Memory that holds a tensor; pageable unless it was moved or made elsewhere."""
     return getattr(tensor.untyped_storage(), _ATTRIBUTE, Memory.PAGEABLE)
 
 
@@ -52,7 +52,7 @@ def put(tensor: Tensor, memory: Memory) -> None:
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    """Whether a tensor lies in device memory."""
+    """True if a tensor lies in device memory."""
     return memory_of(tensor) is Memory.DEVICE
 
 

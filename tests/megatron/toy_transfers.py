@@ -21,7 +21,7 @@ import torch
 
 
 class Kind(StrEnum):
-    """What happens between host and device. A copy that makes the host wait is recorded as two kinds."""
+    """Kinds of traffic between host and device. A copy that makes the host wait is recorded as two kinds."""
 
     READ = "value read"  # item(), tolist(), bool(), torch.equal()
     SHAPE = "shape that depends on data"  # nonzero(), x[mask], unique(), repeat_interleave() by a tensor
@@ -47,7 +47,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where in a run something happened.
+    """Place in a run where something happened.
 
     Attributes:
         iteration: Megatron's count of finished steps.
@@ -91,7 +91,7 @@ class Recorder:
 
     @property
     def in_kernel(self) -> bool:
-        """Whether this thread is in a stand-in for a kernel."""
+        """True if this thread is in a stand-in for a kernel."""
         return getattr(self._of_thread, "in_kernel", False)
 
     @property
@@ -106,7 +106,7 @@ class Recorder:
 
 
 def read_transfers(record: Path, *, num_ranks: int) -> list[dict[Place, int]]:
-    """What each rank counted."""
+    """The counts of each rank."""
     ranks = []
     for rank in range(num_ranks):
         rows = json.loads((record / f"rank{rank}.transfers.json").read_text())
@@ -126,7 +126,7 @@ def per_step(transfers: Mapping[Place, int], *, kinds: Collection[Kind]) -> dict
 def excess(
     ours: Mapping[Place, int], stock: Mapping[Place, int], *, microbatches: Sequence[int], stock_microbatches: int
 ) -> list[str]:
-    """What one rank of a run waits for or copies from pageable memory, beyond what a stock run does.
+    """Waits of one rank, and its copies from pageable memory, beyond those of a stock run.
 
     What the stock run does in micro-batches, in multiples of their number, may be done as often in each micro-batch;
     the rest (a reduction of gradients starts in a backward pass, once a step) as often in each step. The first step,

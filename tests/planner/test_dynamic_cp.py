@@ -29,7 +29,7 @@ def plan(lengths, *, topology, cost_model=COST_MODELS[1], cap=512, **options):
 
 
 def cost_on_a_rank(schedule, sample, size):
-    """What a sample of one segment costs each of the ranks that share it, in the schedule's units."""
+    """Cost of a sample of one segment for each of the ranks that share it, in the schedule's units."""
     model = schedule.cost_model
     length = int(schedule.topology.at_cp_size(size).padded_seq_len(schedule.lengths[[sample]])[0])
     cost = model(length) + model.expert_linear * length + model.cp_exchange * (size - 1) * length

@@ -207,7 +207,7 @@ def one_forward_one_backward(stage, *, stages, num_microbatches):
 
 @pytest.mark.slow
 def test_the_solver_finds_little_that_is_better_in_a_pipeline():
-    """How far plans are from the best there is, where they are far from their bound. Every count of micro-batches."""
+    """Distance of plans from the optimum, where they are far from their bound. Every count of micro-batches."""
     pytest.importorskip("ortools")
     over_best, over_bound = [], []
     for case in range(4):

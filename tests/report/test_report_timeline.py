@@ -1,4 +1,4 @@
-"""When micro-batches begin and end, and who waits, under each objective."""
+"""Begin and end of micro-batches, and the ranks that wait, under each objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a test world does. Arguments and results are plain values: they pass through a pipe."""
+"""Functions that each rank of a test world runs. Arguments and results are plain values: they pass through a pipe."""
 
 import dataclasses
 import hashlib
@@ -167,7 +167,7 @@ def reroute(lengths, destinations, builder="small", seed=0, group=None) -> dict:
 
 
 def stay_on_another_device() -> list:
-    """What stays at home is copied to the device that is asked for, sequences and all."""
+    """Samples that stay at home are copied to the device that is asked for, with their sequences."""
     group = _group()
     samples = [small_sample(length, np.random.default_rng(0)) for length in ([2, 3], 4)]
     gathered = gather_sample_lengths(samples, group=group)
@@ -229,7 +229,7 @@ def fuzz_exchanges(count, seed) -> dict[str, Any]:
 
 
 def fuzz_with_a_flipped_bit(count) -> list[str]:
-    """What a rank says of rounds in which rank 1 flips one bit of what arrives."""
+    """Errors of a rank in rounds where rank 1 flips one bit of its received samples."""
     original = prepared_exchange.read_block
 
     def altered(block, **keywords):
@@ -381,7 +381,7 @@ def wrong_arguments() -> list[str]:
 def online_calibration(
     *, truth: tuple[float, ...], num_rows: list[int], num_steps: int, length: int | None = None
 ) -> dict[str, Any]:
-    """What a rank knows after some steps, where each measured other micro-batches, a few of them disturbed."""
+    """Measurements known to a rank after some steps; each rank timed other micro-batches, a few of them disturbed."""
     group = _group()
     rng = np.random.default_rng(group.rank())
     calibration = OnlineCalibration(CostModel(linear=1000, quadratic=1), group=group)

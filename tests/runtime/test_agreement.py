@@ -21,7 +21,7 @@ from megatron_balance.runtime.peers import (
 
 
 def meet(settings, *, seconds=20.0, problems=None, store=None, missing=()):
-    """What each rank that comes heard, "" where it may go on."""
+    """The answer to each rank that comes, "" where it may go on."""
     store = store or dist.HashStore()
     heard = {}
 

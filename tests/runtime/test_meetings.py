@@ -1,4 +1,4 @@
-"""How often ranks meet for a step, and what a difference between their plans comes to."""
+"""Number of meetings of ranks a step, and the error where their plans differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks measured meets on one rank, and what is unknown stays unknown."""
+"""Measurements of all ranks are gathered on one, and unknown ones stay unknown."""
 
 from __future__ import annotations
 

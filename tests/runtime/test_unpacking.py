@@ -15,7 +15,7 @@ PAD = 0
 
 
 def collated(rows, *, padded_seq_len, num_entries=None, padding_counts=True):
-    """What default_collate makes of SFTDataset's rows: each row a list of token lists, the rest of the row padding.
+    """default_collate's batch of SFTDataset's rows: each row a list of token lists, the rest of the row padding.
 
     With `padding_counts` the padding belongs to the row's last sequence, as in Megatron 0.19.
     """

@@ -1,4 +1,4 @@
-"""What each rank of a test world does, AReaL not needed. Arguments and results pass through a pipe."""
+"""Functions that each rank of a test world runs, without AReaL. Arguments and results pass through a pipe."""
 
 import time
 from datetime import timedelta
@@ -36,7 +36,7 @@ def move(lengths, gather_all=False, cost_model=None):
 
 
 def refuse(lengths, fault, at_fault):
-    """What each rank raises where one has a fault; then, that the group still works."""
+    """The error of each rank where one has a fault; the group works afterwards."""
     trajectories = own_trajectories(lengths)
     if dist.get_rank() == at_fault:
         last = trajectories[-1] if trajectories else {}

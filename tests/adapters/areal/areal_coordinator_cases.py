@@ -21,7 +21,7 @@ def _groups():
 
 
 class TrainEngine:
-    """What the coordinator asks of AReaL's engines."""
+    """The part of AReaL's engines that the coordinator calls."""
 
     config = None
     data_parallel_world_size = 2
@@ -63,7 +63,7 @@ class RolloutEngine:
 
 
 def coordinate(lengths, method, single_rank_load, fails_on=None, without_mask_on=None):
-    """What a rank gets or raises, and which rollouts it called for."""
+    """Result or error of a rank, and the rollouts that it called for."""
     engine = RolloutEngine(lengths[dist.get_rank()], fails=dist.get_rank() == fails_on)
     if dist.get_rank() == without_mask_on:
         make = engine._trajectories

@@ -49,7 +49,7 @@ class World:
         self.connections = [connection for _, connection in sorted((c.recv(), c) for c in arrived)]
 
     def run(self, case: str, **arguments: object) -> list:
-        """What the function returns on every rank. One that fails or hangs on some rank fails the test."""
+        """Results of the function on every rank. One that fails or hangs on some rank fails the test."""
         if self.process is None:
             self.start()
         for connection in self.connections:

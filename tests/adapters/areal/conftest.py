@@ -15,7 +15,7 @@ HOOKED = (
     "areal.experimental.training_service.data_proxy.dispatcher",
     "areal.trainer.rl_trainer",
 )
-"""What `install` imports."""
+"""Modules that `install` imports."""
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def bound_functions() -> dict[str, object]:
-    """What stands at every place that a hook names."""
+    """The function at every place that a hook names."""
     found = {}
     for hook in hooks._hooks(hooks.ArealOptions(single_rank_load=True)):
         name = hook.target.split(":")[1].split(".")[-1]

@@ -138,7 +138,7 @@ def test_a_load_may_take_longer_than_the_group_waits(world2, source):
 
 
 def test_waiting_in_the_group_itself_times_out(world2):
-    """What the test above would see without a group of its own to wait in."""
+    """The test above, without a group of its own to wait in."""
     results = world2.run("areal_cases:wait_in_the_group", seconds=2.5, group_seconds=1, source=0)
     assert results[0] == "loaded"
     assert results[1] not in ("loaded", "waited")

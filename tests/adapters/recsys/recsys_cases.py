@@ -1,4 +1,4 @@
-"""What a rank does in a test: it makes a batch whose values tell where they come from, and shuffles it."""
+"""Program of a rank in a test: it makes a batch whose values name their origin, and shuffles it."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Which rank gets which row; needs neither torch nor torchrec."""
+"""Assignment of rows to ranks; needs neither torch nor torchrec."""
 
 from itertools import combinations
 

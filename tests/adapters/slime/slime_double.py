@@ -52,7 +52,7 @@ class RolloutManager:
         self.train_parallel_config: dict[str, int] = parallel_config()
 
     def split(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank is sent."""
+        """The data that every rank is sent."""
         schedule = self.module.build_dp_schedule(
             self.args,
             self.train_parallel_config,
@@ -91,7 +91,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def parallel_config(dp_size: int = 4, *, cp_size: int = 1, vpp_size: int = 1, group: int = 1) -> dict[str, int]:
-    """What slime's trainer reports."""
+    """The metrics that slime's trainer reports."""
     return {
         "dp_size": dp_size,
         "cp_size": cp_size,

@@ -18,5 +18,5 @@ class Loader:
 
 
 def train_step(loader: Loader, group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """What this rank computes in the step."""
+    """The tokens that this rank computes in the step."""
     return loader.load_step(group)

@@ -37,7 +37,7 @@ def make_controller(upstream):
 
 @pytest.fixture
 def results_of(upstream):
-    """What inference returns for samples of these lengths."""
+    """Results of inference for samples of these lengths."""
 
     def make(lengths, *, start=0):
         return [

@@ -16,7 +16,7 @@ SAY = "import verl; from megatron_balance.adapters.verl import is_installed; pri
 
 @pytest.fixture
 def entry_points(tmp_path):
-    """What pip writes for the entry points of this checkout's pyproject.toml, whatever is installed here."""
+    """Metadata as pip writes it for the entry points of this checkout's pyproject.toml, whatever is installed here."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     lines = [f"{name} = {target}" for name, target in declared["verl.plugins"].items()]
     metadata = tmp_path / "declared-0.dist-info"

@@ -64,7 +64,7 @@ def test_dynamic_batches_of_a_data_proto():
 
 
 def _rank_main(rank, init_file, results):
-    """What two data-parallel ranks see of three calls, the second of which rank 1 cannot follow."""
+    """Results of three calls on two data-parallel ranks; rank 1 cannot follow the second."""
     dist.init_process_group(
         "gloo", init_method=f"file://{init_file}", world_size=2, rank=rank, timeout=timedelta(seconds=60)
     )

@@ -24,7 +24,7 @@ def work(tokens):
 
 
 def trainer_of(*, ppo_mini_batch_size, rollout_n=1, **attributes):
-    """What `_balance_batch` asks of a trainer. Eight workers, two to a data-parallel rank."""
+    """The parts of a trainer that `_balance_batch` reads. Eight workers, two to a data-parallel rank."""
     actor = SimpleNamespace(ppo_mini_batch_size=ppo_mini_batch_size, get=lambda key: ppo_mini_batch_size)
     role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=rollout_n))
     mapping = [rank // 2 for rank in range(2 * DP_SIZE)]
@@ -77,7 +77,7 @@ def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
 
 
 def test_verls_own_mixes_the_mini_batches_that_it_is_asked_to_keep():
-    """Why the method is hooked: this is stock verl, and it fails what the test above asserts."""
+    """Stock verl fails what the test above asserts: the reason for the hook."""
     rows, _ = balance(trainer_of(ppo_mini_batch_size=16), keep_minibatch=True)
     first = slices_of(rows, minibatch_rows=16)[0]
     assert set(first.reshape(-1)) != set(range(16))

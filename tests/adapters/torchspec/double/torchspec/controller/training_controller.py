@@ -24,7 +24,7 @@ def traced(method):
 
 
 def as_actor(plain):
-    """What Ray's decorator leaves: an object that keeps a subclass, whose methods are wrapped ones of its own."""
+    """The result of Ray's decorator: an object that keeps a subclass, whose methods are wrapped ones of its own."""
 
     class Modified(plain):
         __ray_actor_class__ = plain
