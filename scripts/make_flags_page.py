@@ -63,8 +63,8 @@ def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _with_default(meaning: str, action: argparse.Action) -> str:
     """The default, where the text does not say it and there is one."""
-    told = "default" in meaning or isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction)
-    return meaning if told or action.default in (None, []) else f"{meaning.rstrip('.')}. Default: `{action.default}`."
+    named = "default" in meaning or isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction)
+    return meaning if named or action.default in (None, []) else f"{meaning.rstrip('.')}. Default: `{action.default}`."
 
 
 def _cell(text: str) -> str:

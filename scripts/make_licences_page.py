@@ -64,7 +64,7 @@ def licence_of(package: str) -> str:
     classifiers = [one for one in classifiers if one != "OSI Approved"]
     if classifiers:
         return ", ".join(_SPDX.get(one, one) for one in classifiers)
-    raise SystemExit(f"make_licences_page.py: {package} tells no licence; look at its files and add a row by hand.")
+    raise SystemExit(f"make_licences_page.py: {package} states no licence; look at its files and add a row by hand.")
 
 
 def rows_of(page: str) -> dict[str, str]:

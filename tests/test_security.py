@@ -22,7 +22,7 @@ OBJECT_COLLECTIVES = {
 """They pickle: whoever can write to a rank's socket could run code on it."""
 
 ONLY_WITH = {"numpy.load": ("allow_pickle", False), "torch.load": ("weights_only", True)}
-"""Functions that unpickle unless they are told not to."""
+"""Functions that unpickle by default."""
 
 
 def faults(source: str) -> Iterator[tuple[int, str]]:

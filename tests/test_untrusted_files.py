@@ -66,7 +66,7 @@ def npy_bytes(values: Any) -> bytes:
 
 
 def npy_claiming(shape: tuple[int, ...], *, content: bytes) -> bytes:
-    """An array whose header tells of more than there is."""
+    """An array whose header claims more bytes than there are."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<i8", "fortran_order": False, "shape": shape})
     return stream.getvalue() + content

@@ -157,8 +157,8 @@ def _ended_by(ends: list[dict[str, Any]]) -> str:
     kinds: dict[str, list[int]] = {}
     for rank, end in enumerate(ends):
         if end["error"]:
-            told = re.search("waited for (.*?) among", end["message"])
-            where = f", waiting for {told[1]}" if told else f" in `{end['waited_in']}`"
+            message = re.search("waited for (.*?) among", end["message"])
+            where = f", waiting for {message[1]}" if message else f" in `{end['waited_in']}`"
             kinds.setdefault(f"{end['error']}{where}", []).append(rank)
     return "; ".join(f"{named_ranks(ranks)}: {kind}" for kind, ranks in kinds.items())
 

@@ -15,7 +15,7 @@ LONG_TIMEOUT_SECONDS = 60
 """Of process groups from the beginning, the least that Megatron's flag in minutes can ask for."""
 
 AFTER_STEP = 3
-"""The link changes once every rank has done so many."""
+"""The link changes once every rank has done this number of steps."""
 
 DELAY_MILLISECONDS = 50
 AWAY_SECONDS = 3

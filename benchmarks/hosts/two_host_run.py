@@ -1,7 +1,7 @@
 """Runs one training over two hosts, two ranks on each, with trouble on the link where a case asks for it.
 
 Invariant: nothing ends a rank but itself. torchrun looks at its ranks so seldom that a rank whose neighbour failed
-has the time to end with its own error; only then are both torchruns told to end.
+has the time to end with its own error; only then are both torchruns terminated.
 """
 
 from __future__ import annotations

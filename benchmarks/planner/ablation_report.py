@@ -25,7 +25,7 @@ class Ablation:
     Attributes:
         header: what they were made with.
         setups: the runs that were planned.
-        devices: what told the truth, in turn.
+        devices: the reference devices, in turn.
         losses: one for each setup, length set, device and way.
     """
 

@@ -62,7 +62,7 @@ class DeviceRates:
         Layers that are linear in the length (a gated delta net, a window of a long sequence) count as GEMMs.
 
         Raises:
-            ValueError: the model has no attention, so nothing tells the device's rate at it.
+            ValueError: the model has no attention, so the device's rate at it is unknown.
         """
         flops = CostModel.from_shape(shape, recompute=recompute)
         core = flops.quadratic + sum(coefficient for _, coefficient in flops.windows)

@@ -31,7 +31,7 @@ ABLATED_SETUPS = SETUPS[:6]
 
 @dataclass(frozen=True)
 class Loss:
-    """One way of counting cost, on one setup and length set, where one device tells the truth.
+    """One way of counting cost, on one setup and length set, with one device as the reference.
 
     Attributes:
         setup: name of the setup.

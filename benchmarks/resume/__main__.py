@@ -2,11 +2,11 @@
 
     scripts/check_resume.sh                        every case
     scripts/check_resume.sh --only 'DP2→DP4'       cases whose name holds this
-    scripts/check_resume.sh --first 4 --seed 7     so many, with other steps to be killed at
+    scripts/check_resume.sh --first 4 --seed 7     the first four, with other steps to be killed at
     scripts/check_resume.sh --lean                 a case of each kind, as the tests run them
 
 Every row of the data has a length of its own, by which a step's samples are known. Under online calibration plans
-follow measured seconds, which no two runs have alike: there the samples of every step must be equal, and losses to
+follow measured seconds, which differ between any two runs: there the samples of every step must be equal, and losses to
 rounding. The exit status is 1 where a case fails, 0 else.
 """
 
@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/check_resume.sh", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     parser.add_argument("--lean", action="store_true", help="a case of each kind")
-    parser.add_argument("--first", type=int, default=None, metavar="N", help="of these, the first so many")
+    parser.add_argument("--first", type=int, default=None, metavar="N", help="the first N of these")
     parser.add_argument("--seed", type=int, default=1, help="of the steps at which runs are killed")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after this time")
     args = parser.parse_args()

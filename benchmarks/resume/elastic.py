@@ -32,7 +32,7 @@ _TORCHRUN = (
     f"--nnodes=1:{NUM_NODES} --max-restarts=3 --rdzv-backend=c10d --rdzv-id=elastic --local-addr=127.0.0.1 "
     "--rdzv-conf=last_call_timeout=3,is_host={is_host}"
 )
-"""It waits so many seconds for further nodes once there is one. The node that hosts the rendezvous has to live."""
+"""Seconds that it waits for further nodes once there is one. The node that hosts the rendezvous has to live."""
 
 _FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Ranks that are started again otherwise meet in the store of the ranks before, and gloo finds their addresses."""

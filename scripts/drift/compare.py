@@ -27,7 +27,7 @@ class Recorded:
     """The record of one row of one release.
 
     Attributes:
-        parameters: as parameters_of tells them; none where only names are relied on.
+        parameters: as parameters_of lists them; none where only names are relied on.
         body: fingerprint, or empty where the body does not count.
         binders: modules that bind it by value, of a hook's target.
     """

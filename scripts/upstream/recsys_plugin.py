@@ -1,6 +1,6 @@
 """A pytest plugin: the tests of recsys-examples on CPU and gloo, with the adapter on. `pytest -p recsys_plugin`.
 
-RECSYS_EXAMPLES names the `examples` folder of a checkout; one process a rank, told by RANK and WORLD_SIZE as torchrun
+RECSYS_EXAMPLES names the `examples` folder of a checkout; one process a rank, named by RANK and WORLD_SIZE as torchrun
 does. With `--upstream-alone` the adapter stays off, to see what upstream does by itself.
 """
 

@@ -1,4 +1,4 @@
-"""Random plans of dynamic context parallelism: every one that keeps the invariants must train alike."""
+"""Random plans of dynamic context parallelism: every one that keeps the invariants must train to the same result."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def random_schedule(
     """A plan, checked; arguments as `build_data_schedule`.
 
     Args:
-        rows: every leaf has a multiple of so many slots, each a partition of the leaves; 0 for a tree, root first, with
-            any number on each leaf.
+        rows: every leaf has a multiple of this number of slots, each a partition of the leaves; 0 for a tree, root
+            first, with any number on each leaf.
         most: samples in a group.
         seed: of the draw.
     """

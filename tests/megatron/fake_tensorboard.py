@@ -1,4 +1,4 @@
-"""A TensorBoard of our own, which writes what it is told to TENSORBOARD_DIR/rankN.jsonl.
+"""A TensorBoard of our own, which writes its scalars to TENSORBOARD_DIR/rankN.jsonl.
 
 TensorBoard itself is no package of the tests. Megatron makes the writer, on the rank and with the arguments it chooses.
 """

@@ -106,12 +106,12 @@ def test_a_value_read_for_each_micro_batch_is_found(tmp_path: Path, stock: ToyRu
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("leave_a_tensor_on_the_host", "the model got a tensor of the host"),
         ("mix_host_and_device", "aten.mul.Tensor of tensors on host and device"),
     ],
 )
-def test_a_misplaced_tensor_ends_the_run(tmp_path: Path, fault: str, told: str) -> None:
-    with pytest.raises(RunFailed, match=told):
+def test_a_misplaced_tensor_ends_the_run(tmp_path: Path, fault: str, message: str) -> None:
+    with pytest.raises(RunFailed, match=message):
         run(tmp_path, BALANCED, fault=fault)

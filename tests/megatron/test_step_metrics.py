@@ -66,11 +66,11 @@ def scalars(folder: Path, *, rank: int) -> dict[str, dict[int, float]]:
     """The balance scalars of the only writer: name, then iteration, then value."""
     [path] = folder.iterdir()
     assert path.name == f"rank{rank}.jsonl"
-    told: dict[str, dict[int, float]] = {}
+    written: dict[str, dict[int, float]] = {}
     for row in map(json.loads, path.read_text().splitlines()):
         if row["name"].startswith("balance/"):
-            told.setdefault(row["name"].removeprefix("balance/"), {})[row["step"]] = row["value"]
-    return told
+            written.setdefault(row["name"].removeprefix("balance/"), {})[row["step"]] = row["value"]
+    return written
 
 
 def step_imbalance(record: RunRecord, *, iterations: range) -> float:
@@ -126,14 +126,14 @@ class TestOneRun:
             assert float(line["busiest"]) == pytest.approx(seconds.max(axis=0).mean() * 1e3, abs=0.1)
 
     def test_the_scalars_are_those_of_the_line(self, whole: Whole) -> None:
-        told = scalars(whole.folder / "tensorboard", rank=1)
-        assert set(told) == {*NAMES, "drift"}
+        written = scalars(whole.folder / "tensorboard", rank=1)
+        assert set(written) == {*NAMES, "drift"}
         for line in whole.lines:
             iteration = int(line["iteration"])
-            assert told["planned_imbalance"][iteration] == pytest.approx(float(line["planned"]), abs=1e-4)
-            assert told["measured_imbalance"][iteration] == pytest.approx(float(line["measured"]), abs=1e-4)
-            assert told["exposed_seconds"][iteration] * 1e3 == pytest.approx(float(line["exposed"]), abs=0.1)
-        assert {tuple(of_name) for of_name in told.values()} == {(3, 6)}
+            assert written["planned_imbalance"][iteration] == pytest.approx(float(line["planned"]), abs=1e-4)
+            assert written["measured_imbalance"][iteration] == pytest.approx(float(line["measured"]), abs=1e-4)
+            assert written["exposed_seconds"][iteration] * 1e3 == pytest.approx(float(line["exposed"]), abs=0.1)
+        assert {tuple(of_name) for of_name in written.values()} == {(3, 6)}
 
     def test_wandb_is_told_the_same(self, whole: Whole) -> None:
         [path] = (whole.folder / "wandb").glob("offline-run-*/*.wandb")

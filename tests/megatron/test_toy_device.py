@@ -67,9 +67,9 @@ class TestPlacement:
         assert torch.zeros(2).numpy().sum() == 0
 
     @pytest.mark.parametrize(
-        ("takes_host", "told"), [(False, "tensors of the device got"), (True, "tensors of the host")]
+        ("takes_host", "message"), [(False, "tensors of the device got"), (True, "tensors of the host")]
     )
-    def test_collectives(self, device: ToyDevice, takes_host: bool, told: str) -> None:
+    def test_collectives(self, device: ToyDevice, takes_host: bool, message: str) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             if takes_host:
@@ -79,7 +79,7 @@ class TestPlacement:
                 right, wrong = wrong, right
             dist.all_reduce(right)
             assert right.tolist() == [1.0, 1.0]
-            with pytest.raises(PlacementError, match=told):
+            with pytest.raises(PlacementError, match=message):
                 dist.all_reduce(wrong)
         finally:
             dist.destroy_process_group()

@@ -61,7 +61,7 @@ def groupings(weights, capacity, num_bins):
 
 
 def best_by_brute_force(problem, num_microbatches):
-    """The least predicted cost with so many micro-batches, over every assignment; None where none fits."""
+    """The least predicted cost with this number of micro-batches, over every assignment; None where none fits."""
     num_slots = problem.topology.dp_size * num_microbatches
     best = None
     for choice in groupings(problem.weights.tolist(), problem.capacity, num_slots):

@@ -1,4 +1,4 @@
-"""Costs: exact, scaled alike on every rank, and never lower for a longer sample."""
+"""Costs: exact, scaled equally on every rank, and never lower for a longer sample."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def nodes_of(num_leaves, sizes):
 
 
 def best_time(schedule, *, rows, seconds=4.0):
-    """The least time of any plan: of leaves (`step`, micro-batches free), or of so many rows."""
+    """The least time of any plan: of leaves (`step`, micro-batches free), or of a given number of rows."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     model = cp_model.CpModel()
     samples = schedule.samples()

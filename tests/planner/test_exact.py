@@ -153,7 +153,7 @@ def test_the_solver_finds_little_that_is_better(objective, most):
 
 
 def pipeline_solver_value(schedule, *, num_microbatches, seconds=4.0):
-    """Makespan of the best pipeline that the solver finds with so many micro-batches a rank, and its bound."""
+    """Makespan of the best pipeline that the solver finds with this number of micro-batches a rank, and its bound."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     model = cp_model.CpModel()
     lengths = schedule.padded_lengths.tolist()

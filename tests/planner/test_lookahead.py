@@ -1,4 +1,4 @@
-"""Every sample leaves once and in bounded time; what leaves is alike; a checkpoint changes nothing."""
+"""Every sample leaves once and in bounded time; released windows are similar; a checkpoint changes nothing."""
 
 import json
 

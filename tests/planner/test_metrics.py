@@ -54,7 +54,7 @@ def test_padding_is_counted_on_padded_tokens():
 
 
 def test_groups_that_meet_are_judged_by_themselves():
-    # Two expert-parallel groups of two ranks; in each both ranks are alike.
+    # Two expert-parallel groups of two ranks; in each both ranks have equal loads.
     ranks = [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
     metrics = judge(ranks, [9, 1, 9, 1, 5, 5, 5, 5], topology=Topology(4, ep_size=2))
     assert metrics.microbatch_imbalance == 1.0

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing goes wrong, hovering tells samples, readable wide and narrow, light and dark."""
+"""The page in a real browser: nothing goes wrong, hovering lists samples, readable wide and narrow, light and dark."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def one_rank_has_a_problem(kind) -> str:
     other = Sample({"tokens": torch.zeros(3, dtype=torch.int32)})
     return _expect_error(
         {
-            "told": lambda: gather_lengths([3], group=group, schema=schema, problem="the file ended — early"),
+            "problem": lambda: gather_lengths([3], group=group, schema=schema, problem="the file ended — early"),
             "mixed": lambda: gather_sample_lengths([sample, other], group=group),
             "negative": lambda: gather_lengths([3, -4], group=group, schema=schema),
             "no schema": lambda: gather_lengths([3], group=group),

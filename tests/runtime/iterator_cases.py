@@ -53,7 +53,7 @@ def steps_of_loop(
     iterators = {"a": _items(first), "b": _items(first + 500), "e": _items(first, end=4)}
     iterators |= {"f": _items(first, fail=4), "x": _items(first, fail=1)}
     outcomes: list[Any] = []
-    told: list[str] = []
+    messages: list[str] = []
     for step, name in enumerate(loops[rank]):
         if rank == bug_on and step == 1:  # whose data is pulled; the next one's is not
             planner._splitter._split_item = _fail  # type: ignore[method-assign]
@@ -70,10 +70,10 @@ def steps_of_loop(
             outcomes.append(sorted(n for lengths in made.sequence_lengths for n in lengths))
         else:
             outcomes.append(sorted({token - 1 for row in tokens for token in row}))
-        prefetcher.prepare(iterator, num_microbatches=NUM_ITEMS, on_lost=lambda error: told.append(str(error)))
+        prefetcher.prepare(iterator, num_microbatches=NUM_ITEMS, on_lost=lambda error: messages.append(str(error)))
     if prefetcher._prepared is not None:
         prefetcher._prepared.exception(timeout=30)  # every rank's thread must end, also where no step asks
-    return outcomes, told
+    return outcomes, messages
 
 
 def _device_exchange() -> DeviceExchange:

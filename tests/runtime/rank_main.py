@@ -1,4 +1,4 @@
-"""One rank of a test world: joins the gloo group, then runs the cases it is told to until told no more."""
+"""One rank of a test world: joins the gloo group, then runs the cases that arrive until none is left."""
 
 import os
 import sys

@@ -94,9 +94,9 @@ def test_a_store_that_is_gone_is_named(monkeypatch):
 def test_a_setting_that_a_rank_lacks_differs():
     assert "balancing is on on rank 0 and off on rank 1" in differences([{"balancing": "on"}, {"balancing": "off"}])
     assert "cap is 1 on rank 0 and not set on rank 1" in differences([{"cap": "1"}, {}])
-    told = differences([{"balancing": "on", "cap": "1"}, {"balancing": "off"}])
-    assert "balancing" in told
-    assert "cap" not in told
+    named = differences([{"balancing": "on", "cap": "1"}, {"balancing": "off"}])
+    assert "balancing" in named
+    assert "cap" not in named
     many = differences([{f"s{n}": "1" for n in range(9)}, {}])
     assert "and 4 more" in many
 
@@ -108,12 +108,12 @@ def test_many_ranks_are_counted():
 
 def test_a_lost_peer_is_told_with_what_and_when_and_keeps_its_cause():
     cause = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer. This is typically caused by x")
-    with pytest.raises(PeerError) as told, with_step_context("iteration 7"), waiting_for("lengths (gather)"):
+    with pytest.raises(PeerError) as raised, with_step_context("iteration 7"), waiting_for("lengths (gather)"):
         raise cause
-    assert str(told.value).startswith("iteration 7: waited for lengths (gather) among the other ranks, and not all ")
-    assert "(Connection closed by peer)" in str(told.value)
-    assert "--distributed-timeout-minutes" in str(told.value)
-    assert told.value.__cause__ is cause
+    assert str(raised.value).startswith("iteration 7: waited for lengths (gather) among the other ranks, and not all ")
+    assert "(Connection closed by peer)" in str(raised.value)
+    assert "--distributed-timeout-minutes" in str(raised.value)
+    assert raised.value.__cause__ is cause
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ def test_a_lost_peer_is_told_with_what_and_when_and_keeps_its_cause():
     ],
 )
 def test_lost_peers_in_collectives_of_others_leave_the_error_and_add_a_note(lost):
-    with pytest.raises(RuntimeError) as told, annotate_peer_loss("iteration 7"):
+    with pytest.raises(RuntimeError) as raised, annotate_peer_loss("iteration 7"):
         raise lost
-    assert told.value is lost
+    assert raised.value is lost
     assert lost.__notes__[0].startswith("megatron_balance: iteration 7: Megatron waited for other ranks")
 
 
 def test_errors_that_are_not_of_peers_get_no_note():
-    with pytest.raises(RuntimeError) as told, annotate_peer_loss("iteration 7"):
+    with pytest.raises(RuntimeError) as raised, annotate_peer_loss("iteration 7"):
         raise RuntimeError("CUDA out of memory")
-    assert not hasattr(told.value, "__notes__")
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_other_errors_pass():

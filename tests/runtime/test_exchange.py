@@ -158,7 +158,7 @@ def test_different_fingerprints_raise_on_every_rank(world4):
 @pytest.mark.parametrize(
     ("kind", "phrase"),
     [
-        ("told", "the file ended — early"),
+        ("problem", "the file ended — early"),
         ("mixed", "Sample 1 differs from sample 0"),
         ("negative", "length is -4"),
         ("no schema", "no schema"),

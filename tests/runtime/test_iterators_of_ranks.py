@@ -1,4 +1,4 @@
-"""Ranks decide alike what is prepared ahead, and what is raised: real processes, one loop on each."""
+"""All ranks prepare the same ahead and raise the same: real processes, one loop on each."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_before_the_first_refit_the_prior_plans(world2) -> None:
 
 
 def test_a_prior_that_is_right_but_for_its_unit_is_only_scaled(world2) -> None:
-    # One length: four coefficients could not be told apart, and the fit must not pretend to.
+    # One length: four coefficients cannot be separated, and the fit must not pretend to.
     states = world2.run("online_calibration", truth=(0.0, 0.0, 1e-6, 1e-9), num_rows=[40, 40], num_steps=5, length=512)
     state = states[0]
     assert state["error"] < 0.02

@@ -96,7 +96,7 @@ class Figures:
 
     @classmethod
     def unknown(cls, *, num_cp_sizes: int) -> Figures:
-        """Of a rank without a plan, where micro-batches have one of so many context-parallel sizes; 0 for the run's."""
+        """Of a rank without a plan, by the number of context-parallel sizes of micro-batches; 0 for the run's one."""
         return cls(tokens_at_cp=(_UNKNOWN,) * num_cp_sizes)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Made-up trajectories with everything in them, and what tells two apart."""
+"""Made-up trajectories with everything in them, and a comparison of two."""
 
 import hashlib
 

@@ -1,7 +1,7 @@
 """Gloo ranks that live for a session's tests: starting them costs seconds, a case milliseconds.
 
 Run as a script it imports what all ranks need, AReaL takes seconds, and forks them. A rank joins the group, then runs
-the functions it is told to, `module:function`.
+the functions that are named to it, `module:function`.
 """
 
 import importlib

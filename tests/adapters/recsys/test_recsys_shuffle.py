@@ -123,7 +123,7 @@ def test_in_two_halves_with_two_batches_under_way(ranks):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("dense", "rank 1 cannot go on. rank 1: user has shape [3, 3]"),
         ("float", "rank 1 cannot go on. rank 1: get_workloads gave torch.float32"),
@@ -131,10 +131,10 @@ def test_in_two_halves_with_two_batches_under_way(ranks):
         ("rows", "'rows of a batch' is int64 [5] where the other has int64 [4]"),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, how, told):
+def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, how, message):
     lengths = [[1, 2, 3, 4]] * 3
     errors = ranks(3, "shuffle_what_one_rank_spoils", item_lengths=lengths, batch_size=4, how=how)
-    assert all(told in error for error in errors), errors
+    assert all(message in error for error in errors), errors
 
 
 def test_r25_shufflers_of_upstream_are_driven_and_given_back(ranks):

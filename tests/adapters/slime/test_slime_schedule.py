@@ -275,7 +275,7 @@ def test_layers_that_only_the_checkpoint_tells(tmp_path: Path) -> None:
 
 
 def test_ranks_that_meet_in_every_micro_batch() -> None:
-    """R42, the MoE setups: expert-parallel groups over four ranks. The slots of a group cost alike."""
+    """R42, the MoE setups: expert-parallel groups over four ranks. The slots of a group have equal cost."""
     lengths = synthetic_lengths("gsm8k_sft", num_samples=256, seed=6).tolist()
     moe = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "expert_model_parallel_size": 4}
     args = qwen3_4b(max_tokens_per_gpu=4096, **moe)

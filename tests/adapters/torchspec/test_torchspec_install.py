@@ -122,9 +122,9 @@ def test_the_launcher_takes_its_flags_and_leaves_torchspec_the_others(upstream, 
     monkeypatch.setenv("TRAIN_ENTRY_REPORT", str(report))
     monkeypatch.setattr(sys, "argv", ["ours"])
     main(["--balance-approach", "B", "--balance-window", "3", "--config", "a.yaml", "training.micro_batch_size=2"])
-    told = json.loads(report.read_text())
-    assert told["arguments"] == ["--config", "a.yaml", "training.micro_batch_size=2"]
-    assert told["status"]["balance_delay_limit_dispatches"] == 6
+    written = json.loads(report.read_text())
+    assert written["arguments"] == ["--config", "a.yaml", "training.micro_batch_size=2"]
+    assert written["status"]["balance_delay_limit_dispatches"] == 6
 
 
 def test_importing_the_adapter_imports_neither_torchspec_nor_torch():
