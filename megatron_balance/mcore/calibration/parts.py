@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.mcore.calibration.microbatches import Lengths
 from megatron_balance.mcore.calibration.timed_model import TimedModel
-from megatron_balance.model.flops import causal_pairs
+from megatron_balance.model.flops_polynomial import causal_pairs
 from megatron_balance.model.layers import Layer
 from megatron_balance.model.shape import ModelShape
 
