@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.flops import (
-    FlopsPolynomial,
     calculate_fwd_flops,
-    causal_pairs,
     dsa_flops,
     fwd_flops,
     fwd_flops_by_part,
@@ -27,6 +25,7 @@ from megatron_balance.model.flops import (
     mla_flops,
     moe_flops,
 )
+from megatron_balance.model.flops_polynomial import FlopsPolynomial, causal_pairs
 from megatron_balance.model.layers import Layer
 from megatron_balance.model.megatron_args import parse_layer_pattern
 from megatron_balance.model.shape import ModelShape
