@@ -63,6 +63,7 @@ LAYOUTS = {
     "DP2 CP2": Layout("--context-parallel-size 2", 4),
     "DP2 PP2": Layout(_PP2, 4),
     "DP2 PP2 VPP2": Layout(f"{_PP2} --num-layers-per-virtual-pipeline-stage 1", 4),
+    "PP4": Layout("--pipeline-model-parallel-size 4", 4),
     "DP2 TP2 PP2": Layout(f"{_TP2} {_PP2}", 8),
     "DP2 EP2": Layout(f"{_EP2} {_DISPATCHER} alltoall", 2, model="experts"),
     "DP2 EP2 allgather": Layout(f"{_EP2} {_DISPATCHER} allgather", 2, model="experts", refused=_DISPATCHER),

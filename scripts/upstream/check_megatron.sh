@@ -6,7 +6,7 @@
 #
 # CHECKOUT: of Megatron-LM, 0.19 or later; its wheel and its source distribution lack the script.
 # A copy of the checkout is trained from, since its dataset helpers are built in it; the checkout is not written to.
-# A layout whose stock run fails is judged against one rank. 40 runs, a quarter of an hour of CPU.
+# A layout whose stock run fails is judged against one rank. 44 runs, a quarter of an hour of CPU.
 set -euo pipefail
 checkout=$(cd "${1:?give a checkout of Megatron-LM}" && pwd)
 shift

@@ -27,6 +27,7 @@ EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 SIZED = "--balance-context-parallel --use-dynamic-batch-size --max-tokens-per-gpu 4096"
 UNPADDED = "--balance-unpad 0 --no-create-attention-mask-in-dataloader"
 FLEX = "--num-experts 4 --moe-token-dispatcher-type flex"
+DOCUMENTS = "--dataloader-inter-document-masking --pipeline-model-parallel-size 4"
 
 REFUSED = [
     "--tp-comm-overlap",
@@ -74,7 +75,10 @@ REFUSED = [
     "--phase-transition-iterations 3 --balance-lookahead 2",
     "--non-persistent-save-interval 5 --balance-lookahead 2",
     "--reset-attention-mask",
-    "--dataloader-inter-document-masking --pipeline-model-parallel-size 4",
+    f"{DOCUMENTS} --balance-load-every-stage",
+    f"{DOCUMENTS} --balance-calibrate-online",
+    f"{DOCUMENTS} --mtp-num-layers 1 --pipeline-model-parallel-layout E|t|t|tmL",
+    f"{DOCUMENTS} --eval-iters 10 --no-balance-evaluation",
     "--inprocess-restart",
     "--perform-rl-step",
     "--perform-rl-step --rl-use-sequence-packing --use-dynamic-batch-size --max-tokens-per-gpu 4096",
@@ -146,7 +150,9 @@ ORDINARY = [
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--sft --reset-position-ids",
     "--dataloader-inter-document-masking --context-parallel-size 2 --eval-iters 0",
-    "--dataloader-inter-document-masking --pipeline-model-parallel-size 2",
+    "--dataloader-inter-document-masking --pipeline-model-parallel-size 2 --balance-load-every-stage",
+    f"{DOCUMENTS} --eval-iters 10",
+    f"{DOCUMENTS} --eval-iters 0 --no-balance-evaluation",
     "--sft --dataloader-inter-document-masking --context-parallel-size 2 --pipeline-model-parallel-size 4",
     "--hybrid-layer-pattern *-*-",
 ]

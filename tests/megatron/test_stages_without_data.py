@@ -90,6 +90,23 @@ def test_equal_to_stock(tmp_path: Path, layout: str, num_ranks: int) -> None:
     assert_equal(run(tmp_path / "ours", layout, BALANCED, AT_THE_ENDS, num_ranks=num_ranks), reference=stock)
 
 
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [
+        pytest.param(PP3, 3, id="PP3"),
+        pytest.param(PP4, 8, marks=pytest.mark.slow, id="PP4-DP2"),
+        pytest.param(f"{PP4} {TP2}", 8, marks=pytest.mark.slow, id="PP4-TP2"),
+    ],
+)
+def test_stages_in_between_may_have_no_data(tmp_path: Path, layout: str, num_ranks: int) -> None:
+    everywhere = run(tmp_path / "every", layout, BALANCED, num_ranks=num_ranks)
+    evaluated = "--dataloader-inter-document-masking --eval-iters 2 --eval-interval 2"
+    ours = run(tmp_path / "ends", layout, BALANCED, evaluated, num_ranks=num_ranks, environment={"DATA": "ends"})
+    assert_only_the_ends_load(ours)
+    for key in ("lm_loss", "grad_norm"):
+        assert [step[key] for step in ours.steps] == [step[key] for step in everywhere.steps]
+
+
 @pytest.mark.slow
 def test_context_parallel_sizes_of_their_own(tmp_path: Path) -> None:
     flags = f"{PP4} {CP2} --balance-context-parallel {BALANCED.replace('512', '160')}"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.mcore.options.conditions import above, among, both, given, negated
+from megatron_balance.mcore.options.conditions import above, among, both, either, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
 _LOOKAHEAD = above("balance_lookahead", 1)
 _DOCUMENTS = both(given("dataloader_inter_document_masking"), negated(given("sft")))
+
+_EVERY_STAGE_LOADS = either(
+    given("balance_load_every_stage", "balance_calibrate_online"),
+    both(given("mtp_num_layers"), given("pipeline_model_parallel_layout")),
+)
 
 _TRAINING = "tests/megatron/test_options_training.py"
 
@@ -138,10 +143,27 @@ TRAINING_LOOP = (
     Option(
         names=("dataloader_inter_document_masking", "pipeline_model_parallel_size"),
         case="with --pipeline-model-parallel-size above 2",
+        support=Support.SUPPORTED,
+        test="tests/megatron/test_stages_without_data.py::test_stages_in_between_may_have_no_data",
+        first=(0, 19),
+    ),
+    Option(
+        names=("dataloader_inter_document_masking", "pipeline_model_parallel_size"),
+        case="above 2, where stages in between load (--balance-load-every-stage, --balance-calibrate-online, "
+        "--mtp-num-layers with --pipeline-model-parallel-layout)",
         support=Support.REFUSED,
-        when=both(_DOCUMENTS, above("pipeline_model_parallel_size", 2)),
-        because="Megatron's scripts give stages in the middle no data, and these need to know where documents start",
-        remedy="set --pipeline-model-parallel-size 2, or train on --sft data",
+        when=both(_DOCUMENTS, above("pipeline_model_parallel_size", 2), _EVERY_STAGE_LOADS),
+        because="Megatron's scripts give these stages no data",
+        remedy="leave these out, or set --pipeline-model-parallel-size 2, or train on --sft data",
+        first=(0, 19),
+    ),
+    Option(
+        names=("dataloader_inter_document_masking", "pipeline_model_parallel_size", "eval_iters"),
+        case="above 2, evaluated as by stock (--no-balance-evaluation)",
+        support=Support.REFUSED,
+        when=both(_DOCUMENTS, above("pipeline_model_parallel_size", 2), above("eval_iters", 0), _evaluates_as_stock),
+        because="Megatron's scripts give stages in between no data, and stock evaluation asks for it",
+        remedy="set --eval-iters 0, or evaluate balanced",
         first=(0, 19),
     ),
     Option(
