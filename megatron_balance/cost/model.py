@@ -45,7 +45,7 @@ class SampleCosts:
     Attributes:
         costs: `[num_samples]` int64 cost on the sample's own rank, in units of `2**shift`.
         expert_costs: `[num_samples]` int64 cost that its expert-parallel group shares, in the same units.
-        image_costs: `[num_images]` int64 cost of each image in the encoder, in the same units.
+        image_costs: `[num_samples]` int64 cost of each sample's images in the encoder, in the same units.
         shift: power of two that all costs were divided by to keep their sum below 2**62.
     """
 
@@ -113,7 +113,14 @@ class CostModel:
 
     @classmethod
     def from_shape(
-        cls, shape: ModelShape, *, ep_size: int = 1, recompute: bool = False, microbatch_tokens: int = 0
+        cls,
+        shape: ModelShape,
+        *,
+        ep_size: int = 1,
+        recompute: bool = False,
+        microbatch_tokens: int = 0,
+        frozen_encoder: bool = False,
+        frozen_language_model: bool = False,
     ) -> CostModel:
         """The cost is the FLOPs of training on the sample: forward and backward, whole model.
 
@@ -121,19 +128,22 @@ class CostModel:
         times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
         2307.08691), and half a FLOP per squared token, where heads are odd, is rounded up. Recomputed layers
         run forward once more; the output layer is never recomputed. A vision encoder is trained and recomputed like
-        the rest; every rank runs its samples' images itself.
+        the rest; every rank runs its samples' images itself. A frozen encoder runs forward alone, and its projector
+        needs no gradient of its input; a frozen language model needs no gradients of weights.
 
         Args:
             shape: the model.
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
             recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
             microbatch_tokens: the fixed cost of a micro-batch, in tokens; runs use `MICROBATCH_TOKENS`.
+            frozen_encoder: the vision encoder is not trained (`--freeze-ViT`).
+            frozen_language_model: nor is the language model (`--freeze-LM`).
         """
         extra = int(recompute)
         linear = quadratic = expert_linear = 0
         windows: dict[int, int] = {}
         for part, flops in fwd_flops_by_part(shape).items():
-            gemm_passes = 3 if part == "lm_head" else 3 + extra
+            gemm_passes = (3 if part == "lm_head" else 3 + extra) - frozen_language_model
             linear += gemm_passes * flops.linear
             expert_linear += gemm_passes * flops.expert_linear
             quadratic += flops.quadratic
@@ -146,8 +156,12 @@ class CostModel:
         image_linear = image_quadratic = 0
         if shape.vision is not None:
             of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
-            image_linear = (3 + extra) * of_image.linear + core(of_image.windowed)
-            image_quadratic = core(of_image.quadratic)
+            if frozen_encoder:
+                image_linear = of_image.linear + of_image.windowed + 2 * of_image.projector
+                image_quadratic = of_image.quadratic
+            else:
+                image_linear = (3 + extra) * (of_image.linear + of_image.projector) + core(of_image.windowed)
+                image_quadratic = core(of_image.quadratic)
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
             per_microbatch=microbatch_tokens * (linear + expert_linear),
@@ -188,28 +202,34 @@ class CostModel:
         return self.image_linear * num_patches + self.image_quadratic * num_patches**2
 
     def sample_costs(
-        self, lengths: NDArray[np.int64], *, image_patches: NDArray[np.int64] | None = None
+        self,
+        lengths: NDArray[np.int64],
+        *,
+        image_patches: NDArray[np.int64] | None = None,
     ) -> SampleCosts:
         """Costs of many samples.
 
         Args:
             lengths: `[num_samples]` int64, padded tokens.
-            image_patches: `[num_images]` int64, patches of each image; None for no images.
+            image_patches: `[num_samples, 2]` int64, the sum over each sample's images of their patches, and of their
+                squared patches; None for no images.
 
         Returns:
             SampleCosts: int64 costs, divided by a power of two so that, rounding included,
             their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
         """
         unique, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
-        patches = np.zeros(0, dtype=np.int64) if image_patches is None else image_patches
-        sizes, of_image, num_images = np.unique(patches, return_inverse=True, return_counts=True)
         # Python integers: a long sample of a large model passes int64 before it is scaled.
         own = [self(length) for length in unique.tolist()]
         expert = [self.expert_linear * length for length in unique.tolist()]
-        images = [self.image_cost(size) for size in sizes.tolist()]
         total = sum(count * (a + b) for count, a, b in zip(counts.tolist(), own, expert, strict=True))
-        total += sum(count * cost for count, cost in zip(num_images.tolist(), images, strict=True))
         total += self.per_microbatch * lengths.size
+        of_images: list[tuple[list[int], NDArray[np.int64]]] = []
+        sums = np.zeros((0, 2), dtype=np.int64) if image_patches is None else image_patches
+        for coefficient, column in zip((self.image_linear, self.image_quadratic), sums.T, strict=True):
+            sizes, of_sample = np.unique(column, return_inverse=True)
+            of_images.append(([coefficient * size for size in sizes.tolist()], of_sample))
+            total += coefficient * sum(column.tolist())
         # One bit is left for the ones that rounding up below may add.
         shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
@@ -220,6 +240,6 @@ class CostModel:
         return SampleCosts(
             costs=scaled(own, inverse),
             expert_costs=scaled(expert, inverse),
-            image_costs=scaled(images, of_image),
+            image_costs=scaled(*of_images[0]) + scaled(*of_images[1]),
             shift=shift,
         )

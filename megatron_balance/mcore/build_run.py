@@ -144,6 +144,7 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         topology=topology,
         limits=setup.limits,
         cost_model=setup.cost_model,
+        patch_values=setup.patch_values,
         dp_group=dp_group,
         dp_rank=dp_rank,
         cp_rank=parallel_state.get_context_parallel_rank(),

@@ -108,6 +108,7 @@ def balanced_evaluation(
         topology=setup.topology,
         limits=setup.limits,
         cost_model=setup.cost_model,
+        patch_values=setup.patch_values,
         dp_group=data_group(timeout=setup.timeout, loads=loads_here(setup)),
         dp_rank=training.dp_rank,
         cp_rank=training.cp_rank,

@@ -62,21 +62,23 @@ class VisionEncoder:
 
 @dataclass(frozen=True)
 class ImageFlops:
-    """FLOPs of one image of P patches: `(linear + windowed)*P + quadratic*P²`.
+    """FLOPs of one image of P patches: `(linear + projector + windowed)*P + quadratic*P²`.
 
     Attributes:
-        linear: FLOPs per patch in GEMMs.
+        linear: FLOPs per patch in GEMMs of the encoder.
+        projector: FLOPs per patch in the projector.
         windowed: FLOPs per patch in attention within windows, were every window full.
         quadratic: FLOPs per squared patch in attention to the whole image.
     """
 
     linear: int
+    projector: int
     windowed: int
     quadratic: int
 
     def __call__(self, num_patches: int) -> int:
         """FLOPs of one image of `num_patches` patches."""
-        return (self.linear + self.windowed) * num_patches + self.quadratic * num_patches**2
+        return (self.linear + self.projector + self.windowed) * num_patches + self.quadratic * num_patches**2
 
 
 def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
@@ -96,9 +98,9 @@ def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
     h, layers = encoder.hidden_size, encoder.num_layers
     mlp = 2 * (3 if encoder.gated_linear_unit else 2) * h * encoder.ffn_hidden_size
     of_token = 2 * encoder.projector_hidden_size * (encoder.patches_per_token * h + hidden_size)
-    projector = -(-of_token // encoder.patches_per_token)
     return ImageFlops(
-        linear=2 * encoder.patch_values * h + layers * (8 * h**2 + mlp) + projector,
+        linear=2 * encoder.patch_values * h + layers * (8 * h**2 + mlp),
+        projector=-(-of_token // encoder.patches_per_token),
         windowed=4 * h * encoder.window_patches * encoder.num_windowed_layers,
         quadratic=4 * h * (layers - encoder.num_windowed_layers),
     )

@@ -45,7 +45,7 @@ def build_data_schedule(
     objective: str = "auto",
     algorithm: str = "auto",
     num_segments: Sequence[int] | NDArray[Any] | None = None,
-    image_patches: Sequence[Sequence[int]] | None = None,
+    image_patches: Sequence[Sequence[int]] | Images | None = None,
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
     keep_groups: str = "rank",
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
@@ -66,7 +66,7 @@ def build_data_schedule(
             by cost, then into micro-batches rank by rank; the cap holds all the same.
         num_segments: `[num_samples]` segments of each sample, each padded by itself; 0 is legal.
         image_patches: `[num_samples]` for each sample the patches of each of its images, which a vision encoder runs
-            on the sample's rank before the language model runs its tokens; None for no images.
+            on the sample's rank before the language model runs its tokens, or their sums; None for no images.
         groups: `[num_samples]` id of the group of each sample, any number or string.
         keep_groups: `rank` keeps each group on one rank; `step` asks for nothing, since a global batch is
             one optimiser step.

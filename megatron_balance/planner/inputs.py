@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 
 
-def as_integers(values: Sequence[int] | NDArray[Any], *, name: str) -> NDArray[np.int64]:
+def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 40) -> NDArray[np.int64]:
     """Non-negative integers as int64, `[num_samples]` → `[num_samples]`.
 
     Args:
         values: a sequence or an array of integers.
         name: of the argument, for messages.
+        bits: entries are at most `2**bits`.
 
     Raises:
-        BalanceError: an entry is negative, not an integer, or above 2**40; names it.
+        BalanceError: an entry is negative, not an integer, or too large; names it.
     """
     array = np.asarray(values)
     if array.ndim != 1:
@@ -34,10 +35,10 @@ def as_integers(values: Sequence[int] | NDArray[Any], *, name: str) -> NDArray[n
         for index, value in enumerate(cast("Sequence[object]", values)):
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
                 raise BalanceError(f"{name}[{index}] is {value!r}: it must be an integer of at least 0.")
-    wrong = np.flatnonzero((array < 0) | (array > 2**40))
+    wrong = np.flatnonzero((array < 0) | (array > 2**bits))
     if wrong.size:
         index = int(wrong[0])
-        raise BalanceError(f"{name}[{index}] is {array[index]}: it must be an integer from 0 to 2**40.")
+        raise BalanceError(f"{name}[{index}] is {array[index]}: it must be an integer from 0 to 2**{bits}.")
     return array.astype(np.int64)
 
 

@@ -204,10 +204,10 @@ def build_problem(
             f"ep_size is {topology.ep_size}: expert-parallel groups of {span} data-parallel ranks "
             f"do not divide dp_size {topology.dp_size}."
         )
-    scaled = cost_model.sample_costs(padded_lengths, image_patches=None if images is None else images.patches)
+    scaled = cost_model.sample_costs(padded_lengths, image_patches=None if images is None else images.sums)
     costs = sum_segments(scaled.costs, num_segments=num_segments)
     if images is not None:
-        costs = costs + sum_segments(scaled.image_costs, num_segments=images.counts)
+        costs = costs + scaled.image_costs
     shared_costs = sum_segments(scaled.expert_costs, num_segments=num_segments)
     tokens = sum_segments(padded_lengths, num_segments=num_segments)
     capacity = limits.max_tokens_per_microbatch(topology)

@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
 from megatron_balance.runtime.failure import cannot_go_on, check_equal_digests
-from megatron_balance.runtime.gathered import INLINE_LENGTHS, GatheredLengths, read_ragged, read_values
+from megatron_balance.runtime.gathered import INLINE_LENGTHS, GatheredLengths, read_columns, read_values
+from megatron_balance.runtime.image_patches import image_patches
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 from megatron_balance.samples.sample import Sample, SampleSchema
 
@@ -45,12 +46,19 @@ def gather_sample_lengths(
     new_source: bool = False,
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
+    patch_values: int | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
-    """`gather_lengths` of these samples; samples that differ among themselves raise on every rank."""
+    """`gather_lengths` of these samples; samples that differ among themselves raise on every rank.
+
+    `patch_values` is that of `image_patches`, which counts patches on every rank; None on every rank for no count.
+    """
     schema = None
+    patches = None if patch_values is None else np.zeros((0, 2), dtype=np.int64)
     try:
         schema = SampleSchema.shared_by(samples)
+        if patch_values is not None:
+            patches = image_patches(samples, patch_values=patch_values)
     except BalanceError as error:
         problem = problem or str(error)
     return gather_lengths(
@@ -65,6 +73,7 @@ def gather_sample_lengths(
         new_source=new_source,
         problem=problem,
         row_values=row_values,
+        image_patches=patches,
         device=device,
     )
 
@@ -82,6 +91,7 @@ def gather_lengths(
     new_source: bool = False,
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
+    image_patches: NDArray[np.int64] | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
     """Gather the lengths of all ranks, and check that the ranks agree.
@@ -99,6 +109,7 @@ def gather_lengths(
         problem: an error in this rank's data. It is raised here, on every rank.
         row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
             `next_row_values` of the last gather that all of them completed.
+        image_patches: `[num_local_samples, 2]`, as `image_patches` counts them; None on every rank or on none.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
@@ -112,8 +123,11 @@ def gather_lengths(
         problem = _own_problem(lengths, counts=counts, num_entries=np.size(ragged_lengths), schema=schema)
     if problem is not None:
         lengths, counts = lengths[:0], counts[:0]
-    entries = np.asarray(ragged_lengths if problem is None else (), dtype=np.int64).reshape(-1)
-    values = np.concatenate([*([] if len(lengths) == len(counts) else [counts]), lengths, entries])
+    columns = [] if image_patches is None else [image_patches[: len(counts)]]
+    if len(counts) and np.size(ragged_lengths):
+        columns.insert(0, np.asarray(ragged_lengths, dtype=np.int64).reshape(len(counts), -1))
+    of_samples = np.concatenate(columns, axis=1).reshape(-1) if columns else lengths[:0]
+    values = np.concatenate([*([] if len(lengths) == len(counts) else [counts]), lengths, of_samples])
     detail = b"" if schema is None else schema.to_bytes()
     if problem is not None:
         detail = problem.encode()
@@ -170,9 +184,10 @@ def gather_lengths(
         padded = np.concatenate([padded, more], axis=1)
     num_samples_per_rank = headers[:, NUM_SAMPLES]
     num_ragged = 0 if schema is None else schema.num_ragged
-    of_ragged = num_samples_per_rank * num_ragged
+    num_columns = num_ragged + (0 if image_patches is None else image_patches.shape[1])
+    of_samples = read_columns(padded, num_values=num_values, num_samples=num_samples_per_rank, num_columns=num_columns)
     all_counts, segment_lengths = read_values(
-        padded, num_values=num_values - of_ragged, num_samples=num_samples_per_rank
+        padded, num_values=num_values - num_samples_per_rank * num_columns, num_samples=num_samples_per_rank
     )
     starts = np.cumsum(all_counts) - all_counts
     return GatheredLengths(
@@ -185,7 +200,8 @@ def gather_lengths(
         segment_lengths=segment_lengths,
         new_source=bool(headers[:, NEW_SOURCE].any()),
         next_row_values=_row_values_for(int(num_values.max())),
-        ragged_lengths=read_ragged(padded, num_values=num_values, of_ragged=of_ragged, num_ragged=num_ragged),
+        ragged_lengths=of_samples[:, :num_ragged] if num_ragged else None,
+        image_patches=None if image_patches is None else of_samples[:, num_ragged:],
     )
 
 

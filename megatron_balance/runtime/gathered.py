@@ -2,7 +2,8 @@
 
 The values of a rank are the lengths of its samples. Where any of them has several sequences, they are the number of
 sequences of each sample and then the lengths of all sequences: more values than samples, which distinguishes the two.
-Where samples have ragged keys, the entries of each of these keys follow, sample after sample.
+Where samples have ragged keys, the entries of each of these keys follow, and where images count, the sums of their
+patches, sample after sample.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class GatheredLengths:
         next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order; None where
             it has none.
+        image_patches: int64 `[num_samples, 2]`, as `image_patches` counts them; None where no rank did.
     """
 
     lengths: NDArray[np.int64]
@@ -46,6 +48,7 @@ class GatheredLengths:
     new_source: bool = False
     next_row_values: int = INLINE_LENGTHS
     ragged_lengths: NDArray[np.int64] | None = None
+    image_patches: NDArray[np.int64] | None = None
 
     def ragged_of(self, sample_ids: NDArray[np.int64]) -> list[list[int]]:
         """Entries of the ragged keys of each of these samples; empty where there is no such key."""
@@ -76,13 +79,10 @@ def read_values(
     return np.concatenate(counts), np.concatenate(lengths)
 
 
-def read_ragged(
-    padded: NDArray[np.int64], *, num_values: NDArray[np.int64], of_ragged: NDArray[np.int64], num_ragged: int
-) -> NDArray[np.int64] | None:
-    """Values of all ranks → entries of the ragged keys, `[num_samples, num_ragged]`: the last values of each rank."""
-    if not num_ragged:
-        return None
-    parts = [
-        row[stop - num : stop] for row, stop, num in zip(padded, num_values.tolist(), of_ragged.tolist(), strict=True)
-    ]
-    return np.concatenate(parts).reshape(-1, num_ragged)
+def read_columns(
+    padded: NDArray[np.int64], *, num_values: NDArray[np.int64], num_samples: NDArray[np.int64], num_columns: int
+) -> NDArray[np.int64]:
+    """Values of all ranks → each sample's values beside lengths, `[num_samples, num_columns]`: a rank's last ones."""
+    last = (num_samples * num_columns).tolist()
+    parts = [row[stop - num : stop] for row, stop, num in zip(padded, num_values.tolist(), last, strict=True)]
+    return np.concatenate(parts).reshape(int(num_samples.sum()), num_columns)

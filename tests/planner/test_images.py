@@ -79,7 +79,7 @@ def test_no_images_is_the_plain_plan() -> None:
 
 def test_images_are_scaled_with_tokens() -> None:
     model = CostModel(linear=2**40, image_linear=2**50)
-    scaled = model.sample_costs(np.array([1, 1024]), image_patches=np.array([2**14, 1]))
+    scaled = model.sample_costs(np.array([1, 1024]), image_patches=np.array([[2**14, 0], [1, 0]]))
     assert scaled.shift > 0
     assert int(scaled.costs.sum()) + int(scaled.image_costs.sum()) < MAX_TOTAL_COST
     assert scaled.image_costs.tolist() == [2**64 >> scaled.shift, 2**50 >> scaled.shift]
@@ -106,7 +106,8 @@ def test_wrong_images_are_refused_by_name() -> None:
 def test_a_patch_goes_once_through_all_weights(name: str, weights: int) -> None:
     shape = ModelShape.preset(name)
     assert shape.vision is not None
-    assert image_flops(shape.vision, hidden_size=shape.hidden_size).linear == 2 * weights
+    flops = image_flops(shape.vision, hidden_size=shape.hidden_size)
+    assert flops.linear + flops.projector == 2 * weights
 
 
 def test_flops_of_images_are_added() -> None:
@@ -124,11 +125,22 @@ def test_training_takes_gemms_three_times_and_attention_three_and_a_half() -> No
     assert QWEN.vision is not None
     flops = image_flops(QWEN.vision, hidden_size=QWEN.hidden_size)
     model, again = CostModel.from_shape(QWEN), CostModel.from_shape(QWEN, recompute=True)
-    assert (
-        model.image_cost(1000) == 3 * flops.linear * 1000 + 7 * (flops.windowed * 1000 + flops.quadratic * 10**6) // 2
-    )
+    gemms, cores = 1000 * (flops.linear + flops.projector), flops.windowed * 1000 + flops.quadratic * 10**6
+    assert model.image_cost(1000) == 3 * gemms + 7 * cores // 2
     assert again.image_cost(1000) == model.image_cost(1000) + flops(1000)
     assert CostModel.from_shape(ModelShape.preset("Qwen2.5-7B")).image_cost(1000) == 0
+
+
+def test_frozen_parts_cost_less() -> None:
+    assert QWEN.vision is not None
+    flops = image_flops(QWEN.vision, hidden_size=QWEN.hidden_size)
+    model = CostModel.from_shape(QWEN)
+    encoder = CostModel.from_shape(QWEN, frozen_encoder=True, recompute=True)
+    # Forward alone, and once more the projector for the gradients of its weights.
+    assert encoder.image_cost(1000) == flops(1000) + 1000 * flops.projector
+    text = CostModel.from_shape(QWEN, frozen_language_model=True)
+    assert (3 * text.linear, text.quadratic) == (2 * model.linear, model.quadratic)
+    assert text.image_cost(1000) == model.image_cost(1000)
 
 
 def test_a_nested_config_has_the_same_encoder() -> None:

@@ -179,13 +179,18 @@ def steps_with_a_planning_process(*, overlap: bool, number: int) -> tuple[int, s
 def steps_with_images(*, overlap: bool) -> list[list[tuple[list[int], list[int]]]]:
     """Of every micro-batch of this rank's steps: the first token of each sequence, and the entries that came with it.
 
-    A sequence of tokens t has t % 3 images whose entries hold t; rank 1 loads none with an image.
+    A sequence of tokens t has t % 3 videos of two frames of three patches, each with an entry that holds t; rank 1
+    loads none. A patch costs as much as a token, and so does a pair of patches of a frame.
     """
     group = dist.group.WORLD
     assert group is not None
-    config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=True)
+    config = BalanceConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, balance_data=True, balance_by_flops=True)
     planner = StepPlanner(
-        config, topology=Topology(group.size()), limits=Limits(16), cost_model=CostModel.tokens(), dp_group=group
+        config,
+        topology=Topology(group.size()),
+        limits=Limits(16),
+        cost_model=CostModel(linear=1, image_linear=1, image_quadratic=1),
+        dp_group=group,
     )
     prefetcher = StepPrefetcher(planner)
     iterator = _rows_with_images(group.rank())
@@ -200,6 +205,9 @@ def steps_with_images(*, overlap: bool) -> list[list[tuple[list[int], list[int]]
             pixels = [int(value) for value in microbatch["pixel_values"][:, 0].tolist()]
             assert microbatch["pixel_values"].shape[1:] == (2,)
             step.append(([owner for owner, count in zip(owners, counts, strict=True) for _ in range(count)], pixels))
+        assert made.schedule is not None
+        own_cost = made.schedule.cost_grid[group.rank()].sum()
+        assert own_cost == sum(made.microbatch_tokens) + sum(2 * (3 + 3**2) * len(pixels) for _, pixels in step)
         found.append(step)
         if overlap:
             prefetcher.prepare(iterator, num_microbatches=NUM_ITEMS)
@@ -220,4 +228,6 @@ def _rows_with_images(rank: int) -> Any:
             "cu_seqlens": torch.tensor([[0, 3, 8]]),
             "pixel_values": torch.tensor(ids).repeat_interleave(torch.tensor(counts))[:, None].expand(-1, 2).float(),
             "pixel_values_lengths": torch.tensor(counts),
+            "image_grid_thw": torch.tensor([[2, 1, 3]]).expand(sum(counts), 3),
+            "image_grid_thw_lengths": torch.tensor(counts),
         }

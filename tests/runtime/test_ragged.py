@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.image_patches import image_patches
 from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.samples.sample import Sample, SampleSchema
 from megatron_balance.samples.unpacking import RowError, split_packed
@@ -173,6 +174,46 @@ def test_images_of_a_row_without_a_sequence_are_not_lost() -> None:
             ),
             unit="sample",
         )
+
+
+def with_ragged(**ragged: Tensor) -> Sample:
+    return Sample({"tokens": torch.zeros(2)}, ragged=ragged)
+
+
+def test_a_grid_counts_each_frame_as_an_image() -> None:
+    samples = [
+        with_ragged(image_grid_thw=torch.tensor([[1, 4, 6], [1, 2, 2]]), video_grid_thw=torch.tensor([[3, 2, 5]])),
+        with_ragged(image_grid_thw=torch.zeros(0, 3).long(), video_grid_thw=torch.zeros(0, 3).long()),
+        with_ragged(image_grid_thw=torch.tensor([[1, 4, 6]]), video_grid_thw=torch.zeros(0, 3).long()),
+    ]
+    expected = [[24 + 4 + 3 * 10, 24**2 + 4**2 + 3 * 10**2], [0, 0], [24, 24**2]]
+    assert image_patches(samples, patch_values=0).tolist() == expected
+
+
+def test_a_grid_is_counted_and_not_the_pixels_beside_it() -> None:
+    assert image_patches([sample(4, [2, 3])], patch_values=1).tolist() == [[5, 13]]
+
+
+def test_tiles_are_images_of_one_size() -> None:
+    samples = [with_ragged(images=torch.zeros(num_tiles, 3, 8, 12)) for num_tiles in (2, 0, 5)]
+    assert image_patches(samples, patch_values=3 * 4 * 4).tolist() == [[12, 72], [0, 0], [30, 180]]
+    assert image_patches([with_ragged(audio=torch.zeros(4, 2))], patch_values=48).tolist() == [[0, 0]]
+    assert image_patches([], patch_values=48).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("ragged", "patch_values", "phrase"),
+    [
+        ({"image_grid_thw": torch.zeros(1, 2)}, 48, r"grids are float32 of shape \[1, 2\]: they must be"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, -4, 6]])}, 48, "integers of at least 0"),
+        ({"pixel_values": torch.zeros(4, 48)}, 48, r"shape \[48\], and there is no image_grid_thw"),
+        ({"pixel_values": torch.zeros(4, 3, 8, 8)}, 0, "size of a patch is not known: give cost as a ModelShape"),
+        ({"pixel_values": torch.zeros(4, 3, 8, 9)}, 48, "their 216 numbers must be a multiple of the encoder's 48"),
+    ],
+)
+def test_patches_that_cannot_be_counted(ragged: dict[str, Tensor], patch_values: int, phrase: str) -> None:
+    with pytest.raises(BalanceError, match=phrase):
+        image_patches([with_ragged(**ragged)], patch_values=patch_values)
 
 
 def test_a_gather_wants_the_lengths_of_the_schema(world1: Any) -> None:

@@ -208,11 +208,25 @@ def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
 def flops_from_megatron_args(args: Any) -> CostModel:
     """The FLOPs of the model that the run's own arguments describe."""
     return CostModel.from_shape(
-        ModelShape.from_megatron_args(args),
+        _shape_of_run(args),
         ep_size=args.expert_model_parallel_size,
         recompute=args.recompute_granularity == "full",
         microbatch_tokens=MICROBATCH_TOKENS,
+        frozen_encoder=bool(getattr(args, "freeze_ViT", False)),
+        frozen_language_model=bool(getattr(args, "freeze_LM", False)),
     )
+
+
+def patch_values_from_megatron_args(args: Any, *, cost_model: CostModel) -> int:
+    """Numbers of a patch of the model's vision encoder; 0 where images cost nothing or a patch's size is not known."""
+    if not cost_model.image_linear or getattr(args, "balance_cost", None) is not None:
+        return 0
+    vision = _shape_of_run(args).vision
+    return 0 if vision is None else vision.patch_values
+
+
+def _shape_of_run(args: Any) -> ModelShape:
+    return getattr(args, "balance_shape", None) or ModelShape.from_megatron_args(args)
 
 
 def topology_from_megatron_args(args: Any) -> Topology:

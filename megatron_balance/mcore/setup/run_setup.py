@@ -24,6 +24,7 @@ from megatron_balance.mcore.setup.arguments import (
     BalanceConfig,
     cost_model_from_megatron_args,
     exchange_source,
+    patch_values_from_megatron_args,
     topology_from_megatron_args,
 )
 from megatron_balance.mcore.setup.data_stages import loads_on_every_stage
@@ -62,6 +63,7 @@ class RunSetup:
         topology: the ranks.
         limits: of a micro-batch.
         cost_model: of a sample.
+        patch_values: numbers of a patch of the vision encoder; 0 where that is not known.
         exchange_source: where its cost of context-parallel exchange comes from, or None where all sizes are the same.
         timeout: of collectives.
         cap: this rank's under `--max-tokens-per-gpu auto`, or None.
@@ -86,6 +88,7 @@ class RunSetup:
     topology: Topology
     limits: Limits
     cost_model: CostModel
+    patch_values: int
     exchange_source: str | None
     timeout: timedelta
     cap: DerivedCap | None
@@ -132,11 +135,13 @@ class RunSetup:
         cap = derived_cap(config, args=args)
         if cap is not None:
             config = replace(config, max_tokens_per_gpu=cap.tokens)
+        cost_model = cost_model_from_megatron_args(args, config=config)
         return cls(
             config,
             topology=topology,
             limits=config.limits(micro_batch_size=args.micro_batch_size, topology=topology),
-            cost_model=cost_model_from_megatron_args(args, config=config),
+            cost_model=cost_model,
+            patch_values=patch_values_from_megatron_args(args, cost_model=cost_model),
             exchange_source=exchange_source(args, config=config),
             timeout=timeout_of(args),
             cap=cap,

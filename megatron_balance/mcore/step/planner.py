@@ -38,6 +38,7 @@ from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.collectives import all_gather_row, ranks_where
 from megatron_balance.runtime.failure import Failure, agreeing_on
@@ -77,6 +78,7 @@ class StepPlanner:
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
         timeout: of the collectives of `dp_group`; a planning process that takes half that time counts as hanging.
         device_exchange: moves samples between GPUs on the training thread; None for gloo on any.
+        patch_values: numbers of a patch of the model's vision encoder; 0 where that is not known.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class StepPlanner:
         pin_memory: bool = False,
         timeout: timedelta = timedelta(minutes=10),
         device_exchange: DeviceExchange | None = None,
+        patch_values: int = 0,
     ) -> None:
         self.config = config
         self.topology = topology
@@ -108,6 +111,9 @@ class StepPlanner:
         self.ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
         self._device_exchange = device_exchange
+        # Plans with dynamic context-parallel sizes take no images.
+        counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
+        self._patch_values = patch_values if counts_images else None
         self._buffers = HostBuffers()
         self._calibrated_step = -1
         self._plans = PlanProcess(timeout=timeout / 2)
@@ -203,6 +209,7 @@ class StepPlanner:
                 new_source=new_iterator,
                 problem=None if failure is None else failure.problem,
                 row_values=self._row_values,
+                patch_values=self._patch_values,
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
         self._row_values = gathered.next_row_values
@@ -289,6 +296,7 @@ class StepPlanner:
             num_samples=len(gathered.lengths),
             lengths=gathered.segment_lengths,
             num_segments=None if whole else gathered.num_segments,
+            image_patches=None if gathered.image_patches is None else Images(gathered.image_patches),
             cost_model=self.cost_model,
             topology=self.topology,
             limits=self.limits,
