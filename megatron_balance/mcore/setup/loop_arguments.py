@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.command_line import parse_balance_flags
 from megatron_balance.mcore.setup.one_flag import fill_in_flags
+from megatron_balance.model.llava import encoder_of_llava
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.model.transformer_config import args_of_transformer_config
 
@@ -70,7 +72,8 @@ def args_of_loop(
             "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
             "drop it, or train with megatron.training."
         )
-    vocab_size = getattr(inner, "vocab_size", None)
+    text = getattr(inner, "language_model", inner)  # of a LLaVAModel
+    vocab_size = getattr(text, "vocab_size", None)
     args = args_of_transformer_config(config, padded_vocab_size=vocab_size)
     vars(args).update(vars(parsed))
     if args.balance_by_flops and cost is None and vocab_size is None:
@@ -79,15 +82,11 @@ def args_of_loop(
             "CostModel), or the flag --no-balance-by-flops."
         )
     vars(args).update(_parallel_sizes(parallel_state, num_chunks=len(chunks)))
-    vars(args).update(_of_model(chunks[0], inner=inner))
-    args.balance_cost = cost
-    if isinstance(cost, ModelShape):
-        args.balance_cost = CostModel.from_shape(
-            cost,
-            ep_size=args.expert_model_parallel_size,
-            recompute=args.recompute_granularity == "full",
-            microbatch_tokens=MICROBATCH_TOKENS,
-        )
+    vars(args).update(_of_model(chunks[0], inner=text))
+    args.balance_cost = cost if isinstance(cost, CostModel) else None
+    args.balance_shape = cost if isinstance(cost, ModelShape) else None
+    if text is not inner:
+        vars(args).update(_of_llava(inner, args=args))
     args.balance_reads_on_every_rank = True
     args.train_iters, args.curr_iteration, args.iteration = num_steps, 0, 0
     args.micro_batch_size, args.global_batch_size = 1, 0  # the loop's own affair
@@ -98,6 +97,23 @@ def args_of_loop(
     args.distributed_timeout_minutes = timeout / timedelta(minutes=1)
     fill_in_flags(args)
     return args
+
+
+def _of_llava(model: Any, *, args: Namespace) -> dict[str, Any]:
+    """The parts of a LLaVAModel that are frozen, and its shape where the costs come from it."""
+    if args.pipeline_model_parallel_size > 1:
+        raise BalanceError(
+            f"pipeline_model_parallel_size is {args.pipeline_model_parallel_size}: LLaVAModel pads each micro-batch to "
+            "language_max_sequence_length then, which packed sequences do not survive. Train it without a pipeline."
+        )
+    shape = args.balance_shape
+    if args.balance_by_flops and args.balance_cost is None and shape is None:
+        shape = replace(ModelShape.from_megatron_args(args), vision=encoder_of_llava(model))
+    return {
+        "balance_shape": shape,
+        "freeze_ViT": not any(weight.requires_grad for weight in model.vision_model.parameters()),
+        "freeze_LM": not any(weight.requires_grad for weight in model.language_model.parameters()),
+    }
 
 
 def _parallel_sizes(state: Any, *, num_chunks: int) -> dict[str, int | None]:
