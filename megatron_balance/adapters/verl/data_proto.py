@@ -16,10 +16,15 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
+from megatron_balance.adapters.image_patches import ImagePatches, image_patches
 from megatron_balance.adapters.verl.plan import RowOrder, order_rows
 from megatron_balance.adapters.verl.settings import installation
-from megatron_balance.adapters.verl.workload import Model, choose_workload, nested_lengths
+from megatron_balance.adapters.verl.workload import Model, choose_encoder, choose_workload, nested_lengths
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.vision import VisionEncoder
+
+MULTI_MODAL = "multi_modal_inputs"
+"""verl's column of a processor's outputs, a dict a row."""
 
 
 def row_lengths(data: DataProto | TensorDict) -> NDArray[np.int64] | None:
@@ -33,6 +38,19 @@ def row_lengths(data: DataProto | TensorDict) -> NDArray[np.int64] | None:
     if isinstance(mask, torch.Tensor) and not mask.is_nested and mask.dim() > 1:
         return mask.reshape(mask.shape[0], -1).long().sum(dim=-1).cpu().numpy()
     return None
+
+
+def row_images(data: DataProto | TensorDict, *, encoder: VisionEncoder | None) -> ImagePatches | None:
+    """Patches of each image of each row, `[num_rows]`; None where images cost nothing or the batch has none.
+
+    Raises:
+        BalanceError: a row's grid or pixels have a shape that is not known.
+    """
+    if encoder is None:
+        return None
+    columns = data.non_tensor_batch if isinstance(data, DataProto) else data
+    inputs: Any = columns.get(MULTI_MODAL, None)
+    return None if inputs is None else [image_patches(row, encoder=encoder) for row in inputs.tolist()]
 
 
 def select_rows(data: Any, rows: NDArray[np.int64]) -> Any:
@@ -91,9 +109,16 @@ def balance_data_proto(obj: DataProto, chunks: int, *, model_config: Model | Non
         raise BalanceError("a DataProto is balanced by its attention_mask or nested input_ids: it has no such rows.")
     settings = installation.settings
     cost_model = choose_workload(model_config)
+    encoder = choose_encoder(model_config, cost_model=cost_model)
     if model_config is None and settings is not None:
-        cost_model = settings.cost_model
+        cost_model, encoder = settings.cost_model, settings.encoder
+    images = row_images(obj, encoder=encoder)
     padded = np.concatenate([np.arange(lengths.size), np.full(-lengths.size % chunks, lengths.size - 1)])
-    order = order_rows(lengths[padded], num_ranks=chunks, cost_model=cost_model)
+    order = order_rows(
+        lengths[padded],
+        num_ranks=chunks,
+        cost_model=cost_model,
+        image_patches=None if images is None else [images[row] for row in padded.tolist()],
+    )
     parts = tuple(select_rows(obj, padded[part]) for part in order.parts)
     return BalancedData(parts, order, lengths.size)

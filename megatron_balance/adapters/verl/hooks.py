@@ -16,6 +16,7 @@ import importlib.util
 import sys
 
 from megatron_balance.adapters.verl.dynamic_cp import choose_scheduler
+from megatron_balance.adapters.verl.image_tags import tag_images
 from megatron_balance.adapters.verl.seqlen_balancing import (
     count_workload,
     pack_micro_batches,
@@ -23,7 +24,7 @@ from megatron_balance.adapters.verl.seqlen_balancing import (
     partition_groups,
 )
 from megatron_balance.adapters.verl.settings import Settings, installation, is_hook
-from megatron_balance.adapters.verl.workload import Model, choose_workload
+from megatron_balance.adapters.verl.workload import Model, choose_encoder, choose_workload
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.installation import Installation, check_version
 from megatron_balance.hooking.patches import Function, Hook, Patches
@@ -34,6 +35,7 @@ SUPPORTED_VERSIONS = ("0.9",)
 
 BALANCING = "verl.utils.seqlen_balancing"
 DYNAMIC_CP = "verl.utils.dynamic_cp_scheduler"
+TRANSFER_QUEUE = "transfer_queue"
 DECORATOR = "verl.single_controller.base.decorator"
 WORKER_GROUP = "verl.single_controller.ray.base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
@@ -193,6 +195,21 @@ def dynamic_cp_hooks() -> tuple[Hook, ...]:
     return (row,)
 
 
+def tag_hooks() -> tuple[Hook, ...]:
+    """The hook of the TransferQueue, an optional package that verl loads where it is installed."""
+    if TRANSFER_QUEUE not in sys.modules:
+        return ()
+    row = Hook(
+        target=f"{TRANSFER_QUEUE}.interface:async_kv_batch_put",
+        bound_in=(f"{TRANSFER_QUEUE}.interface", TRANSFER_QUEUE),
+        parameters=("keys", "partition_id", "fields", "tags", "data_parser"),
+        wrap=tag_images,
+        why="the v1 trainers balance keys by their tags, which say nothing of images",
+        until="verl tags rows with the patches of their images",
+    )
+    return (row,)
+
+
 def install(
     model: Model | None = None,
     *,
@@ -214,14 +231,21 @@ def install(
         BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
             other arguments. Nothing is changed then.
     """
-    settings = Settings(choose_workload(model, cost=cost), keep_minibatch=keep_minibatch, dispatch=dispatch)
+    cost_model = choose_workload(model, cost=cost)
+    settings = Settings(
+        cost_model,
+        keep_minibatch=keep_minibatch,
+        dispatch=dispatch,
+        encoder=choose_encoder(model, cost_model=cost_model),
+    )
     return installation.install(settings, hook=_hook_loaded_modules)
 
 
 def _hook_loaded_modules() -> Patches:
     remedy = f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without MEGATRON_BALANCE_VERL"
     version = check_version(verl_version(), system="verl", supported=SUPPORTED_VERSIONS, remedy=remedy)
-    return install_hooks((*hooks(), *dynamic_cp_hooks(), *trainer_hooks()), version=f"verl {version}")
+    rows = (*hooks(), *dynamic_cp_hooks(), *tag_hooks(), *trainer_hooks())
+    return install_hooks(rows, version=f"verl {version}")
 
 
 def hook_trainers() -> None:

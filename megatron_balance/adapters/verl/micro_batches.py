@@ -1,7 +1,8 @@
 """Packs a rank's rows into micro-batches under a token cap, the same number on every data-parallel rank.
 
-verl's function agrees on the count by one all_reduce a try. Here each rank gathers the lengths of all, and plans the
-whole mini-batch with rows that stay on their ranks: one gather, and the same plan or error on every rank.
+verl's function agrees on the count by one all_reduce a try. Here each rank gathers the lengths of all rows and the
+patches of their images, and plans the whole mini-batch with rows that stay on their ranks: one gather, and the same
+plan or error on every rank.
 
 Invariants: no micro-batch is over the cap or empty; all ranks of the group have the same number of micro-batches, a
 multiple of `num_batches_divided_by` and no fewer than `min_num_micro_batch`; rows of a forced group stay together;
@@ -11,12 +12,14 @@ an error is raised on every rank or on none.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.adapters.image_patches import ImagePatches
 from megatron_balance.adapters.verl.plan import balanced_partitions
 from megatron_balance.adapters.verl.workload import workloads
 from megatron_balance.cost.model import CostModel
@@ -60,6 +63,7 @@ class _Rows:
     lengths: NDArray[np.int64]
     num_rows_per_rank: NDArray[np.int64]
     rank: int
+    image_patches: ImagePatches | None
 
     @property
     def first(self) -> int:
@@ -71,6 +75,8 @@ def plan_micro_batches(
     *,
     limits: MicroBatchLimits,
     cost_model: CostModel,
+    image_patches: ImagePatches | None = None,
+    problem: str | None = None,
     mountain: bool = True,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
@@ -81,6 +87,9 @@ def plan_micro_batches(
         lengths: `[num_rows]` tokens of this rank's rows.
         limits: tokens of a micro-batch, and the number of micro-batches.
         cost_model: what a row costs.
+        image_patches: `[num_rows]` patches of each image of this rank's rows; None where it has no images, or where
+            they cost nothing.
+        problem: an error in this rank's rows. It is raised here, on every rank.
         mountain: put cheap micro-batches at both ends, where a pipeline waits for them; else by falling cost.
         group: ranks that need the same number of micro-batches; None where each rank may have its own.
         device: where the gather's buffers live.
@@ -92,7 +101,18 @@ def plan_micro_batches(
         BalanceError: on every rank of the group: a row or forced group over the cap, fewer rows on some rank
             than another needs micro-batches, or ranks with different limits.
     """
-    rows = _gather(lengths, limits=limits, cost_model=cost_model, group=group, device=device)
+    if problem is None and (lengths.size == 0 or lengths.size % limits.force_group_size):
+        problem = (
+            f"the batch has {lengths.size} rows: it must have some, a multiple of force_group_size "
+            f"{limits.force_group_size}."
+        )
+    if group is not None:
+        fingerprint = limits.fingerprint(cost_model)
+        rows = _gather(lengths, image_patches, fingerprint=fingerprint, problem=problem, group=group, device=device)
+    elif problem is not None:
+        raise BalanceError(problem)
+    else:
+        rows = _Rows(lengths, np.array([lengths.size]), 0, image_patches)
     ranks = _plan(rows, limits=limits, cost_model=cost_model)
     if group is not None:
         from megatron_balance.runtime.gather import check_same_schedule
@@ -103,7 +123,7 @@ def plan_micro_batches(
     for slot in ranks[rows.rank]:
         of_groups = np.array(slot, dtype=np.int64)[:, None] * in_group.size + in_group
         micro_batches.append((of_groups.reshape(-1) - rows.first).tolist())
-    loads = workloads(lengths, cost_model=cost_model)
+    loads = workloads(lengths, cost_model=cost_model, image_patches=image_patches)
     costs = np.array([[loads[own].sum() for own in micro_batches]])
     order = mountain_order(costs)[0] if mountain else np.argsort(-costs[0], kind="stable")
     return [micro_batches[slot] for slot in order]
@@ -114,6 +134,10 @@ def _plan(rows: _Rows, *, limits: MicroBatchLimits, cost_model: CostModel) -> Ra
     size, multiple = limits.force_group_size, limits.multiple
     num_groups = rows.num_rows_per_rank // size
     fewest = -(-limits.min_num_micro_batch // multiple) * multiple
+    images = None
+    if rows.image_patches is not None:
+        of_groups = (rows.image_patches[first : first + size] for first in range(0, rows.lengths.size, size))
+        images = [[num_patches for patches in of_group for num_patches in patches] for of_group in of_groups]
 
     def plan(multiple: int) -> DataSchedule:
         return build_data_schedule(
@@ -124,6 +148,7 @@ def _plan(rows: _Rows, *, limits: MicroBatchLimits, cost_model: CostModel) -> Ra
             # Rows stay on their ranks, so the fewest micro-batches are best.
             objective="step",
             num_segments=np.full(num_groups.sum(), size, dtype=np.int64),
+            image_patches=images,
             home_ranks=np.repeat(np.arange(num_groups.size), num_groups),
             move_samples=False,
         )
@@ -187,7 +212,8 @@ def _pack_tightly(schedule: DataSchedule, *, fewest: int, loads: NDArray[np.int6
 
 def _group_loads(rows: _Rows, *, size: int, cost_model: CostModel) -> NDArray[np.int64]:
     """Work of each forced group, `[num_groups]`."""
-    return workloads(rows.lengths, cost_model=cost_model).reshape(-1, size).sum(axis=1)
+    loads = workloads(rows.lengths, cost_model=cost_model, image_patches=rows.image_patches)
+    return loads.reshape(-1, size).sum(axis=1)
 
 
 def _hash(what: Any) -> int:
@@ -196,35 +222,36 @@ def _hash(what: Any) -> int:
 
 def _gather(
     lengths: NDArray[np.int64],
+    image_patches: ImagePatches | None,
     *,
-    limits: MicroBatchLimits,
-    cost_model: CostModel,
-    group: dist.ProcessGroup | None,
+    fingerprint: int,
+    problem: str | None,
+    group: dist.ProcessGroup,
     device: torch.device | str,
 ) -> _Rows:
-    """Rows of all ranks of the group; a problem of one rank raises on all."""
-    problem = None
-    if lengths.size == 0 or lengths.size % limits.force_group_size:
-        problem = (
-            f"the batch has {lengths.size} rows: it must have some, a multiple of force_group_size "
-            f"{limits.force_group_size}."
-        )
-    if group is None:
-        if problem is not None:
-            raise BalanceError(problem)
-        return _Rows(lengths, np.array([lengths.size]), 0)
+    """Rows of all ranks of the group; a problem of one rank raises on all.
 
+    A row is sent as its tokens, followed by the patches of its images.
+    """
     import torch
 
     from megatron_balance.runtime.gather import gather_lengths
     from megatron_balance.samples.sample import KeySpec, SampleSchema
 
+    images: Sequence[Sequence[int]] = [[]] * lengths.size if image_patches is None else image_patches
     gathered = gather_lengths(
-        lengths,
+        [entry for length, patches in zip(lengths.tolist(), images, strict=True) for entry in (length, *patches)],
+        num_segments=[1 + len(patches) for patches in images],
         group=group,
         schema=SampleSchema((KeySpec("input_ids", dtype=torch.int64, shape=(), per_token=True),)),
-        fingerprint=limits.fingerprint(cost_model),
+        fingerprint=fingerprint,
         problem=problem,
         device=device,
     )
-    return _Rows(gathered.lengths, gathered.num_samples_per_rank, group.rank())
+    entries = np.split(gathered.segment_lengths, np.cumsum(gathered.num_segments)[:-1])
+    return _Rows(
+        np.array([row[0] for row in entries], dtype=np.int64),
+        gathered.num_samples_per_rank,
+        group.rank(),
+        [row[1:].tolist() for row in entries] if gathered.num_segments.max() > 1 else None,
+    )

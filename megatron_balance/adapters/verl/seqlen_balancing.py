@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_balance.adapters.verl.plan import balanced_partitions, group_balanced_partitions
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.adapters.verl.workload import tensor_workloads
+from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
 
 
@@ -45,7 +46,7 @@ def pack_micro_batches(stock: Function) -> Function:
     """`rearrange_micro_batches`: the fewest micro-batches under the cap, of nearly equal work."""
     from verl.utils.device import get_device_name
 
-    from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
+    from megatron_balance.adapters.verl.data_proto import row_images, row_lengths, select_rows
     from megatron_balance.adapters.verl.micro_batches import MicroBatchLimits, plan_micro_batches
 
     def balanced(
@@ -60,6 +61,11 @@ def pack_micro_batches(stock: Function) -> Function:
         force_group_size: int = 1,
     ) -> tuple[list[Any], list[list[int]]]:
         lengths = row_lengths(batch)
+        images, problem = None, None
+        try:
+            images = row_images(batch, encoder=settings.encoder)
+        except BalanceError as error:
+            problem = str(error)  # raised below, on all ranks
         together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
         planned = plan_micro_batches(
             np.zeros(0, dtype=np.int64) if lengths is None else lengths,
@@ -70,6 +76,8 @@ def pack_micro_batches(stock: Function) -> Function:
                 force_group_size=force_group_size,
             ),
             cost_model=settings.cost_model,
+            image_patches=images,
+            problem=problem,
             mountain=use_dynamic_bsz_balance,
             group=dp_group if together else None,
             device=get_device_name(),

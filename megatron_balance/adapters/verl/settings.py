@@ -15,6 +15,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.installation import Installation
 from megatron_balance.hooking.patches import Function
+from megatron_balance.model.vision import VisionEncoder
 
 VARIABLE = "MEGATRON_BALANCE_VERL"
 """The environment variable that the plug-in reads."""
@@ -27,15 +28,17 @@ class Settings:
     """The arguments of `install()`.
 
     Attributes:
-        cost_model: cost of a row from its tokens.
+        cost_model: cost of a row from its tokens and images.
         keep_minibatch: rows stay in their mini-batch, whatever verl's caller asks for.
         dispatch: balance all worker-group calls, none, or those of these methods.
+        encoder: runs the images of a row (`multi_modal_inputs`); None where images cost nothing.
     """
 
     cost_model: CostModel
     _: KW_ONLY
     keep_minibatch: bool
     dispatch: bool | tuple[str, ...]
+    encoder: VisionEncoder | None = None
 
     def dispatches(self, method_name: str) -> bool:
         """True if calls of this worker-group method are balanced."""

@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from megatron_balance.adapters.verl.data_proto import row_lengths
+from megatron_balance.adapters.image_patches import ImagePatches
+from megatron_balance.adapters.verl.data_proto import row_images, row_lengths
+from megatron_balance.adapters.verl.image_tags import tagged_images
 from megatron_balance.adapters.verl.plan import RowOrder, group_balanced_partitions, minibatches_in_order, order_rows
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.errors import BalanceError
@@ -41,6 +43,7 @@ def balance_data_proto_batch(stock: Function) -> Function:
         lengths = row_lengths(batch)
         if lengths is None:
             raise BalanceError("a batch is balanced by its attention_mask: it has none.")
+        images = row_images(batch, encoder=settings.encoder)
         num_ranks = dp_size_of(trainer.actor_rollout_wg)
         minibatch_rows = _minibatch_rows(trainer, settings=settings, keep_minibatch=keep_minibatch)
         if getattr(trainer, "use_prefix_grouper", False) and "uid" in batch.non_tensor_batch:
@@ -50,9 +53,10 @@ def balance_data_proto_batch(stock: Function) -> Function:
                 num_ranks=num_ranks,
                 settings=settings,
                 minibatch_rows=minibatch_rows,
+                image_patches=images,
             )
         else:
-            order = _order(lengths, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
+            order = _order(lengths, images, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
         batch.reorder(torch.from_numpy(order.rows))
         _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
 
@@ -76,8 +80,9 @@ def balance_key_batch(stock: Function) -> Function:
         multiple = trainer._get_required_batch_multiple(num_ranks)
         batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
         lengths = np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
+        images = tagged_images(batch.tags, settings=settings)
         minibatch_rows = _minibatch_rows(trainer, settings=settings, keep_minibatch=keep_minibatch)
-        order = _order(lengths, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
+        order = _order(lengths, images, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
         batch.reorder(order.rows.tolist())
         _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
         return batch
@@ -92,6 +97,7 @@ def order_groups(
     num_ranks: int,
     settings: Settings,
     minibatch_rows: int | None,
+    image_patches: ImagePatches | None = None,
 ) -> RowOrder:
     """Order in which rows of one uid are neighbours on one rank, and mini-batches hold whole groups.
 
@@ -101,6 +107,7 @@ def order_groups(
         num_ranks: data-parallel ranks.
         settings: the adapter's.
         minibatch_rows: rows of a mini-batch; None where the batch is one.
+        image_patches: `[num_rows]` patches of each image of a row; None for no images.
 
     Raises:
         BalanceError: groups differ in size or do not divide among the mini-batches and ranks, so that verl's cut by
@@ -125,6 +132,7 @@ def order_groups(
             uids=groups[step],
             num_parts=num_ranks,
             cost_model=settings.cost_model,
+            image_patches=None if image_patches is None else [image_patches[row] for row in step.tolist()],
         )
         for rank, items in enumerate(of_step):
             parts[rank].append(step[items])
@@ -146,9 +154,18 @@ def _minibatch_rows(trainer: Any, *, settings: Settings, keep_minibatch: bool) -
     return int(config.actor.ppo_mini_batch_size) * int(config.rollout.n)
 
 
-def _order(lengths: NDArray[np.int64], *, num_ranks: int, settings: Settings, minibatch_rows: int | None) -> RowOrder:
+def _order(
+    lengths: NDArray[np.int64],
+    images: ImagePatches | None,
+    *,
+    num_ranks: int,
+    settings: Settings,
+    minibatch_rows: int | None,
+) -> RowOrder:
     minibatches = None if minibatch_rows is None else minibatches_in_order(lengths.size, minibatch_rows=minibatch_rows)
-    return order_rows(lengths, num_ranks=num_ranks, cost_model=settings.cost_model, minibatches=minibatches)
+    return order_rows(
+        lengths, num_ranks=num_ranks, cost_model=settings.cost_model, image_patches=images, minibatches=minibatches
+    )
 
 
 def _log(metrics: dict[str, Any], *, lengths: NDArray[np.int64], order: RowOrder, prefix: str) -> None:

@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils import tensordict_utils
 
-from megatron_balance.adapters.verl.data_proto import row_lengths, select_rows
+from megatron_balance.adapters.verl.data_proto import row_images, row_lengths, select_rows
 from megatron_balance.adapters.verl.plan import RowOrder, minibatches_of_parts, order_rows
 from megatron_balance.adapters.verl.settings import Settings, installation, while_active
 from megatron_balance.errors import BalanceError
@@ -214,6 +214,8 @@ def _num_padding_rows(arguments: list[Any], *, chunks: int, pads: bool) -> int |
 def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOrder | None:
     """The one order of a call's arguments; None where verl's own mini-batches cannot be kept."""
     lengths = next(found for argument in arguments if (found := row_lengths(argument)) is not None)
+    of_arguments = (row_images(argument, encoder=settings.encoder) for argument in arguments)
+    images = next((found for found in of_arguments if found is not None), None)
     minibatch_rows = lengths.size
     size = 1
     for argument in arguments:
@@ -230,7 +232,12 @@ def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOr
         lengths.size, num_ranks=chunks, minibatch_rows=minibatch_rows
     )
     return order_rows(
-        lengths, num_ranks=chunks, cost_model=settings.cost_model, minibatches=minibatches, force_group_size=size
+        lengths,
+        num_ranks=chunks,
+        cost_model=settings.cost_model,
+        image_patches=images,
+        minibatches=minibatches,
+        force_group_size=size,
     )
 
 

@@ -5,6 +5,8 @@ forward and backward FLOPs per token over those per squared token, as `CostModel
 
     Qwen2.5-0.5B 19689   Qwen3-8B 43992   Qwen3-30B-A3B 13261   Qwen2.5-72B 93460
 
+Images add the time of the model's vision encoder, which runs on the row's rank before its tokens.
+
 Invariants: workloads are int64 and the unit depends on the model alone, so that numbers from two calls can be added
 and compared; a row that costs anything has a workload of at least 1.
 """
@@ -18,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.adapters.image_patches import ImagePatches, counted_encoder
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.model.vision import VisionEncoder
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +51,7 @@ def choose_workload(model: Model | None = None, *, cost: str | None = None) -> C
     Raises:
         BalanceError: the model or the cost is not known, or the factor is not a positive integer.
     """
-    to_dict = getattr(model, "to_dict", None)
-    if to_dict is not None:
-        model = to_dict()
+    model = _content(model)
     if isinstance(model, Mapping) and FACTOR_KEY in model and cost is None:
         factor = model[FACTOR_KEY]
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 0:
@@ -64,8 +66,26 @@ def choose_workload(model: Model | None = None, *, cost: str | None = None) -> C
     return resolve_cost(cost, model=model)
 
 
-def workloads(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[np.int64]:
-    """Work of rows of `[num_rows]` tokens.
+def choose_encoder(model: Model | None, *, cost_model: CostModel) -> VisionEncoder | None:
+    """The vision encoder of a model that `choose_workload` took, if images cost anything."""
+    return counted_encoder(_content(model), cost_model=cost_model)
+
+
+def _content(model: Model | None) -> Model | None:
+    """The content of a `PretrainedConfig`; other models as they are."""
+    to_dict = getattr(model, "to_dict", None)
+    return model if to_dict is None else to_dict()
+
+
+def workloads(
+    lengths: NDArray[np.int64], *, cost_model: CostModel, image_patches: ImagePatches | None = None
+) -> NDArray[np.int64]:
+    """Work of rows.
+
+    Args:
+        lengths: `[num_rows]` tokens.
+        cost_model: what a row costs.
+        image_patches: `[num_rows]` for each row the patches of each of its images; None for no images.
 
     Returns:
         `[num_rows]` int64, in units of the cost of one squared token; of one token where there is no attention.
@@ -74,8 +94,13 @@ def workloads(lengths: NDArray[np.int64], *, cost_model: CostModel) -> NDArray[n
     unique, inverse = np.unique(lengths, return_inverse=True)
     # Python integers: FLOPs of a long row of a large model approach the limit of int64.
     costs = [cost_model(length) + cost_model.expert_linear * length for length in unique.tolist()]
+    places = inverse.reshape(lengths.shape)
+    if image_patches is not None:
+        rows = zip(places, image_patches, strict=True)
+        costs = [costs[place] + sum(map(cost_model.image_cost, patches)) for place, patches in rows]
+        places = np.arange(lengths.size)
     in_units = [max((2 * cost + unit) // (2 * unit), 1) if cost else 0 for cost in costs]
-    return np.array(in_units, dtype=np.int64)[inverse.reshape(lengths.shape)]
+    return np.array(in_units, dtype=np.int64)[places]
 
 
 def tensor_workloads(seqlens: torch.Tensor | Sequence[int], *, cost_model: CostModel) -> torch.Tensor:

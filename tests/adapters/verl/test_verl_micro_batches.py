@@ -13,11 +13,12 @@ from megatron_balance.adapters.verl.micro_batches import MicroBatchLimits, plan_
 FORMULA = CostModel(linear=24576, quadratic=1)
 
 
-def plan(lengths, max_token_len, *, mountain=True, **limits):
+def plan(lengths, max_token_len, *, mountain=True, cost_model=FORMULA, image_patches=None, **limits):
     planned = plan_micro_batches(
         np.array(lengths, dtype=np.int64),
         limits=MicroBatchLimits(max_token_len, **limits),
-        cost_model=FORMULA,
+        cost_model=cost_model,
+        image_patches=image_patches,
         mountain=mountain,
     )
     assert sorted(chain.from_iterable(planned)) == list(range(len(lengths)))
@@ -44,6 +45,26 @@ def test_no_more_micro_batches_than_the_tokens_ask_for():
         lengths = np.random.default_rng(seed).integers(50, 90, 25)
         fewest += len(plan(lengths, 300)) == -(-int(lengths.sum()) // 300)
     assert fewest >= 97
+
+
+@pytest.mark.parametrize("seed", [1, 21, 26, 31, 56])
+def test_tightly_packed_micro_batches_share_the_images(seed):
+    """Ten rows that fill four micro-batches, which target heights pack into five; four have an image."""
+    lengths = np.random.default_rng(seed).integers(40, 95, 10)
+    images = [[300] if row % 3 == 0 else [] for row in range(10)]
+    model = CostModel(linear=1, image_linear=1)
+    costs = [
+        sum(lengths[row] + sum(images[row]) for row in rows)
+        for rows in plan(lengths, 190, cost_model=model, image_patches=images)
+    ]
+    assert max(costs) < 1.05 * np.mean(costs)
+
+
+def test_forced_groups_share_the_images():
+    images = [[64], [], [32], [32], [], [], [], []]
+    model = CostModel(linear=1, image_linear=1)
+    planned = plan([10] * 8, 40, cost_model=model, image_patches=images, force_group_size=2)
+    assert sorted(sum(sum(images[row]) for row in rows) for rows in planned) == [64, 64]
 
 
 def test_a_multiple_and_a_least_count():
