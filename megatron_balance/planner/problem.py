@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_balance.planner.dynamic_cp.groups import Groups
 from megatron_balance.planner.dynamic_cp.samples import SizedSamples
 from megatron_balance.planner.images import Images
 from megatron_balance.planner.inputs import sum_segments
+from megatron_balance.planner.kinds import Kinds
 from megatron_balance.planner.timing import Makespan, Sum, Timing
 from megatron_balance.topology import Limits, Topology
 
@@ -131,6 +133,11 @@ class Problem:
     def num_samples(self) -> int:
         """Samples in the global batch."""
         return self.costs.size
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """The kinds of the samples."""
+        return Kinds.of(self.costs, shared_costs=self.shared_costs, weights=self.weights)
 
     @property
     def sync_group_size(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_balance.planner.kinds import Kinds
 from megatron_balance.planner.problem import Problem
 
 MAX_LARGE = 64
@@ -31,13 +32,13 @@ PRECISION = 14
 class _Knapsack:
     """The most own cost for an amount of shared work."""
 
-    def __init__(self, problem: Problem) -> None:
-        shared = problem.shared_costs
-        densities = np.where(shared > 0, problem.costs / np.maximum(shared, 1), np.inf)
+    def __init__(self, kinds: Kinds) -> None:
+        shared = kinds.shared_costs
+        densities = np.where(shared > 0, kinds.costs / np.maximum(shared, 1), np.inf)
         order = np.argsort(-densities, kind="stable")
-        self._own, self._shared = problem.costs[order], shared[order]
-        self._own_sums = np.concatenate([[0], np.cumsum(self._own)])
-        self._shared_sums = np.cumsum(self._shared)
+        self._own, self._shared, counts = kinds.costs[order], shared[order], kinds.counts[order]
+        self._own_sums = np.concatenate([[0], np.cumsum(self._own * counts)])
+        self._shared_sums = np.cumsum(self._shared * counts)
 
     def most(self, shared: int) -> int:
         """Own cost, rounded up."""
@@ -57,10 +58,11 @@ def expert_bound(problem: Problem, *, at_least: int) -> int:
     if span != problem.topology.ep_span or span in (1, dp_size) or not problem.shared_costs.any():
         return at_least
     total = int(problem.costs.sum()) + int(problem.shared_costs.sum())
-    costliest = np.argsort(-problem.costs, kind="stable")[:MAX_LARGE]
-    large = [cost for cost in problem.costs[costliest].tolist() if cost * dp_size > total // 4]
-    shared = problem.shared_costs[costliest[: len(large)]].tolist()
-    knapsack = _Knapsack(problem)
+    kinds = problem.kinds
+    kind_of = np.repeat(np.arange(kinds.counts.size)[:MAX_LARGE], kinds.counts[:MAX_LARGE])[:MAX_LARGE]
+    large = [cost for cost in kinds.costs[kind_of].tolist() if cost * dp_size > total // 4]
+    shared = kinds.shared_costs[kind_of[: len(large)]].tolist()
+    knapsack = _Knapsack(kinds)
 
     def fits(time: int) -> bool:
         return all(

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.bounds.bins import min_num_bins
 from megatron_balance.planner.bounds.experts import expert_bound
-from megatron_balance.planner.problem import Problem, restrict
+from megatron_balance.planner.kinds import Kinds
+from megatron_balance.planner.problem import Problem
 
 _PARTS = 4
 """Means of two weights are taken in quarters."""
@@ -74,17 +75,20 @@ def slot_floor(problem: Problem, *, sync_group_size: int, in_bins: bool = False)
     Returns:
         SlotFloor: the bound at the best i.
     """
-    forced = _forced_heights(problem, sync_group_size=sync_group_size)
+    kinds, capacity = problem.kinds, problem.capacity
+    forced = _forced_heights(kinds, capacity=capacity, sync_group_size=sync_group_size)
     total = int(problem.costs.sum())
-    capacities = [num_high * sync_group_size * problem.capacity for num_high in range(len(forced) + 1)]
-    held = _most_cost_within(problem, capacities)
+    rooms = [num_high * sync_group_size * capacity for num_high in range(len(forced) + 1)]
+    held = _most_cost_within(kinds, rooms, capacity=capacity)
     if in_bins:
-        held = [min(several) for several in zip(held, *_most_cost_in_bins(problem, capacities), strict=True)]
+        of_whole = _most_cost_in_bins(kinds, rooms, capacity=capacity)
+        held = [min(several) for several in zip(held, *of_whole, strict=True)]
         if forced:
             # Samples beside the costliest one only make the highest slot higher.
-            others = np.delete(np.arange(problem.num_samples), int(problem.costs.argmax()))
-            rest = restrict(problem, others, topology=problem.topology)
-            beside = _most_cost_within(rest, [(sync_group_size - 1) * problem.capacity])[0]
+            others = kinds.counts.copy()
+            others[0] -= 1
+            room = (sync_group_size - 1) * capacity
+            beside = _most_cost_within(replace(kinds, counts=others), [room], capacity=capacity)[0]
             held[1] = min(held[1], forced[0] + beside)
     values = [
         sync_group_size * forced_cost + total - kept
@@ -139,22 +143,22 @@ def _largest_sample(problem: Problem) -> int:
     return int((problem.costs + -(-problem.shared_costs // span)).max(initial=0))
 
 
-def _forced_heights(problem: Problem, *, sync_group_size: int) -> list[int]:
+def _forced_heights(kinds: Kinds, *, capacity: int, sync_group_size: int) -> list[int]:
     """Falling heights below which the i-th highest slot of all ranks that meet cannot be, `[num_forced]`.
 
     At most k of the samples heavier than T/(k+1) share a micro-batch, so i slots of e ranks hold at most
     k*i*e of them: the costliest but k*i*e stands in a slot behind. The highest slot holds the costliest of all.
     """
-    largest = int(problem.costs.max(initial=0))
-    forced = [largest] if problem.num_samples else []
+    forced = kinds.costs[:1].copy()
     for most in range(1, _MOST_SHARING + 1):
-        heavy = np.sort(problem.costs[(most + 1) * problem.weights > problem.capacity])[::-1]
-        for index, height in enumerate(heavy[:: most * sync_group_size].tolist()):
-            if index < len(forced):
-                forced[index] = max(forced[index], height)
-            else:
-                forced.append(height)
-    return forced
+        is_heavy = (most + 1) * kinds.weights > capacity
+        ends = np.cumsum(kinds.counts[is_heavy])
+        firsts = np.arange(0, ends[-1] if ends.size else 0, most * sync_group_size)
+        heights = kinds.costs[is_heavy][ends.searchsorted(firsts, side="right")]
+        short, long = sorted((forced, heights), key=len)
+        forced = long.copy()
+        np.maximum(forced[: short.size], short, out=forced[: short.size])
+    return forced.tolist()
 
 
 def single_sample_floor(problem: Problem) -> float:
@@ -176,7 +180,7 @@ def pigeonhole(costs: NDArray[np.int64], *, num_parts: int) -> int:
     return int((sums[ends] - sums[ends - held]).max(initial=0))
 
 
-def _most_cost_in_bins(problem: Problem, capacities: list[int]) -> list[list[int]]:
+def _most_cost_in_bins(kinds: Kinds, rooms: list[int], *, capacity: int) -> list[list[int]]:
     """The most cost that a number of micro-batches can hold, samples whole: knapsacks of other weights.
 
     A dual feasible function (S. P. Fekete and J. Schepers, 2001) gives the samples of any micro-batch that keeps its
@@ -186,8 +190,8 @@ def _most_cost_in_bins(problem: Problem, capacities: list[int]) -> list[list[int
     Returns:
         for each function, `[num_queries]` costs.
     """
-    capacity, weights = problem.capacity, np.minimum(problem.weights, problem.capacity)
-    if capacity * _PARTS * 2 * max(weights.size, 1) >= 2**61:
+    weights = np.minimum(kinds.weights, capacity)
+    if capacity * _PARTS * 2 * max(int(kinds.counts.sum()), 1) >= 2**61:
         return []
     held: list[list[int]] = []
     for steps in (1, 2):
@@ -197,37 +201,45 @@ def _most_cost_in_bins(problem: Problem, capacities: list[int]) -> list[list[int
             # In units of 1/(steps * _PARTS * T).
             mixed = (_PARTS - parts) * steps * weights + parts * stepped
             unit = steps * _PARTS
-            other = replace(problem, weights=mixed, capacity=capacity * unit)
-            held.append(_most_cost_within(other, [room * unit for room in capacities]))
+            other = replace(kinds, weights=mixed)
+            held.append(_most_cost_within(other, [room * unit for room in rooms], capacity=capacity * unit))
     return held
 
 
-def _most_cost_within(problem: Problem, capacities: list[int]) -> list[int]:
+def _most_cost_within(kinds: Kinds, rooms: list[int], *, capacity: int) -> list[int]:
     """The most cost that an amount of room can hold, samples cut freely: a fractional knapsack.
 
     An over-long sample takes one micro-batch, so it counts as `capacity` and never more.
 
     Args:
-        problem: the global batch.
-        capacities: `[num_queries]` room, tokens or samples.
+        kinds: of the samples.
+        rooms: `[num_queries]` room, tokens or samples.
+        capacity: of a micro-batch.
 
     Returns:
         `[num_queries]` costs, rounded up.
     """
-    weights = np.minimum(problem.weights, problem.capacity)
+    weights = np.minimum(kinds.weights, capacity)
     # By falling cost a token. Samples without weight come first.
-    densities = np.where(weights > 0, problem.costs / np.maximum(weights, 1), np.inf)
+    densities = np.where(weights > 0, kinds.costs / np.maximum(weights, 1), np.inf)
     order = np.argsort(-densities, kind="stable")
-    sorted_costs, sorted_weights = problem.costs[order], weights[order]
-    cost_sums, weight_sums = np.cumsum(sorted_costs), np.cumsum(sorted_weights)
+    if not order.size:
+        return [0] * len(rooms)
+    costs, weights, counts = kinds.costs[order], weights[order], kinds.counts[order]
+    cost_sums, weight_sums = np.cumsum(costs * counts), np.cumsum(weights * counts)
+    # The kinds that are cut.
+    cut: list[int] = weight_sums.searchsorted(np.array(rooms, dtype=np.int64), side="right").tolist()
+    # Python integers: a room times a cost passes int64.
+    costs_of: list[int] = costs.tolist()
+    weights_of: list[int] = weights.tolist()
+    cost_before: list[int] = [0, *cost_sums.tolist()]
+    weight_before: list[int] = [0, *weight_sums.tolist()]
     held: list[int] = []
-    for room in capacities:
-        index = int(np.searchsorted(weight_sums, room, side="right"))
-        cost = int(cost_sums[index - 1]) if index else 0
-        if index < order.size:
-            free = room - (int(weight_sums[index - 1]) if index else 0)
-            cost += -(-free * int(sorted_costs[index]) // int(sorted_weights[index]))
+    for room, index in zip(rooms, cut, strict=True):
+        cost = cost_before[index]
+        if index < len(costs_of):
+            cost += -(-(room - weight_before[index]) * costs_of[index] // weights_of[index])
             # Densities are rounded, so that neighbours may stand in the wrong order by one part in 2**52.
             cost += (cost >> 48) + 1
-        held.append(min(cost, int(cost_sums[-1])) if order.size else 0)
+        held.append(min(cost, cost_before[-1]))
     return held

@@ -16,6 +16,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.planner.sorting import stable_order
+
 MAX_BENEFIT = 2**52
 """Prices of a shortest path through hundreds of parts then stay in int64."""
 
@@ -161,8 +163,8 @@ def assign_greedily(
     taking them one by one leads to, in a few passes over arrays.
 
     Args:
-        parts: `[num_entries]` part of each benefit, numbered through all problems.
-        places: `[num_entries]` place of each benefit, numbered from 0.
+        parts: `[num_entries]` part of each benefit, numbered through all problems, ascending.
+        places: `[num_entries]` place of each benefit, numbered from 0; ascending for a part.
         benefits: `[num_entries]`.
         num_parts: parts of a problem, and places.
         num_problems: problems.
@@ -174,7 +176,7 @@ def assign_greedily(
     total = num_problems * num_parts
     place_of = np.full(total, -1, dtype=np.int64)
     taken = np.zeros(total, dtype=np.bool_)
-    order = np.lexsort((places, parts, -benefits))
+    order = stable_order(-benefits)
     parts, places = parts[order], places[order]
     while parts.size:
         ranks = np.arange(parts.size)

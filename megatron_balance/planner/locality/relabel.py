@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.locality.assignment import MAX_BENEFIT, assign, assign_greedily
 from megatron_balance.planner.problem import Problem
+from megatron_balance.planner.sorting import run_starts, stable_order, sum_by_key
 
 MAX_TABLE = 2**19
 """Most entries of a table of parts times ranks; larger problems are solved greedily by samples, without nodes."""
@@ -154,22 +155,22 @@ def _permute_by_samples(
     num_groups = dp_size // span
     group, slot, part = part_of // (num_slots * span), part_of % num_slots, part_of // num_slots % span
     home_group, home = homes.ranks // span, homes.ranks % span
-    keys, inverse = np.unique(group * num_groups + home_group, return_inverse=True)
+    pairs, tokens = sum_by_key(group * num_groups + home_group, homes.tokens)
     groups = assign_greedily(
-        keys // num_groups,
-        places=keys % num_groups,
-        benefits=_sums(homes.tokens, inverse, size=keys.size),
+        pairs // num_groups,
+        places=pairs % num_groups,
+        benefits=tokens,
         num_parts=num_groups,
         num_problems=1,
     )
     near = np.flatnonzero(groups[group] == home_group)
     first = (group[near] * num_slots + slot[near]) * span
-    keys, inverse = np.unique((first + part[near]) * span + home[near], return_inverse=True)
-    parts = keys // span
+    pairs, tokens = sum_by_key((first + part[near]) * span + home[near], homes.tokens[near])
+    parts = pairs // span
     places = assign_greedily(
         parts,
-        places=parts // span * span + keys % span,
-        benefits=_sums(homes.tokens[near], inverse, size=keys.size),
+        places=parts // span * span + pairs % span,
+        benefits=tokens,
         num_parts=span,
         num_problems=num_groups * num_slots,
     )
@@ -181,28 +182,27 @@ def _exchange_equal(
     problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: int, homes: Homes
 ) -> NDArray[np.int64]:
     """Exchanges samples of equal cost and weight: to their home rank first, then to its node."""
-    order = np.lexsort((problem.weights, problem.shared_costs, problem.costs))
-    differs = np.zeros(order.size, dtype=np.bool_)
-    for values in (problem.weights, problem.shared_costs, problem.costs):
-        differs[1:] |= np.diff(values[order]) != 0
-    numbers = np.cumsum(differs)
-    kind_of = np.empty_like(numbers)
-    kind_of[order] = numbers
+    kinds = problem.kinds
+    kind_of = kinds.of_samples
     # Long samples choose first.
-    equal = np.flatnonzero(np.bincount(numbers)[kind_of] > 1)
-    samples = equal[np.argsort(-homes.tokens[equal], kind="stable")]
+    equal = np.flatnonzero(kinds.counts[kind_of] > 1)
+    samples = equal[stable_order(-homes.tokens[equal])]
     positions = equal
 
     slot_of = slot_of.copy()
     old = slot_of.copy()
-    # The last round has one place with all ranks, for the remaining samples.
-    for width in (1, homes.ranks_per_node or problem.topology.dp_size, problem.topology.dp_size):
+    for width in (1, homes.ranks_per_node):
+        if width is None:
+            break
         num_places = -(-problem.topology.dp_size // width)
         wanted = kind_of[samples] * num_places + homes.ranks[samples] // width
         offered = kind_of[positions] * num_places + old[positions] // num_microbatches // width
         matched_samples, matched_positions = _match(wanted, offered)
         slot_of[samples[matched_samples]] = old[positions[matched_positions]]
         samples, positions = np.delete(samples, matched_samples), np.delete(positions, matched_positions)
+    # Of each kind there are as many positions left as samples.
+    samples, positions = samples[stable_order(kind_of[samples])], positions[stable_order(kind_of[positions])]
+    slot_of[samples] = old[positions]
     return slot_of
 
 
@@ -211,16 +211,13 @@ def _match(wanted: NDArray[np.int64], offered: NDArray[np.int64]) -> tuple[NDArr
     keys: list[NDArray[np.int64]] = []
     orders: list[NDArray[np.int64]] = []
     for values in (wanted, offered):
-        order = np.argsort(values, kind="stable")
+        order = stable_order(values)
         ascending = values[order]
-        starts = np.searchsorted(ascending, ascending)
-        keys.append(ascending * (values.size + 1) + np.arange(values.size) - starts)
+        indices = np.arange(values.size)
+        starts = np.maximum.accumulate(np.where(run_starts(ascending), indices, 0))
+        keys.append(ascending * (values.size + 1) + indices - starts)
         orders.append(order)
-    _, one, two = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
-    return orders[0][one], orders[1][two]
-
-
-def _sums(values: NDArray[np.int64], keys: NDArray[np.int64], *, size: int) -> NDArray[np.int64]:
-    sums = np.zeros(size, dtype=np.int64)
-    np.add.at(sums, keys, values)
-    return sums
+    # Both ascend, without equal ones.
+    places = keys[1].searchsorted(keys[0])
+    paired = np.append(keys[1], -1)[places] == keys[0]
+    return orders[0][paired], orders[1][places[paired]]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.partition import greedy
 from megatron_balance.planner.problem import Problem
+from megatron_balance.planner.sorting import stable_order
 
 
 def fill_empty(
@@ -75,11 +76,12 @@ def _fill_with_cheapest(problem: Problem, bin_of: NDArray[np.int64], *, num_part
     empty = np.flatnonzero(counts == 0)
     if not empty.size:
         return
-    rising = np.argsort(problem.costs, kind="stable")
-    # The costliest sample of each bin stays, so that no bin is emptied.
-    _, stays = np.unique(bin_of[rising[::-1]], return_index=True)
+    rising = stable_order(problem.costs)
+    # The costliest sample of each bin stays, so that no bin is emptied: of several entries the last is kept.
+    stays = np.full(counts.size, -1, dtype=np.int64)
+    stays[bin_of[rising]] = np.arange(rising.size)
     spare = np.ones(rising.size, dtype=np.bool_)
-    spare[rising.size - 1 - stays] = False
+    spare[stays[counts > 0]] = False
     moved = rising[spare][: empty.size]
     loads = np.zeros(num_parts, dtype=np.int64)
     np.add.at(loads, bin_of // bins_per_part, problem.costs)

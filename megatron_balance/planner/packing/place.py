@@ -60,13 +60,13 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
     Raises:
         BalanceError: the costs leave int64.
     """
-    # In an order of their own, so that the order of arrival changes no cost.
-    order = np.lexsort((-problem.shared_costs, -problem.weights, -problem.costs))
-    ordered = restrict(problem, order, topology=problem.topology)
-    work = problem.objective.least_work(ordered)
-    bound = least_time(ordered, work=work, num_microbatches=min_num_microbatches(ordered))
+    work = problem.objective.least_work(problem)
+    bound = least_time(problem, work=work, num_microbatches=min_num_microbatches(problem))
     by_levels = algorithm == "level_packing"
     if by_levels and home_ranks is None:
+        # In an order of their own, so that the order of arrival changes no cost.
+        order = problem.kinds.order()
+        ordered = restrict(problem, order, topology=problem.topology)
         found = _place_by_levels(ordered, bound=bound, work=work)
         slot_of = np.empty_like(found.slot_of)
         slot_of[order] = found.slot_of

@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.planner.sorting import stable_order
+
 MIN_GROUPS = 40
 """With fewer groups batches are too short to pay for array operations."""
 
@@ -59,7 +61,7 @@ def batched_packing(
         room_needed = needed[start:stop].max()
         has_room = most_room >= room_needed
         if has_room.all():
-            groups = loads.argsort(kind="stable")[: stop - start]
+            groups = stable_order(loads)[: stop - start]
         else:
             open_groups = has_room.nonzero()[0]
             if not open_groups.size:
@@ -72,7 +74,7 @@ def batched_packing(
                 lighter = needed[start + 1 : stop] <= most_room[~has_room].max()
                 if lighter.any():
                     stop = start + 1 + int(lighter.argmax())
-            groups = open_groups[loads[open_groups].argsort(kind="stable")][: stop - start]
+            groups = open_groups[stable_order(loads[open_groups])][: stop - start]
         before, added = loads[groups], group_costs[start : start + groups.size]
         after = before + added
         overtaken = before[1:] >= np.minimum.accumulate(after)[:-1]
