@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
 from megatron_balance.lengths.read import synthetic_lengths
+from megatron_balance.planner.objectives import OBJECTIVES, resolve_objective
 from megatron_balance.planner.packing import copies, place
+from megatron_balance.planner.problem import build_problem
 
 TOPOLOGIES = (
     Topology(8),
@@ -59,3 +61,27 @@ def test_copies_are_near_the_plan_of_the_whole(topology: Topology, monkeypatch: 
     monkeypatch.setattr(place, "num_parts", lambda problem: parts.append(copies.num_parts(problem)) or 1)
     assert in_parts.predicted_cost <= 1.01 * plan().predicted_cost
     assert parts == [2]
+
+
+@pytest.mark.parametrize(
+    ("topology", "samples_per_rank", "parts"),
+    [
+        (Topology(8192), 64, 32),
+        (Topology(1250), 128, 5),  # any divisor
+        (Topology(1009), 128, 1),  # a prime
+        (Topology(8192, ep_size=64), 64, 4),
+        (Topology(8192, ep_size=64, pp_size=8), 64, 8),  # the search of a pipeline takes longest
+        (Topology(2048, ep_size=64, pp_size=8), 64, 2),
+        (Topology(1024, ep_size=64, pp_size=8), 64, 1),
+        (Topology(64), 64, 1),
+    ],
+)
+def test_numbers_of_parts(topology: Topology, samples_per_rank: int, parts: int) -> None:
+    problem = build_problem(
+        np.full(samples_per_rank * topology.dp_size, 100),
+        cost_model=CostModel(linear=1, expert_linear=1),
+        topology=topology,
+        limits=Limits(1000),
+        objective=OBJECTIVES[resolve_objective("auto", topology=topology)],
+    )
+    assert copies.num_parts(problem) == parts
