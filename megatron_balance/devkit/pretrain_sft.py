@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m megatron_balance.launch -m megatron_balance.devkit.pretrain_sft ARGS
 
 The Megatron wheel has the training loop but no script: this is one, for text models, on every supported release.
-Data is a jsonl file (`--data-path FILE`) or, without one, the built-in corpus of byte-level tokens
+Data is jsonl files (`--data-path FILE …`, or `--train-data-path`, `--valid-data-path` and `--test-data-path`; under
+`--multiple-validation-sets` each valid file is a set) or, without any, the built-in corpus of byte-level tokens
 (`--tokenizer-type NullTokenizer --vocab-size 257`). It has no code for balancing: balance flags work as in any
 script.
 """
@@ -58,42 +59,58 @@ def main() -> None:
         pretrain(**run, cfg_container=container, model_provider=model_provider)
 
 
-def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[SftDataset | None, ...]:
+def datasets_provider(num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
     """Train, valid and test sets; only the first tensor-parallel rank reads data.
 
     Args:
-        num_samples: rows wanted of each.
+        num_samples: rows wanted of each; None for every sample once (`--full-validation`).
         vp_stage: the model chunk under a virtual pipeline; every chunk reads the same rows.
+
+    Returns:
+        a set of each split, None where there is none; of valid a list under `--multiple-validation-sets`.
     """
-    if mpu.get_tensor_model_parallel_rank() != 0:
-        return None, None, None
     args = get_args()
-    samples = list(_samples(args))
+    rows_of_an_item = max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 1)  # 0.17 has one size
+    loads = mpu.get_tensor_model_parallel_rank() == 0
     # Stock Megatron passes activations of one shape between ranks of a model replica.
     split_model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size > 1
-    return tuple(
-        SftDataset(
-            samples,
-            num_samples=wanted,
-            seq_length=args.seq_length,
-            pad_to_seq_length=split_model or args.micro_batch_size > 1,
-            pad_token=0,
-            seed=args.seed + index,
-            split=split,
-        )
-        if wanted
-        else None
+    train, valid, test = (
+        [
+            SftDataset(
+                _samples(files),
+                num_samples=wanted,
+                seq_length=args.seq_length,
+                pad_to_seq_length=split_model or rows_of_an_item > 1,
+                pad_token=0,
+                seed=args.seed + index,
+                split=split,
+            )
+            if loads and files is not None and wanted != 0
+            else None
+            for files in _files_of_sets(args, split)
+        ]
         for index, (wanted, split) in enumerate(zip(num_samples, Split, strict=True))
     )
+    return train[0], valid if args.multiple_validation_sets else valid[0], test[0]
 
 
-def _samples(args: Any) -> Iterator[SftSample]:
-    if args.data_path:
-        tokenizer = build_tokenizer(args)
-        for path in args.data_path:
-            yield from jsonl_samples(Path(path), tokenizer)
-    else:
-        yield from builtin_samples()
+def _files_of_sets(args: Any, split: Split) -> list[tuple[str, ...] | None]:
+    """The files of each data set of a split; none for the built-in corpus, None where only other splits have files."""
+    by_split = {Split.train: args.train_data_path, Split.valid: args.valid_data_path, Split.test: args.test_data_path}
+    if not any(by_split.values()):
+        return [tuple(args.data_path or ())]
+    files = by_split[split]
+    if not files:
+        return [None]
+    return [(file,) for file in files] if split == Split.valid and args.multiple_validation_sets else [tuple(files)]
+
+
+@functools.cache  # splits and chunks of a virtual pipeline may share it
+def _samples(files: tuple[str, ...]) -> tuple[SftSample, ...]:
+    if not files:
+        return builtin_samples()
+    tokenizer = build_tokenizer(get_args())
+    return tuple(sample for file in files for sample in jsonl_samples(Path(file), tokenizer))
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -46,7 +46,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     Args:
         samples: the data set, as yielded by `builtin_samples` or `jsonl_samples`.
-        num_samples: rows to serve; beyond one pass the samples come again in another order.
+        num_samples: rows to serve; beyond one pass the samples come again in another order. None for one pass.
         seq_length: `--seq-length`, the most tokens a row may have.
         pad_to_seq_length: pad every row to seq_length, as stock Megatron needs under tensor, pipeline
             and context parallelism. Padding is counted into the sequence, as Megatron's SFTDataset does.
@@ -62,7 +62,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self,
         samples: Iterable[SftSample],
         *,
-        num_samples: int,
+        num_samples: int | None,
         seq_length: int,
         pad_to_seq_length: bool,
         pad_token: int,
@@ -74,7 +74,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             raise BalanceError(
                 f"no sample has a token to learn within --seq-length {seq_length}: raise it or shorten the prompts."
             )
-        self.num_samples = num_samples
+        self.num_samples = len(self.samples) if num_samples is None else num_samples
         self.seq_length = seq_length
         self.pad_to_seq_length = pad_to_seq_length
         self.pad_token = pad_token
