@@ -1,7 +1,8 @@
 """Trains and records every evaluation: run by __main__.py and by the tests.
 
 Each rank's lines are those of record_steps.py and one for each call of Megatron's `evaluate`: its result and, summed
-over its iterations, the loss and the tokens of this rank's micro-batches, before Megatron averages them.
+over its iterations, the loss and the tokens of this rank's micro-batches, before Megatron averages them; and the first
+token of each sequence whose loss it sums, by which tests know a sample.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 import record_steps
+from torch import Tensor
 
 from megatron_balance.hooking.patches import Function, Hook
 from megatron_balance.mcore import hooks
@@ -19,6 +22,7 @@ from megatron_balance.mcore import hooks
 _out: list[TextIO] = []
 _sums: list[list[float]] = []
 _tokens_of_slots: list[int] = []
+_first_tokens: list[int] = []
 
 
 def main() -> None:
@@ -53,6 +57,7 @@ def _recorded(evaluate: Function) -> Function:
 
         _sums.clear()
         _tokens_of_slots.clear()
+        _first_tokens.clear()
         args: Any = get_args()
         before = args.consumed_valid_samples
         wall, cpu = time.perf_counter(), time.process_time()
@@ -60,7 +65,7 @@ def _recorded(evaluate: Function) -> Function:
         row = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
         row |= {"evaluation": {name: float(value) for name, value in result[0].items()}}
         row |= {"sums": _sums[:], "consumed": args.consumed_valid_samples - before, "sft": args.sft}
-        row |= {"microbatch_tokens": _tokens_of_slots[:]}
+        row |= {"microbatch_tokens": _tokens_of_slots[:], "first_tokens": _first_tokens[:]}
         print(json.dumps(row), file=_out[0], flush=True)
         return result
 
@@ -73,15 +78,39 @@ def _summed(get_forward_backward_func: Function) -> Function:
         schedule = get_forward_backward_func(*positional, **keywords)
 
         def run(*args: Any, **arguments: Any) -> Any:
+            if not arguments.get("forward_only"):
+                return schedule(*args, **arguments)
+            arguments["forward_step_func"] = _watched(arguments["forward_step_func"])
             losses = schedule(*args, **arguments)
-            if arguments.get("forward_only"):
-                _sums.append([sum(float(loss["lm loss"].view(-1)[i]) for loss in losses) for i in (0, 1)])
-                balanced = hooks.current()
-                if balanced is not None and balanced.evaluation is not None:
-                    assert balanced.evaluation.last_step is not None
-                    _tokens_of_slots.extend(balanced.evaluation.last_step.microbatch_tokens)
+            _sums.append([sum(float(loss["lm loss"].view(-1)[i]) for loss in losses) for i in (0, 1)])
+            balanced = hooks.current()
+            if balanced is not None and balanced.evaluation is not None:
+                assert balanced.evaluation.last_step is not None
+                _tokens_of_slots.extend(balanced.evaluation.last_step.microbatch_tokens)
             return losses
 
         return run
 
     return wrapper
+
+
+def _watched(forward_step: Function) -> Function:
+    """A forward step that notes the sequences of the item that it reads."""
+
+    @functools.wraps(forward_step)
+    def wrapper(data_iterator: Iterator[dict[str, Tensor]] | None, *rest: Any, **keywords: Any) -> Any:
+        item = next(data_iterator or iter(()), None)
+        if item is None:  # a rank that reads no data
+            return forward_step(data_iterator, *rest, **keywords)
+        if "tokens" in item:  # not on a pipeline stage that loads no data
+            starts_of = item.get("cu_seqlens_padded", item["cu_seqlens"])
+            for tokens, learned, starts in zip(item["tokens"], item["loss_mask"], starts_of, strict=True):
+                bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+                _first_tokens.extend(int(tokens[start]) for start, end in bounds if learned[start:end].any())
+        return forward_step(iter([item]), *rest, **keywords)
+
+    return wrapper
+
+
+if __name__ == "__main__":
+    main()

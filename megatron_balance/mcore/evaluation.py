@@ -106,7 +106,7 @@ def balanced_evaluation(
     planner = StepPlanner(
         setup.config,
         topology=setup.topology,
-        limits=setup.limits,
+        limits=setup.config.limits(micro_batch_size=setup.eval_micro_batch_size, topology=setup.topology),
         cost_model=setup.cost_model,
         patch_values=setup.patch_values,
         dp_group=data_group(timeout=setup.timeout, loads=loads_here(setup)),

@@ -51,7 +51,11 @@ MEGATRON = (
         names=("forward_backward_func", *_SCHEDULE),
     ),
     Relied(f"{_TRAINING}:train", "numbers the steps, and asks for the schedule", names=(".curr_iteration",)),
-    Relied(f"{_TRAINING}:evaluate", "its steps pass through: they are forward_only", names=("forward_only",)),
+    Relied(
+        f"{_TRAINING}:evaluate",
+        "passes the schedule the items of one iteration, and divides sums over tokens unless --sft is set",
+        names=("forward_only", "eval_iters", ".sft", *_SCHEDULE),
+    ),
     *(
         Relied(
             f"{_SCHEDULES}:{name}",

@@ -92,6 +92,11 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
             f"{PER_TOKEN} {PACKED} --balance-lookahead 2 --rampup-batch-size 8 8 100",
             "--rampup-batch-size is 8 8 100 with --balance-lookahead 2",
         ),
+        (f"{PER_TOKEN} --balance-evaluation", "--balance-evaluation is set: nothing is balanced"),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-data --balance-context-parallel --balance-evaluation",
+            "--balance-evaluation is set with .*: evaluation runs at --context-parallel-size",
+        ),
         (f"{PER_TOKEN} {PACKED} --balance-calibrate-online", "-online is set: it refines --balance-by-flops"),
     ],
 )

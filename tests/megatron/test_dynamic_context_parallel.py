@@ -174,9 +174,10 @@ def test_the_record_and_the_log_have_the_sizes(tmp_path: Path) -> None:
 
 
 def test_evaluation_after_training_steps_is_the_static_one(tmp_path: Path) -> None:
-    flags = f"{LAYERS} {CP2} --eval-iters 2 --eval-interval 2 --no-balance-evaluation"
-    static = run(tmp_path / "static", flags, STATIC, num_ranks=4)
+    flags = f"{LAYERS} {CP2} --eval-iters 2 --eval-interval 2"
+    static = run(tmp_path / "static", flags, STATIC, "--no-balance-evaluation", num_ranks=4)
     ours = run(tmp_path / "ours", flags, DYNAMIC, num_ranks=4)
+    assert ours.output.count("evaluation is Megatron's own: it runs at --context-parallel-size") == 1
     assert_equal(ours, reference=static)
     losses = [_evaluated(tmp_path / folder) for folder in ("static", "ours")]
     assert losses[0] == losses[1]

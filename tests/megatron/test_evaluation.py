@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from forked_runs import train
+from evaluation_runs import BALANCED, GLOBAL_BATCH_SIZE, assert_evaluated_as_stock, evaluations, losses, run
 from rounding import assert_equal
 from training_run import Recorded
 
-NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
-FLAGS = (
-    "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --num-layers 2 "
-    "--seq-length 512 --max-position-embeddings 512 --train-iters 4 --eval-interval 2 "
-    f"--global-batch-size {GLOBAL_BATCH_SIZE}"
-)
+NUM_ITERATIONS = 3
 EVALUATED = f"--eval-iters {NUM_ITERATIONS}"
-BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 1024 --balance-data --balance-by-flops"
-
-
-def run(folder: Path, *flags: str, num_ranks: int = 2) -> Recorded:
-    return train(
-        folder, " ".join((FLAGS, *flags)).split(), num_ranks=num_ranks, module="benchmarks.evaluation.recorded"
-    )
-
-
-def evaluations(recorded: Recorded) -> list[list[dict[str, Any]]]:
-    """Each rank's, of ranks that know the loss."""
-    rows = [[row for row in steps if "evaluation" in row] for steps in recorded.ranks]
-    return [of_rank for of_rank in rows if of_rank[0]["evaluation"]]
 
 
 def training(recorded: Recorded) -> Recorded:
@@ -45,10 +26,6 @@ def loss_by_tokens(recorded: Recorded) -> list[tuple[float, float]]:
         loss, tokens = (sum(column) for column in zip(*sums, strict=True))
         figures.append((loss / tokens, tokens))
     return figures
-
-
-def losses(of_rank: list[dict[str, Any]]) -> list[float]:
-    return [row["evaluation"]["lm loss"] for row in of_rank]
 
 
 def assert_balanced(ours: Recorded, *, stock: Recorded, sft: bool = False) -> None:
@@ -89,6 +66,22 @@ def test_the_loss_is_that_of_stock_rows(tmp_path: Path, stock: Recorded, layout:
     for of_rank, stocks in zip(evaluations(ours), evaluations(stock), strict=True):
         assert losses(of_rank) == pytest.approx(losses(stocks), rel=1e-6)
     # Training goes on as if nothing had been evaluated.
+    assert_equal(training(ours), reference=training(stock))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_ranks"),
+    [pytest.param(3, 6, id="PP3-DP2"), pytest.param(4, 4, marks=pytest.mark.slow, id="PP4")],
+)
+def test_stages_that_load_no_data(tmp_path: Path, num_stages: int, num_ranks: int) -> None:
+    layout = f"--num-layers {num_stages} --pipeline-model-parallel-size {num_stages}"
+    stock = run(tmp_path / "stock", layout, EVALUATED, num_ranks=num_ranks)
+    ours = run(tmp_path / "ours", layout, EVALUATED, BALANCED, "--no-balance-load-every-stage", num_ranks=num_ranks)
+    assert_evaluated_as_stock(ours, stock=stock)
+    ranks_of_a_stage = num_ranks // num_stages
+    for rank, steps in enumerate(ours.ranks):
+        at_an_end = rank // ranks_of_a_stage in (0, num_stages - 1)
+        assert {bool(row["first_tokens"]) for row in steps if "evaluation" in row} == {at_an_end}
     assert_equal(training(ours), reference=training(stock))
 
 

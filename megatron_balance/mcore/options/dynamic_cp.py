@@ -35,9 +35,9 @@ def _bucket_splits_unevenly(args: Any) -> bool:
 DYNAMIC_CP = (
     Option(
         names=("context_parallel_size", "balance_context_parallel"),
-        case=f"{_WITH}: the size of evaluation",
+        case=f"{_WITH}: the size of evaluation, which stays stock",
         support=Support.SUPPORTED,
-        test=f"{_TEST}::test_equal_to_static",
+        test=f"{_TEST}::test_evaluation_after_training_steps_is_the_static_one",
     ),
     Option(
         names=("transformer_impl", "balance_context_parallel"),

@@ -12,6 +12,7 @@ from megatron_balance.mcore.options.attention import ATTENTION
 from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
 from megatron_balance.mcore.options.conditions import BALANCING
 from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP
+from megatron_balance.mcore.options.evaluation import EVALUATION
 from megatron_balance.mcore.options.experts import EXPERTS
 from megatron_balance.mcore.options.memory import MEMORY
 from megatron_balance.mcore.options.option import Option, Support
@@ -28,6 +29,7 @@ SUBJECTS: dict[str, tuple[Option, ...]] = {
     "Precision": PRECISION,
     "Memory and graphs": MEMORY,
     "Training loop and data": TRAINING_LOOP,
+    "Evaluation": EVALUATION,
     "Padded rows": PADDED_ROWS,
 }
 """Megatron's options by subject, checked in runs that balance."""

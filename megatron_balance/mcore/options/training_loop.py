@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_balance.mcore.options.conditions import above, among, both, either, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
@@ -16,11 +14,6 @@ _EVERY_STAGE_LOADS = either(
 )
 
 _TRAINING = "tests/megatron/test_options_training.py"
-
-
-def _evaluates_as_stock(args: Any) -> bool:
-    return args.balance_evaluation is False or args.balance_context_parallel is not None
-
 
 TRAINING_LOOP = (
     Option(
@@ -131,16 +124,6 @@ TRAINING_LOOP = (
         first=(0, 19),
     ),
     Option(
-        names=("dataloader_inter_document_masking", "context_parallel_size", "eval_iters"),
-        case="evaluated as by stock (--no-balance-evaluation), with --context-parallel-size above 1",
-        support=Support.SUPPORTED,
-        when=both(_DOCUMENTS, above("context_parallel_size", 1), above("eval_iters", 0), _evaluates_as_stock),
-        caution="Megatron's scripts split its rows as a whole, while attention goes by document: it fails or is wrong, "
-        "as without --balance-*; set --eval-iters 0",
-        test="tests/megatron/test_equality.py::test_model_parallel",
-        first=(0, 19),
-    ),
-    Option(
         names=("dataloader_inter_document_masking", "pipeline_model_parallel_size"),
         case="with --pipeline-model-parallel-size above 2",
         support=Support.SUPPORTED,
@@ -155,15 +138,6 @@ TRAINING_LOOP = (
         when=both(_DOCUMENTS, above("pipeline_model_parallel_size", 2), _EVERY_STAGE_LOADS),
         because="Megatron's scripts give these stages no data",
         remedy="leave these out, or set --pipeline-model-parallel-size 2, or train on --sft data",
-        first=(0, 19),
-    ),
-    Option(
-        names=("dataloader_inter_document_masking", "pipeline_model_parallel_size", "eval_iters"),
-        case="above 2, evaluated as by stock (--no-balance-evaluation)",
-        support=Support.REFUSED,
-        when=both(_DOCUMENTS, above("pipeline_model_parallel_size", 2), above("eval_iters", 0), _evaluates_as_stock),
-        because="Megatron's scripts give stages in between no data, and stock evaluation asks for it",
-        remedy="set --eval-iters 0, or evaluate balanced",
         first=(0, 19),
     ),
     Option(

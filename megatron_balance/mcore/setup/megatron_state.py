@@ -19,8 +19,12 @@ class MegatronState:
 
     @property
     def iteration(self) -> int:
-        """The running step's number in Megatron's log, from 1; `curr_iteration` counts the steps before it."""
-        return self._args.curr_iteration + 1
+        """The number in Megatron's log, from 1, of the newest step; `curr_iteration` counts the steps before it.
+
+        Under `--skip-train` it is the checkpoint's, and nothing sets `curr_iteration`.
+        """
+        before = getattr(self._args, "curr_iteration", None)
+        return self._args.iteration if before is None else before + 1
 
     @property
     def has_next_step(self) -> bool:

@@ -42,12 +42,15 @@ MEGATRON_SETTINGS = (
     "global_batch_size",
     "rampup_batch_size",
     "micro_batch_size",
+    "eval_global_batch_size",
+    "eval_micro_batch_size",
     "seq_length",
     "seed",
     "dataloader_type",
     "log_interval",
     "sft",
     "full_validation",
+    "multiple_validation_sets",
     "iteration",
     "consumed_train_samples",
 )
@@ -69,6 +72,7 @@ class RunSetup:
         cap: this rank's under `--max-tokens-per-gpu auto`, or None.
         seq_length: tokens of the longest sample.
         micro_batch_size: samples of an item.
+        eval_micro_batch_size: samples of an item in evaluation.
         global_batch_size: samples of a step.
         log_interval: steps between log lines.
         resumed_from: the checkpoint folder and iteration that the run resumes from, or None. `--finetune` starts again
@@ -94,6 +98,7 @@ class RunSetup:
     cap: DerivedCap | None
     seq_length: int
     micro_batch_size: int
+    eval_micro_batch_size: int
     global_batch_size: int
     log_interval: int
     resumed_from: tuple[str, int] | None
@@ -147,6 +152,8 @@ class RunSetup:
             cap=cap,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
+            # Megatron's from 0.18 on; a hand-written loop has none either.
+            eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size,
             global_batch_size=args.global_batch_size,
             log_interval=args.log_interval,
             resumed_from=(args.load, args.iteration) if args.load and args.iteration else None,
