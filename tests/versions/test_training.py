@@ -10,14 +10,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from rounding import assert_equal
-from training_run import Recorded, train
+from training_run import ROOT, Recorded, train
 
+from benchmarks.evaluation.rows import write_rows
 from megatron_balance.mcore.hooks import hooks_of, supported_version
 from megatron_balance.record.run_record import read_record
 
+RECORD_EVALUATIONS = ROOT / "benchmarks" / "evaluation" / "recorded.py"
 NUM_STEPS = 6
 SAVED_AT = 3
 FLAGS = (
@@ -53,6 +57,28 @@ def test_loss_and_gradient_norm_are_those_of_a_stock_run(tmp_path: Path) -> None
     record = read_record(tmp_path / "record")
     assert [step.iteration for step in record.steps] == list(range(1, NUM_STEPS + 1))
     assert all(np.all(step.seconds.sum(axis=1) > 0) for step in record.steps)
+
+
+def test_evaluation_has_the_loss_of_a_stock_run(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(8, 400, 64)
+    first, second = (
+        write_rows(tmp_path / name, lengths=lengths[:size], seed=size) for name, size in (("first", 11), ("second", 6))
+    )
+    train_set = write_rows(tmp_path / "train", lengths=lengths, seed=0)
+    flags = (
+        f"{FLAGS} --eval-interval {NUM_STEPS} --full-validation --multiple-validation-sets "
+        f"--train-data-path {train_set} --valid-data-path {first} {second}"
+    )
+
+    def evaluated(name: str, *more: str) -> list[dict[str, Any]]:
+        recorded = train(tmp_path / name, [*flags.split(), *more], num_ranks=2, script=RECORD_EVALUATIONS)
+        return [row for row in recorded.ranks[0] if "evaluation" in row]
+
+    stock, ours = evaluated("stock"), evaluated("ours", *BY_FLOPS.split())
+    assert all(row["microbatch_tokens"] for row in ours)
+    for figure in ("evaluation", "consumed"):
+        assert len(stock) == 4  # after the last step and at the end, two sets each
+        assert [row[figure] for row in ours] == [pytest.approx(row[figure], rel=1e-6) for row in stock]
 
 
 def test_a_resumed_run_with_lookahead_goes_on_to_the_bit(tmp_path: Path) -> None:
