@@ -30,6 +30,7 @@ from verl.utils import seqlen_balancing, tensordict_utils
 from benchmarks.planner.images import MIXTURES, MODEL, Batch, draw_batch
 from megatron_balance.adapters.verl import install
 from megatron_balance.adapters.verl.workload import choose_workload, workloads
+from megatron_balance.planner.images import Images
 
 CAP = 24576
 ROWS_PER_RANK = 16
@@ -114,7 +115,8 @@ def _column(batch: Batch, *, way: str) -> dict[str, NDArray[np.object_]]:
 
 
 def _imbalance(parts: list[NDArray[np.int64]] | list[list[int]], *, batch: Batch) -> float:
-    work = workloads(np.array(batch.lengths), cost_model=choose_workload(MODEL), image_patches=batch.image_patches)
+    images = Images.of(batch.image_patches, num_samples=len(batch.lengths))
+    work = workloads(np.array(batch.lengths), cost_model=choose_workload(MODEL), images=images)
     loads = [int(work[part].sum()) for part in parts]
     return max(loads) * len(loads) / sum(loads)
 

@@ -16,12 +16,13 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
-from megatron_balance.adapters.image_patches import ImagePatches, image_patches
+from megatron_balance.adapters.processor_images import images_of_samples
 from megatron_balance.adapters.verl.plan import RowOrder, order_rows
 from megatron_balance.adapters.verl.settings import installation
 from megatron_balance.adapters.verl.workload import Model, choose_encoder, choose_workload, nested_lengths
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import VisionEncoder
+from megatron_balance.planner.images import Images
 
 MULTI_MODAL = "multi_modal_inputs"
 """verl's column of a processor's outputs, a dict a row."""
@@ -40,8 +41,8 @@ def row_lengths(data: DataProto | TensorDict) -> NDArray[np.int64] | None:
     return None
 
 
-def row_images(data: DataProto | TensorDict, *, encoder: VisionEncoder | None) -> ImagePatches | None:
-    """Patches of each image of each row, `[num_rows]`; None where images cost nothing or the batch has none.
+def row_images(data: DataProto | TensorDict, *, encoder: VisionEncoder | None) -> Images | None:
+    """The images of the rows; None where images cost nothing or the batch has none.
 
     Raises:
         BalanceError: a row's grid or pixels have a shape that is not known.
@@ -50,7 +51,7 @@ def row_images(data: DataProto | TensorDict, *, encoder: VisionEncoder | None) -
         return None
     columns = data.non_tensor_batch if isinstance(data, DataProto) else data
     inputs: Any = columns.get(MULTI_MODAL, None)
-    return None if inputs is None else [image_patches(row, encoder=encoder) for row in inputs.tolist()]
+    return None if inputs is None else images_of_samples(inputs.tolist(), encoder=encoder)
 
 
 def select_rows(data: Any, rows: NDArray[np.int64]) -> Any:
@@ -118,7 +119,7 @@ def balance_data_proto(obj: DataProto, chunks: int, *, model_config: Model | Non
         lengths[padded],
         num_ranks=chunks,
         cost_model=cost_model,
-        image_patches=None if images is None else [images[row] for row in padded.tolist()],
+        images=None if images is None else Images(images.sums[padded]),
     )
     parts = tuple(select_rows(obj, padded[part]) for part in order.parts)
     return BalancedData(parts, order, lengths.size)

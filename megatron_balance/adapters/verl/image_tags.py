@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_balance.adapters.image_patches import ImagePatches
+import numpy as np
+
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.hooking.patches import Function
+from megatron_balance.planner.images import Images
 
 TAG = "image_patches"
-"""Patches of each image of the row."""
+"""The sum over a row's images of their patches, and of their squared patches."""
 
 
 def tag_images(stock: Function) -> Function:
@@ -31,17 +33,18 @@ def tag_images(stock: Function) -> Function:
     ) -> Any:
         images = None if fields is None or tags is None else row_images(fields, encoder=settings.encoder)
         if tags is not None and images is not None:
-            tags = [{**tag, TAG: patches} for tag, patches in zip(tags, images, strict=True)]
+            tags = [{**tag, TAG: sums} for tag, sums in zip(tags, images.sums.tolist(), strict=True)]
         return stock(keys, partition_id, fields, tags, data_parser)
 
     return while_active(stock, balanced)
 
 
-def tagged_images(tags: Sequence[dict[str, Any]], *, settings: Settings) -> ImagePatches | None:
-    """Patches of each image of each row, `[num_rows]`; None where images cost nothing or no row is tagged.
+def tagged_images(tags: Sequence[dict[str, Any]], *, settings: Settings) -> Images | None:
+    """The images of the rows; None where images cost nothing or no row is tagged.
 
     verl's padding rows carry the tags of the row that they were made from, and no images.
     """
     if settings.encoder is None or not any(TAG in tag for tag in tags):
         return None
-    return [[] if tag.get("is_padding") else tag.get(TAG, []) for tag in tags]
+    sums = [[0, 0] if tag.get("is_padding") else tag.get(TAG, [0, 0]) for tag in tags]
+    return Images(np.array(sums, dtype=np.int64))

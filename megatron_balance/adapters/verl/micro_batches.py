@@ -12,19 +12,18 @@ an error is raised on every rank or on none.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.image_patches import ImagePatches
 from megatron_balance.adapters.verl.plan import balanced_partitions
 from megatron_balance.adapters.verl.workload import workloads
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.makespan import mountain_order
 from megatron_balance.planner.schedule import DataSchedule, Ranks
 from megatron_balance.topology import Limits, Topology
@@ -63,7 +62,7 @@ class _Rows:
     lengths: NDArray[np.int64]
     num_rows_per_rank: NDArray[np.int64]
     rank: int
-    image_patches: ImagePatches | None
+    images: Images | None
 
     @property
     def first(self) -> int:
@@ -75,7 +74,7 @@ def plan_micro_batches(
     *,
     limits: MicroBatchLimits,
     cost_model: CostModel,
-    image_patches: ImagePatches | None = None,
+    images: Images | None = None,
     problem: str | None = None,
     mountain: bool = True,
     group: dist.ProcessGroup | None = None,
@@ -87,8 +86,7 @@ def plan_micro_batches(
         lengths: `[num_rows]` tokens of this rank's rows.
         limits: tokens of a micro-batch, and the number of micro-batches.
         cost_model: what a row costs.
-        image_patches: `[num_rows]` patches of each image of this rank's rows; None where it has no images, or where
-            they cost nothing.
+        images: of this rank's rows; None on every rank or on none.
         problem: an error in this rank's rows. It is raised here, on every rank.
         mountain: put cheap micro-batches at both ends, where a pipeline waits for them; else by falling cost.
         group: ranks that need the same number of micro-batches; None where each rank may have its own.
@@ -108,11 +106,11 @@ def plan_micro_batches(
         )
     if group is not None:
         fingerprint = limits.fingerprint(cost_model)
-        rows = _gather(lengths, image_patches, fingerprint=fingerprint, problem=problem, group=group, device=device)
+        rows = _gather(lengths, images, fingerprint=fingerprint, problem=problem, group=group, device=device)
     elif problem is not None:
         raise BalanceError(problem)
     else:
-        rows = _Rows(lengths, np.array([lengths.size]), 0, image_patches)
+        rows = _Rows(lengths, np.array([lengths.size]), 0, images)
     ranks = _plan(rows, limits=limits, cost_model=cost_model)
     if group is not None:
         from megatron_balance.runtime.gather import check_same_schedule
@@ -123,7 +121,7 @@ def plan_micro_batches(
     for slot in ranks[rows.rank]:
         of_groups = np.array(slot, dtype=np.int64)[:, None] * in_group.size + in_group
         micro_batches.append((of_groups.reshape(-1) - rows.first).tolist())
-    loads = workloads(lengths, cost_model=cost_model, image_patches=image_patches)
+    loads = workloads(lengths, cost_model=cost_model, images=images)
     costs = np.array([[loads[own].sum() for own in micro_batches]])
     order = mountain_order(costs)[0] if mountain else np.argsort(-costs[0], kind="stable")
     return [micro_batches[slot] for slot in order]
@@ -134,10 +132,7 @@ def _plan(rows: _Rows, *, limits: MicroBatchLimits, cost_model: CostModel) -> Ra
     size, multiple = limits.force_group_size, limits.multiple
     num_groups = rows.num_rows_per_rank // size
     fewest = -(-limits.min_num_micro_batch // multiple) * multiple
-    images = None
-    if rows.image_patches is not None:
-        of_groups = (rows.image_patches[first : first + size] for first in range(0, rows.lengths.size, size))
-        images = [[num_patches for patches in of_group for num_patches in patches] for of_group in of_groups]
+    images = None if rows.images is None else Images(rows.images.sums.reshape(-1, size, 2).sum(axis=1))
 
     def plan(multiple: int) -> DataSchedule:
         return build_data_schedule(
@@ -212,7 +207,7 @@ def _pack_tightly(schedule: DataSchedule, *, fewest: int, loads: NDArray[np.int6
 
 def _group_loads(rows: _Rows, *, size: int, cost_model: CostModel) -> NDArray[np.int64]:
     """Work of each forced group, `[num_groups]`."""
-    loads = workloads(rows.lengths, cost_model=cost_model, image_patches=rows.image_patches)
+    loads = workloads(rows.lengths, cost_model=cost_model, images=rows.images)
     return loads.reshape(-1, size).sum(axis=1)
 
 
@@ -222,36 +217,27 @@ def _hash(what: Any) -> int:
 
 def _gather(
     lengths: NDArray[np.int64],
-    image_patches: ImagePatches | None,
+    images: Images | None,
     *,
     fingerprint: int,
     problem: str | None,
     group: dist.ProcessGroup,
     device: torch.device | str,
 ) -> _Rows:
-    """Rows of all ranks of the group; a problem of one rank raises on all.
-
-    A row is sent as its tokens, followed by the patches of its images.
-    """
+    """Rows of all ranks of the group; a problem of one rank raises on all."""
     import torch
 
     from megatron_balance.runtime.gather import gather_lengths
     from megatron_balance.samples.sample import KeySpec, SampleSchema
 
-    images: Sequence[Sequence[int]] = [[]] * lengths.size if image_patches is None else image_patches
     gathered = gather_lengths(
-        [entry for length, patches in zip(lengths.tolist(), images, strict=True) for entry in (length, *patches)],
-        num_segments=[1 + len(patches) for patches in images],
+        lengths,
         group=group,
         schema=SampleSchema((KeySpec("input_ids", dtype=torch.int64, shape=(), per_token=True),)),
         fingerprint=fingerprint,
         problem=problem,
+        image_patches=None if images is None else images.sums,
         device=device,
     )
-    entries = np.split(gathered.segment_lengths, np.cumsum(gathered.num_segments)[:-1])
-    return _Rows(
-        np.array([row[0] for row in entries], dtype=np.int64),
-        gathered.num_samples_per_rank,
-        group.rank(),
-        [row[1:].tolist() for row in entries] if gathered.num_segments.max() > 1 else None,
-    )
+    of_all = None if gathered.image_patches is None else Images(gathered.image_patches)
+    return _Rows(gathered.lengths, gathered.num_samples_per_rank, group.rank(), of_all)

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.image_patches import ImagePatches
 from megatron_balance.adapters.verl.workload import workloads
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.grouping import partition_items
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.inputs import number_groups
 from megatron_balance.planner.makespan import mountain_order
 
@@ -61,7 +61,7 @@ def group_balanced_partitions(
     uids: Sequence[Hashable] | NDArray[Any],
     num_parts: int,
     cost_model: CostModel,
-    image_patches: ImagePatches | None = None,
+    images: Images | None = None,
 ) -> list[list[int]]:
     """Replaces verl's `get_group_balanced_partitions`: rows of one uid stay together.
 
@@ -70,7 +70,7 @@ def group_balanced_partitions(
         uids: `[num_rows]` id of the group of each row; rows of a group need not be neighbours.
         num_parts: parts to make.
         cost_model: what a row costs.
-        image_patches: `[num_rows]` patches of each image of a row; None for no images.
+        images: of the rows; None for no images.
 
     Returns:
         `[num_parts]` lists of row indices: group after group in the order of their first rows, so that the rows of
@@ -88,7 +88,7 @@ def group_balanced_partitions(
             f"{num_groups} groups of rows cannot be kept whole on {num_parts} ranks: raise train_batch_size."
         )
     loads = np.zeros(num_groups, dtype=np.int64)
-    np.add.at(loads, groups, workloads(lengths, cost_model=cost_model, image_patches=image_patches))
+    np.add.at(loads, groups, workloads(lengths, cost_model=cost_model, images=images))
     parts = balanced_partitions(loads, num_parts=num_parts, equal_size=True)
     return [np.concatenate([np.flatnonzero(groups == group) for group in part]).tolist() for part in parts]
 
@@ -119,7 +119,7 @@ def order_rows(
     *,
     num_ranks: int,
     cost_model: CostModel,
-    image_patches: ImagePatches | None = None,
+    images: Images | None = None,
     minibatches: Sequence[NDArray[np.int64]] | None = None,
     force_group_size: int = 1,
 ) -> RowOrder:
@@ -129,7 +129,7 @@ def order_rows(
         lengths: `[num_rows]` tokens.
         num_ranks: data-parallel ranks.
         cost_model: what a row costs.
-        image_patches: `[num_rows]` patches of each image of a row; None for no images.
+        images: of the rows; None for no images.
         minibatches: row indices of each mini-batch, all rows once; None where the batch is one.
         force_group_size: neighbouring rows that stay together.
 
@@ -139,7 +139,7 @@ def order_rows(
     Raises:
         BalanceError: a mini-batch has fewer rows than ranks, or cannot be cut into groups.
     """
-    loads = workloads(lengths, cost_model=cost_model, image_patches=image_patches)
+    loads = workloads(lengths, cost_model=cost_model, images=images)
     parts: list[list[NDArray[np.int64]]] = [[] for _ in range(num_ranks)]
     for ids in [np.arange(lengths.size)] if minibatches is None else minibatches:
         if ids.size % force_group_size:

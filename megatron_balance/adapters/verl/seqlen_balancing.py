@@ -12,6 +12,7 @@ from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.adapters.verl.workload import tensor_workloads
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
+from megatron_balance.planner.images import Images
 
 
 def count_workload(stock: Function) -> Function:
@@ -60,15 +61,19 @@ def pack_micro_batches(stock: Function) -> Function:
         use_dynamic_bsz_balance: bool = True,
         force_group_size: int = 1,
     ) -> tuple[list[Any], list[list[int]]]:
-        lengths = row_lengths(batch)
+        known = row_lengths(batch)
+        lengths = np.zeros(0, dtype=np.int64) if known is None else known
         images, problem = None, None
-        try:
-            images = row_images(batch, encoder=settings.encoder)
-        except BalanceError as error:
-            problem = str(error)  # raised below, on all ranks
+        if settings.encoder is not None:
+            # Ranks without an image send zeros, since all gather the same values of a row.
+            images = Images(np.zeros((lengths.size, 2), dtype=np.int64))
+            try:
+                images = row_images(batch, encoder=settings.encoder) or images
+            except BalanceError as error:
+                problem = str(error)  # raised below, on all ranks
         together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
         planned = plan_micro_batches(
-            np.zeros(0, dtype=np.int64) if lengths is None else lengths,
+            lengths,
             limits=MicroBatchLimits(
                 int(max_token_len),
                 multiple=num_batches_divided_by or 1,
@@ -76,7 +81,7 @@ def pack_micro_batches(stock: Function) -> Function:
                 force_group_size=force_group_size,
             ),
             cost_model=settings.cost_model,
-            image_patches=images,
+            images=images,
             problem=problem,
             mountain=use_dynamic_bsz_balance,
             group=dp_group if together else None,

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from megatron_balance.adapters.image_patches import ImagePatches
 from megatron_balance.adapters.verl.data_proto import row_images, row_lengths
 from megatron_balance.adapters.verl.image_tags import tagged_images
 from megatron_balance.adapters.verl.plan import RowOrder, group_balanced_partitions, minibatches_in_order, order_rows
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.inputs import number_groups
 from megatron_balance.planner.selection.rollout import split_rollout
 
@@ -53,7 +53,7 @@ def balance_data_proto_batch(stock: Function) -> Function:
                 num_ranks=num_ranks,
                 settings=settings,
                 minibatch_rows=minibatch_rows,
-                image_patches=images,
+                images=images,
             )
         else:
             order = _order(lengths, images, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
@@ -97,7 +97,7 @@ def order_groups(
     num_ranks: int,
     settings: Settings,
     minibatch_rows: int | None,
-    image_patches: ImagePatches | None = None,
+    images: Images | None = None,
 ) -> RowOrder:
     """Order in which rows of one uid are neighbours on one rank, and mini-batches hold whole groups.
 
@@ -107,7 +107,7 @@ def order_groups(
         num_ranks: data-parallel ranks.
         settings: the adapter's.
         minibatch_rows: rows of a mini-batch; None where the batch is one.
-        image_patches: `[num_rows]` patches of each image of a row; None for no images.
+        images: of the rows; None for no images.
 
     Raises:
         BalanceError: groups differ in size or do not divide among the mini-batches and ranks, so that verl's cut by
@@ -132,7 +132,7 @@ def order_groups(
             uids=groups[step],
             num_parts=num_ranks,
             cost_model=settings.cost_model,
-            image_patches=None if image_patches is None else [image_patches[row] for row in step.tolist()],
+            images=None if images is None else Images(images.sums[step]),
         )
         for rank, items in enumerate(of_step):
             parts[rank].append(step[items])
@@ -156,7 +156,7 @@ def _minibatch_rows(trainer: Any, *, settings: Settings, keep_minibatch: bool) -
 
 def _order(
     lengths: NDArray[np.int64],
-    images: ImagePatches | None,
+    images: Images | None,
     *,
     num_ranks: int,
     settings: Settings,
@@ -164,7 +164,7 @@ def _order(
 ) -> RowOrder:
     minibatches = None if minibatch_rows is None else minibatches_in_order(lengths.size, minibatch_rows=minibatch_rows)
     return order_rows(
-        lengths, num_ranks=num_ranks, cost_model=settings.cost_model, image_patches=images, minibatches=minibatches
+        lengths, num_ranks=num_ranks, cost_model=settings.cost_model, images=images, minibatches=minibatches
     )
 
 

@@ -235,7 +235,7 @@ def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOr
         lengths,
         num_ranks=chunks,
         cost_model=settings.cost_model,
-        image_patches=images,
+        images=images,
         minibatches=minibatches,
         force_group_size=size,
     )

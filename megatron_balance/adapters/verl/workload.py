@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.image_patches import ImagePatches, counted_encoder
+from megatron_balance.adapters.processor_images import counted_encoder, image_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.model.vision import VisionEncoder
+from megatron_balance.planner.images import Images
 
 if TYPE_CHECKING:
     import torch
@@ -77,15 +78,13 @@ def _content(model: Model | None) -> Model | None:
     return model if to_dict is None else to_dict()
 
 
-def workloads(
-    lengths: NDArray[np.int64], *, cost_model: CostModel, image_patches: ImagePatches | None = None
-) -> NDArray[np.int64]:
+def workloads(lengths: NDArray[np.int64], *, cost_model: CostModel, images: Images | None = None) -> NDArray[np.int64]:
     """Work of rows.
 
     Args:
         lengths: `[num_rows]` tokens.
         cost_model: what a row costs.
-        image_patches: `[num_rows]` for each row the patches of each of its images; None for no images.
+        images: of the rows; None for no images.
 
     Returns:
         `[num_rows]` int64, in units of the cost of one squared token; of one token where there is no attention.
@@ -95,9 +94,9 @@ def workloads(
     # Python integers: FLOPs of a long row of a large model approach the limit of int64.
     costs = [cost_model(length) + cost_model.expert_linear * length for length in unique.tolist()]
     places = inverse.reshape(lengths.shape)
-    if image_patches is not None:
-        rows = zip(places, image_patches, strict=True)
-        costs = [costs[place] + sum(map(cost_model.image_cost, patches)) for place, patches in rows]
+    if images is not None:
+        rows = zip(places, image_costs(images, cost_model=cost_model), strict=True)
+        costs = [costs[place] + of_images for place, of_images in rows]
         places = np.arange(lengths.size)
     in_units = [max((2 * cost + unit) // (2 * unit), 1) if cost else 0 for cost in costs]
     return np.array(in_units, dtype=np.int64)[places]

@@ -32,6 +32,7 @@ from megatron_balance.adapters.verl.image_tags import tagged_images
 from megatron_balance.adapters.verl.settings import Settings
 from megatron_balance.adapters.verl.transport import BalancedDispatch
 from megatron_balance.adapters.verl.workload import choose_encoder, choose_workload, workloads
+from megatron_balance.planner.images import Images
 
 MODEL = "Qwen2.5-VL-7B"
 COST = CostModel.from_shape(ModelShape.preset(MODEL), microbatch_tokens=128)
@@ -56,6 +57,10 @@ def installed():
     adapter.undo()
 
 
+def images_of(patches):
+    return Images.of(patches, num_samples=len(patches))
+
+
 def imbalance(parts):
     """Busiest over mean of parts of rows."""
     loads = [int(COSTS[part].sum()) for part in parts]
@@ -64,7 +69,7 @@ def imbalance(parts):
 
 def test_work_is_that_of_both_parts():
     cost_model = choose_workload(MODEL)
-    found = workloads(np.array([100, 100, 7]), cost_model=cost_model, image_patches=[[], [64, 64, 256], [1024]])
+    found = workloads(np.array([100, 100, 7]), cost_model=cost_model, images=images_of([[], [64, 64, 256], [1024]]))
     exact = costs_of([100, 100, 7], [[], [[2, 8, 8], [1, 16, 16]], [[1, 32, 32]]]) / COST.quadratic
     assert found.tolist() == pytest.approx(exact.astype(float).tolist(), abs=1)
 
@@ -127,8 +132,8 @@ def test_keys_in_the_transfer_queue_are_tagged_and_share_both_parts():
 
 def test_padding_of_the_transfer_queue_has_no_images():
     settings = Settings(COST, keep_minibatch=True, dispatch=False, encoder=ModelShape.preset(MODEL).vision)
-    tags = [{"image_patches": [64]}, {"image_patches": [64], "is_padding": True}, {}]
-    assert tagged_images(tags, settings=settings) == [[64], [], []]
+    tags = [{"image_patches": [64, 4096]}, {"image_patches": [64, 4096], "is_padding": True}, {}]
+    assert tagged_images(tags, settings=settings).sums.tolist() == [[64, 4096], [0, 0], [0, 0]]
     assert tagged_images([{}, {}], settings=settings) is None
     assert tagged_images(tags, settings=replace(settings, encoder=None)) is None
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.adapters.verl.micro_batches import MicroBatchLimits, plan_micro_batches
+from megatron_balance.planner.images import Images
 
 FORMULA = CostModel(linear=24576, quadratic=1)
 
@@ -18,7 +19,7 @@ def plan(lengths, max_token_len, *, mountain=True, cost_model=FORMULA, image_pat
         np.array(lengths, dtype=np.int64),
         limits=MicroBatchLimits(max_token_len, **limits),
         cost_model=cost_model,
-        image_patches=image_patches,
+        images=None if image_patches is None else Images.of(image_patches, num_samples=len(lengths)),
         mountain=mountain,
     )
     assert sorted(chain.from_iterable(planned)) == list(range(len(lengths)))

@@ -15,9 +15,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, find_shape
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import VisionEncoder, patches_of_grids
-
-ImagePatches = list[list[int]]
-"""For each sample the patches of each of its images, as `build_data_schedule` takes them."""
+from megatron_balance.planner.images import Images
 
 _VISUAL_KEYS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
@@ -34,23 +32,35 @@ def counted_encoder(model: Model | None, *, cost_model: CostModel) -> VisionEnco
     return find_shape(model).vision
 
 
-def image_patches(inputs: Mapping[str, Any] | None, *, encoder: VisionEncoder) -> list[int]:
-    """Patches of every image and every frame of a video of one sample.
+def images_of_samples(inputs: Sequence[Mapping[str, Any] | None], *, encoder: VisionEncoder) -> Images:
+    """The images of samples, and the frames of their videos.
 
-    A grid `[num_images, 3]` gives them (Qwen-VL). Without one, pixels `[..., channels, height, width]` are cut into
-    patches of the encoder's size, picture by picture (tiles of LLaVA; tiles of padding count, which the model leaves
-    out), and pixels `[num_patches, patch_values]` count as one image.
+    A grid `[num_images, 3]` gives their patches (Qwen-VL). Without one, pixels `[..., channels, height, width]` are cut
+    into patches of the encoder's size, picture by picture (tiles of LLaVA; tiles of padding count, which the model
+    leaves out), and pixels `[num_patches, patch_values]` count as one image.
 
     Args:
-        inputs: the processor's outputs for the sample, tensors or arrays; None or {} for a sample of text alone.
+        inputs: `[num_samples]` the processor's outputs, tensors or arrays; None or {} for a sample of text alone.
         encoder: the model's.
 
     Raises:
         BalanceError: a grid has another shape, or pixels are too small for a patch.
     """
+    return Images.of([_patches(of_sample or {}, encoder=encoder) for of_sample in inputs], num_samples=len(inputs))
+
+
+def image_costs(images: Images, *, cost_model: CostModel) -> list[int]:
+    """Exact cost of each sample's images, `[num_samples]` Python integers."""
+    return [
+        cost_model.image_linear * sizes + cost_model.image_quadratic * squares
+        for sizes, squares in images.sums.tolist()
+    ]
+
+
+def _patches(inputs: Mapping[str, Any], *, encoder: VisionEncoder) -> list[int]:
     patches: list[int] = []
     for pixels_key, grid_key in _VISUAL_KEYS:
-        grid, pixels = (None if inputs is None else inputs.get(key) for key in (grid_key, pixels_key))
+        grid, pixels = inputs.get(grid_key), inputs.get(pixels_key)
         if grid is not None:
             patches += patches_of_grids(grid.tolist()).tolist()
         elif pixels is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_balance import BalanceError, CostModel, ModelShape
-from megatron_balance.adapters.image_patches import counted_encoder, image_patches
+from megatron_balance.adapters.processor_images import counted_encoder, images_of_samples
 from megatron_balance.model.vision import VisionEncoder
 
 
@@ -15,6 +15,12 @@ def encoder_of(model: str) -> VisionEncoder:
     encoder = ModelShape.preset(model).vision
     assert encoder is not None
     return encoder
+
+
+def patches_are(inputs: Any, patches: list[int], *, encoder: VisionEncoder) -> bool:
+    """True if a sample's images have these patches, by their sum and the sum of their squares."""
+    images = images_of_samples([None, inputs], encoder=encoder)
+    return images.sums.tolist() == [[0, 0], [sum(patches), sum(size**2 for size in patches)]]
 
 
 QWEN, LLAVA = encoder_of("Qwen2.5-VL-7B"), encoder_of("LLaVA-OneVision-Qwen2-7B")
@@ -34,19 +40,19 @@ QWEN, LLAVA = encoder_of("Qwen2.5-VL-7B"), encoder_of("LLaVA-OneVision-Qwen2-7B"
     ids=["none", "empty", "no picture", "images", "images and videos", "no grid"],
 )
 def test_grids_and_flat_pixels(inputs: Any, patches: list[int]) -> None:
-    assert image_patches(inputs, encoder=QWEN) == patches
+    assert patches_are(inputs, patches, encoder=QWEN)
 
 
 def test_tiles_are_cut_into_patches_of_the_encoder() -> None:
-    assert image_patches({"pixel_values": np.zeros((2, 3, 3, 384, 384))}, encoder=LLAVA) == [27 * 27] * 6
-    assert image_patches({"pixel_values_videos": np.zeros((1, 8, 3, 384, 384))}, encoder=LLAVA) == [27 * 27] * 8
-    assert image_patches({"pixel_values": torch.zeros(3, 28, 42)}, encoder=LLAVA) == [6]
+    assert patches_are({"pixel_values": np.zeros((2, 3, 3, 384, 384))}, [27 * 27] * 6, encoder=LLAVA)
+    assert patches_are({"pixel_values_videos": np.zeros((1, 8, 3, 384, 384))}, [27 * 27] * 8, encoder=LLAVA)
+    assert patches_are({"pixel_values": torch.zeros(3, 28, 42)}, [6], encoder=LLAVA)
 
 
 @pytest.mark.parametrize("shape", [(7,), (0, 5, 5), (600, 5, 5)])
 def test_pixels_of_another_shape_are_named(shape: tuple[int, ...]) -> None:
     with pytest.raises(BalanceError, match=r"pixel_values has shape"):
-        image_patches({"pixel_values": torch.zeros(shape)}, encoder=LLAVA)
+        images_of_samples([{"pixel_values": torch.zeros(shape)}], encoder=LLAVA)
 
 
 def test_only_an_encoder_that_costs_anything_is_counted() -> None:
