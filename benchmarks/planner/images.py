@@ -16,6 +16,7 @@ are judged by the FLOPs of both parts of Qwen2.5-VL-7B, encoder and language mod
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,15 @@ def draw_batch(mixture: str, *, num_samples: int, seed: int) -> Batch:
         lengths.append(min(texts[fit][index], LONGEST_TEXT) + sum(patches) // 4)
         image_patches.append(patches)
     return Batch(lengths, image_patches)
+
+
+def write_samples(file: Path, *, mixture: str) -> None:
+    """Writes batches for 8 ranks as lengths and `patches`, one sample a line."""
+    batches = [draw_batch(mixture, num_samples=SAMPLES_PER_RANK * RANKS[0], seed=seed) for seed in range(NUM_BATCHES)]
+    with file.open("w") as lines:
+        for batch in batches:
+            for length, patches in zip(batch.lengths, batch.image_patches, strict=True):
+                lines.write(f"{json.dumps({'length': length, 'patches': patches})}\n")
 
 
 def num_patches(width: int, height: int) -> int:
@@ -214,7 +224,12 @@ def main() -> int:
     """Plan, print, write; the exit code is 1 if planning by both parts is not the best on every setup."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.images", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder of the results")
+    parser.add_argument("--write-samples", type=Path, metavar="OUT.jsonl", help="only write samples, for compare")
+    parser.add_argument("--mixture", choices=MIXTURES, default=MIXTURES[0], help="of --write-samples")
     args = parser.parse_args()
+    if args.write_samples is not None:
+        write_samples(args.write_samples, mixture=args.mixture)
+        return 0
     rows = [row for mixture in MIXTURES for dp_size in RANKS for row in measure(mixture, dp_size=dp_size)]
     result = made_by(COMMAND, rows=[asdict(row) for row in rows])
     sys.stdout.write(write_results("images", result, report=report, out=args.out))

@@ -19,8 +19,9 @@ from megatron_balance.cli.comparison.batches import (
     GlobalBatch,
     check_counts,
     cut,
+    images_text,
     is_record,
-    read_flagged_lengths,
+    read_flagged_samples,
     recorded_batches,
 )
 from megatron_balance.cli.comparison.cost_source import DEFAULT_EFFICIENCY, CostSource
@@ -116,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         algorithm=args.algorithm,
         lookaheads=_lookaheads(args.lookahead),
         max_cp_size=max_cp_size(args),
+        has_images=args.image_key is not None,
     )
     # Wrong flags are reported before long work.
     rate, setting = question.costs.rate(topology), question.setting(topology, limits=limits)
@@ -211,22 +213,24 @@ def _batches(
     """The steps to plan."""
     check_counts(args.global_batch_size or 1, steps=args.steps)
     if record is not None:
+        if args.image_key is not None:
+            raise BalanceError("--image-key is given with a recorded run, which holds no images: drop it.")
         batches = recorded_batches(record, dp_size=dp_size)[: args.steps]
         if not batches:
             raise BalanceError(f"{args.lengths!r} holds no step with samples: the run wrote none yet.")
         return batches
-    lengths = read_flagged_lengths(args, global_batch_size=args.global_batch_size)
+    samples = read_flagged_samples(args, global_batch_size=args.global_batch_size)
     if args.save_lengths is not None:
         try:
             with args.save_lengths.open("wb") as file:
-                np.save(file, lengths)
+                np.save(file, samples.segment_lengths)
         except OSError as error:
             raise BalanceError(
                 f"--save-lengths is {str(args.save_lengths)!r}: it cannot be written ({error.strerror})."
             ) from error
     most = max(most_samples // args.global_batch_size, 1)
-    batches = cut(lengths, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=most)
-    num_steps = lengths.size // args.global_batch_size
+    batches = cut(samples, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=most)
+    num_steps = samples.num_samples // args.global_batch_size
     if args.steps is None and len(batches) < num_steps:
         print(f"Planned are the first {len(batches)} of {num_steps} steps; --steps {num_steps} for all.")
     return batches
@@ -259,7 +263,7 @@ def _inputs(batches: Sequence[GlobalBatch], *, cost: str) -> str:
     steps = "step" if len(batches) == 1 else "steps"
     return (
         f"{len(batches)} {steps} of {size} samples. Lengths: mean {lengths.mean():.0f}, median "
-        f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: {cost}."
+        f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. {images_text(batches)}Cost: {cost}."
     )
 
 

@@ -36,6 +36,12 @@ def add_lengths_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("lengths")
     group.add_argument("--key", metavar="NAME", help="array, column or field of the file that holds the lengths")
     group.add_argument(
+        "--image-key",
+        metavar="NAME",
+        help="field or column (.jsonl, .parquet) that holds a sample's images: a list of their patches, or of grids "
+        "[frames, rows, columns] (image_grid_thw); the vision encoder of --model runs them",
+    )
+    group.add_argument(
         "--tokenizer",
         metavar="PATH",
         help="LENGTHS is a data set in text: count its tokens with this Hugging Face tokenizer.json, or the folder "

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_balance.cli.comparison.batches import GlobalBatch, check_counts, cut, read_flagged_lengths
+from megatron_balance.cli.comparison.batches import GlobalBatch, check_counts, cut, images_text, read_flagged_samples
 from megatron_balance.cli.comparison.cost_source import CostSource, check_cp_bandwidth
 from megatron_balance.cli.comparison.policies import Policy, PolicyResult, token_policies
 from megatron_balance.cli.comparison.recommendation import NOTABLE_FLOOR
@@ -120,18 +119,19 @@ def run(args: argparse.Namespace) -> int:
         algorithm=args.algorithm,
         lookaheads=(),
         max_cp_size=max_cp_size(args),
+        has_images=args.image_key is not None,
     )
     setting = question.setting(topology, limits=limits)  # wrong flags are reported before long work
     check_counts(args.global_batch_size, steps=args.steps)
-    lengths = read_flagged_lengths(args, global_batch_size=args.global_batch_size)
-    batches = cut(lengths, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=MAX_STEPS)
+    samples = read_flagged_samples(args, global_batch_size=args.global_batch_size)
+    batches = cut(samples, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=MAX_STEPS)
     policies = [*token_policies(max_tokens_per_gpu=limits.max_tokens_per_gpu), _balanced(question, setting)]
     if dynamic:
         policies.append(_dynamic(question, policies[-1], setting=setting))
     comparison = question.compare(batches, topology=topology, limits=limits, policies=policies)
     results = comparison.results
 
-    _print_inputs(lengths, batches, setting=setting)
+    _print_inputs(samples, batches, setting=setting)
     shapes = [shapes_of(result, shape_bucket=args.shape_bucket) for result in results]
     print_table(_COLUMNS, [_cells(result, of) for result, of in zip(results, shapes, strict=True)])
     _print_conclusion(comparison)
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if memory is not None:
         print_memory(memory, names=[_label(result) for result in results], shapes=shapes, budget_gib=args.memory_gib)
     if args.json is not None:
-        write_json(args.json, _plan_file(results[-1]))
+        write_json(args.json, _plan_file(results[-1], batches))
         print(f"The balanced plan of every step is in {args.json}.")
     return 0
 
@@ -208,13 +208,13 @@ def _cells(result: PolicyResult, shapes: Shapes) -> list[str]:
     ]
 
 
-def _print_inputs(lengths: NDArray[np.int64], batches: Sequence[GlobalBatch], *, setting: RunInfo) -> None:
+def _print_inputs(samples: GlobalBatch, batches: Sequence[GlobalBatch], *, setting: RunInfo) -> None:
     planned = np.concatenate([batch.segment_lengths for batch in batches])
     steps = "step" if len(batches) == 1 else "steps"
-    left = f"; {lengths.size - planned.size} left over" if planned.size < lengths.size else ""
+    left = f"; {samples.num_samples - planned.size} left over" if planned.size < samples.num_samples else ""
     print(
         f"{len(batches)} {steps} of {batches[0].num_samples} samples{left}. "
-        f"Lengths: mean {planned.mean():.0f}, longest {planned.max()} tokens. "
+        f"Lengths: mean {planned.mean():.0f}, longest {planned.max()} tokens. {images_text(batches)}"
         f"Cost: {setting.cost_name}. Objective: {setting.objective}."
     )
 
@@ -235,7 +235,7 @@ def _print_conclusion(comparison: Comparison) -> None:
         ),
         key=lambda advice: advice.floor,
     )
-    if advice.floor > NOTABLE_FLOOR:
+    if advice.floor > NOTABLE_FLOOR and batches[0].image_patches is None:
         at_one_size = ", at one context-parallel size" if topology.dynamic_cp else ""
         print(f"Note: in the worst step one sample outweighs a rank's share{at_one_size}: {advice.message}.")
     stock, packed, _, *_ = comparison.results
@@ -258,7 +258,7 @@ def _file_metrics(metrics: ScheduleMetrics) -> dict[str, Any]:
     return content
 
 
-def _plan_file(balanced: PolicyResult) -> dict[str, Any]:
+def _plan_file(balanced: PolicyResult, batches: Sequence[GlobalBatch]) -> dict[str, Any]:
     """The content of `--json`: the balanced plan of every step; with dynamic sizes ranks are leaves."""
     setting = balanced.setting
     return {
@@ -269,12 +269,13 @@ def _plan_file(balanced: PolicyResult) -> dict[str, Any]:
         "steps": [
             {
                 "lengths": step.segment_lengths.tolist(),
+                **({} if batch.image_patches is None else {"image_patches": batch.image_patches}),
                 "num_microbatches": step.num_microbatches,
                 "ranks": samples_of_ranks(step),
                 **_cp_sizes(step),
                 "metrics": _file_metrics(metrics),
             }
-            for step, metrics in zip(balanced.steps, balanced.metrics, strict=True)
+            for step, metrics, batch in zip(balanced.steps, balanced.metrics, batches, strict=True)
         ],
     }
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cli.comparison.image_file import read_image_patches
 from megatron_balance.cli.progress import progress_bar
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
@@ -35,12 +36,14 @@ class GlobalBatch:
         segment_lengths: `[sum(num_segments)]` int64 original tokens of each sequence.
         num_segments: `[num_samples]` int64 sequences of each sample; None where each is one.
         loaded_by: `[num_samples]` int64 rank that loaded each sample; None for Megatron's own sampler.
+        image_patches: `[num_samples]` patches of each image of a sample; None for no images.
     """
 
     segment_lengths: NDArray[np.int64]
     _: KW_ONLY
     num_segments: NDArray[np.int64] | None = None
     loaded_by: NDArray[np.int64] | None = None
+    image_patches: Sequence[Sequence[int]] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -64,8 +67,8 @@ class GlobalBatch:
         return np.arange(self.num_samples, dtype=np.int64) % dp_size
 
 
-def read_flagged_lengths(args: argparse.Namespace, *, global_batch_size: int) -> NDArray[np.int64]:
-    """Lengths from a file, counted in text or drawn, by the flags: `[num_samples]` int64, tokens."""
+def read_flagged_samples(args: argparse.Namespace, *, global_batch_size: int) -> GlobalBatch:
+    """All samples as one batch: lengths from a file, counted in text or drawn, by the flags; images from a file."""
     if args.seed < 0:
         raise BalanceError(f"--seed is {args.seed}: it must be 0 or more.")
     source: str = args.lengths
@@ -86,9 +89,31 @@ def read_flagged_lengths(args: argparse.Namespace, *, global_batch_size: int) ->
             )
     else:
         lengths = read_lengths(source, key=args.key)
+    images = None if args.image_key is None else _read_images(args, num_samples=lengths.size)
     if args.shuffle:
-        lengths = np.random.default_rng(args.seed).permutation(lengths)
-    return lengths
+        order = np.random.default_rng(args.seed).permutation(lengths.size)
+        lengths = lengths[order]
+        images = None if images is None else [images[sample] for sample in order.tolist()]
+    return GlobalBatch(lengths, image_patches=images)
+
+
+def _read_images(args: argparse.Namespace, *, num_samples: int) -> list[list[int]]:
+    if args.lengths.startswith("synthetic:") or args.tokenizer is not None:
+        raise BalanceError(
+            "--image-key is given and LENGTHS is not a file of lengths: give a .jsonl or .parquet file that has both."
+        )
+    images = read_image_patches(args.lengths, key=args.image_key)
+    assert len(images) == num_samples, "lengths and images are of the same lines"
+    return images
+
+
+def images_text(batches: Sequence[GlobalBatch]) -> str:
+    """A sentence on the images of the batches; empty where they have none."""
+    if batches[0].image_patches is None:
+        return ""
+    sizes = [size for batch in batches for patches in batch.image_patches or () for size in patches]
+    mean = f", mean {sum(sizes) / len(sizes):.0f} patches" if sizes else ""
+    return f"Images: {len(sizes)}{mean}. "
 
 
 def check_counts(global_batch_size: int, *, steps: int | None) -> None:
@@ -99,15 +124,16 @@ def check_counts(global_batch_size: int, *, steps: int | None) -> None:
         raise BalanceError(f"--steps is {steps}: it must be at least 1.")
 
 
-def cut(lengths: NDArray[np.int64], *, global_batch_size: int, steps: int | None, max_steps: int) -> list[GlobalBatch]:
+def cut(samples: GlobalBatch, *, global_batch_size: int, steps: int | None, max_steps: int) -> list[GlobalBatch]:
     """The first global batches, in order; an incomplete last one is left out, as Megatron's sampler does.
 
     Args:
-        lengths: `[num_samples]` tokens.
+        samples: all of them, each of one sequence.
         global_batch_size: samples a step.
         steps: number of steps; None for all full batches, at most `max_steps`.
         max_steps: limit if `steps` is None.
     """
+    lengths, images = samples.segment_lengths, samples.image_patches
     num_full = lengths.size // global_batch_size
     num_steps = min(num_full, max_steps) if steps is None else steps
     if num_steps > num_full or num_full == 0:
@@ -115,8 +141,9 @@ def cut(lengths: NDArray[np.int64], *, global_batch_size: int, steps: int | None
             f"--global-batch-size {global_batch_size} and --steps {max(num_steps, 1)} need "
             f"{max(num_steps, 1) * global_batch_size} lengths, but there are {lengths.size}: lower one of them."
         )
+    of_steps = [slice(step * global_batch_size, (step + 1) * global_batch_size) for step in range(num_steps)]
     return [
-        GlobalBatch(lengths[step * global_batch_size : (step + 1) * global_batch_size]) for step in range(num_steps)
+        GlobalBatch(lengths[of_step], image_patches=None if images is None else images[of_step]) for of_step in of_steps
     ]
 
 
@@ -161,6 +188,10 @@ def look_ahead(
     homes = np.concatenate([batch.home_ranks(topology.dp_size) for batch in batches])
     ends = np.cumsum(counts)
     costs = _costs(segments, ends=ends, cost_model=cost_model, topology=topology)
+    images: list[Sequence[int]] | None = None
+    if all(batch.image_patches is not None for batch in batches):
+        images = [patches for batch in batches for patches in batch.image_patches or ()]
+        costs = [cost + sum(map(cost_model.image_cost, patches)) for cost, patches in zip(costs, images, strict=True)]
     num_pushed = 0
     chosen: list[GlobalBatch] = []
     while len(chosen) < len(batches):
@@ -171,7 +202,10 @@ def look_ahead(
         arrivals = pool.pop()
         # In the order of gathering: by home rank, then by arrival.
         arrivals = arrivals[np.argsort(homes[arrivals], kind="stable")]
-        chosen.append(_of_samples(arrivals, segments=segments, counts=counts, ends=ends, homes=homes))
+        batch = _of_samples(arrivals, segments=segments, counts=counts, ends=ends, homes=homes)
+        if images is not None:
+            batch = replace(batch, image_patches=[images[sample] for sample in arrivals.tolist()])
+        chosen.append(batch)
     return chosen
 
 

@@ -185,7 +185,8 @@ def _floor_advice(
     """
     setting = comparison.setting
     worst = max(range(len(floors)), key=lambda step: floors[step])
-    if floors[worst] <= NOTABLE_FLOOR:
+    if floors[worst] <= NOTABLE_FLOOR or question.has_images:
+        # The advice is to share or cut sequences, which moves no image.
         return None, None, None
     advice = floor_advice(chosen.steps[worst].segment_lengths, cost_model=setting.cost_model, topology=setting.topology)
     if advice.cp_size is None or advice.cp_size == setting.topology.cp_size:
