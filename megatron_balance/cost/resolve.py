@@ -16,8 +16,12 @@ Model = ModelShape | Mapping[str, Any] | str | Path
 """A shape, the content of a Hugging Face config.json, its path or its folder's, or the name of a preset."""
 
 
-def find_shape(model: Model) -> ModelShape:
+def find_shape(model: Model, *, named_by: str = "the model (--model)") -> ModelShape:
     """The shape of a model, from a preset's name or a `config.json`.
+
+    Args:
+        model: its name, its configuration, or the shape itself.
+        named_by: the flag, for messages.
 
     Raises:
         BalanceError: there is no such preset and no such file, or the file is not understood.
@@ -32,7 +36,7 @@ def find_shape(model: Model) -> ModelShape:
     if str(model).lower() in {preset.lower() for preset in PRESETS}:
         return ModelShape.preset(str(model))
     raise BalanceError(
-        f"the model (--model) is {str(model)!r}: it must be the path of a Hugging Face config.json, or one of "
+        f"{named_by} is {str(model)!r}: it must be the path of a Hugging Face config.json, or one of "
         f"{', '.join(PRESETS)}."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,12 @@ from megatron_balance import BalanceError, CostModel, ModelShape
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore import add_balance_args, hooks
 from megatron_balance.mcore.options.table import problems, why_stock
-from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args, exchange_source
+from megatron_balance.mcore.setup.arguments import (
+    BalanceConfig,
+    cost_model_from_megatron_args,
+    exchange_source,
+    patch_values_from_megatron_args,
+)
 from megatron_balance.mcore.setup.cp_exchange import spans_nodes
 
 PER_TOKEN = "--calculate-per-token-loss"
@@ -63,6 +69,10 @@ def test_the_provider_on_top_of_the_hook_adds_them_once(parser: argparse.Argumen
         (
             f"{PER_TOKEN} {PACKED} --balance-calibration c.json",
             "--balance-calibration is c.json: it refines --balance-by-flops, which is not set",
+        ),
+        (
+            f"{PER_TOKEN} {PACKED} --balance-encoder Qwen2.5-VL-7B",
+            "--balance-encoder is Qwen2.5-VL-7B: it refines --balance-by-flops, which is not set",
         ),
         (
             f"{PER_TOKEN} {PACKED} --balance-memory-gib 70",
@@ -219,6 +229,50 @@ def test_groups_that_fit_a_node_exchange_within_it(
     args = parser.parse_args(flags.split())
     args.world_size = 16
     assert spans_nodes(args, max_cp_size=limit) is spans
+
+
+MISTRAL = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --vocab-size 32768 --patch-dim 14 --img-h 336 --img-w 336"
+)
+"""Of examples/multimodal/sft_mistral_clip.sh."""
+
+
+def costs_of_images(parser: argparse.ArgumentParser, flags: str = "", **multimodal: Any) -> tuple[CostModel, int]:
+    args = parser.parse_args(f"{PER_TOKEN} {PACKED} --balance-data --balance-by-flops {MISTRAL} {flags}".split())
+    vars(args).update(padded_vocab_size=32768, **multimodal)
+    model = cost_model_from_megatron_args(args, config=BalanceConfig.from_megatron_args(args))
+    return model, patch_values_from_megatron_args(args, cost_model=model)
+
+
+def test_an_encoder_comes_from_the_flags_of_the_multimodal_example(parser: argparse.ArgumentParser) -> None:
+    text, no_patch = costs_of_images(parser)
+    assert (text.image_linear, text.image_quadratic, no_patch) == (0, 0, 0)
+    clip = {"vision_model_type": "clip", "language_model_type": "mistral_7b"}
+    model, patch_values = costs_of_images(parser, **clip)
+    assert patch_values == 3 * 14 * 14
+    # CLIP ViT-L/14 and a projector of two layers; attention is not causal.
+    layers, projector = 24 * (4 + 2 * 4) * 1024**2, 14336 * (1024 + 4096)
+    assert model.image_linear == 3 * 2 * (588 * 1024 + layers + projector)
+    assert model.image_quadratic == 24 * 4 * 1024 * 7 // 2
+    assert (model.linear, model.quadratic) == (text.linear, text.quadratic)
+    frozen, _ = costs_of_images(parser, freeze_ViT=True, **clip)
+    assert frozen.image_linear == 2 * (588 * 1024 + layers + 2 * projector)
+    shuffled, _ = costs_of_images(parser, pixel_shuffle=True, **clip)
+    assert shuffled.image_linear == 3 * 2 * (588 * 1024 + layers + 14336 * (4 * 1024 + 4096) // 4)
+    with pytest.raises(BalanceError, match=r"--vision-model-type is 'hf://x': .* --balance-encoder"):
+        costs_of_images(parser, **clip | {"vision_model_type": "hf://x"})
+
+
+def test_an_encoder_is_named_by_a_flag(parser: argparse.ArgumentParser) -> None:
+    model, patch_values = costs_of_images(parser, "--balance-encoder Qwen2.5-VL-7B")
+    assert patch_values == 3 * 2 * 14 * 14
+    # Its own encoder in front of another language model: only the projector's output differs.
+    own = CostModel.from_shape(ModelShape.preset("Qwen2.5-VL-7B"))
+    assert model.image_linear == own.image_linear + 3 * 2 * 5120 * (4096 - 3584) // 4
+    for name, phrase in (("Qwen3-8B", "that model has no vision encoder"), ("none", "it must be the path of")):
+        with pytest.raises(BalanceError, match=f"--balance-encoder is '{name}': {phrase}"):
+            costs_of_images(parser, f"--balance-encoder {name}")
 
 
 def test_a_calibration_gives_the_exchange_or_a_link_does(

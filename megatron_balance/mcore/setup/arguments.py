@@ -11,12 +11,14 @@ from typing import Any
 
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.resolve import find_shape
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options.table import problems
 from megatron_balance.mcore.setup.cp_exchange import ExchangeCost, exchange_cost
 from megatron_balance.mcore.setup.token_alignment import token_alignment
 from megatron_balance.memory.budget import AUTO
 from megatron_balance.memory.shape_buckets import bucketed_limits
+from megatron_balance.model.llava import encoder_from_megatron_args
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
@@ -226,7 +228,16 @@ def patch_values_from_megatron_args(args: Any, *, cost_model: CostModel) -> int:
 
 
 def _shape_of_run(args: Any) -> ModelShape:
-    return getattr(args, "balance_shape", None) or ModelShape.from_megatron_args(args)
+    shape = getattr(args, "balance_shape", None)
+    if shape is not None:
+        return shape
+    shape, model = ModelShape.from_megatron_args(args), getattr(args, "balance_encoder", None)
+    if model is None:
+        return replace(shape, vision=encoder_from_megatron_args(args))
+    vision = find_shape(model, named_by="--balance-encoder").vision
+    if vision is None:
+        raise BalanceError(f"--balance-encoder is {model!r}: that model has no vision encoder.")
+    return replace(shape, vision=vision)
 
 
 def topology_from_megatron_args(args: Any) -> Topology:
