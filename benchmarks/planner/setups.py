@@ -140,17 +140,29 @@ def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDA
     Yields:
         `[global_batch_size]` int64, tokens.
     """
+    longest = setup.cap - setup.cap % setup.topology.token_multiple
     for name in setup.length_names:
         num_samples = setup.num_batches * setup.global_batch_size
-        if lengths_folder is None:
-            # Twice as many as needed, because some are over-long.
-            drawn = synthetic_lengths(name, num_samples=2 * num_samples, seed=0)
-        else:
-            drawn = read_lengths(lengths_folder / f"{name}.npz", key="length")
-        kept = drawn[setup.topology.padded_seq_len(drawn) <= setup.cap]
-        shuffled = np.random.default_rng(0).permutation(kept)
-        needed = np.resize(shuffled, num_samples)
-        yield from needed.reshape(setup.num_batches, setup.global_batch_size)
+        drawn = draw_lengths(name, num_samples=num_samples, longest=longest, folder=lengths_folder)
+        yield from drawn.reshape(setup.num_batches, setup.global_batch_size)
+
+
+def draw_lengths(name: str, *, num_samples: int, longest: int, folder: Path | None) -> NDArray[np.int64]:
+    """Lengths of a set in a fixed random order, without those above `longest`; again from its start where it is short.
+
+    Args:
+        name: of the set.
+        num_samples: lengths.
+        longest: tokens.
+        folder: of the sets; None to draw from the built-in fits.
+    """
+    if folder is None:
+        # Twice as many as needed, because some are over-long.
+        drawn = synthetic_lengths(name, num_samples=2 * num_samples, seed=0)
+    else:
+        drawn = read_lengths(folder / f"{name}.npz", key="length")
+    shuffled = np.random.default_rng(0).permutation(drawn[drawn <= longest])
+    return np.resize(shuffled, num_samples)
 
 
 def find_lengths(folder: Path) -> Path | None:

@@ -28,7 +28,8 @@ BALANCED = f"--use-dynamic-batch-size --max-tokens-per-gpu {2 * SEQ_LENGTH} --ba
 
 
 def run(folder: Path, *flags: str, num_ranks: int = 2) -> Recorded:
-    return train(folder, " ".join((FLAGS, *flags)).split(), num_ranks=num_ranks, module="padded_training")
+    module = "benchmarks.loops.padded_training"
+    return train(folder, " ".join((FLAGS, *flags)).split(), num_ranks=num_ranks, module=module)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Gains in other loops and forms of data: rows that are padded, and the bins of Megatron's RL loop."""
