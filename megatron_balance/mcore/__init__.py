@@ -2,7 +2,7 @@
 
 Three ways in: `torchrun … -m megatron_balance.launch SCRIPT ARGS`; `import megatron_balance.mcore.autoinstall` in
 the script; or `install()` with `extra_args_provider=add_balance_args`. A training loop of one's own calls
-`balanced_schedule`.
+`balanced_schedule`, a script of Megatron-Bridge `install_bridge`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,11 @@ from megatron_balance.mcore.setup.flags import add_balance_args
 
 if TYPE_CHECKING:
     from megatron_balance.hooking.installation import Installation
+    from megatron_balance.mcore.bridge import install_bridge
     from megatron_balance.mcore.loop import balanced_schedule
     from megatron_balance.mcore.thd.packed_params import packed_seq_params
 
-__all__ = ["add_balance_args", "balanced_schedule", "install", "packed_seq_params"]
+__all__ = ["add_balance_args", "balanced_schedule", "install", "install_bridge", "packed_seq_params"]
 
 
 def install() -> "Installation[str]":
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from megatron_balance.mcore.loop import balanced_schedule
 
         return balanced_schedule
+    if name == "install_bridge":
+        from megatron_balance.mcore.bridge import install_bridge
+
+        return install_bridge
     if name == "packed_seq_params":  # loads Megatron
         from megatron_balance.mcore.thd.packed_params import packed_seq_params
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from drift import compare
 from drift.apex import APEX
+from drift.bridge import BRIDGE
 from drift.relied import DYNAMIC_CP, MEGATRON, MEGATRON_DYNAMIC_CP, MEGATRON_RL, RL_PACKING, Relied
 from drift.sources import Sources
 from drift.transformer_engine import TRANSFORMER_ENGINE
 from megatron_balance.hooking.patches import Hook
+from megatron_balance.mcore.bridge import BRIDGE_HOOKS
 from megatron_balance.mcore.hooks import HOOKS
 from megatron_balance.mcore.options.option import Option
 from megatron_balance.mcore.options.table import SUBJECTS
@@ -94,10 +96,15 @@ def release_of(version: str) -> tuple[int, int]:
     return major, minor
 
 
-def _megatron_version(place: Path, sources: Sources) -> str:
-    text = sources.read(sources.path("megatron.core.package_info") or "")
-    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
-    return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+def _numbers_in(module: str) -> Callable[[Path, Sources], str]:
+    """Reads the version from the numbers that a module holds."""
+
+    def version_of(place: Path, sources: Sources) -> str:
+        text = sources.read(sources.path(module) or "")
+        found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
+        return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+
+    return version_of
 
 
 def _engine_version(place: Path, sources: Sources) -> str:
@@ -119,7 +126,7 @@ MEGATRON_CORE = Package(
     hooks=HOOKS,
     branches={DYNAMIC_CP: MEGATRON_DYNAMIC_CP, RL_PACKING: (*RL_HOOKS, *MEGATRON_RL)},
     option_rows=[row for subject in SUBJECTS.values() for row in subject],
-    version_of=_megatron_version,
+    version_of=_numbers_in("megatron.core.package_info"),
     remedy="mend or widen what relies on them (megatron_balance/mcore, scripts/drift/relied.py), classify options "
     "(megatron_balance/mcore/options, scripts/drift/irrelevant_options.txt), run scripts/test_versions.sh",
 )
@@ -132,6 +139,15 @@ PACKAGES = (
         rows=TRANSFORMER_ENGINE,
         version_of=_engine_version,
         remedy="compare with samples/packing.py and mcore/options, mend scripts/drift/transformer_engine.py",
+    ),
+    Package(
+        name="megatron-bridge",
+        marker="megatron.bridge.package_info",
+        rows=BRIDGE,
+        # The other one is a function of Megatron Core: MEGATRON_CORE compares it.
+        hooks=[hook for hook in BRIDGE_HOOKS if hook.target.startswith("megatron.bridge.")],
+        version_of=_numbers_in("megatron.bridge.package_info"),
+        remedy="mend mcore/bridge.py and samples/attention_keys.py, run scripts/test_adapters.sh bridge",
     ),
     Package(
         name="apex",

@@ -109,6 +109,8 @@ def _serve() -> None:
     from benchmarks.forked import import_once
     from megatron_balance.devkit.sft_dataset import builtin_samples
 
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some modules print lines when they are imported
     install_fake_tensorboard()
     import_once()
     builtin_samples()  # once for all
@@ -120,8 +122,8 @@ def _serve() -> None:
             answer = getattr(importlib.import_module(module), name)(*positional, **keywords)
         except RunFailed as error:
             problem = str(error)
-        sys.stdout.write(json.dumps([answer, problem]) + "\n")
-        sys.stdout.flush()
+        answers.write(json.dumps([answer, problem]) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

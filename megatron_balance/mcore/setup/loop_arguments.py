@@ -36,6 +36,7 @@ def args_of_loop(
     num_steps: int | None,
     log_interval: int | None,
     timeout: timedelta,
+    eval_iters: int = 0,
 ) -> Namespace:
     """Arguments as Megatron's parser would make them for a loop; those that this package reads.
 
@@ -47,6 +48,7 @@ def args_of_loop(
         num_steps: that the loop trains; None where that is not known.
         log_interval: steps between log lines, or None.
         timeout: of collectives.
+        eval_iters: iterations of its evaluations; with none, forward-only calls stay Megatron's own.
 
     Raises:
         BalanceError: a flag is wrong or has no meaning here; the model's FLOPs or parallel state are not known.
@@ -67,7 +69,7 @@ def args_of_loop(
             f"{name} is set in a hand-written loop: its state is saved with the checkpoints of Megatron's own loop; "
             "drop it, or train with megatron.training."
         )
-    if parsed.balance_evaluation:
+    if parsed.balance_evaluation and not eval_iters:
         raise BalanceError(
             "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
             "drop it, or train with megatron.training."
@@ -91,7 +93,7 @@ def args_of_loop(
     args.train_iters, args.curr_iteration, args.iteration = num_steps, 0, 0
     args.micro_batch_size, args.global_batch_size = 1, 0  # the loop's own affair
     args.load = args.dataloader_type = None
-    args.eval_iters = 0  # forward-only calls stay Megatron's own
+    args.eval_iters = eval_iters
     args.consumed_train_samples = 0
     args.log_interval = log_interval or 0
     args.distributed_timeout_minutes = timeout / timedelta(minutes=1)

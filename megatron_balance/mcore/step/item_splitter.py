@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.runtime.failure import Failure, attempt
+from megatron_balance.samples.attention_keys import with_cu_seqlens
 from megatron_balance.samples.padded_rows import with_row_lengths
 from megatron_balance.samples.sample import Sample, SampleSchema
 from megatron_balance.samples.unpacking import RowError, split_packed
@@ -32,7 +33,7 @@ class ItemSplitter:
 
     def has_lengths(self, item: Mapping[str, Any]) -> bool:
         """True if the lengths of an item's sequences can be read."""
-        return self._unpad is not None or item.get("cu_seqlens") is not None
+        return self._unpad is not None or any(item.get(key) is not None for key in ("cu_seqlens", "cu_seqlens_q"))
 
     def split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
         """The samples of all items on the CPU, or the failure of one item.
@@ -54,6 +55,7 @@ class ItemSplitter:
     def _split_item(self, item: Mapping[str, Any], *, schema: SampleSchema | None) -> list[Sample]:
         """The samples of one item; a BalanceError if their schema differs from that of earlier items."""
         on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+        on_cpu = with_cu_seqlens(on_cpu)
         if self._unpad is not None and on_cpu.get("cu_seqlens") is None:
             on_cpu = with_row_lengths(on_cpu, padding=self._unpad)
         of_item = split_packed(on_cpu, unit=self._unit)

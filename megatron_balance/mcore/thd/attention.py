@@ -131,7 +131,9 @@ class ThdAttention(MegatronModule):
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return out.permute(2, 0, 1, 3).flatten(2)
-        cu_seqlens = packed_seq_params.cu_seqlens_q
+        # Padding follows the real tokens of its sequence, which do not attend to it.
+        cu_seqlens = packed_seq_params.cu_seqlens_q_padded
+        cu_seqlens = packed_seq_params.cu_seqlens_q if cu_seqlens is None else cu_seqlens
         cp_group = self._group_of(packed_seq_params)
         if cp_group is not None:
             return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), cp_group)

@@ -1,0 +1,242 @@
+"""Balanced training and evaluation in Megatron-Bridge's loop.
+
+    from megatron_balance.mcore import install_bridge
+    install_bridge(max_tokens_per_gpu=8192)    # before megatron.bridge.training.pretrain.pretrain(config, forward_step)
+
+Bridge has a configuration in place of Megatron's arguments. It asks for Megatron's schedule in modules that bind the
+function by value, and passes it to `train_step` with the model and the configuration: there it is replaced. The run is
+built at the first step or evaluation, as for a hand-written loop (`loop.py`).
+
+Invariant: nothing of Bridge's configuration, data set or forward step is changed; a step's batches have the keys that
+its forward step reads (`samples/attention_keys.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.hooking.installation import Installation, check_version
+from megatron_balance.hooking.patches import Function, Hook
+from megatron_balance.hooking.patches import install as install_hooks
+from megatron_balance.mcore.build_run import balanced_forward_backward
+from megatron_balance.mcore.current_run import current, serving
+from megatron_balance.mcore.forward_backward import BalancedForwardBackward
+from megatron_balance.mcore.hooks import ANY_VERSION, install_core
+from megatron_balance.mcore.setup.loop_arguments import args_of_loop
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.samples.attention_keys import with_attention_keys
+
+SUPPORTED_VERSIONS = ("0.6",)
+"""Releases of Megatron-Bridge on which the tests run."""
+
+
+@dataclass(frozen=True)
+class BridgeSettings:
+    """What `install_bridge` was given."""
+
+    max_tokens_per_gpu: int | str
+    cost: CostModel | ModelShape | None
+    flags: tuple[str, ...]
+
+
+def install_bridge(
+    *, max_tokens_per_gpu: int | str, cost: CostModel | ModelShape | None = None, flags: Sequence[str] = ()
+) -> Installation[BridgeSettings]:
+    """Have Megatron-Bridge's `pretrain` and `finetune` balance training and evaluation.
+
+    Every rank calls it before them. The configuration needs `model.calculate_per_token_loss`. With the data loader
+    `batch`, which hands out a global batch at a time, nothing is prepared while a step runs.
+
+    Args:
+        max_tokens_per_gpu: the largest number of tokens of a micro-batch on one GPU, or `auto`.
+        cost: of a sample, or the model whose FLOPs count; by default those of the model that Bridge builds.
+        flags: further balance flags (docs/flags.md), such as `["--balance-record", "run"]`.
+
+    Returns:
+        The installation; `undo()` removes the hooks and forgets the run.
+
+    Raises:
+        BalanceError: Megatron-Bridge is missing, of another version or has changed, or is hooked with other settings;
+            nothing is changed then.
+    """
+    install_core()
+    settings = BridgeSettings(max_tokens_per_gpu, cost, tuple(flags))
+    version = f"megatron-bridge {_version()}"
+    if bridge_installation.settings is None:
+        patches = install_hooks(BRIDGE_HOOKS, version=version)
+        bridge_installation.install(settings, hook=_BuiltRun)  # undone last, after the hooks
+        bridge_installation.add(patches)
+    return bridge_installation.install(settings, hook=_BuiltRun)
+
+
+def with_balanced_train_step(train_step: Function) -> Function:
+    """Give the step a schedule that balances it."""
+    signature = inspect.signature(train_step)
+
+    @functools.wraps(train_step)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        call = signature.bind(*positional, **keywords)
+        run = _run_of(call.arguments["global_state"], model=call.arguments["model"])
+        if run is None:
+            return train_step(*positional, **keywords)
+        _check_loader(call.arguments["data_iterator"])
+        call.arguments["forward_backward_func"] = _balanced(run, call.arguments["forward_backward_func"])
+        with serving(run):
+            result = train_step(*call.args, **call.kwargs)
+            run.logged()
+        return result
+
+    return wrapper
+
+
+def with_balanced_evaluation(evaluate: Function) -> Function:
+    """Balance the steps of an evaluation. Their losses are sums over tokens, which no packing changes."""
+    signature = inspect.signature(evaluate)
+
+    @functools.wraps(evaluate)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        call = signature.bind(*positional, **keywords)
+        state = call.arguments["state"]
+        run = _run_of(state, model=call.arguments["model"])
+        if run is None or run.evaluation is None:
+            return evaluate(*positional, **keywords)
+        with serving(run), run.evaluation.running(state.cfg.validation.eval_iters):
+            return evaluate(*positional, **keywords)
+
+    return wrapper
+
+
+def with_evaluation_schedule(get_forward_backward_func: Function) -> Function:
+    """Return a schedule that balances, within an evaluation that does."""
+
+    @functools.wraps(get_forward_backward_func)
+    def wrapper(*positional: Any, **keywords: Any) -> Function:
+        schedule = get_forward_backward_func(*positional, **keywords)
+        run = current()
+        return schedule if run is None else _balanced(run, schedule)
+
+    return wrapper
+
+
+BRIDGE_HOOKS = (
+    Hook(
+        target="megatron.bridge.training.train:train_step",
+        bound_in=("megatron.bridge.training.train",),
+        parameters=("data_iterator", "model", "global_state", "forward_backward_func"),
+        wrap=with_balanced_train_step,
+        why="train() binds get_forward_backward_func by value, and passes it here with the model and the state",
+        until="Bridge takes a schedule, or a data scheduler, from its configuration",
+    ),
+    Hook(
+        target="megatron.bridge.training.eval:evaluate",
+        bound_in=("megatron.bridge.training.eval",),
+        parameters=("state", "model"),
+        wrap=with_balanced_evaluation,
+        why="only its forward-only steps are balanced, and it has the model and the run's state",
+        until="likewise",
+    ),
+    Hook(
+        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        bound_in=("megatron.bridge.training.eval",),
+        parameters=("pp_size", "vp_size"),
+        wrap=with_evaluation_schedule,
+        why="evaluate() asks for the schedule by the name that its module bound by value",
+        until="likewise",
+    ),
+)
+"""The hooks in Megatron-Bridge, beside those in megatron.core."""
+
+bridge_installation: Installation[BridgeSettings] = Installation("Megatron-Bridge")
+
+_built: tuple[Any, Namespace, BalancedForwardBackward | None] | None = None
+"""Bridge's state, the arguments read from it, and the run that was built for them."""
+
+
+class _BuiltRun:
+    """The run as an entry of an `Installation`, which removes it."""
+
+    def undo(self) -> None:
+        global _built
+        _built = None
+
+
+def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:
+    """The balanced run of Bridge's state, built on the first call; every rank of the world calls it."""
+    global _built
+    if _built is None or _built[0] is not state:
+        args = _arguments(state.cfg, model=model)
+        _built = state, args, balanced_forward_backward(args)
+    _, args, run = _built
+    args.curr_iteration = state.train_state.step
+    return run
+
+
+def _arguments(config: Any, *, model: Any) -> Namespace:
+    """Megatron's arguments for Bridge's configuration; those that this package reads."""
+    settings = bridge_installation.settings
+    assert settings is not None, "the hooks are installed"
+    if config.dist.use_decentralized_pg:
+        raise BalanceError(
+            "dist.use_decentralized_pg is set: process groups are then not those of megatron.core's parallel state, "
+            "from which the layout is read; unset it, or train without install_bridge()."
+        )
+    by_batch = config.dataset.dataloader_type == "batch"
+    args = args_of_loop(
+        # Each step has an iterator of its own then, which ends with it.
+        [*(["--no-balance-overlap"] if by_batch else []), *settings.flags],
+        model=model,
+        max_tokens_per_gpu=settings.max_tokens_per_gpu,
+        cost=settings.cost,
+        num_steps=config.train.train_iters,
+        log_interval=config.logger.log_interval,
+        timeout=timedelta(minutes=config.dist.distributed_timeout_minutes),
+        eval_iters=config.validation.eval_iters or 0,
+    )
+    args.exit_interval = config.train.exit_interval
+    return args
+
+
+def _check_loader(data_iterator: Any) -> None:
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    if any(hasattr(getattr(iterator, "iterable", None), "save_state") for iterator in iterators):
+        raise BalanceError(
+            "the data loader saves its position with checkpoints (Energon): samples that were pulled ahead would be "
+            "lost with it; train on another data set, or without install_bridge()."
+        )
+
+
+def _balanced(run: BalancedForwardBackward, schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """The schedule, over balanced micro-batches with the keys that Bridge's forward step reads."""
+
+    @functools.wraps(schedule)
+    def on_packs(**arguments: Any) -> Any:
+        iterators = arguments["data_iterator"]
+        packs = [_with_keys(one) for one in iterators] if isinstance(iterators, list) else _with_keys(iterators)
+        return schedule(**arguments | {"data_iterator": packs})
+
+    return functools.partial(run, on_packs)
+
+
+def _with_keys(packs: Iterator[Any]) -> Iterator[Any]:
+    return map(with_attention_keys, packs)
+
+
+def _version() -> str:
+    """The version of Megatron-Bridge in this environment, if the tests run on it."""
+    try:
+        from megatron.bridge.package_info import __version__
+    except ModuleNotFoundError as error:
+        raise BalanceError("megatron-bridge is not installed: pip install megatron-bridge.") from error
+    if os.environ.get(ANY_VERSION) == "1":
+        return __version__
+    remedy = f"install megatron-bridge=={SUPPORTED_VERSIONS[-1]}.*, or set {ANY_VERSION}=1 to try this one"
+    return check_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)

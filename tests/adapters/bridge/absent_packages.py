@@ -1,0 +1,56 @@
+"""Stands in for packages that need CUDA and that Megatron-Bridge's training loop imports.
+
+The modules of `transformer_engine`, `megatron.energon` and `nvidia_resiliency_ext` have every name, all of them empty
+classes. Importing this module puts them in place, once Megatron Core has found no Transformer Engine; import
+Megatron-Bridge after it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import megatron.training.training  # noqa: F401 - looks for Transformer Engine
+
+ABSENT = ("transformer_engine", "megatron.energon", "nvidia_resiliency_ext")
+
+
+class _Empty(type):
+    """A class that has every attribute, as annotations and base classes ask for."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Empty(name, (), {})
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Empty(name, (), {})
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if any(fullname == package or fullname.startswith(f"{package}.") for package in ABSENT):
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(_Finder())
+sys.modules.pop("torch.utils.tensorboard", None)  # forked_runs.py's stand-in is smaller than what Bridge imports
