@@ -3,7 +3,8 @@
     python -m benchmarks.planner.scale --out benchmarks/results     # two minutes
 
 64 samples a rank of real lengths. Large batches are planned as copies of the plan of a part
-(`megatron_balance/planner/packing/copies.py`); beside each plan stands that of the batch searched as a whole.
+(`megatron_balance/planner/packing/copies.py`); beside each plan stand that of the batch searched as a whole, and the
+cheapest level, to which a run comes whose plans take more than a tenth of a step (`mcore/step/plan_budget.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.results_file import made_by, page_head, page_of, write_results
 from megatron_balance import DataSchedule, Topology, build_data_schedule
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.planner.packing import place
+from megatron_balance.planner.problem import CHEAPEST_LEVEL
 
 SAMPLES_PER_RANK = 64
 SIZES = (64, 256, 1024, 4096, 8192)
@@ -38,7 +40,7 @@ STEP_SECONDS = 5
 
 @dataclass(frozen=True)
 class Row:
-    """One cell: a batch planned as a run plans it, and as a whole.
+    """One cell: a batch planned as a run plans it, as a whole, and at the cheapest level.
 
     Attributes:
         dp_size: data-parallel ranks.
@@ -48,6 +50,8 @@ class Row:
         over_bound: predicted cost over the lower bound.
         whole_cpu_ms: of the plan of the batch as a whole.
         whole_over_bound: its predicted cost over the bound.
+        cheapest_cpu_ms: of the plan at the cheapest level.
+        cheapest_over_bound: its predicted cost over the bound.
     """
 
     dp_size: int
@@ -57,6 +61,8 @@ class Row:
     over_bound: float
     whole_cpu_ms: float
     whole_over_bound: float
+    cheapest_cpu_ms: float
+    cheapest_over_bound: float
 
 
 def main() -> int:
@@ -103,6 +109,9 @@ def plan_cells(sizes: Sequence[int], *, folder: Path | None) -> Iterator[Row]:
         plan, timing = timed(lambda arguments=arguments: build_data_schedule(**arguments))
         with patch.object(place, "num_parts", return_value=1):
             whole, of_whole = timed(lambda arguments=arguments: build_data_schedule(**arguments))
+        cheapest, of_cheapest = timed(
+            lambda arguments=arguments: build_data_schedule(**arguments, level=CHEAPEST_LEVEL)
+        )
         yield Row(
             dp_size,
             ep_size,
@@ -111,6 +120,8 @@ def plan_cells(sizes: Sequence[int], *, folder: Path | None) -> Iterator[Row]:
             over_bound=_over_bound(plan),
             whole_cpu_ms=of_whole.cpu_ms,
             whole_over_bound=_over_bound(whole),
+            cheapest_cpu_ms=of_cheapest.cpu_ms,
+            cheapest_over_bound=_over_bound(cheapest),
         )
 
 
@@ -142,7 +153,30 @@ def _cells(row: Row) -> list[str]:
         f"{row.over_bound:.4f}",
         f"{row.whole_cpu_ms:.0f}",
         f"{row.whole_over_bound:.4f}",
+        f"{row.cheapest_cpu_ms:.0f}",
+        f"{row.cheapest_over_bound:.4f}",
     ]
+
+
+def page_table(result: dict[str, Any], *, cheapest: bool = False) -> str:
+    """The table of docs/scale.md: CPU ms and, in brackets, the distance of each cell's plan.
+
+    Args:
+        result: of planner_scale.json.
+        cheapest: of the cheapest level, where plans are those of the size.
+    """
+    columns = list(product(EXPERTS, STAGES))
+    cells: dict[tuple[int, int, int], str] = {}
+    for row in (Row(**row) for row in result["rows"]):
+        shown = (row.cheapest_cpu_ms, row.cheapest_over_bound) if cheapest else (row.cpu_ms, row.over_bound)
+        cells[row.dp_size, row.ep_size, row.pp_size] = "{:.0f} ({:.4f})".format(*shown)
+    sizes = list(dict.fromkeys(dp_size for dp_size, _, _ in cells))
+    lines = [[f"{size:,}", *(cells[(size, *column)] for column in columns)] for size in sizes]
+    return table("data-parallel ranks | " + " | ".join(_kind(*column) for column in columns), lines, align="r" * 7)
+
+
+def _kind(ep_size: int, pp_size: int) -> str:
+    return f"{'dense' if ep_size == 1 else f'EP{ep_size}'}, PP{pp_size}"
 
 
 def _report(result: dict[str, Any]) -> str:
@@ -153,12 +187,13 @@ def _report(result: dict[str, Any]) -> str:
             page_head("Planning at scale", result["command"]),
             f"{SAMPLES_PER_RANK} samples a rank, 16,384 tokens a micro-batch, Qwen3-8B or Qwen3-30B-A3B; lengths:",
             f"{lengths}.",
-            "*As a whole*: the batch searched without parts. PP1 counts no fixed cost of a micro-batch, PP8 that of "
-            f"{MICROBATCH_TOKENS} tokens.",
+            f"*As a whole*: the batch searched without parts. *Cheapest*: level {CHEAPEST_LEVEL}.",
+            f"PP1 counts no fixed cost of a micro-batch, PP8 that of {MICROBATCH_TOKENS} tokens.",
             "The bound of a pipeline counts a bubble of empty micro-batches only: no plan comes near it.",
             "",
             table(
-                f"ranks | samples | CPU ms | % of {STEP_SECONDS} s | over bound | as a whole: CPU ms | over bound",
+                f"ranks | samples | CPU ms | % of {STEP_SECONDS} s | over bound | as a whole: CPU ms | over bound"
+                " | cheapest: CPU ms | over bound",
                 map(_cells, rows),
             ),
         ]

@@ -31,7 +31,7 @@ from megatron_balance.planner.locality.relabel import Homes, keep_local
 from megatron_balance.planner.objectives import OBJECTIVES, resolve_objective
 from megatron_balance.planner.packing.place import place
 from megatron_balance.planner.partition import ALGORITHMS
-from megatron_balance.planner.problem import build_problem
+from megatron_balance.planner.problem import CHEAPEST_LEVEL, build_problem
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
@@ -52,6 +52,7 @@ def build_data_schedule(
     move_samples: bool = True,
     relabel: bool = True,
     ranks_per_node: int | None = None,
+    level: int = 0,
 ) -> DataSchedule:
     """Plans one global batch.
 
@@ -74,6 +75,8 @@ def build_data_schedule(
         move_samples: False keeps every sample on its home rank.
         relabel: exchange interchangeable ranks and slots so that fewer tokens leave their home rank; costs stay equal.
         ranks_per_node: data-parallel ranks of one node; samples that move stay on their node where possible.
+        level: 0, or a cheaper plan of the same invariants: 1 refines nothing and brings no
+            samples home, 2 plans copies of smaller parts as well. Plans with dynamic sizes have one level.
 
     Returns:
         DataSchedule: the same on every rank and platform.
@@ -133,6 +136,8 @@ def build_data_schedule(
             num_segments=counts,
             home_ranks=homes,
         )
+    if not 0 <= level <= CHEAPEST_LEVEL:
+        raise BalanceError(f"level is {level!r}: it must be an integer from 0 to {CHEAPEST_LEVEL}.")
     problem = build_problem(
         padded_segments,
         cost_model=cost_model,
@@ -141,6 +146,7 @@ def build_data_schedule(
         objective=OBJECTIVES[objective],
         num_segments=counts,
         images=images,
+        level=level,
     )
     bound_to = homes if not move_samples else None
     if kept is not None and move_samples:
@@ -152,7 +158,7 @@ def build_data_schedule(
     if homes is not None:
         at_home = Homes(homes, tokens=original, ranks_per_node=ranks_per_node)
         moved = at_home.moved_tokens(slot_of // num_microbatches)
-        if move_samples and relabel:
+        if move_samples and relabel and not level:
             slot_of = keep_local(
                 problem, slot_of, num_microbatches=num_microbatches, homes=at_home, whole_ranks=kept is not None
             )

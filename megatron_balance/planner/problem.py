@@ -21,6 +21,10 @@ from megatron_balance.planner.kinds import Kinds
 from megatron_balance.planner.timing import Makespan, Sum, Timing
 from megatron_balance.topology import Limits, Topology
 
+SMALLER_PARTS = CHEAPEST_LEVEL = 2
+"""The level from which on parts are smaller (`packing/copies.py`), and the last one. From the first on nothing is
+refined, no algorithm by name is tried, and samples are not brought home (`locality/`)."""
+
 
 class Objective(ABC):
     """The measure of a plan: where ranks wait for one another, and the predicted time of a step.
@@ -116,6 +120,7 @@ class Problem:
         cost_shift: costs are in units of `2**cost_shift` of the cost model's.
         topology: the ranks.
         objective: measure of plans.
+        level: 0 for all the effort that the size allows, up to `CHEAPEST_LEVEL` for less.
     """
 
     costs: NDArray[np.int64]
@@ -128,6 +133,7 @@ class Problem:
     cost_shift: int
     topology: Topology
     objective: Objective
+    level: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -188,6 +194,7 @@ def build_problem(
     objective: Objective,
     num_segments: NDArray[np.int64] | None = None,
     images: Images | None = None,
+    level: int = 0,
 ) -> Problem:
     """Turns lengths, a cost model, ranks and limits into integers.
 
@@ -200,6 +207,7 @@ def build_problem(
         num_segments: `[num_samples]` int64 segments of each sample, whose tokens and cost are sums over them.
         images: those of the samples, whose costs are added to theirs; None for none. They take no room in a
             micro-batch beside the tokens that they become.
+        level: as in Problem.
 
     Raises:
         BalanceError: expert-parallel groups do not divide the data-parallel ranks, or `per_microbatch`
@@ -240,6 +248,7 @@ def build_problem(
         cost_shift=scaled.shift,
         topology=topology,
         objective=objective,
+        level=level,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.planner import scale
 from benchmarks.planner.baselines import BASELINES, FROM_WHEELS
 from benchmarks.planner.baselines.equal_size_kk import equal_size_kk
 from benchmarks.planner.baselines.lpt import lpt
@@ -177,6 +178,20 @@ def test_the_whole_benchmark_runs_and_writes_what_it_says(tmp_path):
     markdown = (tmp_path / "planner.md").read_text()
     assert all(re.search(rf"^## {re.escape(setup.name)}", markdown, re.MULTILINE) for setup in QUICK_SETUPS)
     assert markdown.count("**ours**") == len(QUICK_SETUPS) + 1
+
+    at_scale = json.loads((tmp_path / "planner_scale.json").read_text())["rows"]
+    assert len(at_scale) == len(scale.EXPERTS) * len(scale.STAGES)
+    for row in at_scale:
+        assert 1.0 <= row["over_bound"] <= row["cheapest_over_bound"]
+
+
+def test_the_page_on_scale_shows_the_plans_of_a_full_run():
+    result = json.loads((ROOT / "benchmarks" / "results" / "planner_scale.json").read_text())
+    assert {row["dp_size"] for row in result["rows"]} == set(scale.SIZES)
+    assert result["real_lengths"]
+    page = (ROOT / "docs" / "scale.md").read_text()
+    assert scale.page_table(result) in page
+    assert scale.page_table(result, cheapest=True) in page
 
 
 def test_results_in_the_repository_are_of_a_full_run():

@@ -11,7 +11,7 @@ from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_da
 from megatron_balance.lengths.read import synthetic_lengths
 from megatron_balance.planner.objectives import OBJECTIVES, resolve_objective
 from megatron_balance.planner.packing import copies, place
-from megatron_balance.planner.problem import build_problem
+from megatron_balance.planner.problem import CHEAPEST_LEVEL, build_problem
 
 TOPOLOGIES = (
     Topology(8),
@@ -39,12 +39,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     costs=st.sampled_from(
         (CostModel.tokens(), CostModel(linear=3, quadratic=1, expert_linear=7, per_microbatch=50, per_sequence=9))
     ),
+    level=st.integers(0, CHEAPEST_LEVEL),
 )
 @pytest.mark.usefixtures("small_parts")
-def test_copies_keep_every_invariant(lengths: list[int], topology: Topology, limits: Limits, costs: CostModel) -> None:
-    schedule = build_data_schedule(lengths, cost_model=costs, topology=topology, limits=limits)
+def test_copies_keep_every_invariant(
+    lengths: list[int], topology: Topology, limits: Limits, costs: CostModel, level: int
+) -> None:
+    schedule = build_data_schedule(lengths, cost_model=costs, topology=topology, limits=limits, level=level)
     schedule.check()
-    again = build_data_schedule(lengths[::-1], cost_model=costs, topology=topology, limits=limits)
+    again = build_data_schedule(lengths[::-1], cost_model=costs, topology=topology, limits=limits, level=level)
     assert again.predicted_cost == schedule.predicted_cost
 
 
@@ -64,24 +67,28 @@ def test_copies_are_near_the_plan_of_the_whole(topology: Topology, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("topology", "samples_per_rank", "parts"),
+    ("topology", "samples_per_rank", "level", "parts"),
     [
-        (Topology(8192), 64, 32),
-        (Topology(1250), 128, 5),  # any divisor
-        (Topology(1009), 128, 1),  # a prime
-        (Topology(8192, ep_size=64), 64, 4),
-        (Topology(8192, ep_size=64, pp_size=8), 64, 8),  # the search of a pipeline takes longest
-        (Topology(2048, ep_size=64, pp_size=8), 64, 2),
-        (Topology(1024, ep_size=64, pp_size=8), 64, 1),
-        (Topology(64), 64, 1),
+        (Topology(8192), 64, 0, 32),
+        (Topology(8192), 64, 1, 32),
+        (Topology(8192), 64, 2, 128),
+        (Topology(1250), 128, 0, 5),  # any divisor
+        (Topology(1009), 128, 2, 1),  # a prime
+        (Topology(8192, ep_size=64), 64, 0, 4),
+        (Topology(8192, ep_size=64), 64, 2, 16),
+        (Topology(8192, ep_size=64, pp_size=8), 64, 0, 8),  # the search of a pipeline takes longest
+        (Topology(2048, ep_size=64, pp_size=8), 64, 0, 2),
+        (Topology(1024, ep_size=64, pp_size=8), 64, 0, 1),
+        (Topology(64), 64, 0, 1),
     ],
 )
-def test_numbers_of_parts(topology: Topology, samples_per_rank: int, parts: int) -> None:
+def test_numbers_of_parts(topology: Topology, samples_per_rank: int, level: int, parts: int) -> None:
     problem = build_problem(
         np.full(samples_per_rank * topology.dp_size, 100),
         cost_model=CostModel(linear=1, expert_linear=1),
         topology=topology,
         limits=Limits(1000),
         objective=OBJECTIVES[resolve_objective("auto", topology=topology)],
+        level=level,
     )
     assert copies.num_parts(problem) == parts

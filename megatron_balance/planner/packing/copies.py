@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner.packing.empty_slots import fill_empty
 from megatron_balance.planner.packing.slot_layout import Placement, in_order
-from megatron_balance.planner.problem import Problem
+from megatron_balance.planner.problem import SMALLER_PARTS, Problem
 
 MIN_SAMPLES = 16384
 """Samples of a part at least. Parts of a quarter of that were given numbers of micro-batches that cost 5 % more."""
@@ -40,10 +40,12 @@ time (`sorting.py`)."""
 def num_parts(problem: Problem) -> int:
     """Parts in which a batch is planned; 1 where it is too small for several."""
     num_groups, num_samples = problem.topology.dp_size // problem.sync_group_size, problem.num_samples
-    most = num_groups // MIN_GROUPS
+    # A cheaper plan may use parts of a quarter.
+    smaller = 4 if problem.level >= SMALLER_PARTS else 1
+    most = num_groups * smaller // MIN_GROUPS
     if problem.objective.is_makespan(problem.topology):
         most = max(most, min(-(-num_samples // MAX_PIPELINE_SAMPLES), 2 * num_groups // MIN_GROUPS))
-    most = min(most, num_samples // MIN_SAMPLES)
+    most = min(most, num_samples * smaller // MIN_SAMPLES)
     return max((parts for parts in range(1, most + 1) if num_groups % parts == 0), default=1)
 
 

@@ -74,7 +74,7 @@ def place_groups(problem: Problem, *, num_microbatches: int, work: int, fill: bo
         again, bin_of = _corrected(packed, *found)
         if again.predicted_cost < best.predicted_cost:
             best, best_bins = again, bin_of
-    if problem.num_samples <= MAX_REFINED_SAMPLES:
+    if problem.num_samples <= MAX_REFINED_SAMPLES and not problem.level:
         refined = refine(
             problem.costs,
             weights=problem.weights,

@@ -73,7 +73,7 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
         found = replace(found, slot_of=slot_of)
     else:
         found = _place_by_ranks(problem, algorithm=algorithm, home_ranks=home_ranks, bound=bound, work=work)
-    if by_levels and problem.num_samples <= MAX_NAMED_SAMPLES:
+    if by_levels and problem.num_samples <= MAX_NAMED_SAMPLES and not problem.level:
         for name in problem.objective.trials:
             if found.predicted_cost > bound + bound // WORTH_TRIALS:
                 by_name = _place_by_ranks(problem, algorithm=name, home_ranks=home_ranks, bound=bound, work=work)

@@ -30,7 +30,7 @@ def place_ranks(problem: Problem, *, num_microbatches: int, work: int, steepness
     bin_of, num_microbatches = pack_ranks(problem, num_microbatches=num_microbatches, steepness=steepness)
     bin_of = fill_empty(problem, bin_of, num_parts=dp_size, bins_per_part=num_microbatches, across=True)
     found = lay_out(problem, bin_of, num_microbatches=num_microbatches)
-    if problem.num_samples > MAX_REFINED_SAMPLES:
+    if problem.num_samples > MAX_REFINED_SAMPLES or problem.level:
         return found
     # Also divide the same micro-batches among the ranks as rows: with few samples this is often more even.
     as_rows = lay_out(problem, bin_of, num_microbatches=num_microbatches, span=dp_size)
