@@ -34,7 +34,7 @@ FRAME_NBYTES = 48
 FRAMES_OF_SENDER = 2
 FRAMES_OF_RECEIVER = 1
 
-INLINE_NUMBERS = 125
+INLINE_NUMBERS = 124
 """Of a step, which come with the outcome of a replica."""
 
 INT = FLOAT = 8
@@ -137,7 +137,7 @@ def pass_on(num_ranks: int, *, rank: int, num_numbers: int) -> Traffic:
         rank: within it.
         num_numbers: a step's number of micro-batches and their tokens, and lengths where they are sent too.
     """
-    outcome = broadcast(num_ranks, rank=rank, row_nbytes=INT * (3 + INLINE_NUMBERS))
+    outcome = broadcast(num_ranks, rank=rank, row_nbytes=INT * (4 + INLINE_NUMBERS))
     more = max(num_numbers - INLINE_NUMBERS, 0)
     return outcome + broadcast(num_ranks, rank=rank, row_nbytes=INT * more) if more else outcome
 

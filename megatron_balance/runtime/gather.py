@@ -26,8 +26,10 @@ from megatron_balance.runtime.image_patches import image_patches
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 from megatron_balance.samples.sample import Sample, SampleSchema
 
-NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE = range(9)
-HEADER_FIELDS = 9
+NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE, PLAN_SHARE = (
+    range(10)
+)
+HEADER_FIELDS = 10
 ROW_MULTIPLE = 64  # int64: 512 bytes
 NO_SCHEMA = -1  # hashes are not negative
 
@@ -46,6 +48,7 @@ def gather_sample_lengths(
     new_source: bool = False,
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
+    plan_share: int = 0,
     patch_values: int | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -73,6 +76,7 @@ def gather_sample_lengths(
         new_source=new_source,
         problem=problem,
         row_values=row_values,
+        plan_share=plan_share,
         image_patches=patches,
         device=device,
     )
@@ -91,6 +95,7 @@ def gather_lengths(
     new_source: bool = False,
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
+    plan_share: int = 0,
     image_patches: NDArray[np.int64] | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -109,6 +114,7 @@ def gather_lengths(
         problem: an error in this rank's data. It is raised here, on every rank.
         row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
             `next_row_values` of the last gather that all of them completed.
+        plan_share: thousandths of a step that this rank's plans took; 0 for not known.
         image_patches: `[num_local_samples, 2]`, as `image_patches` counts them; None on every rank or on none.
         device: where the collective's buffers live: `cuda` for NCCL.
 
@@ -142,6 +148,7 @@ def gather_lengths(
     header[UNPACKED] = not packed
     header[STEP] = step
     header[NEW_SOURCE] = new_source
+    header[PLAN_SHARE] = plan_share
     inline = values[:row_values]
     header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
     headers = all_gather_row(header, group=group, device=device, what="the lengths of all ranks' samples (gather)")
@@ -190,6 +197,7 @@ def gather_lengths(
         padded, num_values=num_values - num_samples_per_rank * num_columns, num_samples=num_samples_per_rank
     )
     starts = np.cumsum(all_counts) - all_counts
+    shares = headers[:, PLAN_SHARE]
     return GatheredLengths(
         lengths=np.add.reduceat(segment_lengths, starts) if len(starts) else segment_lengths,
         home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_samples_per_rank),
@@ -199,6 +207,7 @@ def gather_lengths(
         num_segments=all_counts,
         segment_lengths=segment_lengths,
         new_source=bool(headers[:, NEW_SOURCE].any()),
+        plan_share=int(shares.max()) if shares.all() else 0,
         next_row_values=_row_values_for(int(num_values.max())),
         ragged_lengths=of_samples[:, :num_ragged] if num_ragged else None,
         image_patches=None if image_patches is None else of_samples[:, num_ragged:],

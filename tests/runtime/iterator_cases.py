@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance import BalanceError, CostModel, Limits, Topology
+from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.plan_process import MIN_SAMPLES
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.planner.problem import CHEAPEST_LEVEL
 from megatron_balance.runtime.replica import Replica
 
 NUM_ITEMS = 2
@@ -231,3 +232,54 @@ def _rows_with_images(rank: int) -> Any:
             "image_grid_thw": torch.tensor([[2, 1, 3]]).expand(sum(counts), 3),
             "image_grid_thw_lengths": torch.tensor(counts),
         }
+
+
+def levels_of_steps(
+    *, slow_rank: int | None, num_steps: int, deterministic: bool = False
+) -> list[tuple[int, int, list[int]]]:
+    """The level of every step's plan, its digest, and those of the plans of all levels, in two stages of two replicas.
+
+    Args:
+        slow_rank: rank whose plans take longest by its own clock; those of the others take no time.
+        num_steps: of the run.
+        deterministic: `--deterministic-mode`.
+    """
+    dp_group, replica = _layout("pp")
+    config = BalanceConfig(
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=64,
+        balance_data=True,
+        balance_by_flops=True,
+        deterministic=deterministic,
+    )
+    topology, limits, cost_model = Topology(2), Limits(64), CostModel(linear=10, quadratic=1)
+    planner = StepPlanner(config, topology=topology, limits=limits, cost_model=cost_model, dp_group=dp_group)
+    seconds = 1e3 if dist.get_rank() == slow_rank else 0.0
+    add_plan = planner.budget.add_plan
+    planner.budget.add_plan = lambda _: add_plan(seconds)  # type: ignore[method-assign]
+    prefetcher, iterator = StepPrefetcher(planner, replica=replica), _items(1000 * dp_group.rank())
+    num_items = MIN_SAMPLES // dp_group.size()
+    outcomes: list[tuple[int, int, list[int]]] = []
+    level = 0
+    for _ in range(num_steps):
+        made = prefetcher.balance(iterator, num_microbatches=num_items)
+        plan = made.schedule
+        assert plan is not None
+        of_levels = [
+            build_data_schedule(
+                plan.lengths,
+                cost_model=cost_model,
+                topology=topology,
+                limits=limits,
+                home_ranks=plan.home_ranks,
+                level=of_level,
+            ).digest()
+            for of_level in range(CHEAPEST_LEVEL + 1)
+        ]
+        outcomes.append((level, plan.digest(), of_levels))
+        level = made.plan_level
+        prefetcher.prepare(iterator, num_microbatches=num_items)
+    assert prefetcher._prepared is not None
+    prefetcher._prepared.result(timeout=30)
+    planner._plans.close()
+    return outcomes

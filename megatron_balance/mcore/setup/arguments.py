@@ -50,6 +50,7 @@ class BalanceConfig:
         unit: `segment` or `sample`.
         unpad: the token id of padding in rows without cu_seqlens, or `attention_mask`; None where rows are packed.
         lookahead: global batches to choose from.
+        deterministic: runs must be reproducible (`--deterministic-mode`): no plan depends on the time of others.
         record: folder of the run's record, or None. Ranks may name it differently.
     """
 
@@ -72,6 +73,7 @@ class BalanceConfig:
     unit: str = "segment"
     unpad: int | str | None = None
     lookahead: int = 1
+    deterministic: bool = False
     record: str | None = field(default=None, repr=False)
 
     @classmethod
@@ -112,6 +114,7 @@ class BalanceConfig:
             unit=args.balance_unit,
             unpad=args.balance_unpad,
             lookahead=args.balance_lookahead,
+            deterministic=bool(getattr(args, "deterministic_mode", False)),
             record=args.balance_record,
         )
 

@@ -27,6 +27,7 @@ class BalancedStep:
         pool: the samples that wait after this step, or None without look-ahead.
         calibration: what online calibration knew when this step was planned, or None without it.
         plan_seconds: spent planning.
+        plan_level: of the plans after this one (`plan_budget.py`), the same on every rank.
         exchange_seconds: spent splitting, gathering, rerouting, packing and agreeing.
         exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
         new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
@@ -46,6 +47,7 @@ class BalancedStep:
     pool: SamplePool | None = None
     calibration: CalibrationState | None = None
     plan_seconds: float = 0.0
+    plan_level: int = 0
     exchange_seconds: float = 0.0
     exposed_seconds: float = 0.0
     new_iterator: bool = False

@@ -54,6 +54,7 @@ class PlannedStep:
     pool: SamplePool | None
     calibration: CalibrationState | None
     plan_seconds: float
+    plan_level: int
     exchange_seconds: float
     new_iterator: bool
 
@@ -104,6 +105,7 @@ class PlannedStep:
             pool=self.pool,
             calibration=self.calibration,
             plan_seconds=self.plan_seconds,
+            plan_level=self.plan_level,
             exchange_seconds=time.perf_counter() - started + self.exchange_seconds,
             new_iterator=self.new_iterator,
         )

@@ -34,7 +34,8 @@ from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.item_splitter import ItemSplitter
 from megatron_balance.mcore.step.own_slots import prepare_samples
-from megatron_balance.mcore.step.plan_process import PlanProcess
+from megatron_balance.mcore.step.plan_budget import PlanBudget
+from megatron_balance.mcore.step.plan_process import MIN_SAMPLES, PlanProcess
 from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
@@ -117,6 +118,8 @@ class StepPlanner:
         self._buffers = HostBuffers()
         self._calibrated_step = -1
         self._plans = PlanProcess(timeout=timeout / 2)
+        has_levels = config.balance_data and config.partition_algorithm in ("auto", "level_packing")
+        self.budget = PlanBudget(fixed=config.deterministic or topology.dynamic_cp or not has_levels)
         self._row_values = INLINE_LENGTHS
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
@@ -192,6 +195,7 @@ class StepPlanner:
         first_item: int,
     ) -> PlannedStep:
         started = time.perf_counter()
+        self.budget.begin_step(step, seconds=started)
         items, failure, samples = fetched.items, fetched.failure, []
         packed = all(isinstance(item, Mapping) and self._splitter.has_lengths(item) for item in items)
         if failure is None and len(items) < num_items and (pool is None or items):
@@ -209,11 +213,13 @@ class StepPlanner:
                 new_source=new_iterator,
                 problem=None if failure is None else failure.problem,
                 row_values=self._row_values,
+                plan_share=self.budget.share,
                 patch_values=self._patch_values,
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
         self._row_values = gathered.next_row_values
         new_iterator = gathered.new_source
+        plan_level = self.budget.next_level(gathered.plan_share)
         if not packed:
             raise BalanceError(NOT_PACKED)
         if pool is not None:
@@ -230,6 +236,8 @@ class StepPlanner:
             self.cost_model = self.calibration.cost_model
         schedule = self._plan(gathered)
         planned = time.perf_counter()
+        if len(gathered.lengths) >= MIN_SAMPLES:  # smaller plans take milliseconds at any level
+            self.budget.add_plan(planned - plan_started)
         if self._device_exchange is not None:  # over NCCL, ranks with different plans would wait without end
             check_same_schedule(schedule.digest(), group=self.dp_group)
         exchange = prepare_samples(
@@ -256,6 +264,7 @@ class StepPlanner:
             pool=pool,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
+            plan_level=plan_level,
             exchange_seconds=time.perf_counter() - planned + plan_started - started,
             new_iterator=new_iterator,
         )
@@ -305,4 +314,5 @@ class StepPlanner:
             home_ranks=gathered.home_ranks,
             move_samples=self.config.balance_data,
             ranks_per_node=self.ranks_per_node,
+            level=self.budget.level,
         )

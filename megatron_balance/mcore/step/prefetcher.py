@@ -259,9 +259,16 @@ class StepPrefetcher:
                 made = replace(made, microbatches=self._pack_starts(made))
         else:
             numbers = numbers_of(made, with_lengths=self._shares_lengths)
-            own = Share(step, numbers, digest=made.fingerprint, new_source=made.new_iterator)
+            own = Share(
+                step,
+                numbers,
+                digest=made.fingerprint,
+                new_source=made.new_iterator,
+                plan_level=made.plan_level,
+            )
             shared = self._replica.share(own)
-        return replace(made, new_iterator=shared.new_source)
+        self.planner.budget.use(shared.plan_level)
+        return replace(made, new_iterator=shared.new_source, plan_level=shared.plan_level)
 
     def _raise(self, failure: Failure, *, step: int) -> NoReturn:
         """Raise it here once the replica's other ranks have received it."""
