@@ -37,7 +37,8 @@ def images_of_samples(inputs: Sequence[Mapping[str, Any] | None], *, encoder: Vi
 
     A grid `[num_images, 3]` gives their patches (Qwen-VL). Without one, pixels `[..., channels, height, width]` are cut
     into patches of the encoder's size, picture by picture (tiles of LLaVA; tiles of padding count, which the model
-    leaves out), and pixels `[num_patches, patch_values]` count as one image.
+    leaves out), and pixels `[num_patches, patch_values]` count as one image. A grid on the meta device has no
+    values: there pixels count.
 
     Args:
         inputs: `[num_samples]` the processor's outputs, tensors or arrays; None or {} for a sample of text alone.
@@ -61,7 +62,7 @@ def _patches(inputs: Mapping[str, Any], *, encoder: VisionEncoder) -> list[int]:
     patches: list[int] = []
     for pixels_key, grid_key in _VISUAL_KEYS:
         grid, pixels = inputs.get(grid_key), inputs.get(pixels_key)
-        if grid is not None:
+        if grid is not None and not getattr(grid, "is_meta", False):
             patches += patches_of_grids(grid.tolist()).tolist()
         elif pixels is not None:
             patches += _patches_of_pixels(pixels.shape, encoder=encoder, key=pixels_key)

@@ -19,6 +19,7 @@ from megatron_balance.adapters.areal.transport import redistribute
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Hook
+from megatron_balance.model.vision import VisionEncoder
 from megatron_balance.runtime.gather import gather_lengths
 
 _MODULE = "areal.infra.dist_rollout"
@@ -30,7 +31,9 @@ class _Moved(list[Any]):
     result: Any
 
 
-def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: bool) -> tuple[Hook, ...]:
+def redistribution_hooks(
+    *, cost_model: CostModel, ep_size: int, encoder: VisionEncoder | None, gather_all: bool
+) -> tuple[Hook, ...]:
     """The hooks of the redistribution; arguments as in `ArealOptions`."""
 
     def redistribute_trajectories(
@@ -47,6 +50,7 @@ def redistribution_hooks(*, cost_model: CostModel, ep_size: int, gather_all: boo
             group=group,
             cost_model=cost_model,
             ep_size=ep_size,
+            encoder=encoder,
             gather_all=gather_all,
             device=buffer_device(group),
         )

@@ -15,9 +15,18 @@ from typing import Any
 from torch import Tensor
 
 from megatron_balance.adapters.areal.plan import ids_per_rank, plan_ranks
-from megatron_balance.adapters.areal.trajectories import MASK, Batch, join_rows, row_lengths, split_rows
+from megatron_balance.adapters.areal.trajectories import (
+    MASK,
+    Batch,
+    images_of_items,
+    join_rows,
+    row_lengths,
+    split_rows,
+)
+from megatron_balance.adapters.processor_images import counted_encoder
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, resolve_cost
+from megatron_balance.model.vision import VisionEncoder
 
 Dispatched = tuple[list[list[dict[str, Any]]], list[list[int]]]
 """AReaL's result: for every worker its items, and their positions."""
@@ -56,22 +65,27 @@ def balance_batch(
     """
     lengths = [length for batch in batches for length in row_lengths(batch)]
     rows = [row for batch in batches for row in split_rows(batch)]
+    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
     schedule = plan_ranks(
         lengths,
         num_rows=[1] * len(rows),
         dp_size=dp_num,
-        cost_model=resolve_cost(cost, model=model, ep_size=ep_size),
+        cost_model=cost_model,
         ep_size=ep_size,
+        images=images_of_items(rows, encoder=counted_encoder(model, cost_model=cost_model)),
     )
     return [join_rows([rows[index] for index in ids]) for ids in ids_per_rank(schedule)]
 
 
-def make_dispatch(*, cost_model: CostModel, ep_size: int = 1) -> Callable[..., Dispatched]:
+def make_dispatch(
+    *, cost_model: CostModel, ep_size: int = 1, encoder: VisionEncoder | None = None
+) -> Callable[..., Dispatched]:
     """A function in place of AReaL's `_dispatch_tensors`, with its signature.
 
     Args:
         cost_model: what a row costs.
         ep_size: expert-parallel ranks.
+        encoder: runs the images of a row; None where they cost nothing.
     """
 
     def dispatch_tensors(item_list: list[dict[str, Any]], dp_size: int, group_size: int = 1) -> Dispatched:
@@ -83,6 +97,7 @@ def make_dispatch(*, cost_model: CostModel, ep_size: int = 1) -> Callable[..., D
             cost_model=cost_model,
             ep_size=ep_size,
             unit_size=group_size,
+            images=images_of_items(item_list, encoder=encoder),
         )
         indices = ids_per_rank(schedule)
         return [[item_list[index] for index in of_worker] for of_worker in indices], indices

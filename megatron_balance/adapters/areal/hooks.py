@@ -21,6 +21,7 @@ from megatron_balance.adapters.areal.settings import ArealOptions
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT
 from megatron_balance.adapters.areal.trainer import single_rank_hooks
 from megatron_balance.adapters.areal.trajectories import with_token_axis_cut
+from megatron_balance.adapters.processor_images import counted_encoder
 from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.installation import Installation, check_version
@@ -58,9 +59,11 @@ def install(
         BalanceError: AReaL is missing, of another version, or a target has moved; or the adapter is installed with
             other options. Nothing is changed then.
     """
+    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
     options = ArealOptions(
-        cost_model=resolve_cost(cost, model=model, ep_size=ep_size),
+        cost_model=cost_model,
         ep_size=ep_size,
+        encoder=counted_encoder(model, cost_model=cost_model),
         single_rank_load=single_rank_load,
         gather_all=gather_all,
         max_wait=max_wait,
@@ -86,7 +89,12 @@ def _supported_version() -> str:
 
 def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
     hooks = (
-        *redistribution_hooks(cost_model=options.cost_model, ep_size=options.ep_size, gather_all=options.gather_all),
+        *redistribution_hooks(
+            cost_model=options.cost_model,
+            ep_size=options.ep_size,
+            encoder=options.encoder,
+            gather_all=options.gather_all,
+        ),
         Hook(
             target="areal.infra.controller.train_controller:_dispatch_tensors",
             bound_in=(
@@ -94,7 +102,9 @@ def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
                 "areal.experimental.training_service.data_proxy.dispatcher",
             ),
             parameters=("item_list", "dp_size", "group_size"),
-            wrap=lambda _: make_dispatch(cost_model=options.cost_model, ep_size=options.ep_size),
+            wrap=lambda _: make_dispatch(
+                cost_model=options.cost_model, ep_size=options.ep_size, encoder=options.encoder
+            ),
             why="balances by our cost, accepts a number of items that is no multiple of the ranks",
             until="AReaL's controller takes a partition function",
         ),

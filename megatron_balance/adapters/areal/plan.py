@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.images import Images
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import KeySpec, SampleSchema
@@ -44,6 +45,7 @@ def plan_ranks(
     cost_model: CostModel,
     ep_size: int = 1,
     unit_size: int = 1,
+    images: Images | None = None,
     home_ranks: NDArray[np.int64] | None = None,
 ) -> DataSchedule:
     """Gives every rank as many units as the others, of nearly the same cost.
@@ -55,6 +57,7 @@ def plan_ranks(
         cost_model: what a row costs.
         ep_size: expert-parallel ranks.
         unit_size: consecutive items that stay together, such as the two answers of a reward pair.
+        images: of each item; None for no images.
         home_ranks: `[num_items]` rank that has each item; ranks of equal cost are then swapped so that less moves.
 
     Returns:
@@ -77,6 +80,7 @@ def plan_ranks(
     return build_data_schedule(
         lengths,
         num_segments=num_rows,
+        image_patches=images,
         cost_model=cost_model,
         topology=Topology(dp_size, ep_size=ep_size),
         # Samples are counted and not tokens: the cap on tokens is AReaL's own, in its micro-batches.

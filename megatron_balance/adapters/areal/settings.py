@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT
 from megatron_balance.cost.model import CostModel
+from megatron_balance.model.vision import VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class ArealOptions:
     Attributes:
         cost_model: what a row costs.
         ep_size: expert-parallel ranks.
+        encoder: runs the images of a row; None where they cost nothing.
         single_rank_load: one rank rolls out for all.
         gather_all: fill `RedistributedData.all_data` with what other ranks have.
         max_wait: how long ranks wait for the one that rolls out.
@@ -25,6 +27,7 @@ class ArealOptions:
 
     cost_model: CostModel = field(default_factory=CostModel.tokens)
     ep_size: int = 1
+    encoder: VisionEncoder | None = None
     single_rank_load: bool = False
     gather_all: bool = False
     max_wait: timedelta = MAX_WAIT

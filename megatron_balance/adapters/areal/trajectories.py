@@ -17,13 +17,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_balance.adapters.processor_images import images_of_samples
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.vision import VisionEncoder
+from megatron_balance.planner.images import Images
 
 MASK = "attention_mask"
+
+MULTI_MODAL = "multi_modal_input"
+"""AReaL's list of a processor's outputs, a dict a row."""
 
 Batch = dict[str, Any]
 
@@ -42,6 +49,24 @@ def row_lengths(batch: Mapping[str, Any]) -> list[int]:
         )
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return torch.where(mask != 0, positions, 0).amax(dim=1).tolist() if mask.shape[1] else [0] * len(mask)
+
+
+def images_of_items(items: Sequence[Mapping[str, Any]], *, encoder: VisionEncoder | None) -> Images | None:
+    """The images of all rows of each item, by what is known of handles (`RTensor`); None where images cost nothing.
+
+    Raises:
+        BalanceError: a grid or pixels have a shape that is not known.
+    """
+    if encoder is None:
+        return None
+    sums = np.zeros((len(items), 2), dtype=np.int64)
+    for index, item in enumerate(items):
+        rows = [
+            {name: value if isinstance(value, Tensor) else getattr(value, "data", None) for name, value in row.items()}
+            for row in item.get(MULTI_MODAL) or ()
+        ]
+        sums[index] = images_of_samples(rows, encoder=encoder).sums.sum(axis=0)
+    return Images(sums)
 
 
 def has_entry_a_token(value: object, *, mask: Tensor) -> bool:

@@ -5,13 +5,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from areal_trajectories import digest, make_trajectory, row_digests
+from areal_trajectories import digest, make_trajectory, row_digests, with_images
 
 from megatron_balance.adapters.areal import SingleRankLoad, distributed_batch, redistribute
 from megatron_balance.adapters.areal.plan import plan_agreed_microbatches
 from megatron_balance.adapters.areal.trajectories import row_lengths
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.shape import ModelShape
 
 
 def own_trajectories(lengths: list[list[list[int]]]) -> list[dict]:
@@ -33,6 +34,21 @@ def move(lengths, gather_all=False, cost_model=None):
         "digests": [digest(trajectory) for trajectory in moved.trajectories],
         "everything": None if moved.everything is None else [digest(trajectory) for trajectory in moved.everything],
     }
+
+
+def move_images(patches):
+    """Patches of each trajectory that this rank has afterwards; `patches[rank]` are those that it loads."""
+    rank = dist.get_rank()
+    trajectories = [
+        with_images(make_trajectory(number, [20]), patches=of_row) for number, of_row in enumerate(patches[rank])
+    ]
+    encoder = ModelShape.preset("Qwen2.5-VL-7B").vision
+    cost_model = CostModel(linear=1, image_linear=1)
+    moved = redistribute(trajectories, group=dist.group.WORLD, cost_model=cost_model, encoder=encoder)
+    return [
+        sum(len(row.get("pixel_values", ())) for row in trajectory["multi_modal_input"])
+        for trajectory in moved.trajectories
+    ]
 
 
 def refuse(lengths, fault, at_fault):

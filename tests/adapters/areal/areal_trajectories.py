@@ -31,6 +31,13 @@ def make_trajectory(number: int, lengths, *, padded_seq_len: int | None = None) 
     }
 
 
+def with_images(trajectory: dict, *, patches: int) -> dict:
+    """Each row with one picture of so many patches, or with none; keys stay those of every trajectory."""
+    grid = torch.tensor([[1, 1, patches]])
+    row = {"pixel_values": torch.zeros(patches, 2), "image_grid_thw": grid} if patches else {}
+    return {**trajectory, "multi_modal_input": [row] * len(trajectory["attention_mask"])}
+
+
 def random_lengths(rng: np.random.Generator, *, num_trajectories: int, max_rows: int = 4) -> list[list[int]]:
     return [rng.integers(1, 50, size=rng.integers(1, max_rows + 1)).tolist() for _ in range(num_trajectories)]
 

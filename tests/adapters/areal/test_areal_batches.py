@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from areal_trajectories import digest, make_trajectory, row_digests
+from areal_trajectories import digest, make_trajectory, row_digests, with_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +21,14 @@ from benchmarks.adapters.areal import (
     ours_by_flops,
 )
 from megatron_balance.adapters.areal import balance_batch
+from megatron_balance.adapters.areal.dispatch import make_dispatch
 from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_parcel
 from megatron_balance.adapters.areal.plan import ids_per_rank, plan_ranks
 from megatron_balance.adapters.areal.trajectories import join_rows, row_lengths, split_rows, trimmed
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.shape import ModelShape
 
 NUM_SEEDS = 50
 rows_of_batches = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=12)
@@ -188,3 +192,25 @@ def test_values_that_are_no_tensors_keep_their_types_and_bits() -> None:
 def test_an_object_that_only_pickle_could_send_is_named() -> None:
     with pytest.raises(BalanceError, match=r"holds a datetime\.date, which cannot travel"):
         pack_parcel({"names": [datetime.date(2026, 1, 1)]})
+
+
+@pytest.mark.parametrize("pictures", combinations(range(4), 2))
+def test_the_controller_counts_images_of_tensors_and_handles(pictures: tuple[int, int]) -> None:
+    items = [with_images(make_trajectory(row, [20]), patches=64 * (row in pictures)) for row in range(4)]
+    handles = [
+        {
+            **item,
+            "multi_modal_input": [
+                {name: SimpleNamespace(data=value.to("meta")) for name, value in row.items()}
+                for row in item["multi_modal_input"]
+            ],
+        }
+        for item in items
+    ]
+    encoder = ModelShape.preset("Qwen2.5-VL-7B").vision
+    dispatch = make_dispatch(cost_model=CostModel(linear=1, image_linear=1), encoder=encoder)
+    for held in (items, handles):
+        _, indices = dispatch(held, 2)
+        assert [len({*pictures} & {*of_worker}) for of_worker in indices] == [1, 1]
+    parts = balance_batch(items, 2, model="Qwen2.5-VL-7B")
+    assert [sum(map(bool, part["multi_modal_input"])) for part in parts] == [1, 1]

@@ -47,6 +47,14 @@ def test_tokens_come_out_even(world4):
     assert max(tokens) <= 1.02 * min(tokens)
 
 
+def test_images_come_out_even(world2):
+    """Rows of equal length; one rank has all pictures, and then the other no trajectory at all."""
+    for patches in ([[64, 64, 32, 32], [0, 0, 0, 0]], [[], [96, 0, 0, 32, 32, 32, 0, 0]]):
+        moved = world2.run("areal_cases:move_images", patches=patches)
+        assert sorted(moved[0] + moved[1]) == sorted(patches[0] + patches[1])
+        assert [(len(of_rank), sum(of_rank)) for of_rank in moved] == [(4, 96), (4, 96)]
+
+
 def test_everything_on_every_rank_where_asked(world4):
     lengths = [[[3, 5], [2]], [], [[7]], [[1, 1, 1], [4]]]
     results = world4.run("areal_cases:move", lengths=lengths, gather_all=True)
