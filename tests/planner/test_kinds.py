@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance.planner import sorting
 from megatron_balance.planner.kinds import Kinds
 from megatron_balance.planner.sorting import run_starts, stable_order, sum_by_key
 
@@ -17,8 +19,10 @@ KEYS = st.one_of(st.integers(-3, 3), st.integers(-(2**62), 2**62))
 
 @given(keys=st.lists(KEYS, max_size=40))
 def test_orders_by_key_then_index(keys: list[int]) -> None:
-    order = stable_order(np.array(keys, dtype=np.int64))
-    assert order.tolist() == sorted(range(len(keys)), key=lambda index: keys[index])
+    right = sorted(range(len(keys)), key=lambda index: keys[index])
+    for least in (1, sorting.MIN_KEYS):
+        with patch.object(sorting, "MIN_KEYS", least):
+            assert stable_order(np.array(keys, dtype=np.int64)).tolist() == right
 
 
 @given(pairs=st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 9)), max_size=40))
