@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains and evaluates on the same rows, stock and balanced; prints seconds, CPU seconds and the difference of losses.
-#   scripts/bench_evaluation.sh --out benchmarks/results    what is committed, a minute or two
+#   scripts/bench_evaluation.sh --out benchmarks/results    what is committed, five minutes on two cores
 # Results go to build/bench, or to the folder of --out. PYTHON names the interpreter; .venv's is the default.
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)

@@ -1,8 +1,9 @@
 """Trains and records every evaluation: run by __main__.py and by the tests.
 
 Each rank's lines are those of record_steps.py and one for each call of Megatron's `evaluate`: its result and, summed
-over its iterations, the loss and the tokens of this rank's micro-batches, before Megatron averages them; and the first
-token of each sequence whose loss it sums, by which tests know a sample.
+over its iterations, the loss and the tokens of this rank's micro-batches, before Megatron averages them; the first
+token of each sequence whose loss it sums, by which tests know a sample; and for each iteration the lengths of the
+sequences that it ran, with their padding.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _out: list[TextIO] = []
 _sums: list[list[float]] = []
 _tokens_of_slots: list[int] = []
 _first_tokens: list[int] = []
+_lengths: list[list[int]] = []
 
 
 def main() -> None:
@@ -58,6 +60,7 @@ def _recorded(evaluate: Function) -> Function:
         _sums.clear()
         _tokens_of_slots.clear()
         _first_tokens.clear()
+        _lengths.clear()
         args: Any = get_args()
         before = args.consumed_valid_samples
         wall, cpu = time.perf_counter(), time.process_time()
@@ -66,6 +69,7 @@ def _recorded(evaluate: Function) -> Function:
         row |= {"evaluation": {name: float(value) for name, value in result[0].items()}}
         row |= {"sums": _sums[:], "consumed": args.consumed_valid_samples - before, "sft": args.sft}
         row |= {"microbatch_tokens": _tokens_of_slots[:], "first_tokens": _first_tokens[:]}
+        row |= {"lengths": _lengths[:]}
         print(json.dumps(row), file=_out[0], flush=True)
         return result
 
@@ -81,6 +85,7 @@ def _summed(get_forward_backward_func: Function) -> Function:
             if not arguments.get("forward_only"):
                 return schedule(*args, **arguments)
             arguments["forward_step_func"] = _watched(arguments["forward_step_func"])
+            _lengths.append([])
             losses = schedule(*args, **arguments)
             _sums.append([sum(float(loss["lm loss"].view(-1)[i]) for loss in losses) for i in (0, 1)])
             balanced = hooks.current()
@@ -105,7 +110,8 @@ def _watched(forward_step: Function) -> Function:
         if "tokens" in item:  # not on a pipeline stage that loads no data
             starts_of = item.get("cu_seqlens_padded", item["cu_seqlens"])
             for tokens, learned, starts in zip(item["tokens"], item["loss_mask"], starts_of, strict=True):
-                bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+                bounds = list(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True))
+                _lengths[-1].extend(end - start for start, end in bounds)
                 _first_tokens.extend(int(tokens[start]) for start, end in bounds if learned[start:end].any())
         return forward_step(iter([item]), *rest, **keywords)
 
