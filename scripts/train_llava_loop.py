@@ -16,8 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ if not torch.cuda.is_available():
 
 import numpy as np
 import torch.distributed as dist
+from llava_sizes import IMAGE_TOKEN, PATCH, VOCAB_SIZE, Sizes, Text
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -49,33 +49,6 @@ from torch import Tensor
 from megatron_balance.mcore import balanced_schedule, packed_seq_params
 from megatron_balance.mcore.thd.attention import thd_layer_spec
 from megatron_balance.samples.image_tokens import collapse_image_tokens, expand_image_tokens
-
-VOCAB_SIZE, IMAGE_TOKEN = 102, 101
-PATCH = 4
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the model: of the language model, of the encoder, and of a tile in pixels a side."""
-
-    num_layers: int = 2
-    hidden_size: int = 32
-    vision_layers: int = 2
-    vision_hidden_size: int = 16
-    tile: int = 12
-
-    @property
-    def tokens_per_tile(self) -> int:
-        """Embeddings of a tile: its patches, without the class token."""
-        return (self.tile // PATCH) ** 2
-
-
-@dataclass(frozen=True)
-class Text:
-    """A sample before its numbers are drawn: tokens of text, and the tiles of each image."""
-
-    num_tokens: int
-    num_tiles: Sequence[int] = ()
 
 
 def main() -> None:
@@ -138,13 +111,13 @@ def train(
     schedule = get_forward_backward_func()
     if balanced:
         schedule = balanced_schedule(schedule, model=model, max_tokens_per_gpu=max_tokens, **of_schedule)
-    step_func = functools.partial(forward_step, sizes=of_model, dummy_images=dummy_images)
     for _ in range(num_steps):
+        ran: list[tuple[list[int], int]] = []
         model.zero_grad_buffer()
         optimizer.zero_grad()
         wall, cpu = time.perf_counter(), time.process_time()
         losses = schedule(
-            forward_step_func=step_func,
+            forward_step_func=functools.partial(forward_step, sizes=of_model, dummy_images=dummy_images, ran=ran),
             data_iterator=items,
             model=model,
             num_microbatches=num_items,
@@ -159,10 +132,10 @@ def train(
         summed = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
         dist.all_reduce(summed, group=parallel_state.get_data_parallel_group())
         row |= {"lm_loss": float(summed[0] / summed[1]), "grad_norm": float(grad_norm)}
+        row["sequences"], row["num_tiles"] = [lengths for lengths, _ in ran], [num_tiles for _, num_tiles in ran]
         step = getattr(schedule, "last_step", None)
         if step is not None:
             row["costs"], row["lengths"] = step.schedule.cost_grid.sum(1).tolist(), step.schedule.lengths.tolist()
-            row["num_tiles"] = [int(pack["images"].shape[0]) for pack in step.microbatches]
         yield row
 
 
@@ -202,6 +175,7 @@ def _llava(sizes: Sizes, *, max_tokens: int) -> LLaVAModel:
         img_w=sizes.tile,
         patch_dim=PATCH,
         image_token_index=IMAGE_TOKEN,
+        pixel_shuffle=sizes.pixel_shuffle,
     )
     model.model_type = ModelType.encoder_or_decoder  # as Megatron's get_model sets it
     return model
@@ -245,10 +219,16 @@ def _items(texts: Iterator[Text], *, sizes: Sizes, seed: int) -> Iterator[dict[s
 
 
 def forward_step(
-    data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module, *, sizes: Sizes, dummy_images: bool
+    data_iterator: Iterator[dict[str, Tensor]],
+    model: torch.nn.Module,
+    *,
+    sizes: Sizes,
+    dummy_images: bool,
+    ran: list[tuple[list[int], int]],
 ) -> tuple[Tensor, Any]:
-    """One micro-batch forward."""
+    """One micro-batch forward; adds the lengths of its sequences and its number of tiles to `ran`."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+    ran.append((batch["cu_seqlens"][0].diff().tolist(), len(batch["images"])))
     text = collapse_image_tokens(batch, image_token=IMAGE_TOKEN, tokens_per_tile=sizes.tokens_per_tile)
     output, _ = model(
         batch["images"],

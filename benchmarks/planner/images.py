@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,21 +95,27 @@ class Row:
 
 def draw_batch(mixture: str, *, num_samples: int, seed: int) -> Batch:
     """A global batch of a mixture."""
+    lengths: list[int] = []
+    image_patches: list[list[int]] = []
+    for length, pictures in draw_pictures(mixture, num_samples=num_samples, seed=seed):
+        patches = [num_patches(*picture) for picture in pictures]
+        lengths.append(length + sum(patches) // 4)
+        image_patches.append(patches)
+    return Batch(lengths, image_patches)
+
+
+def draw_pictures(mixture: str, *, num_samples: int, seed: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Samples of a mixture: tokens of the text, and pixels of each picture."""
     generator = np.random.default_rng(seed)
     weights = np.array([thousands for thousands, _, _ in LLAVA], dtype=float)
     sources = generator.choice(len(LLAVA), size=num_samples, p=weights / weights.sum())
     texts = {fit: synthetic_lengths(fit, num_samples=num_samples, seed=seed).tolist() for _, _, fit in LLAVA}
-    lengths: list[int] = []
-    image_patches: list[list[int]] = []
     for index, source in enumerate(sources.tolist()):
         _, pixels, fit = LLAVA[source]
         pictures = [] if pixels is None else [pixels]
         if mixture == "documents" and generator.random() < 0.25:
             pictures = [PAGE] * int(generator.integers(1, 5))
-        patches = [num_patches(*picture) for picture in pictures]
-        lengths.append(min(texts[fit][index], LONGEST_TEXT) + sum(patches) // 4)
-        image_patches.append(patches)
-    return Batch(lengths, image_patches)
+        yield min(texts[fit][index], LONGEST_TEXT), pictures
 
 
 def write_samples(file: Path, *, mixture: str) -> None:
