@@ -93,6 +93,7 @@ def args_of_loop(
     args.train_iters, args.curr_iteration, args.iteration = num_steps, 0, 0
     args.micro_batch_size, args.global_batch_size = 1, 0  # the loop's own affair
     args.load = args.dataloader_type = None
+    args.create_attention_mask_in_dataloader = False  # dev's configuration sets it
     args.eval_iters = eval_iters
     args.consumed_train_samples = 0
     args.log_interval = log_interval or 0
