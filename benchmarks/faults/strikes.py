@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from megatron_balance.devkit import sft_dataset
 from megatron_balance.mcore.step import item_splitter, own_slots, plan_process
 from megatron_balance.mcore.step import planner as step_planner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.runtime import prepared_exchange
 from megatron_balance.runtime.prepared_exchange import PreparedExchange
 
 
@@ -151,15 +151,18 @@ def _before_exchange(number: signal.Signals) -> Callable[[Strike], None]:
 
 def _during_exchange(number: signal.Signals) -> Callable[[Strike], None]:
     def set_up(strike: Strike) -> None:
-        all_to_all = dist.all_to_all_single
-
-        def begin_and_stop(*positional: Any, **keywords: Any) -> None:
-            # What is on its way when the process ends: the collective has begun and nobody waits for it here.
-            all_to_all(*positional, **keywords, async_op=True)
-            strike.send(number)
+        begun: list[Any] = []
 
         def arm() -> None:
-            prepared_exchange.dist.all_to_all_single = begin_and_stop
+            for name in ("irecv", "isend"):
+                setattr(dist, name, begin(getattr(dist, name)))
+
+        def begin(message: Callable[..., Any]) -> Callable[..., Any]:
+            def begin_message(*positional: Any, **keywords: Any) -> Any:
+                begun.append(message(*positional, **keywords))
+                return SimpleNamespace(wait=lambda _: strike.send(number))  # as all are on their way
+
+            return begin_message
 
         _at_call(PreparedExchange, "run", call=strike.step, before=arm)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 from collections import Counter
 from typing import Any, TextIO
 
@@ -62,8 +63,8 @@ class Count(Counter[str]):
         self.in_message = False
 
     def add(self, figure: str, number: int = 1) -> None:
-        """Add to a figure; what is outside of messages is not counted."""
-        if self.in_message:
+        """Add to a figure; what is outside of messages is not counted, nor what another thread sends meanwhile."""
+        if self.in_message and threading.current_thread() is threading.main_thread():
             self[figure] += number
 
 

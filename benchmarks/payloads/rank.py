@@ -73,7 +73,7 @@ def _step(samples: list[Sample], *, group: dist.ProcessGroup, buffers: HostBuffe
         )
     with watch.phase("exchange"):
         mine = prepared.run(group=group)
-    sent = sum(prepared.send_nbytes)
+    sent = sum(prepared.send_nbytes.values())
     del prepared
     slots = [[mine[sample] for sample in slot] for slot in schedule.ranks[group.rank()] if slot]
     with watch.phase("pack"):

@@ -125,7 +125,7 @@ def _simulated(measured: dict[str, Any], *, step_seconds: float) -> Iterator[dic
             name: simulate_step(layout, measured=measured, network=network, step_seconds=step_seconds)
             for name, network in (("step", Network()), ("worse", Network().worse(WORSE)))
         }
-        start = simulate_start(layout, measured=measured)
+        start = simulate_start(layout, measured=measured, step_seconds=step_seconds)
         yield {
             "num_ranks": layout.num_ranks,
             "parallelism": layout.name,

@@ -61,7 +61,7 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _answered(lengths: NDArray[Any]) -> Iterator[None]:
     """Collectives that return what ranks with these lengths would send, whose other values are those of rank 0."""
-    inner = dist.all_gather_into_tensor, dist.all_to_all_single
+    inner = dist.all_gather_into_tensor, dist.irecv
     others = torch.from_numpy(lengths)
 
     def all_gather(gathered: torch.Tensor, row: torch.Tensor, **_: Any) -> None:
@@ -70,11 +70,13 @@ def _answered(lengths: NDArray[Any]) -> Iterator[None]:
         if row.numel() >= HEADER_FIELDS + SAMPLES_PER_RANK:
             rows[:, HEADER_FIELDS : HEADER_FIELDS + SAMPLES_PER_RANK] = others
 
-    def all_to_all(receive: torch.Tensor, send: torch.Tensor, *_: Any, **__: Any) -> None:
-        receive.zero_()
+    def irecv(received: torch.Tensor, **keywords: Any) -> Any:
+        # Zeros in place of samples; in an agreement the least number, which changes no maximum.
+        received.fill_(torch.iinfo(received.dtype).min)
+        return inner[1](received, **keywords)
 
-    dist.all_gather_into_tensor, dist.all_to_all_single = all_gather, all_to_all
+    dist.all_gather_into_tensor, dist.irecv = all_gather, irecv
     try:
         yield
     finally:
-        dist.all_gather_into_tensor, dist.all_to_all_single = inner
+        dist.all_gather_into_tensor, dist.irecv = inner

@@ -83,11 +83,11 @@ def meet(world: World) -> dict[str, Any]:
     readers = list(range(0, world.num_ranks, world.replica_size))
     measuring = sorted({*readers, world.num_ranks - 1})
     before = set(tcp_sockets())
-    dp_group = _group([readers])
+    dp_group = lazy_group([readers])
     replica_group = None
     if world.replica_size > 1:
-        replica_group = _group([list(range(first, first + world.replica_size)) for first in readers])
-    figures_group, calibration_group = _group([measuring]), _group([readers])
+        replica_group = lazy_group([list(range(first, first + world.replica_size)) for first in readers])
+    figures_group, calibration_group = lazy_group([measuring]), lazy_group([readers])
 
     costs = CostModel(linear=1000, quadratic=1)
     config = BalanceConfig(
@@ -147,15 +147,16 @@ def _expected(world: World, *, steps: Sequence[BalancedStep], place: int | None)
     lane, replica = own % world.replica_size, own // world.replica_size
     calls: Counter[str] = Counter()
     total = Traffic()
+    exchanged: set[int] = set()
     if lane == 0:
         row_nbytes = traffic.gather_lengths(world.dp_size, row_values=INLINE_LENGTHS, header_fields=HEADER_FIELDS)
         for step in steps:
-            total += row_nbytes + traffic.agree(world.dp_size)
-            calls["all_gather_into_tensor"] += 2
             sent, received = _moved_nbytes(step, rank=replica)
-            if sent is not None:
-                total += traffic.all_to_all(world.dp_size, sent_nbytes=sent, received_nbytes=received)
-                calls["all_to_all_single"] += 1
+            messages = traffic.exchange(sent_nbytes=sent, received_nbytes=received)
+            messages += traffic.agree(world.dp_size) + traffic.agree(world.dp_size)
+            total += row_nbytes + messages
+            calls.update(all_gather_into_tensor=1, isend=messages.sent, irecv=messages.received)
+            exchanged |= {*sent, *received}
         for _ in range(sum(map(is_refit_step, range(NUM_STEPS)))):
             total += traffic.calibrate(world.dp_size, rank=replica, num_features=NUM_FEATURES)
             calls.update(("gather", "broadcast"))
@@ -174,7 +175,8 @@ def _expected(world: World, *, steps: Sequence[BalancedStep], place: int | None)
             calls.update(("gather", "broadcast"))
     met: list[set[int]] = []
     if lane == 0:
-        met.append(traffic.peers_of_all_to_all(world.dp_size, rank=replica))
+        ring = traffic.peers_of_all_gather(world.dp_size, rank=replica)
+        met.append(ring | traffic.peers_of_largest_row(world.dp_size, rank=replica) | exchanged)
         met.append(_peers_of_rounds(world.dp_size, rank=replica))
     if world.replica_size > 1:
         met.append(traffic.peers_of_broadcast(world.replica_size, rank=lane))
@@ -193,21 +195,18 @@ def _peers_of_rounds(num_ranks: int, *, rank: int) -> set[int]:
     return traffic.peers_of_gather(num_ranks, rank=rank) | traffic.peers_of_broadcast(num_ranks, rank=rank)
 
 
-def _moved_nbytes(step: BalancedStep, *, rank: int) -> tuple[int | None, int]:
-    """Bytes of samples that leave and arrive at this rank; None where no sample of any rank moves."""
+def _moved_nbytes(step: BalancedStep, *, rank: int) -> tuple[dict[int, int], dict[int, int]]:
+    """Rank → bytes of samples that leave for it, and that arrive from it."""
     schedule = step.schedule
     assert schedule is not None, "this rank plans"
     assert schedule.home_ranks is not None, "gathered"
     homes, destinations = schedule.home_ranks, schedule.destinations()
-    if (homes == destinations).all():
-        return None, 0
 
-    def nbytes(*, of: NDArray[np.int64], there: NDArray[np.int64]) -> int:
-        return sum(
-            block_nbytes(_SCHEMA, lengths=schedule.lengths[(of == rank) & (there == other)].tolist())
-            for other in range(schedule.topology.dp_size)
-            if other != rank
-        )
+    def nbytes(*, of: NDArray[np.int64], there: NDArray[np.int64]) -> dict[int, int]:
+        return {
+            other: block_nbytes(_SCHEMA, lengths=schedule.lengths[(of == rank) & (there == other)].tolist())
+            for other in {*there[of == rank].tolist()} - {rank}
+        }
 
     return nbytes(of=homes, there=destinations), nbytes(of=destinations, there=homes)
 
@@ -222,7 +221,7 @@ def _rows(world: World, *, replica: int) -> Iterator[dict[str, Tensor]]:
     return iter([item_of(length) for length in lengths.reshape(shape)[:, replica].ravel().tolist()])
 
 
-def _group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+def lazy_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """This rank's group of these, which every rank makes; None where it is in none."""
     own = None
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `split_world`

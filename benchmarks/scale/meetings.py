@@ -11,22 +11,18 @@ also by the kernel (TCP_INFO of the rank's sockets). The exit status is 1 where 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from training_run import ROOT
 
-from benchmarks.forked import fork_rank, free_port, rank_environment
 from benchmarks.markdown import table
 from benchmarks.results_file import made_by, page_head, versions_of, write_results
-from benchmarks.scale.meeting_rank import NUM_STEPS, SAMPLES_PER_RANK, TIMEOUT, World, meet
+from benchmarks.scale.gloo_world import run_ranks
+from benchmarks.scale.meeting_rank import NUM_STEPS, SAMPLES_PER_RANK, World, meet
 from benchmarks.scale.traffic import Traffic
 
 WORLDS = (World(4, 1), World(8, 1), World(16, 1), World(8, 2), World(16, 4))
@@ -47,46 +43,6 @@ def problems_of(counted: Mapping[str, Any]) -> Iterator[str]:
         yield f"TCP sent {counted['tcp_sent_nbytes']} bytes, and the formula says {by_formula}"
 
 
-def run_world(world: World, *, out: Path) -> list[dict[str, Any]]:
-    """Fork the ranks of a world; what each counted.
-
-    Args:
-        world: its ranks.
-        out: folder for what ranks write; emptied.
-
-    Raises:
-        RuntimeError: a rank ended with an error.
-    """
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    port = free_port()
-
-    def main(rank: int) -> None:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        counted = meet(world)
-        (out / f"rank{rank}.json").write_text(json.dumps(counted))
-        dist.barrier()
-        dist.destroy_process_group()
-
-    ranks = {
-        fork_rank(
-            lambda rank=rank: main(rank),
-            arguments=["meetings"],
-            environment=rank_environment(rank, num_ranks=world.num_ranks, port=port),
-            log=out / f"rank{rank}.log",
-        ): rank
-        for rank in range(world.num_ranks)
-    }
-    failed = []
-    for pid, rank in ranks.items():
-        if os.waitpid(pid, 0)[1]:
-            failed.append(rank)
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} of {world}:\n{(out / f'rank{failed[0]}.log').read_text()[-3000:]}")
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world.num_ranks)]
-
-
 def main() -> int:
     """Count, compare, print, write."""
     parser = argparse.ArgumentParser(
@@ -95,7 +51,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the results")
     args = parser.parse_args()
     folder = ROOT / "build" / "bench" / "runs" / "meetings"
-    worlds = {str(world): run_world(world, out=folder) for world in WORLDS}
+    worlds = {
+        str(world): run_ranks(world.num_ranks, work=functools.partial(meet, world), out=folder) for world in WORLDS
+    }
     result = made_by("python -m benchmarks.scale.meetings", worlds=worlds)
     text = write_results("meetings", result, report=_report, out=args.out)
     problems = [
@@ -118,8 +76,8 @@ def _report(result: Mapping[str, Any]) -> str:
                 (
                     world,
                     name,
-                    f"{sum(counted['calls'].values()) / NUM_STEPS:.1f}",
-                    f"{sum(counted['in_training'].values()) / NUM_STEPS:.1f}",
+                    f"{_num_collectives(counted['calls']) / NUM_STEPS:.1f}",
+                    f"{_num_collectives(counted['in_training']) / NUM_STEPS:.1f}",
                     f"{of.sent / NUM_STEPS:.1f}",
                     f"{of.sent_nbytes / NUM_STEPS / 1e3:.1f}",
                     f"{counted['tcp_sent_nbytes'] / NUM_STEPS / 1e3:.1f}",
@@ -137,6 +95,11 @@ command fails. {versions_of(result)}.
 
 {table(columns, rows)}
 """
+
+
+def _num_collectives(calls: Mapping[str, int]) -> int:
+    """Calls but for messages between two ranks."""
+    return sum(calls.values()) - calls.get("isend", 0) - calls.get("irecv", 0)
 
 
 if __name__ == "__main__":

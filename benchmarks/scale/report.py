@@ -142,7 +142,8 @@ def start_table(result: Mapping[str, Any]) -> str:
     """Modelled starts."""
     columns = (
         "ranks | model | meetings in the store, s | groups of others, s | gloo connected at once: reads of the store "
-        "| s | when ranks first talk: reads | s | open files of rank 0 | of the others"
+        "| s | when ranks first talk: reads in the first step | s | in the second | later steps longer by, s "
+        "| open files of rank 0 | of the others"
     )
     rows = [
         (
@@ -152,14 +153,16 @@ def start_table(result: Mapping[str, Any]) -> str:
             f"{one['start']['groups']:.3f}",
             f"{one['start']['reads_at_once']:,}",
             f"{one['start']['at_once']:,.0f}",
-            f"{one['start']['reads_when_they_meet']:,}",
-            f"{one['start']['when_they_meet']:,.0f}",
+            f"{one['start']['reads_first_step']:,.0f}",
+            f"{one['start']['first_step']:,.0f}",
+            f"{one['start']['reads_second_step']:,.0f}",
+            f"{one['start']['later']:,.0f}",
             f"{one['start']['files']:,}",
             f"{one['start']['files_of_others']:,}",
         )
         for one in result["simulated"]
     ]
-    return table(columns, rows, align="rl" + "r" * 8)
+    return table(columns, rows, align="rl" + "r" * 10)
 
 
 def mesh_table(result: Mapping[str, Any]) -> str:

@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.scale import traffic
 from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
 
-MEETINGS = 4
-"""Of all ranks in the store before the first step: flags, data-parallel groups, replicas, ranks of a node."""
+MEETING_STEPS = 2000
+"""Steps in which ranks still meet for the first time: after these, 10,000 data-parallel ranks have met."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Network:
         """Of bytes that leave this rank while all ranks of its node send."""
         return nbytes * self.ranks_per_node / self.node_bandwidth
 
-    def ring(self, num_ranks: int, of: traffic.Traffic) -> float:
-        """Seconds of an all_gather: a round after another, each waits for the last."""
-        return (num_ranks - 1) * self.latency + self.seconds(of.sent_nbytes + of.frames_sent_nbytes)
+    def in_turn(self, of: traffic.Traffic, *, rounds: int) -> float:
+        """Seconds of messages in rounds, each of which waits for the last."""
+        return rounds * self.latency + self.seconds(of.sent_nbytes + of.frames_sent_nbytes)
 
     def at_once(self, of: traffic.Traffic, *, message_seconds: float) -> float:
         """Seconds of messages that do not wait for one another; `message_seconds` of a CPU for each."""
@@ -96,7 +96,7 @@ LAYOUTS = tuple(
 def message_seconds(worlds: Sequence[Mapping[str, Any]]) -> float:
     """CPU seconds of gloo for one message, sent or received: the slope of a process's over the numbers of ranks."""
     grown = [world for world in worlds if world["replica_size"] == 1]
-    messages = [_collectives(world["dp_size"], sent_nbytes=0) for world in grown]
+    messages = [_meetings(world["dp_size"], exchanged=world) for world in grown]
     counts = [sum(of.sent + of.received for of in each.values()) for each in messages]
     seconds = [world["cpu_seconds"] - world["stages"]["all"]["cpu_seconds"] for world in grown]
     return max(float(np.polyfit(counts, seconds, 1)[0]), 0.0)
@@ -118,13 +118,13 @@ def simulate_step(
         `exposed` and its share of the step.
     """
     alone = next(one for one in measured["alone"] if one["num_ranks"] == layout.dp_size)
-    of = _collectives(layout.dp_size, sent_nbytes=alone["sent_nbytes"])
+    of = _meetings(layout.dp_size, exchanged=alone)
     result = {
         "plan": alone["plan_seconds"],
         "cpu": alone["cpu_seconds"]["all"] - alone["cpu_seconds"]["plan"],
-        "gather": network.ring(layout.dp_size, of["gather"]),
+        "gather": network.in_turn(of["gather"], rounds=layout.dp_size - 1),
         "exchange": network.at_once(of["exchange"], message_seconds=measured["message_seconds"]),
-        "agree": network.ring(layout.dp_size, of["agree"]),
+        "agree": network.in_turn(of["agree"], rounds=2 * _depth(layout.dp_size)),
     }
     num_firsts, tp_size = layout.readers, layout.replica_size // layout.readers
     shared = traffic.share_among_firsts(num_firsts, rank=0, num_numbers=0)
@@ -144,32 +144,43 @@ class GlooGroup:
     Attributes:
         size: ranks of each.
         num_members: ranks of the world that are in one.
-        edges: connections between members of one group, once they have met in a step and at a log interval.
+        edges: connections between members of one group in the first step and at a log interval, but for exchanges.
+        exchanges: its ranks exchange samples.
     """
 
     size: int
     num_members: int
     edges: int
+    exchanges: bool = False
 
     @property
     def reads_at_once(self) -> int:
         """Reads of the store where all ranks of a group connect when it is made: each member reads for each."""
         return self.num_members * self.size
 
-    @property
-    def reads_when_they_meet(self) -> int:
-        """Reads where two ranks connect when they first talk: both ends of a connection."""
-        return self.num_members // self.size * 2 * self.edges
+    def reads_when_they_meet(self, *, num_peers: float, step: int) -> float:
+        """Reads in one step where two ranks connect when they first talk: both ends of a connection.
+
+        Args:
+            num_peers: ranks that a rank sends samples to in a step. As if drawn anew in each (`exchanges.py` counts).
+            step: from 1.
+        """
+        new = float(self.edges if step == 1 else 0)
+        if self.exchanges:
+            apart = self.size * (self.size - 1) / 2 - self.edges
+            exchanging = 1 - (1 - num_peers / (self.size - 1)) ** 2  # one sends to the other, or both do
+            new += apart * (1 - exchanging) ** (step - 1) * exchanging
+        return self.num_members // self.size * 2 * new
 
 
 def gloo_groups(layout: Layout) -> tuple[GlooGroup, ...]:
-    """A data-parallel group, whose exchange connects all; the firsts of a replica, with a star and a tree; a
-    tensor-parallel group, with a tree; those that log, a star and a tree.
+    """A data-parallel group, with a ring, the rounds of an agreement, and the exchange; the firsts of a replica, with a
+    star and a tree; a tensor-parallel group, with a tree; those that log, a star and a tree.
     """
     dp, firsts, reading = layout.dp_size, layout.readers, layout.num_reading
     tp = layout.replica_size // firsts
     groups = (
-        GlooGroup(dp, reading, edges=dp * (dp - 1) // 2),
+        GlooGroup(dp, reading, edges=dp * len(traffic.peers_of_largest_row(dp, rank=0)) // 2, exchanges=True),
         GlooGroup(firsts, reading, edges=min(2 * (firsts - 1), firsts * (firsts - 1) // 2)),
         GlooGroup(tp, layout.num_ranks, edges=tp - 1),
         GlooGroup(reading, reading, edges=2 * (reading - 1)),
@@ -177,31 +188,47 @@ def gloo_groups(layout: Layout) -> tuple[GlooGroup, ...]:
     return tuple(group for group in groups if group.size > 1)
 
 
-def simulate_start(layout: Layout, *, measured: Mapping[str, Any]) -> dict[str, float]:
+def num_meetings(layout: Layout) -> int:
+    """Of all ranks in the store before the first step: flags, ranks of a node, and one for each kind of group."""
+    return 2 + len(gloo_groups(layout))
+
+
+def simulate_start(layout: Layout, *, measured: Mapping[str, Any], step_seconds: float) -> dict[str, float]:
     """Seconds of the start, of which rank 0's store is the bottleneck.
 
+    Args:
+        layout: ranks.
+        measured: figures of `scripts/bench_scale.sh`.
+        step_seconds: of a step, which hides what the ranks read for the next.
+
     Returns:
-        `meetings`; `groups` that a rank makes without being in them; `at_once` and `when_they_meet`, in which ranks of
-        gloo groups read from the store where others listen, and `reads_…` of all ranks; `files` that rank 0 has open
-        for these groups, `files_of_others`.
+        `meetings`; `groups` that a rank makes without being in them; `at_once` and `first_step`, in which ranks of gloo
+        groups read from the store where others listen, and `reads_…` of all ranks; `later`, by which all steps after
+        the first are prolonged; `files` that rank 0 has open for these groups in the end, `files_of_others`.
     """
     startup = measured["startup"]
     meeting = startup["meetings"][str(layout.num_ranks)]
     answers = layout.num_ranks * _at(startup["store_seconds"], meeting["answer_nbytes"])
     groups = gloo_groups(layout)
     num_groups = sum(group.num_members // group.size for group in groups)
+    alone = next(one for one in measured["alone"] if one["num_ranks"] == layout.dp_size)
+    reads = [
+        sum(group.reads_when_they_meet(num_peers=alone["num_peers"], step=step) for group in groups)
+        for step in range(1, MEETING_STEPS + 1)
+    ]
+    seconds = np.array(reads) * _at(startup["store_seconds"], mesh_value_nbytes(0))
     star = math.ceil(math.log2(layout.num_reading)) + 1
     return {
-        "meetings": MEETINGS * (meeting["first_rank"] + answers),
+        "meetings": num_meetings(layout) * (meeting["first_rank"] + answers),
         "groups": num_groups * startup["group_seconds"],
         "at_once": sum(
             group.reads_at_once * _at(startup["store_seconds"], mesh_value_nbytes(group.size)) for group in groups
         ),
-        "when_they_meet": sum(
-            group.reads_when_they_meet * _at(startup["store_seconds"], mesh_value_nbytes(0)) for group in groups
-        ),
+        "first_step": float(seconds[0]),
+        "later": float(np.maximum(seconds[1:] - step_seconds, 0.0).sum()),
         "reads_at_once": sum(group.reads_at_once for group in groups),
-        "reads_when_they_meet": sum(group.reads_when_they_meet for group in groups),
+        "reads_first_step": reads[0],
+        "reads_second_step": reads[1],
         "files": open_files([group.size for group in groups]),
         "files_of_others": open_files([*(group.size for group in groups[:-1]), star]),
     }
@@ -222,12 +249,13 @@ def mesh_value_nbytes(group_size: int) -> int:
     return 154 + 8 * group_size
 
 
-def _collectives(dp_size: int, *, sent_nbytes: float) -> dict[str, traffic.Traffic]:
-    moved = int(sent_nbytes)
+def _meetings(dp_size: int, *, exchanged: Mapping[str, Any]) -> dict[str, traffic.Traffic]:
+    """Of one step; a rank receives as much as it sends."""
+    peers, nbytes = round(exchanged["num_peers"]), int(exchanged["sent_nbytes"])
     return {
         "gather": traffic.gather_lengths(dp_size, row_values=INLINE_LENGTHS, header_fields=HEADER_FIELDS),
-        "exchange": traffic.all_to_all(dp_size, sent_nbytes=moved, received_nbytes=moved),
-        "agree": traffic.agree(dp_size),
+        "exchange": traffic.Traffic(peers, peers, nbytes, nbytes),
+        "agree": traffic.agree(dp_size) + traffic.agree(dp_size),
     }
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_balance.mcore.step import planned_step, planner
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.runtime.prepared_exchange import PreparedExchange
@@ -18,6 +16,7 @@ from megatron_balance.runtime.prepared_exchange import PreparedExchange
 STAGES = {
     "gather": (planner, "gather_sample_lengths"),
     "plan": (StepPlanner, "_plan"),
+    "compare": (planner, "raise_together"),
     "write": (planner, "prepare_samples"),
     "exchange": (PreparedExchange, "run"),
     "pack": (planned_step, "pack_slots"),
@@ -47,16 +46,13 @@ class StageTimes:
         """Time all steps that are prepared meanwhile."""
         places = [*STAGES.items(), *(("all", (StepPlanner, name)) for name in _WHOLE)]
         stock = [(owner, name, getattr(owner, name)) for _, (owner, name) in places]
-        exchange = dist.all_to_all_single
         for (stage, _), (owner, name, function) in zip(places, stock, strict=True):
             setattr(owner, name, self._timed(stage, function))
-        dist.all_to_all_single = self._counted(exchange)
         try:
             yield
         finally:
             for owner, name, function in stock:
                 setattr(owner, name, function)
-            dist.all_to_all_single = exchange
 
     def _timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -65,6 +61,10 @@ class StageTimes:
                 self.steps.append(defaultdict(lambda: [0.0, 0.0]))
                 self.sent_nbytes.append(0)
                 self.num_peers.append(0)
+            if stage == "exchange":
+                send_nbytes = positional[0].send_nbytes
+                self.sent_nbytes[-1] += sum(send_nbytes.values())
+                self.num_peers[-1] += len(send_nbytes)
             started = time.perf_counter(), time.thread_time()
             result = function(*positional, **keywords)
             ended = time.perf_counter(), time.thread_time()
@@ -74,12 +74,3 @@ class StageTimes:
             return result
 
         return timed
-
-    def _counted(self, all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(all_to_all)
-        def counted(receive: Any, send: Any, receive_nbytes: Any, send_nbytes: Any, **keywords: Any) -> Any:
-            self.sent_nbytes[-1] += sum(send_nbytes)
-            self.num_peers[-1] += sum(nbytes > 0 for nbytes in send_nbytes)
-            return all_to_all(receive, send, receive_nbytes, send_nbytes, **keywords)
-
-        return counted

@@ -4,9 +4,10 @@ Gloo's algorithms (its `allgather.cc`, `alltoallv.cc`, `gather.cc`, `broadcast.c
 
 - all_gather: a ring of n - 1 rounds. In each a rank sends a row to one neighbour and receives one from the other, as
   two messages of half a row.
-- all_to_all: a message to and from each of the n - 1 other ranks, also where it is empty.
 - gather: a message of each rank to the first.
 - broadcast: a binomial tree.
+
+Messages between two ranks are what this package's exchange and `largest_row` consist of.
 
 Besides its payload a message costs frames of `FRAME_NBYTES`: one before the data and one that announces it from the
 sender, one that asks for it from the receiver.
@@ -14,8 +15,9 @@ sender, one that asks for it from the receiver.
 A rank's meetings for a step, all of them but the last in its background threads:
 
     gather     all_gather of the lengths, data-parallel group
-    exchange   all_to_all of the samples, data-parallel group
-    agree      all_gather of a failure and the plan's digest, data-parallel group
+    compare    largest row of a failure and the plan's digest, data-parallel group
+    exchange   a message to each rank that gets samples of this one, data-parallel group
+    agree      largest row of a failure, data-parallel group
     replica    gather of six numbers and a broadcast of the outcome among the first ranks of a model replica's
                tensor-parallel groups, and a broadcast of it within each such group
     figures    at each log interval: gather of seconds and broadcast of figures, ranks that measure
@@ -25,7 +27,7 @@ A rank's meetings for a step, all of them but the last in its background threads
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 FRAME_NBYTES = 48
@@ -78,9 +80,20 @@ def all_gather(num_ranks: int, *, row_nbytes: int) -> Traffic:
     return Traffic(2 * rounds, 2 * rounds, rounds * row_nbytes, rounds * row_nbytes)
 
 
-def all_to_all(num_ranks: int, *, sent_nbytes: int, received_nbytes: int) -> Traffic:
-    """Bytes of the samples that leave and arrive; those that stay are not sent."""
-    return Traffic(num_ranks - 1, num_ranks - 1, sent_nbytes, received_nbytes)
+def exchange(*, sent_nbytes: Mapping[int, int], received_nbytes: Mapping[int, int]) -> Traffic:
+    """A message for each other rank that shares samples with this one.
+
+    Args:
+        sent_nbytes: rank → bytes of the samples that go there; positive.
+        received_nbytes: rank → bytes of those that come from there; positive.
+    """
+    return Traffic(len(sent_nbytes), len(received_nbytes), sum(sent_nbytes.values()), sum(received_nbytes.values()))
+
+
+def largest_row(num_ranks: int, *, row_nbytes: int) -> Traffic:
+    """The largest numbers of all rows to all ranks, in ceil(log2 n) rounds; the same on every rank."""
+    rounds = (num_ranks - 1).bit_length()
+    return Traffic(rounds, rounds, rounds * row_nbytes, rounds * row_nbytes)
 
 
 def gather(num_ranks: int, *, rank: int, row_nbytes: int) -> Traffic:
@@ -112,8 +125,8 @@ def gather_lengths(dp_size: int, *, row_values: int, header_fields: int) -> Traf
 
 
 def agree(dp_size: int) -> Traffic:
-    """A failure and the plan's digest."""
-    return all_gather(dp_size, row_nbytes=2 * INT)
+    """A failure and the plan's digest: to compare plans, and once more when all have packed."""
+    return largest_row(dp_size, row_nbytes=3 * INT)
 
 
 def share_among_firsts(num_firsts: int, *, rank: int, num_numbers: int) -> Traffic:
@@ -165,14 +178,15 @@ def peers_of_all_gather(num_ranks: int, *, rank: int) -> set[int]:
     return {(rank - 1) % num_ranks, (rank + 1) % num_ranks} - {rank}
 
 
-def peers_of_all_to_all(num_ranks: int, *, rank: int) -> set[int]:
-    """Ranks that it connects to: all."""
-    return {*range(num_ranks)} - {rank}
+def peers_of_largest_row(num_ranks: int, *, rank: int) -> set[int]:
+    """Ranks that it connects to: those a power of two above and below."""
+    powers = [1 << bit for bit in range((num_ranks - 1).bit_length())]
+    return {(rank + sign * power) % num_ranks for power in powers for sign in (1, -1)}
 
 
 def peers_of_gather(num_ranks: int, *, rank: int) -> set[int]:
     """Ranks that it connects to: the first, and the first to all."""
-    return {0} if rank else peers_of_all_to_all(num_ranks, rank=0)
+    return {0} if rank else {*range(1, num_ranks)}
 
 
 def peers_of_broadcast(num_ranks: int, *, rank: int) -> set[int]:

@@ -1,4 +1,4 @@
-"""Small gathers and broadcasts over a process group; their errors name the peers that did not answer.
+"""Small gathers, broadcasts and maxima over a process group; their errors name the peers that did not answer.
 
 Invariants: tensors only, no pickled objects; a rank's row is as long as every other's.
 """
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_balance.runtime.buffer_exchange import exchange_with_peers
 from megatron_balance.runtime.peers import named_ranks, waiting_for
 
 Scalar = TypeVar("Scalar", np.int64, np.float64)
@@ -69,6 +70,30 @@ def broadcast_row(row: NDArray[Scalar], *, group: dist.ProcessGroup, what: str) 
     with waiting_for(what, group=group):
         dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
     return message.numpy()
+
+
+def largest_row(row: NDArray[np.int64], *, group: dist.ProcessGroup, what: str) -> NDArray[np.int64]:
+    """The largest of each number over all ranks, int64 `[n]`; over gloo.
+
+    In round k a rank hands what it knows to the rank 2**k above and takes in what the one 2**k below knows: after
+    ceil(log2(group size)) rounds each knows of all (the dissemination barrier: Hensgen, Finkel and Manber 1988). gloo's
+    all_reduce and all_gather are rings, of as many rounds as there are other ranks.
+
+    Args:
+        row: of this rank, `[n]`.
+        group: all that take part.
+        what: as for `all_gather_row`.
+    """
+    largest, rank, size = torch.from_numpy(row.copy()), group.rank(), group.size()
+    with waiting_for(what, group=group):
+        for distance in (1 << bit for bit in range((size - 1).bit_length())):
+            received = torch.empty_like(largest)
+            below, above = (rank - distance) % size, (rank + distance) % size
+            exchange_with_peers(
+                received, largest, receive_sizes={below: len(row)}, send_sizes={above: len(row)}, group=group
+            )
+            largest = torch.maximum(largest, received)
+    return largest.numpy()
 
 
 def all_gather_bytes(

@@ -1,4 +1,4 @@
-"""Moves samples to the ranks that compute them, in one all_to_all of bytes."""
+"""Moves samples to the ranks that compute them, as bytes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def reroute_samples(
 ) -> dict[int, Sample]:
     """Send every sample to its destination.
 
-    One `all_to_all_single` of bytes, in which every rank takes part, with or without samples; none where no sample
-    moves. Splits are Python ints, so that a buffer may pass 2**31 bytes. Samples that stay are not sent.
-    Samples that arrive are views of one receive buffer, which lives as long as any of them: clone tensors that outlive
-    the step.
+    Every rank takes part, with or without samples. One message goes to each rank that gets samples of this one; between
+    GPUs all ranks call one `all_to_all_single`, unless no sample moves. Sizes are Python ints, so that a buffer may
+    pass 2**31 bytes. Samples that stay are not sent. Samples that arrive are views of one receive buffer, which lives
+    as long as any of them: clone tensors that outlive the step.
 
     Args:
         samples: this rank's, in the order in which their lengths were gathered.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, ranks_where
+from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, largest_row, ranks_where
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 
 P = ParamSpec("P")
@@ -90,7 +90,7 @@ def agreeing_on(failure: Failure | None) -> Iterator[None]:
 def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: str, digest: int = 0) -> None:
     """Raise on every rank the failure of one, or that ranks planned different schedules.
 
-    One all_gather of two int64; one more of texts where there are any.
+    One `largest_row` of three int64; all_gathers of digests or texts where there is something to raise.
 
     Args:
         failure: of this rank, or None.
@@ -103,13 +103,14 @@ def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: s
         AgreedError: on every rank, where the error is not a BalanceError.
     """
     text = b"" if failure is None else failure.problem.encode()
-    row = np.array([-1 if failure is None else len(text), digest], dtype=np.int64)
-    with agreeing_on(failure):
-        sizes, digests = all_gather_row(row, group=group, what=what).T
+    size = -1 if failure is None else len(text)
+    largest_size, largest_digest, negated = largest_row(np.array([size, digest, -digest]), group=group, what=what)
     # First of all: on ranks that follow different plans a failure is what came of it.
-    check_equal_digests(digests, group=group)
-    with agreeing_on(failure):
-        if (sizes >= 0).any():
+    if largest_digest != -negated:
+        check_equal_digests(all_gather_row(np.array([digest]), group=group, what=what)[:, 0], group=group)
+    if largest_size >= 0:
+        with agreeing_on(failure):
+            sizes = all_gather_row(np.array([size]), group=group, what=what)[:, 0]
             texts = all_gather_bytes(text, nbytes=np.maximum(sizes, 0), group=group, what=what)
             raise cannot_go_on(sizes >= 0, texts=texts, group=group)
 

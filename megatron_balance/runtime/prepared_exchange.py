@@ -1,4 +1,4 @@
-"""One rank's side of an exchange, in two halves: writing what it sends, and the collective.
+"""One rank's side of an exchange, in two halves: writing what it sends, and moving it.
 
 Any thread may write (`prepare_exchange`); ranks exchange together (`PreparedExchange.run`). A sample that moves is
 copied twice: into the send buffer, and by whoever packs the views of what arrived.
@@ -6,7 +6,7 @@ copied twice: into the send buffer, and by whoever packs the views of what arriv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.buffer_exchange import exchange_with_all, exchange_with_peers
 from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.peers import waiting_for
@@ -66,7 +67,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class PreparedExchange:
-    """This rank's side of an exchange, up to the collective.
+    """This rank's side of an exchange, up to the first message.
 
     Attributes:
         schema: of all samples; None where no rank has any.
@@ -75,8 +76,9 @@ class PreparedExchange:
         kept: those that stay and live elsewhere.
         kept_bytes: uint8 `[kept.nbytes]`, those samples.
         send: uint8 `[sum of send_nbytes]`, where this rank's samples live.
-        send_nbytes: `[group_size]`, for each rank.
-        arriving: `[group_size]`, from each rank; None where no sample of any rank moves.
+        send_nbytes: rank → bytes for it, ranks rising; those that get any.
+        arriving: rank → the block from it, ranks rising; those that send any.
+        some_move: a sample of any rank moves.
         buffers: to receive in, or None for fresh memory.
     """
 
@@ -86,8 +88,9 @@ class PreparedExchange:
     kept: Block
     kept_bytes: Tensor
     send: Tensor
-    send_nbytes: list[int]
-    arriving: list[Block] | None
+    send_nbytes: Mapping[int, int]
+    arriving: Mapping[int, Block]
+    some_move: bool
     buffers: HostBuffers | None = None
 
     def run(self, *, group: dist.ProcessGroup) -> dict[int, Sample]:
@@ -105,13 +108,14 @@ class PreparedExchange:
         if self.kept.ids:
             buffer = self.kept_bytes.to(self.device, non_blocking=True)
             arrived.update(self.kept.samples_in(buffer, schema=self.schema))
-        if self.arriving is not None:
-            receive_nbytes = [block.nbytes for block in self.arriving]
-            receive = _buffer("receive", nbytes=sum(receive_nbytes), device=self.device, buffers=self.buffers)
+        if self.some_move:
+            receive_nbytes = {rank: block.nbytes for rank, block in self.arriving.items()}
+            receive = _buffer("receive", nbytes=sum(receive_nbytes.values()), device=self.device, buffers=self.buffers)
             send = self.send.to(self.device, non_blocking=True)
+            move = exchange_with_peers if self.device.type == "cpu" else exchange_with_all
             with waiting_for("samples from the ranks that loaded them (exchange)", group=group):
-                dist.all_to_all_single(receive, send, receive_nbytes, self.send_nbytes, group=group)
-            for buffer, block in zip(receive.split(receive_nbytes), self.arriving, strict=True):
+                move(receive, send, receive_sizes=receive_nbytes, send_sizes=self.send_nbytes, group=group)
+            for buffer, block in zip(receive.split([*receive_nbytes.values()]), self.arriving.values(), strict=True):
                 arrived.update(block.samples_in(buffer, schema=self.schema))
         return {sample_id: arrived[sample_id] for sample_id in sorted(arrived)}
 
@@ -148,7 +152,7 @@ def prepare_exchange(
     nothing = torch.empty(0, dtype=torch.uint8)
     no_block = Block([], [], None, [], 0)
     if schema is None:
-        return PreparedExchange(None, device, {}, no_block, nothing, nothing, [], None)
+        return PreparedExchange(None, device, {}, no_block, nothing, nothing, {}, {}, False)
     _check_samples(samples, gathered=gathered, rank=rank, schema=schema)
     pin_memory = home_device.type == "cpu" and device.type == "cuda"
 
@@ -168,17 +172,19 @@ def prepare_exchange(
     staying, kept = {}, Block.of(sample_ids[(homes == rank) & ~moves], gathered=gathered, schema=schema)
     if _is_on(home_device, device):
         staying, kept = dict(zip(kept.ids, own(kept.ids), strict=True)), no_block
-    send, send_nbytes, arriving = nothing, [], None
-    if moves.any():
-        leaving, coming = (homes == rank) & moves, (destinations == rank) & moves
-        size = group.size()
-        ids_to = _by_rank(sample_ids[leaving], ranks=destinations[leaving], group_size=size)
-        ids_from = _by_rank(sample_ids[coming], ranks=homes[coming], group_size=size)
-        departing = [Block.of(ids, gathered=gathered, schema=schema) for ids in ids_to]
-        send, send_nbytes = written("send", departing), [block.nbytes for block in departing]
-        arriving = [Block.of(ids, gathered=gathered, schema=schema) for ids in ids_from]
+    leaving, coming = (homes == rank) & moves, (destinations == rank) & moves
+    departing = _blocks(sample_ids[leaving], ranks=destinations[leaving], gathered=gathered, schema=schema)
     return PreparedExchange(
-        schema, device, staying, kept, written("kept", [kept]), send, send_nbytes, arriving, buffers
+        schema,
+        device,
+        staying,
+        kept,
+        written("kept", [kept]),
+        written("send", [*departing.values()]),
+        {other: block.nbytes for other, block in departing.items()},
+        _blocks(sample_ids[coming], ranks=homes[coming], gathered=gathered, schema=schema),
+        bool(moves.any()),
+        buffers,
     )
 
 
@@ -212,11 +218,11 @@ def _check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank
             raise BalanceError(f"reroute_samples: sample {index} does not fit the schema: {difference}.")
 
 
-def _by_rank(ids: NDArray[np.int64], *, ranks: NDArray[np.int64], group_size: int) -> list[NDArray[np.int64]]:
-    """The ids (rising) in one array for each rank (rising in each): the order both sides keep."""
-    order = np.argsort(ranks, kind="stable")
-    counts = np.bincount(ranks, minlength=group_size)
-    return np.split(ids[order], np.cumsum(counts)[:-1])
+def _blocks(
+    ids: NDArray[np.int64], *, ranks: NDArray[np.int64], gathered: GatheredLengths, schema: SampleSchema
+) -> dict[int, Block]:
+    """Rank → the block of its samples (ids rising), ranks rising: the order that both sides keep."""
+    return {rank: Block.of(ids[ranks == rank], gathered=gathered, schema=schema) for rank in sorted({*ranks.tolist()})}
 
 
 def _is_on(here: torch.device, device: torch.device) -> bool:

@@ -60,7 +60,9 @@ def test_the_model_follows_from_the_measured_figures() -> None:
     for layout, one in zip(LAYOUTS, RESULT["simulated"], strict=True):
         step = simulate_step(layout, measured=RESULT, network=Network(), step_seconds=RESULT["step_seconds"])
         assert step == pytest.approx(one["step"])
-        assert simulate_start(layout, measured=RESULT) == pytest.approx(one["start"])
+        assert simulate_start(layout, measured=RESULT, step_seconds=RESULT["step_seconds"]) == pytest.approx(
+            one["start"]
+        )
 
 
 def test_open_files_are_those_that_ranks_had() -> None:

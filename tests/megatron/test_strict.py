@@ -1,7 +1,8 @@
 """All ranks call the same collectives, in one order, with the same shapes: torch compares them while they train.
 
-`TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the operation, shape and dtype within a process group, over gloo too. Not the
-split sizes of all_to_all_single, the sizes of point-to-point messages, nor the root of a broadcast.
+`TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the operation, shape and dtype within a process group, over gloo too. Not
+messages between two ranks, as this package exchanges samples, the split sizes of all_to_all_single, nor the root of a
+broadcast.
 """
 
 from __future__ import annotations

@@ -89,12 +89,6 @@ def _world(num_ranks: int):
     world.stop()
 
 
-@pytest.fixture
-def own_world():
-    """Makes a world for one test, whose ranks may die."""
-    yield from _world(2)
-
-
 @pytest.fixture(scope="session")
 def world1():
     yield from _world(1)

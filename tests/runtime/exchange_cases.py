@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections import Counter
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import prepared_exchange
+from megatron_balance.runtime.collectives import largest_row
 from megatron_balance.runtime.exchange import reroute_samples, send_copies
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
 from megatron_balance.runtime.host_buffers import HostBuffers
@@ -94,7 +96,10 @@ def checksum(sample: Sample) -> str:
 @contextmanager
 def counted_collectives():
     """Counts the collectives that are issued, by name."""
-    names = ("all_to_all_single", "all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "barrier")
+    names = (
+        *("all_to_all_single", "all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "barrier"),
+        *("isend", "irecv"),
+    )
     originals = {name: getattr(dist, name) for name in names}
     counts: Counter[str] = Counter()
 
@@ -161,9 +166,19 @@ def reroute(lengths, destinations, builder="small", seed=0, group=None) -> dict:
         assert checksum(sample) == checksum(flat[index]), f"sample {index}"
         for tensor in (*sample.per_token.values(), *sample.per_sample.values(), *sample.ragged.values()):
             assert not tensor.numel() or tensor.data_ptr() % tensor.dtype.itemsize == 0, "misaligned"
-    moved = any(to != home for to, home in zip(destinations, gathered.home_ranks, strict=True))
-    assert reroute_counts == ({"all_to_all_single": 1} if moved else {})
+    assert reroute_counts == _messages_of(group.rank(), flat, destinations=destinations, homes=gathered.home_ranks)
     return {"ids": list(arrived), "gather": gather_counts}
+
+
+def _messages_of(rank, samples, *, destinations, homes) -> dict[str, int]:
+    """One to each rank that gets bytes of this one, and one from each whose bytes it gets."""
+    pairs = {
+        (int(home), to)
+        for sample, home, to in zip(samples, homes, destinations, strict=True)
+        if home != to and (sample.length or sample.per_sample or any(map(len, sample.ragged.values())))
+    }
+    counts = {"isend": [home for home, _ in pairs].count(rank), "irecv": [to for _, to in pairs].count(rank)}
+    return {name: count for name, count in counts.items() if count}
 
 
 def stay_on_another_device() -> list:
@@ -217,6 +232,25 @@ def reroute_in_subgroup(ranks, lengths, destinations) -> dict | None:
     """The ranks outside the group only take part in making it."""
     group = _group(ranks)
     return reroute(lengths, destinations, group=group) if dist.get_rank() in ranks else None
+
+
+def largest_in_subgroup(ranks) -> list[int] | None:
+    """Of rows in which each rank holds the largest of one number."""
+    group = _group(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    row = np.zeros(len(ranks), dtype=np.int64) - 5
+    row[group.rank()] = 10 + group.rank()
+    return largest_row(row, group=group, what="numbers").tolist()
+
+
+def message_after_a_later_timeout() -> str | None:
+    """Rank 0's error where rank 1 sends nothing, in a group whose timeout was shortened."""
+    group = dist.new_group(timeout=timedelta(minutes=10))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    if group.rank():
+        return None
+    return _expect_error(lambda: largest_row(np.zeros(1, dtype=np.int64), group=group, what="numbers"))
 
 
 def fuzz_exchanges(count, seed) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def _row(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def gathers_of_steps(*, counts: list[list[int]]) -> list[list[str] | str]:
-    """The collectives of every step, or its error.
+    """The collectives of every step but for messages between two ranks, or its error.
 
     Args:
         counts: `[num_steps][num_ranks]` sequences of a rank's row; 0 for a row that cannot be split.
@@ -63,7 +63,7 @@ def gathers_of_steps(*, counts: list[list[int]]) -> list[list[str] | str]:
             except BalanceError as error:
                 outcomes.append(str(error))
             else:
-                outcomes.append([call.kind for call in calls])
+                outcomes.append([call.kind for call in calls if call.kind not in ("isend", "irecv")])
     return outcomes
 
 

@@ -105,6 +105,17 @@ def test_no_samples_anywhere(world2):
     assert world2.run("no_rank_has_samples") == [True, True]
 
 
+@pytest.mark.parametrize("ranks", [[1], [0, 3], [0, 1, 3], [0, 1, 2, 3]])
+def test_every_rank_gets_the_largest_numbers_of_all(world4, ranks):
+    for rank, largest in enumerate(world4.run("largest_in_subgroup", ranks=ranks)):
+        assert largest == ([10 + index for index in range(len(ranks))] if rank in ranks else None)
+
+
+def test_messages_follow_a_timeout_that_is_shortened_later(world2):
+    error, _ = world2.run("message_after_a_later_timeout")
+    assert "waited for numbers among world ranks 0, 1, and not all answered (Timed out waiting 1000ms" in error
+
+
 def test_one_collective_gathers(world2):
     for result in world2.run("reroute", lengths=[[1, 2], [3]], destinations=[1, 0, 0]):
         assert result["gather"] == {"all_gather_into_tensor": 1}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from benchmarks.scale.meeting_rank import NUM_STEPS
 from benchmarks.scale.meetings import problems_of
 from megatron_balance.runtime.gather import HEADER_FIELDS, INLINE_LENGTHS
 
-STEP = ["all_gather_into_tensor", "all_to_all_single", "all_gather_into_tensor"]
+STEP = ["all_gather_into_tensor"]
 STEP_OF_MORE = ["all_gather_into_tensor", *STEP]
 
 
-def test_a_step_is_one_gather_one_exchange_and_one_agreement(world4) -> None:
+def test_a_step_is_one_collective_and_messages_between_ranks(world4) -> None:
     for outcomes in world4.run("gathers_of_steps", counts=[[5, 2, 7, 3]] * 3):
         assert outcomes == [STEP] * 3
 
@@ -46,19 +44,10 @@ def test_a_gather_advises_room_for_a_quarter_more(world2) -> None:
             assert row < max(num * 5 // 4 + 64, INLINE_LENGTHS + 1)
 
 
-@pytest.mark.parametrize("how", ["slots", "short"])
+@pytest.mark.parametrize("how", ["slots", "short", "long"])
 def test_ranks_with_other_plans_agree_on_no_step(world2, how: str) -> None:
     for message in world2.run("plans_differ", how=how):
         assert message.startswith("rank 1 planned another schedule than rank 0: ")
-
-
-def test_gloo_ends_a_rank_that_is_sent_more_than_its_plan_expects(own_world) -> None:
-    """docs/scale.md says so: the error names no plan there."""
-    survivor, ended = own_world.outcomes("plans_differ", how="long")
-    assert survivor[0] == "done"
-    assert "waited for " in survivor[1]
-    assert ended == ("failed", "the process ended")
-    assert own_world.processes[1].wait() == -signal.SIGABRT
 
 
 @pytest.mark.parametrize("replica_size", [1, 2])
@@ -66,7 +55,7 @@ def test_what_is_counted_is_what_the_formulas_say(world4, replica_size: int) -> 
     """Calls, messages, bytes and sockets; on the training thread, at a log interval of one step, one number at most."""
     for rank, counted in enumerate(world4.run("counted_and_expected", replica_size=replica_size)):
         assert not list(problems_of(counted))
-        of_readers = {"all_gather_into_tensor", "all_to_all_single", "gather", "broadcast"}
+        of_readers = {"all_gather_into_tensor", "isend", "irecv", "gather", "broadcast"}
         assert set(counted["calls"]) <= of_readers
         assert (set(counted["calls"]) == of_readers) == (rank % replica_size == 0)
         assert counted["in_training"] == ({} if replica_size == 1 else {"broadcast": NUM_STEPS - 2})

@@ -35,7 +35,6 @@ class PlannedStep:
         cp_rank: context-parallel rank of this one.
         shape_bucket: `--balance-shape-bucket`.
         pin_memory: copy micro-batches to pinned memory.
-        failure: of this rank so far, to be raised on every rank.
         pool: as in BalancedStep, and so are the others.
         exchange_seconds: so far.
     """
@@ -50,7 +49,6 @@ class PlannedStep:
     cp_rank: int
     shape_bucket: int
     pin_memory: bool
-    failure: Failure | None
     pool: SamplePool | None
     calibration: CalibrationState | None
     plan_seconds: float
@@ -81,14 +79,10 @@ class PlannedStep:
             shape_bucket=self.shape_bucket,
         )
         packs = attempt(pack_slots, own, topology=self.schedule.topology, schema=schema, pin_memory=self.pin_memory)
-        failure = self.failure
-        if isinstance(packs, Failure):
-            failure = replace(packs, during="packing this step's samples")
         raise_together(
-            failure,
+            replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None,
             group=self.dp_group,
             what="that all ranks have packed their micro-batches",
-            digest=self.schedule.digest(),
         )
         assert not isinstance(packs, Failure), "raised"
         return BalancedStep(

@@ -1,14 +1,13 @@
 """Turns the samples that ranks loaded into the micro-batches that they run, for one step.
 
-    items → samples → gather lengths → (pool: which samples) → plan → reroute → pack → agree
+    items → samples → gather lengths → (pool: which samples) → plan → compare → reroute → pack → agree
 
 It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
-this one runs. Ranks meet three times: they gather lengths, exchange samples, and agree that all have packed the samples
-of one plan. Ranks with different plans would exchange other bytes than their peers expect: gloo then ends a rank that
-is sent more than it expects, and what is short or of another sample is never returned, as the agreement fails.
+this one runs. Ranks meet four times: they gather lengths, compare their plans, exchange samples, and agree that all
+have packed theirs. Ranks that exchanged samples by different plans would wait for one another without end.
 
-With `--balance-exchange nccl` ranks compare plans before the exchange, which waits for the training thread
-(`device_exchange.py`), and so do the stages after it (`planned_step.py`).
+With `--balance-exchange nccl` the exchange waits for the training thread (`device_exchange.py`), and so do the stages
+after it (`planned_step.py`).
 
 Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
 gathered lengths and flags alone; no step is returned that another rank planned otherwise.
@@ -42,12 +41,11 @@ from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.planner.images import Images
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.collectives import all_gather_row, ranks_where
-from megatron_balance.runtime.failure import Failure, agreeing_on
+from megatron_balance.runtime.failure import Failure, agreeing_on, raise_together
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
     GatheredLengths,
     OutOfStepError,
-    check_same_schedule,
     gather_sample_lengths,
 )
 from megatron_balance.runtime.host_buffers import HostBuffers
@@ -238,8 +236,13 @@ class StepPlanner:
         planned = time.perf_counter()
         if len(gathered.lengths) >= MIN_SAMPLES:  # smaller plans take milliseconds at any level
             self.budget.add_plan(planned - plan_started)
-        if self._device_exchange is not None:  # over NCCL, ranks with different plans would wait without end
-            check_same_schedule(schedule.digest(), group=self.dp_group)
+        raise_together(
+            # A rank whose planning process has failed has planned this step itself, so that all ranks come here.
+            self._plans.failure,
+            group=self.dp_group,
+            what="the plans of all ranks (compare)",
+            digest=schedule.digest(),
+        )
         exchange = prepare_samples(
             samples,
             schedule=schedule,
@@ -259,8 +262,6 @@ class StepPlanner:
             cp_rank=self.cp_rank,
             shape_bucket=self.config.shape_bucket,
             pin_memory=self._pin_memory,
-            # A rank whose planning process has failed has planned this step itself, so that all ranks come here.
-            failure=self._plans.failure,
             pool=pool,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
