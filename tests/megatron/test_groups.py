@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from forked_runs import train
 from megatron.core import parallel_state
+from test_stages_without_data import BALANCED, FLAGS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.scale.simulated import Layout, num_meetings
 from megatron_balance.mcore.setup.groups import is_first_of_replica, ranks_of_tensor_rank
 
 WORLD_SIZE = 16
@@ -152,3 +154,20 @@ def test_groups_are_made_in_two_places_by_every_rank() -> None:
         "2: new_group",
         "2: use_local_synchronization",
     ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "layout"),
+    [
+        pytest.param("", Layout(2, replica_size=1), id="DP2"),
+        pytest.param("--tensor-model-parallel-size 2", Layout(4, replica_size=2), id="TP2"),
+        pytest.param("--pipeline-model-parallel-size 2", Layout(4, replica_size=2, readers=2), id="PP2"),
+    ],
+)
+def test_meetings_in_the_store_before_a_run_are_those_of_the_model(
+    tmp_path: Path, parallel: str, layout: Layout
+) -> None:
+    flags = f"{FLAGS} {parallel} {BALANCED} --num-layers 2 --train-iters 2".split()
+    ran = train(tmp_path, flags, num_ranks=layout.num_ranks, module="store_meetings")
+    for steps in ran.ranks:
+        assert [len(step["topics"]) for step in steps] == [num_meetings(layout)] * 2
