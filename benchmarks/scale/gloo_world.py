@@ -17,7 +17,7 @@ from benchmarks.scale.meeting_rank import TIMEOUT
 
 
 def run_ranks(num_ranks: int, *, work: Callable[[], Any], out: Path) -> list[Any]:
-    """What each rank returned, by rank; it passes through JSON.
+    """Results of the ranks, by rank; it passes through JSON.
 
     Args:
         num_ranks: of the world.

@@ -41,7 +41,7 @@ SUPPORTED_VERSIONS = ("0.6",)
 
 @dataclass(frozen=True)
 class BridgeSettings:
-    """What `install_bridge` was given."""
+    """Arguments of `install_bridge`."""
 
     max_tokens_per_gpu: int | str
     cost: CostModel | ModelShape | None

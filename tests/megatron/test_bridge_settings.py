@@ -1,4 +1,4 @@
-"""What Megatron-Bridge's loop is refused with, where Bridge itself is not installed."""
+"""Refusals of Megatron-Bridge's loop, where Bridge itself is not installed."""
 
 from __future__ import annotations
 

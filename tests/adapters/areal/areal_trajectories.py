@@ -32,7 +32,7 @@ def make_trajectory(number: int, lengths, *, padded_seq_len: int | None = None) 
 
 
 def with_images(trajectory: dict, *, patches: int) -> dict:
-    """Each row with one picture of so many patches, or with none; keys stay those of every trajectory."""
+    """Each row with one picture of a given number of patches, or with none; keys stay those of every trajectory."""
     grid = torch.tensor([[1, 1, patches]])
     row = {"pixel_values": torch.zeros(patches, 2), "image_grid_thw": grid} if patches else {}
     return {**trajectory, "multi_modal_input": [row] * len(trajectory["attention_mask"])}

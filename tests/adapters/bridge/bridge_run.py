@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def functions() -> list[Any]:
-    """What hooks replace."""
+    """The functions that hooks replace."""
     return [bridge_train.train_step, bridge_eval.evaluate, bridge_eval.get_forward_backward_func]
 
 
