@@ -12,9 +12,9 @@ from megatron_balance.planner.sorting import run_starts, stable_order
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """The kinds of the samples: those of one kind have the same cost, weight and shared cost.
+    """The kinds of the samples: those of one kind have the same cost, weight, shared cost and cost of images.
 
-    Kinds are numbered by falling cost, then weight, then shared cost.
+    Kinds are numbered by falling cost, then weight, then shared cost, then cost of images.
 
     Attributes:
         of_samples: `[num_samples]` int64 kind of each sample.
@@ -32,15 +32,22 @@ class Kinds:
     counts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, costs: NDArray[np.int64], *, shared_costs: NDArray[np.int64], weights: NDArray[np.int64]) -> Kinds:
-        """The kinds of samples, `[num_samples]` each."""
+    def of(
+        cls,
+        costs: NDArray[np.int64],
+        *,
+        shared_costs: NDArray[np.int64],
+        weights: NDArray[np.int64],
+        image_costs: NDArray[np.int64] | None = None,
+    ) -> Kinds:
+        """The kinds of samples, `[num_samples]` each; None where images are no part of their own."""
         values, of_samples = np.unique(-costs, return_inverse=True)
         sample_of = np.empty(values.size, dtype=np.int64)
         sample_of[of_samples] = np.arange(costs.size)
-        others = (weights, shared_costs)
+        others = (weights, shared_costs) if image_costs is None else (weights, shared_costs, image_costs)
         # Nearly always the cost says it all: it follows from the length, as the others do.
         if not all((of_kinds[sample_of][of_samples] == of_kinds).all() for of_kinds in others):
-            order = np.lexsort((-shared_costs, -weights, of_samples))
+            order = np.lexsort((*(-each for each in reversed(others)), of_samples))
             differs = np.any([run_starts(each[order]) for each in (of_samples, *others)], axis=0)
             of_samples[order] = np.cumsum(differs) - 1
             sample_of = order[differs]

@@ -59,6 +59,10 @@ class Objective(ABC):
         """True if the time is a pipeline's makespan, False if it is the work of all stages together."""
         return False
 
+    def meets_between_parts(self, topology: Topology) -> bool:
+        """True if ranks meet between vision encoder and language model of each micro-batch."""
+        return self.waits_in_slots() and self.sync_group_size(topology) > 1 and not self.is_makespan(topology)
+
     def timing(self, topology: Topology) -> Timing:
         """The time of a step as a function of the micro-batches of a group of ranks that meet.
 
@@ -110,7 +114,7 @@ class Problem:
     """One global batch to plan.
 
     Attributes:
-        costs: `[num_samples]` int64 cost of a sample on its own rank.
+        costs: `[num_samples]` int64 cost of a sample on its own rank, its images included.
         shared_costs: `[num_samples]` int64 cost that its expert-parallel group computes together.
         weights: `[num_samples]` int64 weight in a micro-batch: padded tokens, or 1 if samples are counted. An
             over-long sample weighs `capacity + 1`: it runs alone.
@@ -121,6 +125,8 @@ class Problem:
         topology: the ranks.
         objective: measure of plans.
         level: 0 for all the effort that the size allows, up to `CHEAPEST_LEVEL` for less.
+        image_costs: `[num_samples]` int64 part of `costs` in the vision encoder, where ranks meet between encoder and
+            language model; None where they do not.
     """
 
     costs: NDArray[np.int64]
@@ -134,6 +140,7 @@ class Problem:
     topology: Topology
     objective: Objective
     level: int = 0
+    image_costs: NDArray[np.int64] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -143,7 +150,7 @@ class Problem:
     @cached_property
     def kinds(self) -> Kinds:
         """The kinds of the samples."""
-        return Kinds.of(self.costs, shared_costs=self.shared_costs, weights=self.weights)
+        return Kinds.of(self.costs, shared_costs=self.shared_costs, weights=self.weights, image_costs=self.image_costs)
 
     @property
     def sync_group_size(self) -> int:
@@ -179,10 +186,24 @@ class Problem:
             grid += np.repeat(-(-of_groups // span), span, axis=0)
         return grid
 
-    def predicted_cost(self, grid: NDArray[np.int64]) -> int:
-        """The objective's time for a cost grid `[dp_size, num_microbatches]`, in its units."""
-        of_groups = grid.reshape(-1, self.sync_group_size, grid.shape[1]).max(axis=1)
-        return self.timing.time(of_groups)
+    def image_grid(self, slot_of: NDArray[np.int64], *, num_microbatches: int) -> NDArray[np.int64] | None:
+        """The vision encoder's part of `cost_grid`; None where ranks do not meet after it."""
+        if self.image_costs is None:
+            return None
+        grid = np.zeros(self.topology.dp_size * num_microbatches, dtype=np.int64)
+        np.add.at(grid, slot_of, self.image_costs)
+        return grid.reshape(self.topology.dp_size, num_microbatches)
+
+    def predicted_cost(self, grid: NDArray[np.int64], *, image_grid: NDArray[np.int64] | None = None) -> int:
+        """The objective's time for a cost grid `[dp_size, num_microbatches]`, in its units.
+
+        Args:
+            grid: as `cost_grid` makes it.
+            image_grid: as `image_grid` makes it. Ranks then meet twice in a slot, after each part.
+        """
+        parts = [grid] if image_grid is None else [image_grid, grid - image_grid]
+        of_groups = [part.reshape(-1, self.sync_group_size, grid.shape[1]).max(axis=1) for part in parts]
+        return self.timing.time(np.concatenate(of_groups, axis=1))
 
 
 def build_problem(
@@ -238,6 +259,7 @@ def build_problem(
     per_microbatch = cost_model.per_microbatch
     if per_microbatch:
         per_microbatch = max(per_microbatch >> scaled.shift, 1)
+    meets_after_images = images is not None and objective.meets_between_parts(topology)
     return Problem(
         costs,
         shared_costs=shared_costs,
@@ -249,6 +271,7 @@ def build_problem(
         topology=topology,
         objective=objective,
         level=level,
+        image_costs=scaled.image_costs if meets_after_images else None,
     )
 
 
@@ -270,5 +293,6 @@ def restrict(problem: Problem, samples: NDArray[np.int64], *, topology: Topology
         costs=problem.costs[samples],
         shared_costs=problem.shared_costs[samples],
         weights=problem.weights[samples],
+        image_costs=None if problem.image_costs is None else problem.image_costs[samples],
         topology=topology,
     )

@@ -48,7 +48,8 @@ class DataSchedule:
             `per_microbatch` for every slot, plus an even share of its expert-parallel group's work.
         cost_shift: costs here are in units of `2**cost_shift` of the cost model's.
         predicted_cost: the objective's value. `step`: the largest row sum; `microbatch`: the sum over slots
-            of the costliest rank that meets there, of the slowest group; `pipeline`: the largest makespan.
+            of the costliest rank that meets there, of the slowest group, with images the costliest encoder part and
+            the costliest language part; `pipeline`: the largest makespan.
         lower_bound: a cost that no plan that moves samples freely can beat, same units.
         objective: `step`, `microbatch` or `pipeline`.
         algorithm: name of the algorithm that made the plan.
@@ -215,7 +216,9 @@ def check_invariants(schedule: DataSchedule) -> None:
         require(bool((sums == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
     problem = schedule.problem()
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
-    honest = bool((grid == schedule.cost_grid).all()) and problem.predicted_cost(grid) == schedule.predicted_cost
+    image_grid = problem.image_grid(slot_of, num_microbatches=num_microbatches)
+    predicted = problem.predicted_cost(grid, image_grid=image_grid)
+    honest = bool((grid == schedule.cost_grid).all()) and predicted == schedule.predicted_cost
     require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the placement")
     require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
 

@@ -32,6 +32,26 @@ def test_both_parts_plan_best(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps["tokens"] > 1.01
 
 
+def test_both_parts_are_even_where_ranks_meet_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "NUM_BATCHES", 1)
+    over_bound = {row.plan: row.over_bound for row in images.measure("llava", dp_size=8, meets=True)}
+    assert over_bound[images.BOTH] - 1 < (over_bound[f"{images.BOTH}, their sum"] - 1) / 2
+
+
+def test_the_page_on_images_has_the_figures() -> None:
+    page = (RESULTS.parents[1] / "docs" / "images.md").read_text()
+    rows = json.loads((RESULTS / "images.json").read_text())["rows"]
+    for mixture in images.MIXTURES:
+        for ranks in images.RANKS:
+            of_plans = {
+                row["plan"]: f"{row['over_bound']:.3f}"
+                for row in rows
+                if row["meets"] and (row["mixture"], row["dp_size"]) == (mixture, ranks)
+            }
+            ways = ("tokens", f"{images.BOTH}, their sum", images.BOTH)
+            assert f"| {mixture}, {ranks} | {' | '.join(of_plans[way] for way in ways)} |" in page
+
+
 def test_the_page_is_made_from_the_figures() -> None:
     result = json.loads((RESULTS / "images.json").read_text())
     assert images.report(result) == (RESULTS / "images.md").read_text()

@@ -153,7 +153,8 @@ def _figures(
         images=images,
     )
     grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
-    predicted, bound = problem.predicted_cost(grid), lower_bound(problem)
+    image_grid = problem.image_grid(slot_of, num_microbatches=num_microbatches)
+    predicted, bound = problem.predicted_cost(grid, image_grid=image_grid), lower_bound(problem)
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
     counts = np.bincount(slot_of, minlength=num_slots)

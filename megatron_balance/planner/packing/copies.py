@@ -65,6 +65,7 @@ def part_of(problem: Problem, *, parts: int) -> Problem:
         per_microbatch=-(-problem.per_microbatch >> shift),
         cost_shift=problem.cost_shift + shift,
         weights=np.maximum.reduceat(problem.weights, starts),
+        image_costs=None,  # samples of a stratum may differ in it
         topology=replace(problem.topology, dp_size=problem.topology.dp_size // parts),
     )
 

@@ -18,6 +18,9 @@
     10. the plan of least predicted time is kept; small batches of ranks that do not meet are compared with plans of the
         algorithms by name
 
+Where ranks meet between a vision encoder and the language model, the samples of a slot are then exchanged between its
+ranks, so that both parts are even (`even_parts.py`).
+
 A large batch is planned as copies of one part's plan (`copies.py`).
 
 An algorithm by name gives samples to ranks first and then packs each rank by itself (`by_rank.py`), and so does a plan
@@ -35,6 +38,7 @@ from numpy.typing import NDArray
 from megatron_balance.planner.bounds.time import least_time, min_num_microbatches
 from megatron_balance.planner.packing.by_rank import assign_ranks, place_by_ranks
 from megatron_balance.planner.packing.copies import copied, num_parts, part_of
+from megatron_balance.planner.packing.even_parts import even_parts
 from megatron_balance.planner.packing.group_levels import place_groups
 from megatron_balance.planner.packing.rank_levels import place_ranks
 from megatron_balance.planner.packing.search import search
@@ -78,6 +82,8 @@ def place(problem: Problem, *, algorithm: str, home_ranks: NDArray[np.int64] | N
             if found.predicted_cost > bound + bound // WORTH_TRIALS:
                 by_name = _place_by_ranks(problem, algorithm=name, home_ranks=home_ranks, bound=bound, work=work)
                 found = min(found, by_name, key=lambda placement: placement.predicted_cost)
+    if problem.image_costs is not None and by_levels and home_ranks is None and not problem.level:
+        found = even_parts(problem, found)
     return replace(found, lower_bound=bound)
 
 

@@ -80,5 +80,7 @@ def in_order(problem: Problem, slot_of: NDArray[np.int64], *, num_microbatches: 
         slot_of=slot_of,
         num_microbatches=num_microbatches,
         cost_grid=grid,
-        predicted_cost=problem.predicted_cost(grid),
+        predicted_cost=problem.predicted_cost(
+            grid, image_grid=problem.image_grid(slot_of, num_microbatches=num_microbatches)
+        ),
     )
