@@ -197,3 +197,10 @@ def test_two_that_share_no_micro_batch_do_not_both_count_for_one():
         objective="microbatch",
     )
     assert lower_bound(problem) == 153
+
+
+def test_waiting_ranks_may_do_the_shared_work_of_another_expert_group() -> None:
+    model = CostModel(linear=10, quadratic=1, expert_linear=7, per_microbatch=50)
+    topology = Topology(4, ep_size=2, fully_sharded=True)
+    schedule = build_data_schedule([0, 0, 5, 13, 15, 15, 16], cost_model=model, topology=topology, limits=Limits(64))
+    assert schedule.check().predicted_cost == 575

@@ -112,7 +112,8 @@ def even_work(problem: Problem) -> int:
 def meeting_work(problem: Problem) -> int:
     """Time of the slowest group of ranks that meet in every micro-batch at least, without `per_microbatch`."""
     spread = slot_floor(problem, sync_group_size=problem.sync_group_size, in_bins=True).total_cost
-    shared = int(problem.shared_costs.sum())
+    # With several expert-parallel groups, ranks that wait for the costliest sample may compute their own group's share.
+    shared = int(problem.shared_costs.sum()) if problem.sync_group_size == problem.topology.ep_span else 0
     even = max(-(-(spread + shared) // problem.topology.dp_size), even_work(problem))
     return expert_bound(problem, at_least=even)
 
