@@ -1,4 +1,4 @@
-"""Settings of all tests: no example is timed, and what needs other packages runs where they are.
+"""Settings of all tests: examples repeat and are not timed; what needs other packages runs where they are.
 
 Adapters with a requirements.txt are tested in environments of their own (scripts/test_adapters.sh), and so are other
 releases of Megatron and of torch (scripts/test_versions.sh). This file is not in tests/adapters: pytest would put that
@@ -20,6 +20,7 @@ collect_ignore = [
 if not any(kind in sys.prefix for kind in ("venv-mcore", "venv-torch")) and "MEGATRON_CHECKOUT" not in os.environ:
     collect_ignore.append(str(Path(__file__).parent / "versions"))
 
-# Machines are shared: a deadline for an example would fail at random.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# The same examples in every run; `make test-all` explores others. Machines are shared: no example has a deadline.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("exploring", deadline=None)
+settings.load_profile("exploring" if os.environ.get("MEGATRON_BALANCE_EXPLORE") else "repeatable")
