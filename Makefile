@@ -24,7 +24,7 @@ help:
 	@touch $@
 
 quickstart: .venv
-	$(PYTHON) scripts/quickstart.py
+	PYTHONPATH=tests/kit $(PYTHON) scripts/quickstart.py
 
 test: .venv
 	scripts/test.sh

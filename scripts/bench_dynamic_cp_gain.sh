@@ -6,4 +6,4 @@
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$folder/.venv/bin/python}
-PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.dynamic_cp.gain "$@"
+PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.dynamic_cp.gain "$@"

@@ -8,4 +8,4 @@ folder=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$folder/.venv/bin/python}
 name=${1:?give unpad or rl_bins}
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
-PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH} "$python" -m "benchmarks.loops.$name" "${@:2}"
+PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH} "$python" -m "benchmarks.loops.$name" "${@:2}"

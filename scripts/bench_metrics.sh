@@ -5,4 +5,4 @@
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$folder/.venv/bin/python}
-PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.metrics "$@"
+PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.metrics "$@"

@@ -7,4 +7,4 @@ set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$folder/.venv/bin/python}
 export OMP_NUM_THREADS=1
-PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH} nice "$python" -m benchmarks.scale "$@"
+PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH} nice "$python" -m benchmarks.scale "$@"

@@ -6,5 +6,5 @@
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
-export PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH}
 exec "${PYTHON:-$folder/.venv/bin/python}" -m benchmarks.faults "$@"

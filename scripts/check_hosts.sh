@@ -7,7 +7,7 @@
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$folder/.venv/bin/python}
-export PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH}
 
 for tool in unshare nsenter ip tc; do
     command -v "$tool" >/dev/null || {

@@ -6,4 +6,4 @@ set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$folder/.venv/bin/python}
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
-PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH} nice "$python" -m benchmarks.equality "$@"
+PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH} nice "$python" -m benchmarks.equality "$@"

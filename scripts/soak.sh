@@ -8,4 +8,4 @@
 set -euo pipefail
 folder=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$folder/.venv/bin/python}
-PYTHONPATH=$folder:$folder/scripts${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.soak "$@"
+PYTHONPATH=$folder:$folder/tests/kit${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.soak "$@"

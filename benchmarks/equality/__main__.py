@@ -19,13 +19,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from forked import import_once, train_forked
 from training_run import ROOT, RunFailed, train
 
 from benchmarks.equality.cases import LOOK_AHEAD, SHUFFLED, STOCK, TORCHRUN, Case, cases
 from benchmarks.equality.outcomes import Outcome, OutcomeFile, outcome_of
 from benchmarks.equality.report import Report
 from benchmarks.equality.rows import NUM_ROWS, chosen, rows_of_distinct_lengths, shuffled_within_steps, write_rows
-from benchmarks.forked import import_once, train_forked
 from megatron_balance.devkit.sft_dataset import SftSample
 
 FOLDER = ROOT / "build" / "bench"

@@ -16,7 +16,7 @@ Weights are those that the run has trained so far: what a step gets wrong stays 
   run shuffles the rows within each global batch; two others have two and four rows in a micro-batch (not under
   pipelines, whose stages expect one). Balancing does both.
 - A run counts as equal where it differs by at most what its number format allows ({allowed}; derived in
-  scripts/rounding.py), or {spread} times the largest that these stock runs change anywhere in its precision, where that
+  rounding.py), or {spread} times the largest that these stock runs change anywhere in its precision, where that
   is more ({yardsticks}).
 - In the first step both runs have the same weights. There no balanced run differs by more than: {first}.
 - *Look-ahead* changes which rows share a step. It is compared with an unbalanced run that is fed, step by step, the

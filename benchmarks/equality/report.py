@@ -1,7 +1,7 @@
 """Reports the equality matrix: a summary on the screen, a page of tables, and a table of every run.
 
 A balanced run equals stock where loss and gradient norm of every step differ from it by at most what the number format
-allows (scripts/rounding.py), or SPREAD times what another order or grouping of the same rows changes in stock runs, at
+allows (rounding.py), or SPREAD times what another order or grouping of the same rows changes in stock runs, at
 its largest over all cells of that precision, where that is more.
 """
 

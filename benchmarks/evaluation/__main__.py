@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from forked import import_once, train_forked
 from training_run import ROOT
 
 from benchmarks.evaluation.rows import VOCAB_SIZE, write_rows
-from benchmarks.forked import import_once, train_forked
 from benchmarks.markdown import table
 from benchmarks.planner.options import add_options, lengths_folder
 from benchmarks.results_file import made_by, page_head, versions_of, write_results

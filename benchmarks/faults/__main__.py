@@ -13,11 +13,11 @@ import argparse
 import shutil
 from pathlib import Path
 
+from forked import import_once
 from training_run import ROOT
 
 from benchmarks.faults.cases import FAULTS, TIMEOUT_SECONDS, Fault
 from benchmarks.faults.run import Outcome, run_with
-from benchmarks.forked import import_once
 from benchmarks.markdown import table, table_row
 
 MAX_WORDS = 150

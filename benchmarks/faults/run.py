@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from forked import fork_rank, free_port, rank_environment
+
 from benchmarks.faults.cases import FAULTS, GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
-from benchmarks.forked import fork_rank, free_port, rank_environment
 from megatron_balance.devkit import pretrain_sft
 from megatron_balance.devkit.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
 from megatron_balance.errors import BalanceError

@@ -1,4 +1,4 @@
-"""One rank of a run over two hosts: trains as scripts/record_steps.py does, and records its identity and its end.
+"""One rank of a run over two hosts: trains as tests/kit/record_steps.py does, and records its identity and its end.
 
     torchrun … -m megatron_balance.launch --cpu benchmarks/hosts/rank.py RECORD_DIR ARGS
 

@@ -50,7 +50,7 @@ class TwoHostRun:
     """Records and ends of a run.
 
     Attributes:
-        steps: of a rank that knows the loss, see scripts/record_steps.py; what there was before it ended.
+        steps: of a rank that knows the loss, see tests/kit/record_steps.py; what there was before it ended.
         ends: of each rank.
         seconds: of the whole run, start included.
         logs: folder of what the ranks printed.

@@ -16,9 +16,9 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from forked import import_once, train_forked
 from training_run import ROOT, Recorded
 
-from benchmarks.forked import import_once, train_forked
 from benchmarks.llava.samples import CAP, MIXTURES, SAMPLES_PER_RANK, SIZES, cost_of, ways
 from benchmarks.markdown import table
 from benchmarks.results_file import made_by, page_head, versions_of, write_results

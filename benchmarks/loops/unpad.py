@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked import import_once, train_forked
 from training_run import ROOT
 
-from benchmarks.forked import import_once, train_forked
 from benchmarks.markdown import table
 from benchmarks.planner.options import add_options, lengths_folder
 from benchmarks.planner.setups import draw_lengths

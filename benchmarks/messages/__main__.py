@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forked import import_once, train_forked
 from training_run import ROOT
 
 from benchmarks.equality.cases import Layout
-from benchmarks.forked import import_once, train_forked
 from benchmarks.markdown import table
 from benchmarks.messages.counted import FIGURES, WAY
 from benchmarks.results_file import made_by, page_head, versions_of, write_results

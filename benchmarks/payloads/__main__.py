@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from forked import fork_rank, free_port, rank_environment
 from training_run import ROOT
 
-from benchmarks.forked import fork_rank, free_port, rank_environment
 from benchmarks.markdown import table
 from benchmarks.payloads import rank as of_rank
 from benchmarks.results_file import made_by, page_head, versions_of, write_results

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forked import import_once, train_forked
 from training_run import ROOT, Recorded, RunFailed, train
 
-from benchmarks.forked import import_once, train_forked
 from benchmarks.pretrain_gpt import speed
 from benchmarks.pretrain_gpt.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases, data_flags
 from benchmarks.pretrain_gpt.data import PretrainData, write_data

@@ -1,7 +1,7 @@
 """Judges the outcomes of runs: a balanced run against its reference.
 
 A balanced run is right where every step was balanced, with dynamic sizes some micro-batch was shared by several ranks,
-and its loss and gradient norm differ from the reference by rounding alone (scripts/rounding.py). The reference is the
+and its loss and gradient norm differ from the reference by rounding alone (tests/kit/rounding.py). The reference is the
 stock run of the layout; where that fails, one rank.
 """
 

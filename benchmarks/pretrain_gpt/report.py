@@ -19,7 +19,7 @@ _HEAD = """# Megatron's pretrain_gpt.py, unedited
 
 Made by `scripts/check_upstream.sh CHECKOUT --publish`; do not edit. A tiny model on CPU ranks over gloo trains {steps}
 steps from one set of weights, stock and balanced by FLOPs. Differences are the largest of any step, relative to the
-reference; a run is equal within {loss:.1e} (scripts/rounding.py). CPU seconds are those of a step of all ranks, stock →
+reference; a run is equal within {loss:.1e} (rounding.py). CPU seconds are those of a step of all ranks, stock →
 balanced; the machine did other work.
 """
 

@@ -19,11 +19,11 @@ import time
 from typing import Any
 
 import numpy as np
+from forked import import_once
 from training_run import ROOT, RunFailed
 
 from benchmarks.equality.cases import SEED
 from benchmarks.equality.rows import NUM_ROWS, rows_of_distinct_lengths, write_rows
-from benchmarks.forked import import_once
 from benchmarks.markdown import table, table_row
 from benchmarks.resume.cases import Case, cases
 from benchmarks.resume.killed import kill_and_resume, steps_of

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked import free_port
 from training_run import RunFailed, command_of, read_records, search_path
 
-from benchmarks.forked import free_port
 from benchmarks.resume.cases import SAVE_INTERVAL, Case
 from benchmarks.resume.killed import TIMEOUT_SECONDS, Killer, compare
 from megatron_balance.devkit.smoke import ENVIRONMENT

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked import ForkedRun, train_forked
 from rounding import ALLOWANCES
 from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
-from benchmarks.forked import ForkedRun, train_forked
 from benchmarks.resume.cases import RECORDED, SAVE_INTERVAL, Case
 from megatron_balance.record.run_record import read_record
 

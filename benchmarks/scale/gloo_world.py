@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import fork_rank, free_port, rank_environment
 
-from benchmarks.forked import fork_rank, free_port, rank_environment
 from benchmarks.scale.meeting_rank import TIMEOUT
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forked import fork_rank, free_port, rank_environment
+from forked import fork_rank, free_port, rank_environment
+
 from benchmarks.scale.rank import RankRun
 from benchmarks.scale.stages import STAGES
 

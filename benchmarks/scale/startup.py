@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import free_port
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.forked import free_port
 from megatron_balance.runtime.agreement import ROOT, Meeting, gather_texts
 
 TIMEOUT = timedelta(seconds=120)

@@ -1,6 +1,6 @@
 """Runs a small training on this machine's CPU, to check that everything works together.
 
-The flags here are also those of the quickstart, the tests and the benchmarks (scripts/training_run.py).
+The flags here are also those of the quickstart, the tests and the benchmarks (tests/kit/training_run.py).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from toy_transfers import Kind, Recorder
 
 
 def main() -> None:
-    """The program of a rank: scripts/record_steps.py on the toy device."""
+    """The program of a rank: tests/kit/record_steps.py on the toy device."""
     import record_steps
 
     enable(Path(sys.argv[1]))

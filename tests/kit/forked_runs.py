@@ -1,6 +1,6 @@
 """`training_run.train` without the seconds that every rank spends on imports: its ranks are forks of one process.
 
-That process lives as long as the tests do; `benchmarks/forked.py` says what a fork is. It has writers of
+That process lives as long as the tests do; `forked.py` says what a fork is. It has writers of
 scalars: `fake_tensorboard.py`, and W&B without a network. Tests of the launcher, of other scripts and of what torchrun
 does start theirs with `training_run.train`.
 """
@@ -85,7 +85,7 @@ def call(function: str, *positional: Any, **keywords: Any) -> Any:
 
 def train_here(record: str, flags: Sequence[str], **keywords: Any) -> None:
     """`train` in the process that ranks are forks of."""
-    from benchmarks.forked import train_forked
+    from forked import train_forked
 
     train_forked(Path(record), flags, **keywords)
 
@@ -105,8 +105,8 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     from fake_tensorboard import install_fake_tensorboard
+    from forked import import_once
 
-    from benchmarks.forked import import_once
     from megatron_balance.devkit.sft_dataset import builtin_samples
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")

@@ -1,6 +1,6 @@
 """Trains with pretrain_sft and records every step, rank by rank: for the quickstart, tests and benchmarks.
 
-    torchrun … -m megatron_balance.launch [--cpu] scripts/record_steps.py RECORD_DIR ARGS
+    torchrun … -m megatron_balance.launch [--cpu] tests/kit/record_steps.py RECORD_DIR ARGS
 
 Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds and CPU seconds of Megatron's train_step, loss
 and gradient norm in full precision, the number of micro-batches and, where the step was balanced, the

@@ -2,7 +2,7 @@
 
 A rank spends most of its time on imports, and a run of eight steps of a tiny model hardly any. So this process imports
 once and forks every rank of every run. A rank is then a process of its own, as under torchrun: it reads its flags and
-its environment, joins gloo, runs Megatron's `pretrain()` through scripts/record_steps.py and ends.
+its environment, joins gloo, runs Megatron's `pretrain()` through tests/kit/record_steps.py and ends.
 
 Invariants: this process starts no thread, so that a fork lacks nothing; every fork has ended when a run returns.
 """

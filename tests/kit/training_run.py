@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_balance.devkit.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORD_STEPS = ROOT / "scripts" / "record_steps.py"
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECORD_STEPS = ROOT / "tests" / "kit" / "record_steps.py"
 
 GPU_FLAGS = (
     "--transformer-impl transformer_engine --distributed-backend nccl --no-gradient-accumulation-fusion "
@@ -48,7 +48,7 @@ class RunFailed(RuntimeError):  # noqa: N818 - it says what happened
 
 def search_path() -> str:
     """PYTHONPATH of a process, of any folder, that uses benchmarks and what lies here."""
-    return os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
+    return os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit"), *filter(None, sys.path)])
 
 
 def command_of(
