@@ -1,0 +1,29 @@
+"""The cost of a sample: from FLOPs, from measured seconds, from tokens; and of context-parallel communication."""
+
+from __future__ import annotations
+
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.communication import (
+    BETWEEN_NODES,
+    WITHIN_NODE,
+    Link,
+    exchange_bytes_per_token,
+    exchange_flops_per_token,
+)
+from megatron_balance.cost.fitting import fit_seconds
+from megatron_balance.cost.model import MAX_TOTAL_COST, MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.resolve import resolve_cost
+
+__all__ = [
+    "BETWEEN_NODES",
+    "MAX_TOTAL_COST",
+    "MICROBATCH_TOKENS",
+    "WITHIN_NODE",
+    "Calibration",
+    "CostModel",
+    "Link",
+    "exchange_bytes_per_token",
+    "exchange_flops_per_token",
+    "fit_seconds",
+    "resolve_cost",
+]
