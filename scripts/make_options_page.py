@@ -21,7 +21,7 @@ Made by `python scripts/make_options_page.py` from `megatron_balance/mcore/optio
 Options of Megatron 0.17 to 0.19 and of its main and dev branches that change shapes, numbers of tokens, dispatch,
 precision or the loop, in a run with `--balance-data` or `--use-dynamic-batch-size`. Each case is one of
 
-- **supported**: the test that is named trains or checks it; a caution, where there is one, is printed once a run;
+- **supported**: it trains and balances; a caution, where there is one, is printed once a run;
 - **refused**: the run ends right after parsing, or before its first step, with an error that names the option, the
   value and the remedy;
 - **stock**: Megatron's own scheduler and executor run, and the log says so once.
@@ -50,7 +50,7 @@ def _table(rows: Sequence[Option]) -> Iterator[str]:
 def _says(row: Option) -> str:
     if row.support is not Support.SUPPORTED:
         return f"{row.because}; {row.remedy}"
-    return f"{row.caution + ': ' if row.caution else ''}`{row.test}`"
+    return row.caution
 
 
 def _releases(row: Option) -> str:

@@ -13,9 +13,18 @@ if TYPE_CHECKING:
     from megatron_balance.hooking.installation import Installation
     from megatron_balance.mcore.bridge import install_bridge
     from megatron_balance.mcore.loop import balanced_schedule
+    from megatron_balance.mcore.options.table import cautions, why_stock
     from megatron_balance.mcore.thd.packed_params import packed_seq_params
 
-__all__ = ["add_balance_args", "balanced_schedule", "install", "install_bridge", "packed_seq_params"]
+__all__ = [
+    "add_balance_args",
+    "balanced_schedule",
+    "cautions",
+    "install",
+    "install_bridge",
+    "packed_seq_params",
+    "why_stock",
+]
 
 
 def install() -> "Installation[str]":
@@ -30,6 +39,10 @@ def __getattr__(name: str) -> Any:
         from megatron_balance.mcore.loop import balanced_schedule
 
         return balanced_schedule
+    if name in ("cautions", "why_stock"):
+        from megatron_balance.mcore.options import table
+
+        return getattr(table, name)
     if name == "install_bridge":
         from megatron_balance.mcore.bridge import install_bridge
 

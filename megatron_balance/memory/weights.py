@@ -1,12 +1,10 @@
 """Bytes of weights, gradients and optimizer state on one GPU.
 
-Weights are counted from FLOPs: a matrix costs two a token and weight (tests/megatron/test_flops_oracle.py holds every
-preset against the real model's weights), less the state of recurrent layers, which is not a weight. Norms are added,
-h a norm; biases are not.
+Weights are counted from FLOPs: a matrix costs two a token and weight (the tests hold every preset against the real
+model's weights), less the state of recurrent layers, which is not a weight. Norms are added, h a norm; biases are not.
 
 The independent check is Megatron's `compute_weight_and_optimizer_memory` (megatron/training/
-theoretical_memory_usage.py, 0.19); tests/megatron/test_memory_oracle.py pins where the two agree and where they do
-not.
+theoretical_memory_usage.py, 0.19); the tests pin where the two agree and where they do not.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ docstrings: h hidden_size, n num_attention_heads, g num_query_groups, d kv_chann
 e 3 with a gated unit, else 2 (GEMMs of an MLP).
 
 The independent check is Megatron's own `num_floating_point_operations` (megatron/training/training.py,
-0.19), here "Megatron"; tests/megatron/test_flops_oracle.py pins where the two agree and where they do not.
+0.19), here "Megatron"; the tests pin where the two agree and where they do not.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from typing import Any
 from megatron_balance.mcore.options.conditions import above, among, both, either, engine_before, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
-_TRAINING = "tests/megatron/test_options_training.py"
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
 
 
@@ -21,7 +20,6 @@ ATTENTION = (
     Option(
         names=("window_size", "window_attn_skip_freq"),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("window_size", "context_parallel_size"),
@@ -61,7 +59,6 @@ ATTENTION = (
         case="transformer_engine, of a release from 2.3 to 2.8",
         support=Support.SUPPORTED,
         when=both(engine_before(2, 9), negated(engine_before(2, 3))),
-        test="tests/test_drift.py::test_the_oldest_transformer_engine_that_is_supported_was_reviewed",
         # transformer_config.py of Megatron's dev branch (August 2026), on sequence_packing_scheduler
         caution="Megatron's developers report that packed sequences may converge badly with Transformer Engine before "
         "2.9: install a newer one where you can",
@@ -88,7 +85,6 @@ ATTENTION = (
         case="above 0",
         support=Support.SUPPORTED,
         when=either(above("attention_dropout", 0), above("hidden_dropout", 0)),
-        test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
         caution="random numbers depend on a token's place in a micro-batch, so losses are those of another draw",
     ),
     Option(
@@ -113,7 +109,6 @@ ATTENTION = (
         names=("position_embedding_type",),
         case="rope or learned_absolute",
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("use_kitchen_attention",),
@@ -126,7 +121,6 @@ ATTENTION = (
     Option(
         names=("multi_latent_attention",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_multi_latent_attention",
     ),
     Option(
         names=("experimental_attention_variant", "linear_attention_type"),
@@ -155,7 +149,6 @@ ATTENTION = (
         names=("mtp_num_layers",),
         support=Support.SUPPORTED,
         when=given("mtp_num_layers"),
-        test="tests/megatron/test_multi_token_prediction.py::test_packs_of_prompts_and_responses_equal_stock",
         caution="where the first tokens of sequences are learned, Megatron weighs the loss of multi-token prediction "
         "by micro-batch, so any regrouping changes it a little, by one over the tokens of a sequence at most",
     ),

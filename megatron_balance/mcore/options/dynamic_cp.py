@@ -17,7 +17,6 @@ from megatron_balance.mcore.options.conditions import (
 from megatron_balance.mcore.options.option import Option, Support
 
 _DYNAMIC = given("balance_context_parallel")
-_TEST = "tests/megatron/test_dynamic_context_parallel.py"
 _WITH = "with --balance-context-parallel"
 
 
@@ -37,14 +36,12 @@ DYNAMIC_CP = (
         names=("context_parallel_size", "balance_context_parallel"),
         case=f"{_WITH}: the size of evaluation, which stays stock",
         support=Support.SUPPORTED,
-        test=f"{_TEST}::test_evaluation_after_training_steps_is_the_static_one",
     ),
     Option(
         names=("transformer_impl", "balance_context_parallel"),
         case=f"transformer_engine, {_WITH}",
         support=Support.SUPPORTED,
         when=both(_DYNAMIC, negated(among("transformer_impl", "local"))),
-        test=f"{_TEST}::test_equal_to_static",
         caution="it needs several GPUs, and the tests run it on CPU ranks alone, with another attention: compare the "
         "first losses with those of a run without it",
     ),
@@ -84,7 +81,6 @@ DYNAMIC_CP = (
         names=("moe_aux_loss_coeff", "moe_z_loss_coeff", "balance_context_parallel"),
         case=_WITH,
         support=Support.SUPPORTED,
-        test=f"{_TEST}::test_router_losses_are_those_of_static_sizes",
     ),
     Option(
         names=("moe_router_load_balancing_type", "balance_context_parallel"),

@@ -14,7 +14,6 @@ _VIRTUAL_PIPELINE = given(
     "num_virtual_stages_per_pipeline_rank",
     "virtual_pipeline_model_parallel_size",  # validation sets it, from a pipeline layout too
 )
-_SETS = "tests/megatron/test_validation_sets.py"
 
 
 def _evaluates_as_stock(args: Any) -> bool:
@@ -26,7 +25,6 @@ EVALUATION = (
         names=("full_validation", "multiple_validation_sets"),
         also=("validation_set_names",),
         support=Support.SUPPORTED,
-        test=f"{_SETS}::test_every_set_has_the_loss_of_stock_rows",
     ),
     Option(
         names=("multiple_validation_sets", "num_layers_per_virtual_pipeline_stage"),
@@ -48,13 +46,11 @@ EVALUATION = (
     Option(
         names=("eval_global_batch_size", "eval_micro_batch_size"),
         support=Support.SUPPORTED,
-        test=f"{_SETS}::test_batches_of_evaluation_have_sizes_of_their_own",
         first=(0, 18),
     ),
     Option(
         names=("skip_train",),
         support=Support.SUPPORTED,
-        test=f"{_SETS}::test_a_run_that_only_evaluates",
     ),
     Option(
         names=("dataloader_inter_document_masking", "context_parallel_size", "eval_iters"),
@@ -63,7 +59,6 @@ EVALUATION = (
         when=both(_DOCUMENTS, above("context_parallel_size", 1), above("eval_iters", 0), _evaluates_as_stock),
         caution="Megatron's scripts split its rows as a whole, while attention goes by document: it fails or is wrong, "
         "as without --balance-*; set --eval-iters 0",
-        test="tests/megatron/test_equality.py::test_model_parallel",
         first=(0, 19),
     ),
     Option(

@@ -16,8 +16,6 @@ from megatron_balance.mcore.options.option import Option, Support
 
 _FLEX = both(given("num_experts"), among("moe_token_dispatcher_type", "flex"))
 _PADDED_TO_THE_GROUP = given("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")
-_SAME_STEPS = "tests/megatron/test_equality.py::test_model_parallel"
-_TRAINING = "tests/megatron/test_options_training.py"
 _NOT_RUN = (
     "it needs a GPU and is not run by the tests; what it relies on is tested: ranks that exchange tokens run the same "
     "number of micro-batches"
@@ -43,7 +41,6 @@ EXPERTS = (
         names=("moe_token_dispatcher_type",),
         case="allgather, with each expert group within one model replica",
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_the_default_dispatcher_within_a_replica",
     ),
     Option(
         names=("expert_tensor_parallel_size", "tensor_model_parallel_size"),
@@ -58,7 +55,6 @@ EXPERTS = (
         also=("expert_model_parallel_size", "expert_tensor_parallel_size", "num_experts"),
         case="alltoall",
         support=Support.SUPPORTED,
-        test=_SAME_STEPS,
     ),
     Option(
         names=("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
@@ -66,7 +62,6 @@ EXPERTS = (
         case="flex with deepep",
         support=Support.SUPPORTED,
         when=both(_FLEX, negated(among("moe_flex_dispatcher_backend", "hybridep", "ncclep"))),
-        test=_SAME_STEPS,
         caution=_NOT_RUN,
     ),
     Option(
@@ -75,7 +70,6 @@ EXPERTS = (
         case="hybridep, its inputs padded to those of the group",
         support=Support.SUPPORTED,
         when=both(_FLEX, among("moe_flex_dispatcher_backend", "hybridep"), _PADDED_TO_THE_GROUP),
-        test=_SAME_STEPS,
         caution=_NOT_RUN,
     ),
     Option(
@@ -128,14 +122,12 @@ EXPERTS = (
         case="above 0: aux_loss, seq_aux_loss, global_aux_loss",
         support=Support.SUPPORTED,
         when=_has_auxiliary_loss,
-        test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
         caution="auxiliary losses are computed over the tokens of a micro-batch, so any regrouping changes them "
         "a little; padding counts nowhere",
     ),
     Option(
         names=("moe_z_loss_coeff",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("moe_router_load_balancing_type",),
@@ -150,7 +142,6 @@ EXPERTS = (
         names=("moe_router_enable_expert_bias",),
         also=("moe_router_bias_update_rate",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("moe_router_force_load_balancing", "moe_router_force_biased", "moe_input_jitter_eps"),
@@ -159,7 +150,6 @@ EXPERTS = (
             given("num_experts"),
             given("moe_router_force_load_balancing", "moe_router_force_biased", "moe_input_jitter_eps"),
         ),
-        test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
         caution="random numbers depend on a token's place in a micro-batch, which balancing changes",
     ),
     Option(

@@ -36,7 +36,6 @@ MEMORY = (
             "moe_layer_recompute",
         ),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_options_training.py::test_options_that_change_no_loss",
     ),
     Option(
         names=("cpu_offloading_num_layers",),
@@ -66,7 +65,6 @@ MEMORY = (
         case="with --balance-shape-bucket",
         support=Support.SUPPORTED,
         when=both(given("fine_grained_activation_offloading"), _HAS_BUCKET),
-        test="tests/runtime/test_shape_bucket.py::test_a_filled_pack_is_the_pack_with_a_masked_tail",
         caution="it needs a GPU and is not run by the tests; what it relies on is tested: micro-batches are padded to "
         "multiples of the bucket, so that few shapes occur",
     ),

@@ -1,6 +1,6 @@
 """One row of the option tables: Megatron options, the case, and its support under balancing.
 
-There are three kinds: a test trains or checks the case, the run ends before its first step, or it stays stock with a
+There are three kinds: the case trains and balances, the run ends before its first step, or it stays stock with a
 warning.
 """
 
@@ -48,7 +48,6 @@ class Option:
             needs none.
         because: why it is refused or left stock; empty where it is supported.
         remedy: what to set in its place.
-        test: the test that trains or checks it, `tests/…py::name`; of a supported option.
         caution: a warning logged once although the option is supported, or empty.
         first: the first release that has the option, as `(major, minor)`.
         last: the last release that has it.
@@ -62,7 +61,6 @@ class Option:
     when: Condition | None = None
     because: str = ""
     remedy: str = ""
-    test: str = ""
     caution: str = ""
     first: tuple[int, int] = (0, 17)
     last: tuple[int, int] = (999, 0)
@@ -70,8 +68,10 @@ class Option:
 
     def __post_init__(self) -> None:
         supported = self.support is Support.SUPPORTED
-        if not self.names or supported != bool(self.test) or supported == bool(self.because and self.remedy):
-            raise ValueError(f"{self.names}: a supported row names its test, any other its reason and remedy")
+        if not self.names or supported == bool(self.because and self.remedy):
+            raise ValueError(
+                f"{self.names}: a row that is not supported gives its reason and remedy, and only such a row"
+            )
         if self.when is None and (self.caution or not supported):
             raise ValueError(f"{self.names}: it has a message and no condition")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_balance.mcore.options.conditions import above, both, given, unpads
 from megatron_balance.mcore.options.option import Option, Support
 
-_TEST = "tests/megatron/test_padded_rows.py"
 _WITH = "with --balance-unpad"
 
 
@@ -39,6 +38,5 @@ PADDED_ROWS = (
         ),
         caution="routers of padded rows count padding, those of packs do not, so that these terms differ from a run "
         "without --balance-unpad",
-        test=f"{_TEST}::test_router_losses_leave_out_padding",
     ),
 )

@@ -13,14 +13,10 @@ from megatron_balance.mcore.options.option import Option, Support
 
 _CP = above("context_parallel_size", 1)
 _PP = above("pipeline_model_parallel_size", 1)
-_EQUALITY = "tests/megatron/test_equality.py::test_model_parallel"
-_TRAINING = "tests/megatron/test_options_training.py"
-
 PARALLELISM = (
     Option(
         names=("tensor_model_parallel_size", "sequence_parallel"),
         support=Support.SUPPORTED,
-        test=_EQUALITY,
     ),
     Option(
         names=("tp_comm_overlap",),
@@ -33,7 +29,6 @@ PARALLELISM = (
         names=("context_parallel_size",),
         case="with --cp-comm-type p2p, the default",
         support=Support.SUPPORTED,
-        test=_EQUALITY,
     ),
     Option(
         names=("cp_comm_type", "context_parallel_size"),
@@ -95,19 +90,16 @@ PARALLELISM = (
     Option(
         names=("pipeline_model_parallel_size",),
         support=Support.SUPPORTED,
-        test=_EQUALITY,
     ),
     Option(
         names=("num_layers_per_virtual_pipeline_stage",),
         also=("num_virtual_stages_per_pipeline_rank",),
         support=Support.SUPPORTED,
-        test=_EQUALITY,
     ),
     Option(
         names=("microbatch_group_size_per_vp_stage",),
         also=("overlap_p2p_comm",),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_pipeline_shapes.py::test_every_shape_is_the_one_that_megatron_exchanges",
     ),
     Option(
         names=("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"),
@@ -117,12 +109,10 @@ PARALLELISM = (
             "account_for_loss_in_pipeline_split",
         ),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("overlap_p2p_comm_warmup_flush",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("use_ring_exchange_p2p", "pipeline_model_parallel_size"),
@@ -142,7 +132,6 @@ PARALLELISM = (
     Option(
         names=("use_tp_pp_dp_mapping",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
@@ -158,7 +147,6 @@ PARALLELISM = (
         names=("use_torch_fsdp2",),
         also=("torch_fsdp2_reshard_after_forward",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_sharded_parameters",
     ),
     Option(
         names=("use_megatron_fsdp",),
@@ -169,12 +157,10 @@ PARALLELISM = (
             "fsdp_double_buffer",
         ),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_sharded_parameters",
     ),
     Option(
         names=("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_equality.py::test_bf16_with_the_distributed_optimizer_and_overlap",
     ),
     Option(
         names=("fake_process_group",),

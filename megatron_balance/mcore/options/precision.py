@@ -9,13 +9,11 @@ PRECISION = (
     Option(
         names=("bf16",),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_equality.py::test_bf16_with_the_distributed_optimizer_and_overlap",
     ),
     Option(
         names=("fp16",),
         also=("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_options_training.py::test_fp16_with_loss_scaling",
     ),
     *(
         Option(
@@ -24,7 +22,6 @@ PRECISION = (
             case=case,
             support=Support.SUPPORTED,
             when=both(given(precision), negated(among(recipe, "custom"))),
-            test="tests/megatron/test_token_alignment.py::test_alignment_changes_no_loss_and_no_gradient_norm",
             caution="its kernels need a GPU and are not run by the tests; what they rely on is tested: micro-batches "
             "hold multiples of the tokens that they take",
         )

@@ -45,7 +45,11 @@ def problems(args: Any) -> list[str]:
 
 
 def why_stock(args: Any) -> str | None:
-    """The reason why a run with balance flags must stay stock, or None; arguments as for `problems`."""
+    """The reason why a run with balance flags must stay stock, or None.
+
+    Args:
+        args: Megatron's namespace with the balance flags, parsed or validated.
+    """
     return next((row.message(args) for row in _rows_of(args) if row.support is Support.STOCK), None)
 
 
@@ -64,7 +68,11 @@ def stock_notice(args: Any, *, reason: str) -> str:
 
 
 def cautions(args: Any) -> list[str]:
-    """Warnings about options that a run that balances may have; arguments as for `problems`."""
+    """Warnings about options that a run that balances may have.
+
+    Args:
+        args: Megatron's namespace with the balance flags, parsed or validated.
+    """
     return [row.message(args) for row in _rows_of(args) if row.support is Support.SUPPORTED]
 
 

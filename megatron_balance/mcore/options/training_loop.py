@@ -13,8 +13,6 @@ _EVERY_STAGE_LOADS = either(
     both(given("mtp_num_layers"), given("pipeline_model_parallel_layout")),
 )
 
-_TRAINING = "tests/megatron/test_options_training.py"
-
 TRAINING_LOOP = (
     Option(
         names=("calculate_per_token_loss",),
@@ -27,7 +25,6 @@ TRAINING_LOOP = (
     Option(
         names=("rampup_batch_size", "step_batch_size_schedule"),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_a_batch_that_grows_and_steps_that_are_skipped",
     ),
     *(
         Option(
@@ -44,7 +41,6 @@ TRAINING_LOOP = (
     Option(
         names=("iterations_to_skip",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_a_batch_that_grows_and_steps_that_are_skipped",
     ),
     Option(
         names=("iterations_to_skip", "balance_lookahead"),
@@ -65,7 +61,6 @@ TRAINING_LOOP = (
     Option(
         names=("phase_transition_iterations",),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_a_run_ends_with_its_phase",
     ),
     Option(
         names=("non_persistent_save_interval", "balance_lookahead"),
@@ -79,7 +74,6 @@ TRAINING_LOOP = (
         names=("async_save",),
         also=("async_strategy", "use_persistent_ckpt_worker"),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_resume.py::test_killed_runs_go_on_and_what_is_half_written_is_refused",
     ),
     Option(
         names=("dataloader_save",),
@@ -95,14 +89,12 @@ TRAINING_LOOP = (
         names=("dataloader_type",),
         case="single or cyclic",
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_options_that_change_no_loss",
     ),
     Option(
         names=("dataloader_type",),
         case="external",
         support=Support.SUPPORTED,
         when=among("dataloader_type", "external"),
-        test="tests/megatron/test_prefetcher.py::test_a_step_is_packed_and_nothing_is_lost",
         caution="items are pulled one step ahead; a loader that saves a state of its own must count trained items, not "
         "pulled ones",
     ),
@@ -120,14 +112,12 @@ TRAINING_LOOP = (
     Option(
         names=("dataloader_inter_document_masking",),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_equality.py::test_model_parallel",
         first=(0, 19),
     ),
     Option(
         names=("dataloader_inter_document_masking", "pipeline_model_parallel_size"),
         case="with --pipeline-model-parallel-size above 2",
         support=Support.SUPPORTED,
-        test="tests/megatron/test_stages_without_data.py::test_stages_in_between_may_have_no_data",
         first=(0, 19),
     ),
     Option(
@@ -153,19 +143,16 @@ TRAINING_LOOP = (
     Option(
         names=("sft",),
         support=Support.SUPPORTED,
-        test="tests/megatron/test_prefetcher.py::test_a_row_of_several_sequences_moves_in_pieces_or_whole",
     ),
     Option(
         names=("rerun_mode",),
         also=("error_injection_rate", "error_injection_type"),
         support=Support.SUPPORTED,
-        test=f"{_TRAINING}::test_a_step_that_is_run_again",
     ),
     Option(
         names=("check_for_spiky_loss",),
         support=Support.SUPPORTED,
         when=given("check_for_spiky_loss"),
-        test=f"{_TRAINING}::test_options_whose_figures_depend_on_the_grouping",
         caution="spikes are judged micro-batch by micro-batch, and balanced ones hold other samples",
     ),
     Option(
