@@ -1,21 +1,60 @@
-"""R12, R15: calls through a real RayWorkerGroup of four workers on the CPU, balanced, and back in order."""
-
-import pytest
-
-pytest.importorskip("verl.protocol")
+"""R9, R10, R12, R14, R15: a DataProto in balanced parts; calls of four real Ray workers, and results back in order."""
 
 import numpy as np
+import pytest
 import ray
+import torch
+from verl.protocol import DataProto
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils import tensordict_utils
 from verl_batches import HEAVY_TAIL, nested_batch, padded_batch
 from verl_workers import EchoWorker
 
 from megatron_balance import BalanceError
-from megatron_balance.adapters.verl import install
+from megatron_balance.adapters.verl import balance_data_proto, install
 
 NUM_RANKS = 4
 LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 1, 32), 1, 1500).astype(np.int64)
+
+
+def restored(lengths, num_parts):
+    """Parts of a batch, and the rows of what comes back."""
+    data = padded_batch(lengths)
+    balanced = balance_data_proto(data, num_parts)
+    back = balanced.restore(list(balanced.parts))
+    assert torch.equal(back.batch["attention_mask"], data.batch["attention_mask"])
+    assert back.non_tensor_batch["name"].tolist() == data.non_tensor_batch["name"].tolist()
+    return balanced.parts, back.batch["row"].tolist()
+
+
+@pytest.mark.parametrize(("num_rows", "of_part"), [(10, 3), (62, 16)])
+def test_rows_that_ranks_do_not_divide_come_back_in_order(num_rows, of_part):
+    """R9, R12. Padding is not at the end of a balanced order: trimmed before the order is undone, it loses a row."""
+    lengths = HEAVY_TAIL if num_rows == 10 else np.random.default_rng(0).integers(1, 200, num_rows)
+    parts, rows = restored(lengths, 4)
+    assert [len(part) for part in parts] == [of_part] * 4
+    assert rows == list(range(num_rows))
+    trimmed_first = DataProto.concat(list(parts))[:num_rows]
+    assert sorted(trimmed_first.batch["row"].tolist()) != rows
+
+
+@pytest.mark.parametrize(("model", "factor"), [(None, 24576), ({"mlp_workload_factor": 100}, 100)])
+def test_parts_have_equal_work_by_the_model_config(model, factor):
+    """R10, R14."""
+    lengths = np.random.default_rng(1).integers(1, 2000, 64)
+    work = lengths**2 + factor * lengths
+    parts = balance_data_proto(padded_batch(lengths), 8, model_config=model).parts
+    loads = [int(work[part.batch["row"].numpy()].sum()) for part in parts]
+    assert max(loads) * 8 / sum(loads) < 1.002
+    assert work.reshape(8, 8).sum(axis=1).max() * 8 / work.sum() > 1.1
+
+
+def test_what_cannot_be_split_or_restored_is_named():
+    with pytest.raises(BalanceError, match="attention_mask or nested input_ids"):
+        balance_data_proto(DataProto.from_dict({"a": torch.zeros(4)}), 2)
+    balanced = balance_data_proto(padded_batch(HEAVY_TAIL), 4)
+    with pytest.raises(BalanceError, match="returned 9 rows for 12"):
+        balanced.restore(list(balanced.parts[:3]))
 
 
 @pytest.fixture(scope="module")

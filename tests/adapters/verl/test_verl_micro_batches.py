@@ -1,42 +1,48 @@
-"""The plan of a rank's micro-batches, without verl: the cap, the count, and what cannot be done."""
+"""verl's `rearrange_micro_batches` with the adapter in it: alone, and on two gloo ranks that need the same count."""
 
+from datetime import timedelta
 from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
 from hypothesis import strategies as st
+from verl.utils import seqlen_balancing
+from verl_batches import installed, nested_batch, padded_batch
 
-from megatron_balance import BalanceError, CostModel
-from megatron_balance.adapters.verl.micro_batches import MicroBatchLimits, plan_micro_batches
-from megatron_balance.planner.images import Images
+from megatron_balance import BalanceError
 
-FORMULA = CostModel(linear=24576, quadratic=1)
-
-
-def plan(lengths, max_token_len, *, mountain=True, cost_model=FORMULA, image_patches=None, **limits):
-    planned = plan_micro_batches(
-        np.array(lengths, dtype=np.int64),
-        limits=MicroBatchLimits(max_token_len, **limits),
-        cost_model=cost_model,
-        images=None if image_patches is None else Images.of(image_patches, num_samples=len(lengths)),
-        mountain=mountain,
-    )
-    assert sorted(chain.from_iterable(planned)) == list(range(len(lengths)))
-    assert all(planned)
-    return planned
+FAR_APART = ([90, 10, 40, 60, 30, 70, 80, 20], [5, 6, 7, 8, 9, 10])
+"""Rows of rank 0 need four micro-batches of 100 tokens, those of rank 1 one."""
 
 
-def test_eight_sevens_under_a_cap_of_eight():
-    assert sorted(plan([7] * 8, 8)) == [[row] for row in range(8)]
+def pack(lengths, max_token_len, **arguments):
+    """The rows of each micro-batch, which hold the tokens that they should."""
+    with installed():
+        micro_batches, indices = seqlen_balancing.rearrange_micro_batches(
+            nested_batch(lengths), max_token_len=max_token_len, **arguments
+        )
+    assert sorted(chain.from_iterable(indices)) == list(range(len(lengths)))
+    for micro_batch, rows in zip(micro_batches, indices, strict=True):
+        assert micro_batch["row"].tolist() == rows
+        assert micro_batch["input_ids"].offsets().diff().tolist() == [lengths[row] for row in rows]
+    joined = torch.cat([micro_batch["row"] for micro_batch in micro_batches])
+    assert seqlen_balancing.restore_dynamic_batch(joined, indices).tolist() == list(range(len(lengths)))
+    return indices
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.integers(100, 400))
+def tokens(lengths, indices):
+    return [sum(lengths[row] for row in rows) for rows in indices]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(100, 400))
 def test_the_cap_is_kept(lengths, cap):
-    planned = plan(lengths, cap)
-    assert max(sum(lengths[row] for row in rows) for rows in planned) <= cap
-    assert len(planned) >= -(-sum(lengths) // cap)
+    found = tokens(lengths, pack(lengths, cap))
+    assert max(found) <= cap
+    assert len(found) >= -(-sum(lengths) // cap)
 
 
 def test_no_more_micro_batches_than_the_tokens_ask_for():
@@ -44,61 +50,118 @@ def test_no_more_micro_batches_than_the_tokens_ask_for():
     fewest = 0
     for seed in range(100):
         lengths = np.random.default_rng(seed).integers(50, 90, 25)
-        fewest += len(plan(lengths, 300)) == -(-int(lengths.sum()) // 300)
+        fewest += len(pack(lengths.tolist(), 300)) == -(-int(lengths.sum()) // 300)
     assert fewest >= 97
 
 
-@pytest.mark.parametrize("seed", [1, 21, 26, 31, 56])
-def test_tightly_packed_micro_batches_share_the_images(seed):
-    """Ten rows that fill four micro-batches, which target heights pack into five; four have an image."""
-    lengths = np.random.default_rng(seed).integers(40, 95, 10)
-    images = [[300] if row % 3 == 0 else [] for row in range(10)]
-    model = CostModel(linear=1, image_linear=1)
-    costs = [
-        sum(lengths[row] + sum(images[row]) for row in rows)
-        for rows in plan(lengths, 190, cost_model=model, image_patches=images)
-    ]
-    assert max(costs) < 1.05 * np.mean(costs)
-
-
-def test_forced_groups_share_the_images():
-    images = [[64], [], [32], [32], [], [], [], []]
-    model = CostModel(linear=1, image_linear=1)
-    planned = plan([10] * 8, 40, cost_model=model, image_patches=images, force_group_size=2)
-    assert sorted(sum(sum(images[row]) for row in rows) for rows in planned) == [64, 64]
-
-
-def test_a_multiple_and_a_least_count():
-    assert len(plan([5] * 12, 20)) == 3
-    assert len(plan([5] * 12, 20, multiple=4)) == 4
-    assert len(plan([5] * 12, 20, min_num_micro_batch=5)) == 5
-    assert len(plan([5] * 12, 20, multiple=4, min_num_micro_batch=5)) == 8
+@pytest.mark.parametrize(
+    ("lengths", "cap", "arguments", "count"),
+    [
+        ([7] * 8, 8, {}, 8),
+        ([5] * 12, 20, {}, 3),
+        ([5] * 12, 20, {"num_batches_divided_by": 4}, 4),
+        ([5] * 12, 20, {"min_num_micro_batch": 5}, 5),
+        ([5] * 12, 20, {"num_batches_divided_by": 4, "min_num_micro_batch": 5}, 8),
+    ],
+    ids=["no two fit", "fewest", "a multiple", "a least count", "a multiple of a least count"],
+)
+def test_the_number_of_micro_batches(lengths, cap, arguments, count):
+    assert len(pack(lengths, cap, **arguments)) == count
 
 
 def test_forced_groups_stay_together():
-    for rows in plan(range(1, 13), 40, force_group_size=2):
+    for rows in pack(list(range(1, 13)), 40, force_group_size=2):
         assert all(row % 2 or row + 1 in rows for row in rows)
 
 
-def test_cheap_micro_batches_at_both_ends():
+def test_cheap_micro_batches_are_at_both_ends():
+    """A pipeline waits there."""
     lengths = [10, 20, 30, 40, 50, 60, 70]
-    costs = [sum(lengths[row] for row in rows) for rows in plan(lengths, 70)]
+    costs = tokens(lengths, pack(lengths, 70))
     assert {costs[0], costs[-1]} == set(sorted(costs)[:2])
-    falling = [sum(lengths[row] for row in rows) for rows in plan(lengths, 70, mountain=False)]
-    assert falling == sorted(falling, reverse=True)
+
+
+def test_the_width_of_the_padding_is_not_a_length():
+    """Stock verl asserts on 60 columns of padding under a cap of 60 and three rows of 120 tokens."""
+    data = padded_batch([50, 10, 60])
+    with installed():
+        assert len(seqlen_balancing.rearrange_micro_batches(data.batch, max_token_len=60)[0]) == 2
+        parts, indices = seqlen_balancing.prepare_dynamic_batch(data, max_token_len=60)
+    assert [part.batch["row"].tolist() for part in parts] == indices
+    names = [part.non_tensor_batch["name"].tolist() for part in parts]
+    assert names == [[f"row {row}" for row in rows] for rows in indices]
 
 
 @pytest.mark.parametrize(
-    ("lengths", "limits", "message"),
+    ("lengths", "arguments", "message"),
     [
         ([9, 3], {}, "1 rows or forced groups are over max_token_len 8"),
         ([5, 5], {"force_group_size": 2}, "over max_token_len 8"),
         ([5, 5], {"min_num_micro_batch": 3}, "rank 0 has 2 rows"),
         ([5, 5, 5], {"force_group_size": 2}, "the batch has 3 rows"),
-        ([], {}, "the batch has 0 rows"),
     ],
-    ids=["row over the cap", "group over the cap", "too few rows", "half a group", "no rows"],
+    ids=["row over the cap", "group over the cap", "too few rows", "half a group"],
 )
-def test_what_cannot_be_done_is_named(lengths, limits, message):
+def test_what_cannot_be_done_is_named(lengths, arguments, message):
     with pytest.raises(BalanceError, match=message):
-        plan(lengths, 8, **limits)
+        pack(lengths, 8, **arguments)
+
+
+ON_TWO_RANKS = {
+    "as it must be": (FAR_APART, {}),
+    "too few rows": ((FAR_APART[0], [5, 6]), {}),
+    "row over the cap": (([10, 20], [10, 200]), {}),
+    "half a group": (([10, 20], [10, 20, 30]), {"force_group_size": 2}),
+    "different caps": (([10, 20], [10, 20]), {"max_token_len": (100, 101)}),
+    "a multiple": (FAR_APART, {"num_batches_divided_by": 3}),
+    "on its own": (FAR_APART, {"same_micro_num_in_dp": False}),
+}
+"""Lengths of two data-parallel ranks, and arguments: of both, or one each."""
+
+
+def _rank_main(rank, init_file, results):
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{init_file}", world_size=2, rank=rank, timeout=timeout)
+    found = {}
+    for name, (lengths, arguments) in ON_TWO_RANKS.items():
+        of_rank = {key: value[rank] if isinstance(value, tuple) else value for key, value in arguments.items()}
+        try:
+            found[name] = pack(lengths[rank], **{"max_token_len": 100, "dp_group": dist.group.WORLD} | of_rank)
+        except BalanceError as error:
+            found[name] = str(error)
+    torch.save(found, f"{results}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    """For each call `(what rank 0 got, what rank 1 got)`."""
+    folder = tmp_path_factory.mktemp("gloo")
+    mp.spawn(_rank_main, args=(str(folder / "init"), str(folder / "results")), nprocs=2)
+    ranks = [torch.load(f"{folder}/results.{rank}") for rank in range(2)]
+    return {name: [of_rank[name] for of_rank in ranks] for name in ON_TWO_RANKS}
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("as it must be", [4, 4]), ("a multiple", [6, 6]), ("on its own", [4, 1])]
+)
+def test_two_ranks_have_the_same_count(on_ranks, name, counts):
+    assert [len(indices) for indices in on_ranks[name]] == counts
+    for lengths, indices in zip(FAR_APART, on_ranks[name], strict=True):
+        assert all(indices)
+        assert max(tokens(lengths, indices)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too few rows", "4 micro-batches are needed under max_token_len 100, and rank 1 has 2 rows"),
+        ("row over the cap", "1 rows or forced groups are over max_token_len 100, the longest of 200 tokens"),
+        ("half a group", "rank 1 cannot go on. rank 1: the batch has 3 rows"),
+        ("different caps", "Ranks were started with different"),
+    ],
+)
+def test_what_one_rank_cannot_do_both_ranks_say(on_ranks, name, message):
+    first, second = on_ranks[name]
+    assert first == second
+    assert message in first

@@ -2,18 +2,14 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("verl.protocol")
-
 import numpy as np
+import pytest
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl_batches import padded_batch
+from verl_batches import installed, padded_batch
 
 from megatron_balance import BalanceError
-from megatron_balance.adapters.verl import install
 
 DP_SIZE = 4
 LENGTHS = np.clip(np.random.default_rng(7).lognormal(5, 1, 64), 1, 2000).astype(np.int64)
@@ -43,10 +39,9 @@ def trainer_of(*, ppo_mini_batch_size, rollout_n=1, **attributes):
 
 
 @pytest.fixture
-def installed():
-    adapter = install()
-    yield
-    adapter.undo()
+def adapter():
+    with installed():
+        yield
 
 
 def balance(trainer, *, lengths=LENGTHS, uids=None, **arguments):
@@ -63,7 +58,7 @@ def slices_of(rows, *, minibatch_rows):
     return rows.reshape(DP_SIZE, -1, minibatch_rows // DP_SIZE).swapaxes(0, 1)
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize("keep_minibatch", [True, False])
 def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
     rows, metrics = balance(trainer_of(ppo_mini_batch_size=4, rollout_n=4), keep_minibatch=keep_minibatch)
@@ -84,33 +79,30 @@ def test_verls_own_mixes_the_mini_batches_that_it_is_asked_to_keep():
 
 
 def test_rows_may_change_their_mini_batch_where_no_one_keeps_them():
-    adapter = install(keep_minibatch=False)
-    try:
+    with installed(keep_minibatch=False):
         trainer = trainer_of(ppo_mini_batch_size=16)
         free, _ = balance(trainer)
         kept, _ = balance(trainer, keep_minibatch=True)
-    finally:
-        adapter.undo()
     loads = work(LENGTHS[free.reshape(DP_SIZE, -1)]).sum(axis=1)
     assert loads.max() <= 1.005 * loads.mean()
     assert set(slices_of(free, minibatch_rows=16)[0].reshape(-1)) != set(range(16))
     assert set(slices_of(kept, minibatch_rows=16)[0].reshape(-1)) == set(range(16))
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("adapter")
 def test_62_rows_over_4_ranks():
     rows, _ = balance(trainer_of(ppo_mini_batch_size=62), lengths=LENGTHS[:62])
     loads = [work(LENGTHS[part]).sum() for part in np.split(rows, [16, 32, 47])]
     assert max(loads) * 4 / sum(loads) < 1.05
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("adapter")
 def test_the_rows_after_the_last_full_mini_batch_are_kept():
     rows, _ = balance(trainer_of(ppo_mini_batch_size=24), lengths=LENGTHS[:56])
     assert len(rows) == 56
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize("order", ["in a row", "interleaved"])
 def test_the_prefix_grouper_gets_whole_uids(order):
     """uids that come again are one group: with 16 uids of 4 rows and 8 uids a mini-batch, 2 a rank in each."""
@@ -124,7 +116,7 @@ def test_the_prefix_grouper_gets_whole_uids(order):
         assert {uid for part in held for uid in part} == set(range(8 * index, 8 * index + 8))
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize(
     ("uids", "prompts"),
     [(np.repeat(np.arange(16), 4), 6), (np.minimum(np.arange(64) // 4, 14), 16)],
@@ -136,7 +128,7 @@ def test_a_uid_that_verl_would_split_is_named(uids, prompts):
         balance(trainer, uids=uids)
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("adapter")
 def test_the_v1_trainer_orders_its_keys():
     tags = [{"seq_len": int(length)} for length in LENGTHS]
     batch, metrics = KVBatchMeta(keys=[str(row) for row in range(64)], tags=tags), {}

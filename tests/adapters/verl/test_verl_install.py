@@ -1,0 +1,131 @@
+"""R17: the ways to install into the real verl, each undone without a trace; what cannot be hooked is refused."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+import verl
+from verl.utils import seqlen_balancing
+
+from megatron_balance import BalanceError
+from megatron_balance.adapters.verl import install, is_installed
+
+ROOT = Path(__file__).parents[3]
+MODULES = ("verl.utils.seqlen_balancing", "verl.single_controller.base.decorator", "verl.single_controller.ray.base")
+HUNDRED = torch.tensor([100])
+VERLS_OWN, QWEN3_8B = [24576 * 100 + 100**2], [4_409_238]
+
+
+def functions():
+    """Every object of the modules that are hooked."""
+    return {(name, key): value for name in MODULES for key, value in vars(importlib.import_module(name)).items()}
+
+
+def run(code, **variables):
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_install_and_undo():
+    before, kept = functions(), None
+    adapter = install("Qwen3-8B")
+    try:
+        assert is_installed()
+        assert install("Qwen3-8B") is adapter
+        kept = seqlen_balancing.calculate_workload
+        assert kept(HUNDRED).tolist() == QWEN3_8B
+        with pytest.raises(BalanceError, match="verl is hooked already with Settings"):
+            install("Qwen3-4B")
+    finally:
+        adapter.undo()
+    assert not is_installed()
+    assert functions() == before
+    assert seqlen_balancing.calculate_workload(HUNDRED).tolist() == VERLS_OWN
+    assert kept(HUNDRED).tolist() == VERLS_OWN  # a module that bound the hook by value
+
+
+@pytest.mark.parametrize("version", ["0.7.0", "0.10.0.dev"])
+def test_another_version_is_refused(monkeypatch, version):
+    before = functions()
+    monkeypatch.setattr(verl, "__version__", version)
+    with pytest.raises(BalanceError, match=f"verl is {version}; .* tested on 0.9"):
+        install()
+    assert not is_installed()
+    assert functions() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda patch: patch.delattr(seqlen_balancing, "get_group_balanced_partitions"), r"cannot hook .* in verl"),
+        (
+            lambda patch: patch.setattr(seqlen_balancing, "calculate_workload", lambda lengths: lengths),
+            "it no longer takes seqlen_list",
+        ),
+    ],
+    ids=["a function went", "a parameter went"],
+)
+def test_an_upstream_that_changed_is_refused_and_nothing_is_hooked(monkeypatch, change, message):
+    before = functions()
+    with monkeypatch.context() as patch:
+        change(patch)
+        with pytest.raises(BalanceError, match=message):
+            install()
+    assert not is_installed()
+    assert functions() == before
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_without_its_variable_the_plug_in_does_nothing(value):
+    """conftest.py names the plug-in among verl's external modules, in every process of these tests."""
+    code = "import verl; from megatron_balance.adapters.verl import is_installed; print(is_installed())"
+    found = run(code, **({} if value is None else {"MEGATRON_BALANCE_VERL": value}))
+    assert found.stdout.strip() == "False", found.stderr
+
+
+@pytest.fixture
+def entry_points(tmp_path):
+    """Metadata as pip writes it for the entry points of this checkout's pyproject.toml, whatever is installed here."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    lines = [f"{name} = {target}" for name, target in declared["verl.plugins"].items()]
+    metadata = tmp_path / "declared-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("\n".join(["[verl.plugins]", *lines, ""]))
+    return os.pathsep.join([str(tmp_path), str(ROOT), os.environ["PYTHONPATH"]])
+
+
+def test_the_variable_installs_it_by_the_entry_point(entry_points):
+    """verl's platform alone is an external module here, so the plug-in is loaded by its entry point."""
+    code = (
+        "import verl, torch; from verl.utils import seqlen_balancing;"
+        "print(seqlen_balancing.calculate_workload(torch.tensor([100])).tolist())"
+    )
+    variables = {"PYTHONPATH": entry_points, "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform"}
+    found = run(code, MEGATRON_BALANCE_VERL="model=Qwen3-8B keep_minibatch=no dispatch=infer,train", **variables)
+    assert found.stdout.strip() == str(QWEN3_8B), found.stderr
+
+
+@pytest.mark.parametrize(("value", "says"), [("model=none-such", "Qwen3-8B"), ("modle=x", "modle=x")])
+def test_an_error_of_the_plug_in_ends_the_process(entry_points, value, says):
+    """verl catches every Exception of a plug-in and says nothing."""
+    found = run("import verl; print('went on')", MEGATRON_BALANCE_VERL=value, PYTHONPATH=entry_points)
+    assert found.returncode == 1
+    assert "went on" not in found.stdout
+    assert found.stderr.startswith(f"MEGATRON_BALANCE_VERL={value!r}: ")
+    assert says in found.stderr
+
+
+def test_importing_the_adapter_loads_neither_torch_nor_verl():
+    code = (
+        "import sys; import megatron_balance.adapters.verl, megatron_balance.adapters.verl.plugin;"
+        "print({'torch', 'verl', 'ray'} & set(sys.modules))"
+    )
+    assert run(code).stdout.strip() == "set()"
