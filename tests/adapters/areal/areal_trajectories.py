@@ -5,46 +5,55 @@ import hashlib
 import numpy as np
 import torch
 
-from megatron_balance.adapters.areal.trajectories import split_rows
-
-HIDDEN = 8
+PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "hidden")
 LONGER_THAN_ANY = 101
 """Of a tensor as wide as the mask nobody could tell that its second axis is not tokens."""
+ANY_VALUES = (1, 2.5, float("inf"), None, True, "naïve\ud800", b"\x00\xff", 2**70)
 
 
-def make_trajectory(number: int, lengths, *, padded_seq_len: int | None = None) -> dict:
+def make_trajectory(number: int, lengths) -> dict:
     """Rows of these lengths. Padding holds noise, so that what is lost or zeroed shows."""
     generator = torch.Generator().manual_seed(number)
-    shape = (len(lengths), padded_seq_len or max(max(lengths), 1) + 3)
+    shape = (len(lengths), max(max(lengths), 1) + 3)
     noise = torch.randn(*shape, generator=generator)
+    of_row = {"values": ANY_VALUES, "array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(0.1)}
     return {
         "input_ids": torch.randint(0, 1000, shape, generator=generator),
         "attention_mask": torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
         "loss_mask": noise > 0,
         "logprobs": noise.bfloat16(),
-        "hidden": torch.randn(*shape, HIDDEN, generator=generator),
+        "hidden": torch.randn(*shape, 8, generator=generator),
         "rewards": torch.randn(len(lengths), generator=generator),
+        "complex": torch.randn(2 * len(lengths), 3, dtype=torch.complex128, generator=generator)[::2],
         "prompt": torch.randint(0, 9, (len(lengths), LONGER_THAN_ANY), generator=generator),
         "version": torch.tensor(number),
-        "multi_modal_input": [{"pixels": torch.full((row + 1, 2), number)} for row in range(len(lengths))],
+        "multi_modal_input": [{"pixels": torch.full((row + 1, 2), number), **of_row} for row in range(len(lengths))],
         "name": f"trajectory {number}",
     }
 
 
-def with_images(trajectory: dict, *, patches: int) -> dict:
-    """Each row with one picture of a given number of patches, or with none; keys stay those of every trajectory."""
-    grid = torch.tensor([[1, 1, patches]])
-    row = {"pixel_values": torch.zeros(patches, 2), "image_grid_thw": grid} if patches else {}
-    return {**trajectory, "multi_modal_input": [row] * len(trajectory["attention_mask"])}
+def random_lengths(rng: np.random.Generator, *, num_trajectories: int) -> list[list[int]]:
+    return [rng.integers(1, 50, size=rng.integers(1, 5)).tolist() for _ in range(num_trajectories)]
 
 
-def random_lengths(rng: np.random.Generator, *, num_trajectories: int, max_rows: int = 4) -> list[list[int]]:
-    return [rng.integers(1, 50, size=rng.integers(1, max_rows + 1)).tolist() for _ in range(num_trajectories)]
+def trajectory_digest(trajectory: dict) -> str:
+    """Of what is in it, without the columns of padding that none of its rows uses."""
+    longest = int(trajectory["attention_mask"].sum(1).max())
+    return digest({key: value[:, :longest] if key in PER_TOKEN else value for key, value in trajectory.items()})
 
 
 def row_digests(batch: dict) -> list[str]:
     """Of each row without padding; `version` and `name` are a batch's and not a row's."""
-    return [digest({key: row[key] for key in row.keys() - {"version", "name"}}) for row in split_rows(batch)]
+    return [
+        digest(
+            {
+                key: value[row, :length] if key in PER_TOKEN else value[row]
+                for key, value in batch.items()
+                if key not in ("version", "name")
+            }
+        )
+        for row, length in enumerate(batch["attention_mask"].sum(1).tolist())
+    ]
 
 
 def digest(content: object) -> str:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
-from importlib.metadata import distributions
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -20,16 +19,13 @@ import pytest
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
-# Its distribution, since this folder itself may be found as a package of its name. And not pytest.importorskip, which
-# skips as well where something that AReaL needs is missing.
-HAS_AREAL = bool(list(distributions(name="areal")))
 WAIT_SECONDS = 180  # longer than AReaL takes to import on a busy machine
 
 
 class World:
     """`num_ranks` processes that wait for cases, with `modules` imported."""
 
-    def __init__(self, num_ranks: int, *, modules: tuple[str, ...] = ("torch",)) -> None:
+    def __init__(self, num_ranks: int, *, modules: tuple[str, ...]) -> None:
         self.num_ranks = num_ranks
         self.modules = modules
         self.folder = tempfile.TemporaryDirectory()

@@ -2,34 +2,104 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import subprocess
 import sys
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from areal_world import HAS_AREAL
+from areal.api import cli_args
+from areal.infra.controller import train_controller
+from areal.infra.rpc import rtensor
+from areal.trainer import rl_trainer
+from areal.utils import data as areal_data
+from areal.utils import seqpack
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
 
+from megatron_balance import BalanceError, CostModel, ModelShape
 from megatron_balance.adapters import areal
-from megatron_balance.adapters.areal import hooks
-from megatron_balance.adapters.areal.single_rank import IdleDataLoader
-from megatron_balance.errors import BalanceError
 
-if not HAS_AREAL:
-    pytest.skip("AReaL is not installed: scripts/adapter_env.sh areal", allow_module_level=True)
-areal_data = import_module("areal.utils.data")
-cli_args = import_module("areal.api.cli_args")
-rl_trainer = import_module("areal.trainer.rl_trainer")
-rtensor = import_module("areal.infra.rpc.rtensor")
-seqpack = import_module("areal.utils.seqpack")
-train_controller = import_module("areal.infra.controller.train_controller")
-
-pytestmark = pytest.mark.usefixtures("undone")
 ROOT = Path(__file__).parents[3]
+HOOKED = (
+    "areal.experimental.training_service.data_proxy.dispatcher",
+    "areal.infra.controller.train_controller",
+    "areal.infra.dist_rollout",
+    "areal.trainer.rl_trainer",
+    "areal.utils.data",
+)
+
+
+def functions() -> dict[str, Any]:
+    """Every function and method of the modules that are hooked."""
+    found: dict[str, Any] = {}
+    for name in HOOKED:
+        for key, value in vars(import_module(name)).items():
+            owned = vars(value).items() if inspect.isclass(value) and value.__module__ == name else ()
+            found |= {f"{name}:{key}.{method}": function for method, function in owned}
+            found[f"{name}:{key}"] = value
+    return {place: value for place, value in found.items() if inspect.isfunction(value)}
+
+
+def test_undo_restores_the_very_functions(install: Any) -> None:
+    before = functions()
+    installed = install(single_rank_load=True)
+    assert areal.is_installed()
+    during = functions()
+    hooked = [place for place in before if during[place] is not before[place]]
+    assert len(hooked) >= 10
+    for place in hooked:
+        # Replacements take what is called with: same names, same order, same defaults.
+        ours, theirs = (inspect.signature(of[place]).parameters.values() for of in (during, before))
+        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs], place
+    installed.undo()
+    assert not areal.is_installed()
+    assert functions() == before
+    install()
+    # Without single_rank_load the trainer and its rollouts are left alone.
+    alone = [place for place in hooked if functions()[place] is before[place]]
+    assert alone
+    assert all("PPOTrainer" in place or place.endswith(("rollout_batch", "prepare_batch")) for place in alone)
+
+
+def test_installing_twice_installs_once(install: Any) -> None:
+    installed = install(cost="tokens")
+    assert areal.install() is installed
+    with pytest.raises(BalanceError, match="hooked already"):
+        areal.install(model="Qwen3-8B")
+
+
+def other_version(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(version="1.1.0"))
+
+
+def other_parameters(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(train_controller, "_dispatch_tensors", lambda item_list, world_size: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (other_version, {}, r"areal is 1\.1\.0; megatron_balance is tested on 1\.0\.4"),
+        (other_parameters, {}, r"areal 1\.0\.4: it no longer takes dp_size, group_size"),
+        (lambda patch: None, {"cost": "flops"}, "the cost is flops"),
+    ],
+    ids=["version", "parameters", "cost without a model"],
+)
+def test_what_cannot_be_hooked_changes_nothing(change: Any, options: dict[str, str], message: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        before = functions()
+        with pytest.raises(BalanceError, match=message):
+            areal.install(**options)
+        assert functions() == before
+    assert not areal.is_installed()
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
@@ -39,94 +109,18 @@ def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def bound_functions() -> dict[str, object]:
-    """The function at every place that a hook names."""
-    found = {}
-    for hook in hooks._hooks(hooks.ArealOptions(single_rank_load=True)):
-        name = hook.target.split(":")[1].split(".")[-1]
-        for place in hook.bound_in:
-            module, _, class_name = place.partition(":")
-            owner = import_module(module)
-            found[f"{place}.{name}"] = vars(getattr(owner, class_name) if class_name else owner)[name]
-    return found
-
-
-def test_importing_patches_nothing_and_undo_restores_the_very_functions() -> None:
-    before = bound_functions()
-    assert len(before) == 11
-    installed = areal.install(single_rank_load=True)
-    assert areal.is_installed()
-    during = bound_functions()
-    assert all(during[place] is not before[place] for place in before)
-    installed.undo()
-    assert not areal.is_installed()
-    after = bound_functions()
-    assert all(after[place] is before[place] for place in before)
-
-
-def test_replacements_take_what_is_called_with() -> None:
-    """Same names, same order, same defaults as the functions whose place they take."""
-    before = {place: inspect.signature(function) for place, function in bound_functions().items()}
-    areal.install(single_rank_load=True)
-    for place, function in bound_functions().items():
-        ours, theirs = inspect.signature(function).parameters, before[place].parameters
-        assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()], place
-
-
-def test_without_single_rank_load_the_trainer_is_left_alone() -> None:
-    before = bound_functions()
-    areal.install()
-    after = bound_functions()
-    untouched = [place for place in before if after[place] is before[place]]
-    assert len(untouched) == 4
-    assert all("PPOTrainer" in place or place.endswith(("rollout_batch", "prepare_batch")) for place in untouched)
-
-
-def test_installing_twice_installs_once() -> None:
-    installed = areal.install(cost="tokens")
-    assert areal.install() is installed
-    with pytest.raises(BalanceError, match="hooked already"):
-        areal.install(model="Qwen3-8B")
-
-
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "installed_version", lambda name: "1.1.0")
-    before = bound_functions()
-    with pytest.raises(BalanceError, match=r"areal is 1\.1\.0; megatron_balance is tested on 1\.0\.4"):
-        areal.install()
-    assert bound_functions() == before
-    assert not areal.is_installed()
-
-
-def test_a_target_that_takes_other_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dispatch(item_list: list, world_size: int) -> None: ...
-
-    monkeypatch.setattr(train_controller, "_dispatch_tensors", dispatch)
-    before = bound_functions()
-    with pytest.raises(BalanceError, match=r"areal 1\.0\.4: it no longer takes dp_size, group_size"):
-        areal.install()
-    assert bound_functions() == before
-    assert not areal.is_installed()
-
-
-def test_wrong_costs_are_refused_before_anything_is_hooked() -> None:
-    with pytest.raises(BalanceError, match="the cost is flops"):
-        areal.install(cost="flops")
-    assert not areal.is_installed()
-
-
 def controller(dp_size: int) -> Any:
     made = object.__new__(train_controller.TrainController)
     made.train_alloc = SimpleNamespace(parallel=SimpleNamespace(dp_size=dp_size))
     return made
 
 
-def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order() -> None:
+def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order(install: Any) -> None:
     """AReaL raises: the number must be divisible."""
     items = rows_of([905, 40, 40, 300, 20, 10, 800, 70, 5, 500, 450, 30, 60, 200, 95])
     with pytest.raises(ValueError, match="divisible"):
         controller(4)._partition_inputs(1, items)
-    areal.install()
+    install()
     (split,), kwargs, indices = controller(4)._partition_inputs(1, items, labels=rows_of([1] * 15))
     assert sorted(len(part) for part in split) == [3, 4, 4, 4]
     # Arguments after the first go where the first went.
@@ -137,30 +131,30 @@ def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order() -> N
     assert max(tokens) <= 1.05 * sum(tokens) / 4
 
 
-def test_dispatch_by_flops_evens_out_squares() -> None:
+def test_dispatch_by_flops_evens_out_squares(install: Any) -> None:
     lengths = [16384, *[1024] * 31]
-    flops = hooks.resolve_cost("flops", model="Qwen3-8B")
+    flops = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
 
     def costliest() -> int:
         _, indices = train_controller._dispatch_tensors(rows_of(lengths), 4)
         assert [len(part) for part in indices] == [8] * 4
         return max(sum(flops(lengths[index]) for index in part) for part in indices)
 
-    areal.install(model="Qwen3-8B")
+    install(model="Qwen3-8B")
     bound = flops(16384) + 7 * flops(1024)
     assert costliest() == bound
 
 
-def test_pairs_stay_together() -> None:
-    areal.install()
+def test_pairs_stay_together(install: Any) -> None:
+    install()
     _, indices = train_controller._dispatch_tensors(rows_of([9, 1, 8, 2, 7, 3, 6, 4]), 2, group_size=2)
     for part in indices:
         assert [index // 2 for index in part[::2]] == [index // 2 for index in part[1::2]]
         assert len(part) == 4
 
 
-def test_handles_of_tensors_weigh_as_much_as_their_shape() -> None:
-    areal.install()
+def test_handles_of_tensors_weigh_as_much_as_their_shape(install: Any) -> None:
+    install()
     lengths = [900, 100, 500, 500, 60, 40]
     items = [
         {
@@ -176,31 +170,10 @@ def test_handles_of_tensors_weigh_as_much_as_their_shape() -> None:
     assert tokens[1] - tokens[0] <= 80
 
 
-def test_a_hidden_tensor_keeps_its_last_axis() -> None:
-    """AReaL cuts [1, 6, 8] to [1, 6, 3]."""
-    batch = {"attention_mask": torch.arange(6)[None] < 3, "hidden": torch.randn(1, 6, 8), "logp": torch.randn(1, 6)}
-    assert areal_data.split_and_unpad_tensor(batch, 1)[0]["hidden"].shape == (1, 6, 3)
-    areal.install()
-    (part,) = areal_data.split_and_unpad_tensor(batch, 1)
-    assert torch.equal(part["hidden"], batch["hidden"][:, :3])
-    assert torch.equal(part["logp"], batch["logp"][:, :3])
-    assert part["attention_mask"].shape == (1, 3)
-
-
-def test_a_result_is_split_by_the_lengths_that_went_in() -> None:
-    areal.install()
-    rows = [{"attention_mask": torch.ones(2, length), "x": torch.randn(2, length, 5)} for length in (4, 7, 2)]
-    batch, meta = areal_data.concat_batch(rows)
-    parts = areal_data.split_batch(batch, meta)
-    assert all(torch.equal(part["x"], row["x"]) for part, row in zip(parts, rows, strict=True))
-    assert [part.shape for part in areal_data.split_batch(batch["x"], meta)] == [(2, 4, 5), (2, 7, 5), (2, 2, 5)]
-    assert areal_data.split_batch(None, meta) is None
-
-
 @pytest.mark.parametrize("spec", [{"n_mbs": 4}, {"n_mbs": 1, "max_tokens_per_mb": 600}, {"n_mbs": 2, "granularity": 2}])
-def test_micro_batches_of_one_process(spec: dict[str, int]) -> None:
+def test_micro_batches_of_one_process(install: Any, spec: dict[str, int]) -> None:
     """AReaL's split through ours, and its own way back to the rows' order."""
-    areal.install()
+    install()
     lengths = [9, 400, 33, 250, 7, 500, 81, 64, 300, 120, 5, 77, 205, 18, 90, 150]
     rows = [{"input_ids": torch.arange(length) + 1} for length in lengths]
     batch = areal_data.pad_sequences_to_tensors(rows)
@@ -212,10 +185,40 @@ def test_micro_batches_of_one_process(spec: dict[str, int]) -> None:
     assert sum(split.group_lens) == sum(lengths)
 
 
-def test_a_divisor_that_rows_cannot_fill_is_refused() -> None:
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    max_tokens=st.sampled_from([64, 100, 256, 10**12]),
+    least=st.integers(1, 6),
+    divisor=st.integers(1, 3),
+)
+def test_rows_are_packed_once_under_the_cap(
+    install: Any, lengths: list[int], max_tokens: int, least: int, divisor: int
+) -> None:
+    install()
+    wanted = -(-max(least, -(-sum(lengths) // max_tokens)) // divisor) * divisor
+    spec = cli_args.MicroBatchSpec(n_mbs=least, max_tokens_per_mb=max_tokens, n_mbs_divisor=divisor)
+    try:
+        slots = areal_data.allocate_balanced_mbs_synced(spec, lengths)
+    except BalanceError:
+        # Rows fit wherever there is one for each of twice the micro-batches that their tokens need.
+        event("too few rows")
+        assert len(lengths) < 2 * wanted + divisor
+        return
+    assert sorted(row for slot in slots for row in slot) == list(range(len(lengths)))
+    assert all(slots)
+    assert len(slots) >= wanted
+    assert len(slots) % divisor == 0
+    assert max(sum(lengths[row] for row in slot) for slot in slots) <= max_tokens
+    if max_tokens == 10**12:
+        # AReaL's mini-batches are made so: n_mbs of them, no cap.
+        assert len(slots) == wanted
+
+
+def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
     """AReaL's own gives 5 groups where a multiple of 4 was asked for."""
     assert len(seqpack.kk_allocate([5] * 5, 5, 1, 4)) == 5
-    areal.install()
+    install()
     spec = cli_args.MicroBatchSpec(n_mbs=1, max_tokens_per_mb=5, n_mbs_divisor=4, packing_algorithm="kk")
     with pytest.raises(BalanceError, match="5 rows for 8 micro-batches"):
         areal_data.allocate_balanced_mbs_synced(spec, [5] * 5)
@@ -230,19 +233,21 @@ def trainer(*, dp_rank: int, head: bool = True, dp_size: int = 2) -> Any:
 
 
 @pytest.mark.parametrize(("dp_rank", "head"), [(0, False), (1, True), (1, False)])
-def test_ranks_that_do_not_roll_out_have_an_idle_loader(dp_rank: int, head: bool) -> None:
+def test_ranks_that_do_not_roll_out_have_an_idle_loader(install: Any, dp_rank: int, head: bool) -> None:
     """R56: as many steps as the rank that loads, and no batches."""
-    areal.install(single_rank_load=True)
+    install(single_rank_load=True)
     config = cli_args.TrainDatasetConfig(path="", type="rl", batch_size=8)
     loader = trainer(dp_rank=dp_rank, head=head)._create_dataloader(list(range(100)), config, dp_rank, 2)
     whole = trainer(dp_rank=0)._create_dataloader(list(range(100)), config, 0, 2)
-    assert isinstance(loader, IdleDataLoader)
-    assert len(loader) == len(whole) == 12
+    assert (len(loader), loader.batch_size) == (len(whole), 8) == (12, 8)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(BalanceError, match="loads nothing"):
+        iter(loader)
     assert [len(batch) for batch in whole] == [8] * 12
 
 
-def test_validation_data_and_a_single_rank_are_left_alone() -> None:
-    areal.install(single_rank_load=True)
+def test_validation_data_and_a_single_rank_are_left_alone(install: Any) -> None:
+    install(single_rank_load=True)
     valid = cli_args.ValidDatasetConfig(path="", type="rl", batch_size=8, drop_last=False)
     loaders = [trainer(dp_rank=rank)._create_dataloader(list(range(11)), valid, rank, 2) for rank in (0, 1)]
     assert sorted(sample for loader in loaders for batch in loader for sample in batch) == list(range(11))
@@ -255,7 +260,7 @@ def test_validation_data_and_a_single_rank_are_left_alone() -> None:
     ("dp_rank", "is_eval", "expected"), [(0, False, (64, 256)), (1, False, (16, 64)), (0, True, (16, 64))]
 )
 def test_capacity_scales_with_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, dp_rank: int, is_eval: bool, expected: tuple[int, int]
+    install: Any, monkeypatch: pytest.MonkeyPatch, dp_rank: int, is_eval: bool, expected: tuple[int, int]
 ) -> None:
     """R57: the rank that rolls out for four has four times the batch size and concurrency."""
     seen = []
@@ -264,7 +269,7 @@ def test_capacity_scales_with_the_ranks(
         seen.append((rollout_config.consumer_batch_size, rollout_config.max_concurrent_rollouts))
 
     monkeypatch.setattr(rl_trainer.PPOTrainer, "_init_rollout", init_rollout)
-    installed = areal.install(single_rank_load=True)
+    installed = install(single_rank_load=True)
     config = cli_args.InferenceEngineConfig(consumer_batch_size=16, max_concurrent_rollouts=64)
     trainer(dp_rank=dp_rank, dp_size=4)._init_rollout(config, is_eval=is_eval, lora_path=None)
     installed.undo()
@@ -277,11 +282,17 @@ def test_concurrency_that_follows_the_batch_size_goes_on_doing_so() -> None:
     assert (scaled.consumer_batch_size, scaled.max_concurrent_rollouts) == (64, None)
 
 
+def test_batches_go_on_when_an_epoch_ends() -> None:
+    """R45: a batch is fetched whether or not the loader had to be started again."""
+    assert list(islice(areal.endless(["a", "b"]), 5)) == ["a", "b", "a", "b", "a"]
+    with pytest.raises(BalanceError, match="no batches"):
+        next(areal.endless([]))
+
+
 def test_the_launcher_hooks_and_hands_on_arguments(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys\nfrom megatron_balance.adapters.areal import hooks\n"
-        "print(hooks.installation.settings.cost_model.quadratic > 0, sys.argv[1:], __name__)\n"
+        "import sys\nfrom megatron_balance.adapters import areal\nprint(areal.is_installed(), sys.argv[1:], __name__)\n"
     )
     command = [sys.executable, "-m", "megatron_balance.adapters.areal", "--model", "Qwen3-8B", str(script)]
     done = subprocess.run([*command, "--config", "a.yaml"], capture_output=True, text=True, check=True, cwd=ROOT)
