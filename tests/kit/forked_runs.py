@@ -32,6 +32,7 @@ def train(
     module: str = "record_steps",
     environment: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
+    grace_seconds: float = 0.0,
 ) -> Recorded:
     """As `training_run.train`; the output is that of rank 0.
 
@@ -43,6 +44,7 @@ def train(
         module: of this folder or of scripts/, whose `main` each rank runs.
         environment: variables beside those of this process.
         leave_out: common flags to do without.
+        grace_seconds: for the other ranks to end by themselves after one failed.
 
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
@@ -56,6 +58,7 @@ def train(
         module=module,
         environment=dict(environment or {}),
         leave_out=list(leave_out),
+        grace_seconds=grace_seconds,
     )
     output = (record / "rank0.log").read_text(errors="replace")
     return Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)

@@ -1,0 +1,149 @@
+"""Training runs that tests share: each is made once a session, and its records are read by every test that asks.
+
+Workers of pytest-xdist share the folder: one makes a run, under a file lock, and the others wait for its records.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import forked_runs
+from training_run import Recorded, RunFailed
+from watched_steps import STAND_INS
+
+GRACE_SECONDS = 90.0
+"""For the other ranks to end by themselves once one has failed, where a test asks for their errors."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+        folder: of its records and logs.
+        num_ranks: of its processes.
+        problem: why it failed; None where it did not.
+    """
+
+    folder: Path
+    num_ranks: int
+    problem: str | None = None
+
+    @cached_property
+    def rows(self) -> list[list[dict[str, Any]]]:
+        """Of each rank the lines of watched_steps.py."""
+        lines = [(self.folder / f"rank{rank}.jsonl").read_text() for rank in range(self.num_ranks)]
+        return [[json.loads(line) for line in text.rpartition("\n")[0].splitlines()] for text in lines]
+
+    def of_kind(self, kind: str) -> list[list[dict[str, Any]]]:
+        """Of each rank its lines of a kind."""
+        return [[row for row in rows if row.get("kind", "step") == kind] for rows in self.rows]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Of a rank that knows the loss."""
+        return self.recorded.steps
+
+    @property
+    def recorded(self) -> Recorded:
+        """For `rounding.assert_equal`."""
+        return Recorded(self.of_kind("step"), self.log(0))
+
+    def log(self, rank: int) -> str:
+        """All that a rank printed."""
+        return (self.folder / f"rank{rank}.log").read_text(errors="replace")
+
+    def losses(self) -> list[dict[str, float]]:
+        """Of each evaluation, from the first rank that knows them."""
+        return next(
+            [row["losses"] for row in rows] for rows in self.of_kind("evaluation") if rows and rows[0]["losses"]
+        )
+
+
+class KeptRuns:
+    """Makes runs and keeps them.
+
+    Args:
+        folder: of all runs of the session.
+        data: folder of the data set; `{data}` in flags stands for it, `{run}` for the folder of the run.
+    """
+
+    def __init__(self, folder: Path, *, data: Path) -> None:
+        self._folder = folder
+        self._data = data
+
+    def __call__(
+        self,
+        flags: str,
+        *,
+        num_ranks: int = 2,
+        stand_ins: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        module: str = "watched_steps",
+        environment: Mapping[str, str] | None = None,
+        leave_out: Sequence[str] = (),
+        fails: bool = False,
+    ) -> Run:
+        """The run with these flags, made now or before.
+
+        Args:
+            flags: added to the common ones.
+            num_ranks: processes.
+            stand_ins: see watched_steps.py.
+            module: whose `main` each rank runs.
+            environment: variables beside those of this process.
+            leave_out: common flags to do without.
+            fails: whether it must fail; all ranks may then end by themselves.
+
+        Raises:
+            RunFailed: it failed, or did not where it must.
+        """
+        variables = {**(environment or {}), STAND_INS: json.dumps(list(stand_ins))}
+        flags = " ".join(flags.split())
+        named = json.dumps([flags, num_ranks, module, variables, list(leave_out), fails], sort_keys=True)
+        folder = self._folder / hashlib.sha256(named.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = folder / "outcome.json"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not outcome.exists():
+                problem = self._make(
+                    folder, flags, num_ranks, module=module, variables=variables, leave_out=leave_out, fails=fails
+                )
+                outcome.write_text(json.dumps({"problem": problem, "run": json.loads(named)}))
+        problem = json.loads(outcome.read_text())["problem"]
+        if (problem is not None) != fails:
+            raise RunFailed(problem or f"it did not fail: {flags}")
+        return Run(folder, num_ranks, problem)
+
+    def _make(
+        self,
+        folder: Path,
+        flags: str,
+        num_ranks: int,
+        *,
+        module: str,
+        variables: dict[str, str],
+        leave_out: Sequence[str],
+        fails: bool,
+    ) -> str | None:
+        words = flags.replace("{data}", str(self._data)).replace("{run}", str(folder)).split()
+        try:
+            forked_runs.train(
+                folder,
+                words,
+                num_ranks=num_ranks,
+                module=module,
+                environment=variables,
+                leave_out=leave_out,
+                grace_seconds=GRACE_SECONDS if fails else 0.0,
+            )
+        except RunFailed as error:
+            return str(error)
+        return None

@@ -1,0 +1,229 @@
+"""What a CPU, or a run in which nothing goes wrong, has not: called in each rank before it trains (watched_steps.py).
+
+Each function takes the rank's `Watch` first. They change Megatron, the script, its data set or this process; none
+changes the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from watched_steps import Watch
+
+
+def loss_error(watch: Watch, *, relative: float) -> None:
+    """Falsify the loss, and so the gradients, of one of the samples that this rank reads first."""
+    from megatron_balance.devkit import pretrain_sft
+
+    stock = pretrain_sft.loss_func
+    pretrain_sft.loss_func = lambda mask, output: stock(mask, output * (1 + relative))
+
+
+def loader_workers(watch: Watch) -> None:
+    """Let the loader's processes run: their pinning thread asks for the device of an accelerator."""
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.set_device_index = lambda index: None
+
+
+def mtp_attention(watch: Watch) -> None:
+    """Give layers of multi-token prediction an attention that takes packed sequences on a CPU.
+
+    From 0.19 Megatron makes the specs of these layers itself, whatever `--spec` says.
+    """
+    from megatron.training.models import gpt
+
+    from megatron_balance.mcore.thd.attention import thd_layer_spec
+
+    specs = gpt.get_gpt_decoder_layer_specs
+    gpt.get_gpt_decoder_layer_specs = lambda *positional, **keywords: [  # type: ignore[assignment]
+        thd_layer_spec(spec) for spec in specs(*positional, **keywords)
+    ]
+
+
+def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
+    """Have Megatron's arguments say FP8 or FP4 once the model is made, whose layers a CPU has not."""
+    from megatron.training import get_args
+
+    def say(step: int) -> None:
+        if step == 1:
+            vars(get_args()).update(settings)
+
+    watch.before_step.append(say)
+
+
+def padded_rows(watch: Watch) -> None:
+    """Rows that name no starts of sequences, and a forward step written for them, as in pretrain_gpt.py."""
+    from megatron_balance.devkit import pretrain_sft
+
+    stock = pretrain_sft.datasets_provider
+
+    @functools.wraps(stock)
+    def datasets_provider(*positional: Any, **keywords: Any) -> tuple[Any, ...]:
+        def padded(rows: Any) -> Any:
+            return [row and _PaddedRows(row) for row in rows] if isinstance(rows, list) else rows and _PaddedRows(rows)
+
+        return tuple(padded(rows) for rows in stock(*positional, **keywords))
+
+    pretrain_sft.datasets_provider = datasets_provider
+    pretrain_sft.forward_step = _forward_rows
+
+
+class _PaddedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self.split = rows.split
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.rows[index].items() if name in self.KEYS}
+
+
+def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
+    import megatron.core.utils as core_utils
+    from megatron.core import mpu
+    from megatron.training import get_args
+
+    from megatron_balance.devkit.pretrain_sft import loss_func
+
+    args: Any = get_args()
+    batch: dict[str, Any] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        row = next(data_iterator)
+        batch = {name: row[name].cuda() if name in row else None for name in _PaddedRows.KEYS}
+    batch = core_utils.get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=False,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=1,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, functools.partial(loss_func, batch["loss_mask"])
+
+
+def data_at_the_ends(watch: Watch) -> None:
+    """No data set on stages between the first and the last, as in Megatron's scripts for documents."""
+    from megatron_balance.devkit import pretrain_sft
+
+    stock = pretrain_sft.datasets_provider
+
+    @functools.wraps(stock)
+    def datasets_provider(*positional: Any, **keywords: Any) -> tuple[Any, ...]:
+        from megatron.core import parallel_state
+
+        last = parallel_state.get_pipeline_model_parallel_world_size() - 1
+        at_an_end = parallel_state.get_pipeline_model_parallel_rank() in (0, last)
+        return stock(*positional, **keywords) if at_an_end else (None, None, None)
+
+    pretrain_sft.datasets_provider = datasets_provider
+
+
+def reads_on_every_stage(watch: Watch, *, key: str) -> None:
+    """A forward step that reads this key of its item wherever it runs."""
+    from megatron_balance.devkit import pretrain_sft
+
+    stock = pretrain_sft.forward_step
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        item = next(data_iterator)
+        assert item[key].numel()
+        return stock(iter([item]), model)
+
+    pretrain_sft.forward_step = forward_step
+
+
+def iterators(watch: Watch, *, num_steps: int | None) -> None:
+    """A loop that makes an iterator of its own each `num_steps` steps, or wraps the loader anew each step (None)."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import training
+
+    stock = training.train_step
+    lasting: dict[int, Any] = {}  # place among the chunks of a virtual pipeline → iterator
+
+    @functools.wraps(stock)
+    def train_step(forward_step_func: Any, data_iterator: Any, *positional: Any, **keywords: Any) -> Any:
+        chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        for place, chunk in enumerate(chunks):
+            if chunk is None:
+                lasting[place] = None
+            elif num_steps is None:
+                lasting[place] = type(chunk)(chunk.iterable)
+            elif (watch.num_steps - 1) % num_steps == 0:
+                items = [next(chunk.iterable) for _ in range(num_steps * get_num_microbatches())]
+                lasting[place] = type(chunk)(iter(items))
+        ours = [lasting[place] for place in range(len(chunks))]
+        return stock(forward_step_func, ours if isinstance(data_iterator, list) else ours[0], *positional, **keywords)
+
+    training.train_step = train_step
+
+
+def killed(watch: Watch, *, step: int, ranks: list[int]) -> None:
+    """These ranks get SIGKILL as a step begins."""
+    _strike(watch, step=step, ranks=ranks, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def interrupted(watch: Watch, *, step: int, ranks: list[int], number: int = signal.SIGINT) -> None:
+    """These ranks get a signal as a step begins."""
+    _strike(watch, step=step, ranks=ranks, act=lambda: os.kill(os.getpid(), number))
+
+
+def _strike(watch: Watch, *, step: int, ranks: list[int], act: Any) -> None:
+    def strike(now: int) -> None:
+        if now == step and int(os.environ["RANK"]) in ranks:
+            time.sleep(0.2)  # messages of the step before are through
+            act()
+
+    watch.before_step.append(strike)
+
+
+def flags_there(watch: Watch, *, ranks: list[int], flags: str, instead_of: str = "") -> None:
+    """Other flags on these ranks: `instead_of` is taken out of the command line, `flags` are added."""
+    if int(os.environ["RANK"]) in ranks:
+        kept = " ".join(sys.argv[1:]).replace(instead_of, "") if instead_of else " ".join(sys.argv[1:])
+        sys.argv[1:] = [*kept.split(), *flags.split()]
+
+
+def bad_data(watch: Watch, *, rank: int, how: str, index: int) -> None:
+    """The data set of a rank raises, or has a wrong row, at this row."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    from megatron_balance.devkit.sft_dataset import SftDataset
+
+    stock = SftDataset.__getitem__
+
+    def row(self: Any, at: int) -> Any:
+        item = stock(self, at)
+        if how == "other data":
+            return {**item, "tokens": item["tokens"].flip(0)}
+        if at != index:
+            return item
+        if how == "raises":
+            raise OSError(5, "the disk is gone")
+        return {**item, "tokens": item["tokens"].clone().fill_(-7)}
+
+    if how == "ends early":
+        SftDataset.__len__ = lambda self: index  # type: ignore[method-assign]
+    else:
+        SftDataset.__getitem__ = row  # type: ignore[method-assign]

@@ -1,0 +1,212 @@
+"""Trains with pretrain_sft, watched from outside: the main program of each rank of the tests' training runs.
+
+The first argument is the folder of the run; each rank writes rankN.jsonl there, a line an event, at once:
+
+- `step`: loss and gradient norm in full precision, and the micro-batches that the forward step read, each with its
+  tokens and the samples in it, known by their first token; Megatron's settings of shape before and after the step.
+- `evaluation`: the losses that Megatron's `evaluate` returned, and its micro-batches.
+- `counted`: the tokens and squared lengths that Megatron counts for its FLOP/s.
+- `end`, or `error` with its text. All lines hold how often each data loader was asked for an item, and the shapes
+  that pipeline stages sent, so far.
+
+Only Megatron's functions and the script's are wrapped: none of the package. TRAINING_STAND_INS in the environment
+lists functions, as `[["MODULE:NAME", KEYWORDS], ...]`, that are called before training; `stand_ins.py` has some.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+STAND_INS = "TRAINING_STAND_INS"
+
+
+class Watch:
+    """Writes the lines of this rank.
+
+    Args:
+        out: file of the lines.
+
+    Attributes:
+        chunks: of each model chunk the micro-batches that were read since the last line.
+        reads: calls of each split's loader.
+        shapes_sent: shapes of activations and gradients, which Megatron's stages send before each.
+        before_step: called with the number of a step, from 1, before it.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.chunks: dict[int, list[dict[str, Any]]] = {}
+        self.reads: Counter[str] = Counter()
+        self.shapes_sent = 0
+        self.before_step: list[Callable[[int], None]] = []
+        self.num_steps = 0
+
+    def write(self, kind: str, **columns: Any) -> None:
+        """A line of a kind."""
+        row = {"kind": kind, **columns, "reads": dict(self.reads), "shapes_sent": self.shapes_sent}
+        print(json.dumps(row), file=self._out, flush=True)
+
+    def microbatches(self) -> list[dict[str, Any]]:
+        """Those of the first chunk that ran; every chunk of a virtual pipeline reads the same."""
+        every = list(self.chunks.values()) or [[]]
+        assert all(chunk == every[0] for chunk in every), "model chunks read different micro-batches"
+        return every[0]
+
+    def install(self) -> None:
+        """Wrap Megatron's functions and the script's."""
+        import torch.distributed as dist
+        from megatron.training import training
+        from torch.distributed import distributed_c10d
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        from megatron_balance.devkit import pretrain_sft
+
+        _wrap(training, "train_step", self._step)
+        _wrap(training, "evaluate", self._evaluation)
+        _wrap(pretrain_sft, "forward_step", self._forward)
+        _wrap(_BaseDataLoaderIter, "__next__", self._read)
+        if hasattr(training, "consume_seqlen_stats_in_iteration"):  # from 0.18
+            _wrap(training, "consume_seqlen_stats_in_iteration", self._counted)
+        _wrap(distributed_c10d, "isend", self._message)
+        dist.isend = distributed_c10d.isend
+
+    def _step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*positional: Any, **keywords: Any) -> Any:
+            self.num_steps += 1
+            for act in self.before_step:
+                act(self.num_steps)
+            self.chunks.clear()
+            before = _shape_settings()
+            result = train_step(*positional, **keywords)
+            losses, grad_norm = result[0], result[5]
+            row = {name.replace(" ", "_"): float(value) for name, value in losses.items()}
+            row["grad_norm"] = None if grad_norm is None else float(grad_norm)
+            settings = [before, _shape_settings()]
+            self.write("step", **row, **_place(), microbatches=self.microbatches(), settings=settings)
+            return result
+
+        return watched
+
+    def _evaluation(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*positional: Any, **keywords: Any) -> Any:
+            from megatron.training import get_args
+
+            self.chunks.clear()
+            before = get_args().consumed_valid_samples
+            result = evaluate(*positional, **keywords)
+            losses = {name: float(value) for name, value in result[0].items()}
+            consumed = get_args().consumed_valid_samples - before
+            self.write("evaluation", losses=losses, consumed=consumed, **_place(), microbatches=self.microbatches())
+            return result
+
+        return watched
+
+    def _forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
+            seen = self.chunks.setdefault(id(model), [])
+            iterator = None if data_iterator is None else _noted(data_iterator, seen)
+            return forward_step(iterator, model, *rest, **keywords)
+
+        return watched
+
+    def _read(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(loader: Any) -> Any:
+            self.reads[loader._dataset.split.name] += 1
+            return stock(loader)
+
+        return watched
+
+    def _counted(self, consume: Callable[..., Any]) -> Callable[..., Any]:
+        def watched() -> Any:
+            counted = consume()
+            self.write("counted", tokens=counted[0], squares=counted[1])
+            return counted
+
+        return watched
+
+    def _message(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(tensor: Any, *positional: Any, **keywords: Any) -> Any:
+            self.shapes_sent += tensor.numel() == 3 and not tensor.is_floating_point()
+            return send(tensor, *positional, **keywords)
+
+        return watched
+
+
+def main() -> None:
+    """Watch while the script trains."""
+    from megatron_balance.devkit import pretrain_sft
+
+    folder = Path(sys.argv.pop(1))
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank{os.environ['RANK']}.jsonl").open("w") as out:
+        watch = Watch(out)
+        for name, keywords in json.loads(os.environ.get(STAND_INS, "[]")):
+            module, function = name.split(":")
+            getattr(importlib.import_module(module), function)(watch, **keywords)
+        watch.install()
+        try:
+            pretrain_sft.main()
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code not in (0, None):
+                watch.write("error", text="".join(traceback.format_exception_only(error)))
+                raise
+        watch.write("end")
+
+
+def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    stock = getattr(owner, name)
+    setattr(owner, name, functools.wraps(stock)(wrap(stock)))
+
+
+def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator[Any]:
+    """The iterator, with what it hands out noted."""
+    from megatron.core import parallel_state
+
+    while (item := next(data_iterator, None)) is not None:  # Megatron's iterators have no __iter__
+        note: dict[str, Any] = {"cp_size": parallel_state.get_context_parallel_world_size()}
+        if "tokens" in item:  # not on a pipeline stage that loads no data
+            note |= {"tokens": item["tokens"].numel(), "lengths": [], "samples": []}
+            width = item["tokens"].shape[-1]
+            starts_of = item.get("cu_seqlens_padded", item.get("cu_seqlens"))
+            for row in range(len(item["tokens"])):
+                starts = [0, width] if starts_of is None else starts_of[row].tolist()
+                for start, end in zip(starts[:-1], starts[1:], strict=True):
+                    if item["loss_mask"][row, start:end].any():  # else filler or a dummy
+                        note["samples"].append(int(item["tokens"][row, start]))
+                        note["lengths"].append(int(item["loss_mask"][row, start:end].nonzero().max()) + 1)
+        seen.append(note)
+        yield item
+
+
+def _place() -> dict[str, int]:
+    """Of this rank in the layout."""
+    from megatron.core import parallel_state
+
+    return {
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "cp_rank": parallel_state.get_context_parallel_rank(),
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+    }
+
+
+def _shape_settings() -> list[int]:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args: Any = get_args()
+    ours = [args.seq_length, args.micro_batch_size, args.context_parallel_size]
+    return [*ours, parallel_state.get_context_parallel_world_size()]
+
+
+if __name__ == "__main__":
+    main()

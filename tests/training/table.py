@@ -1,0 +1,214 @@
+"""What is trained: model, data, layouts and features, a row a run that must equal a stock run.
+
+To try another model or feature, add a row. A `Row` names flags and, where a CPU needs it, functions of tests/kit that
+are called in each rank before training (`watched_steps.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+StandIns = tuple[tuple[str, Mapping[str, Any]], ...]
+
+NUM_STEPS = 3
+GLOBAL_BATCH_SIZE = 16
+SEQ_LENGTH = 256
+CAP = 256
+
+MODELS = {
+    "dense": "",
+    "moe": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none",
+}
+COMMON = (
+    "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --num-layers 2 "
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} "
+    f"--train-iters {NUM_STEPS} --eval-interval 2 --eval-iters 2 --train-data-path {{data}}/train.jsonl "
+    "--valid-data-path {data}/valid.jsonl"
+)
+"""One model, one data set; evaluated after the second step and at the end."""
+
+LAYOUTS = {
+    "DP2": ("", 2),
+    "DP4": ("", 4),
+    "TP2-SP": ("--tensor-model-parallel-size 2 --sequence-parallel", 4),
+    "PP2": ("--pipeline-model-parallel-size 2", 4),
+    "PP2-VPP2": (
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        4,
+    ),
+    "PP3": ("--pipeline-model-parallel-size 3 --num-layers 3", 3),
+    "PP4": ("--pipeline-model-parallel-size 4 --num-layers 4", 4),
+    "CP2": ("--context-parallel-size 2", 4),
+    "CP2-documents": ("--context-parallel-size 2 --dataloader-inter-document-masking", 4),
+    "EP2": ("--expert-model-parallel-size 2", 2),
+    "CP2-EP2": ("--context-parallel-size 2 --expert-model-parallel-size 2", 4),
+    "TP2-PP2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+}
+"""Flags and number of ranks."""
+
+PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP}"
+MOVED = "--balance-data"
+BY_TOKENS = f"{PACKED} {MOVED}"
+BY_FLOPS = f"{BY_TOKENS} --balance-by-flops"
+DYNAMIC_CP = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP // 2} --balance-data --balance-by-flops"
+DYNAMIC_CP += " --balance-context-parallel"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A balanced run and the stock run that it must equal.
+
+    Attributes:
+        name: of the row.
+        layout: of `LAYOUTS`.
+        balance: flags of the balanced run alone.
+        model: of `MODELS`.
+        flags: of both runs.
+        precision: as `rounding.ALLOWANCES`.
+        cap: tokens of a micro-batch of several samples for each of its context-parallel ranks; None without one.
+        stand_ins: of both runs.
+        ours: stand-ins of the balanced run alone.
+        slow: left to `make test-all`.
+        dynamic: whether micro-batches have context-parallel sizes of their own; evaluation is then stock.
+        without: common flags that both runs do without.
+    """
+
+    name: str
+    layout: str
+    balance: str = BY_FLOPS
+    model: str = "dense"
+    flags: str = ""
+    precision: str = "fp32"
+    cap: int | None = CAP
+    stand_ins: StandIns = ()
+    ours: StandIns = ()
+    slow: bool = False
+    dynamic: bool = False
+    without: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Of both runs."""
+        return LAYOUTS[self.layout][1]
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the model on a pipeline stage, each of which reads the data of a stock run."""
+        return 2 if "virtual" in self.stock or "pipeline-model-parallel-layout" in self.stock else 1
+
+    @property
+    def stock(self) -> str:
+        """Flags of the stock run."""
+        return f"{COMMON} {LAYOUTS[self.layout][0]} {MODELS[self.model]} {self.flags}"
+
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SHARDED = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+MTP: StandIns = (("stand_ins:mtp_attention", {}),)
+ROUTER_LOSSES = (
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 --moe-z-loss-coeff 1e-2 "
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1"
+)
+
+
+def fp8(recipe: str) -> StandIns:
+    """Settings of this recipe."""
+    settings = {"fp8": "hybrid", "fp8_recipe": recipe}
+    if recipe == "nvfp4":
+        settings = {"fp4": "e2m1", "fp4_recipe": recipe}
+    return (("stand_ins:precision_settings", {"settings": settings}),)
+
+
+ROWS = [
+    # Policies, on two data-parallel ranks.
+    Row("by-flops", "DP2"),
+    Row("in-place", "DP2", PACKED),
+    Row("in-place-by-flops", "DP2", f"{PACKED} --balance-by-flops"),
+    Row("moved", "DP2", MOVED, cap=None),
+    Row("by-tokens", "DP2", BY_TOKENS),
+    Row("one-flag", "DP2", f"--balance --max-tokens-per-gpu {CAP // 2}", cap=CAP // 2, dynamic=True),
+    Row("without-overlap", "DP2", f"{BY_FLOPS} --no-balance-overlap"),
+    Row("over-long", "DP2", BY_FLOPS.replace(f"{CAP}", "64"), cap=64),
+    # Layouts.
+    Row("by-flops", "TP2-SP"),
+    Row("by-flops", "PP2"),
+    Row("by-flops", "PP2-VPP2"),
+    Row("by-flops", "CP2"),
+    Row("by-flops", "CP2-documents"),
+    Row("by-flops", "EP2", model="moe"),
+    Row("by-flops", "TP2-PP2"),
+    Row("by-flops", "PP4", slow=True),
+    Row("by-flops", "CP2-EP2", model="moe", slow=True),
+    # Features.
+    Row("loader-workers", "DP2", f"{BY_FLOPS} --num-workers 2", ours=(("stand_ins:loader_workers", {}),)),
+    Row("bf16-sharded-overlap", "DP2", flags=SHARDED, precision="bf16"),
+    Row("recomputed", "DP2", f"{BY_FLOPS} {RECOMPUTED}", slow=True),
+    Row("mtp", "DP2", flags="--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", stand_ins=MTP),
+    Row("padded-rows", "DP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(("stand_ins:padded_rows", {}),)),
+    Row(
+        "padded-rows", "TP2-SP", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(("stand_ins:padded_rows", {}),), slow=True
+    ),
+    Row("padded-rows", "PP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(("stand_ins:padded_rows", {}),), slow=True),
+    Row("data-at-the-ends", "PP3", f"{BY_FLOPS} --no-balance-load-every-stage"),
+    Row(
+        "no-data-in-between",
+        "PP3",
+        f"{BY_FLOPS} --dataloader-inter-document-masking",
+        ours=(("stand_ins:data_at_the_ends", {}),),
+        slow=True,
+    ),
+    Row("data-at-the-ends", "PP4", f"{BY_FLOPS} --no-balance-load-every-stage", slow=True),
+    Row("fp8-blockwise", "DP2", ours=fp8("blockwise")),
+    Row("nvfp4", "TP2-SP", ours=fp8("nvfp4"), slow=True),
+    Row("mxfp8", "PP2", ours=fp8("mxfp8"), slow=True),
+    Row("fp8-blockwise", "CP2", ours=fp8("blockwise"), slow=True),
+    # Auxiliary losses depend on which samples share a micro-batch: one each, as stock has them, some with filler.
+    Row("router-losses-filler", "EP2", f"{MOVED} --balance-shape-bucket 96", "moe", ROUTER_LOSSES, cap=None),
+    # Context-parallel sizes of their own.
+    Row("dynamic-cp", "CP2", DYNAMIC_CP, cap=CAP // 2, dynamic=True),
+    Row("dynamic-cp", "DP4", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),
+    Row("dynamic-cp", "CP2-EP2", DYNAMIC_CP, "moe", cap=CAP // 2, dynamic=True, slow=True),
+    Row("dynamic-cp-recomputed", "CP2", f"{DYNAMIC_CP} {RECOMPUTED}", cap=CAP // 2, dynamic=True, slow=True),
+    Row("dynamic-cp-documents", "CP2-documents", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),
+    Row(
+        "dynamic-cp-sharded", "CP2", DYNAMIC_CP, flags=SHARDED, precision="bf16", cap=CAP // 2, dynamic=True, slow=True
+    ),
+    # Options of Megatron.
+    Row(
+        "fp16",
+        "DP2",
+        flags="--fp16 --initial-loss-scale 64 --loss-scale-window 2 --hysteresis 1",
+        precision="fp16",
+        slow=True,
+    ),
+    Row(
+        "latent-attention",
+        "DP2",
+        flags="--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+        "--rope-type rope",
+        without=("--group-query-attention",),
+        slow=True,
+    ),
+    Row(
+        "windowed-cyclic-learned",
+        "DP2",
+        flags="--window-size 64,0 --window-attn-skip-freq 2 --position-embedding-type learned_absolute "
+        "--dataloader-type cyclic --untie-embeddings-and-output-weights --micro-batch-size 2",
+        slow=True,
+    ),
+    Row(
+        "uneven-stages",
+        "PP2",
+        flags="--num-layers 3 --decoder-first-pipeline-num-layers 1 --use-tp-pp-dp-mapping",
+        slow=True,
+    ),
+    Row(
+        "layout-by-hand",
+        "PP2",
+        flags="--num-layers 4 --pipeline-model-parallel-layout Et|t|tt|L --overlap-p2p-communication-warmup-flush",
+        slow=True,
+    ),
+]
