@@ -1,7 +1,10 @@
-"""Costs: exact, scaled equally on every rank, and never lower for a longer sample."""
+"""Costs: exact, scaled equally on every rank, never lower for a longer sample; from FLOPs, seconds and links."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
-from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import fwd_flops, fwd_flops_by_part
-from megatron_balance.model.presets import PRESETS
-from megatron_balance.model.shape import ModelShape
+from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
+from megatron_balance.cost import (
+    BETWEEN_NODES,
+    MAX_TOTAL_COST,
+    MICROBATCH_TOKENS,
+    WITHIN_NODE,
+    Calibration,
+    Link,
+    exchange_bytes_per_token,
+    exchange_flops_per_token,
+    fit_seconds,
+    resolve_cost,
+)
 
 coefficients = st.integers(0, 10**9)
 models = st.builds(
@@ -86,8 +97,7 @@ def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
 
 
 def test_the_cost_of_a_huge_batch_is_exact_before_scaling() -> None:
-    shape = ModelShape.preset("DeepSeek-V3")
-    model = CostModel.from_shape(shape)
+    model = CostModel.from_shape(ModelShape.preset("DeepSeek-V3"))
     assert model(2**20) > 2**60
     values = np.full(4096, 2**20)
     scaled = model.sample_costs(values)
@@ -111,70 +121,216 @@ def test_coefficients_that_cannot_be_are_refused(change: dict[str, Any], message
         CostModel(**change)
 
 
+def test_each_rank_of_a_context_parallel_group_receives_from_the_others() -> None:
+    model = CostModel(linear=100, quadratic=3, per_microbatch=50, per_sequence=7, cp_exchange=8)
+    for size in (1, 2, 4):
+        shared = model.at_cp_size(size)
+        assert shared(10) == model(10) + 8 * (size - 1) * 10
+        assert (shared.per_microbatch, shared.cp_exchange) == (50 * size, 0)
+
+
 # Training FLOPs ------------------------------------------------------------------------------------------------------
+
+GATED = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 3, "gated_linear_unit": True}
+DENSE = ModelShape(hidden_size=8, num_layers=2, ffn_hidden_size=16, padded_vocab_size=10, **GATED)
+MOE = replace(DENSE, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=12)
+HEAD = 2 * 8 * 10
+GEMMS = 2 * (2 * 8 * 12 + 2 * 2 * 8 * 6 + 2 * 12 * 8 + 3 * 2 * 8 * 16) + HEAD
+CORE = 2 * 4 * (2 * 3 + 2 * 3) // 2
+"""Two layers: of a token, and of a squared token, half of which is masked."""
+
+
+def test_the_reference_by_hand_is_the_forward_pass() -> None:
+    assert calculate_fwd_flops([7], DENSE) == GEMMS * 7 + CORE * 7**2
 
 
 def test_training_is_three_gemms_and_three_and_a_half_cores() -> None:
-    shape = ModelShape.preset("Qwen3-8B")
-    flops = fwd_flops(shape)
-    model = CostModel.from_shape(shape)
-    assert (model.linear, 2 * model.quadratic) == (3 * flops.linear, 7 * flops.quadratic)
-    assert (model.expert_linear, model.windows, model.per_sequence, model.per_microbatch) == (0, (), 0, 0)
+    assert CostModel.from_shape(DENSE) == CostModel(linear=3 * GEMMS, quadratic=7 * CORE // 2)
 
 
 def test_recompute_adds_a_forward_pass_of_all_but_the_output_layer() -> None:
-    shape = ModelShape.preset("Qwen3-8B")
-    head = fwd_flops_by_part(shape)["lm_head"].linear
-    plain, recomputed = CostModel.from_shape(shape), CostModel.from_shape(shape, recompute=True)
-    assert recomputed.linear - plain.linear == fwd_flops(shape).linear - head
-    assert recomputed.quadratic - plain.quadratic == fwd_flops(shape).quadratic
+    recomputed = CostModel.from_shape(DENSE, recompute=True)
+    assert recomputed == CostModel(linear=4 * GEMMS - HEAD, quadratic=9 * CORE // 2)
 
 
 def test_experts_are_kept_apart_only_where_a_group_shares_them() -> None:
-    shape = ModelShape.preset("Qwen3-30B-A3B")
-    alone, shared = CostModel.from_shape(shape), CostModel.from_shape(shape, ep_size=8)
+    alone, shared = CostModel.from_shape(MOE), CostModel.from_shape(MOE, ep_size=8)
     assert alone.expert_linear == 0
-    assert shared.expert_linear == 3 * fwd_flops(shape).expert_linear > 0
+    assert shared.expert_linear == 3 * 2 * 2 * 3 * 2 * 8 * 12
     assert alone.linear == shared.linear + shared.expert_linear
     assert alone.quadratic == shared.quadratic
 
 
+def test_a_micro_batch_costs_as_many_tokens_as_said() -> None:
+    alone, shared = (CostModel.from_shape(MOE, ep_size=ep_size, microbatch_tokens=128) for ep_size in (1, 8))
+    assert alone.per_microbatch == 128 * alone.linear == shared.per_microbatch
+    assert CostModel.from_shape(MOE).per_microbatch == 0
+
+
 def test_windows_are_scaled_as_the_core_is() -> None:
-    shape = ModelShape.preset("gpt-oss-20b")
-    assert CostModel.from_shape(shape).windows == tuple((w, c * 7 // 2) for w, c in fwd_flops(shape).windows)
+    windowed = replace(DENSE, window_size=(3, 0), window_attn_skip_freq=(1, 0))
+    model = CostModel.from_shape(windowed)
+    assert (model.quadratic, model.windows) == (7 * CORE // 4, ((4, 7 * CORE // 4),))
 
 
 def test_an_odd_core_is_rounded_up() -> None:
-    shape = ModelShape(
-        hidden_size=1,
-        num_layers=1,
-        num_attention_heads=1,
-        num_query_groups=1,
-        kv_channels=1,
-        ffn_hidden_size=1,
-        padded_vocab_size=1,
-        gated_linear_unit=False,
-        multi_latent_attention=True,
-        kv_lora_rank=1,
-        qk_head_dim=1,
-        qk_pos_emb_head_dim=1,
-        v_head_dim=1,
-    )
-    assert fwd_flops(shape).quadratic == 3
+    sizes = {"kv_lora_rank": 1, "qk_head_dim": 1, "qk_pos_emb_head_dim": 1, "v_head_dim": 1, "kv_channels": 1}
+    heads = {"num_attention_heads": 1, "num_query_groups": 1, "multi_latent_attention": True}
+    shape = replace(DENSE, num_layers=1, **heads, **sizes)
+    # QKᵀ on two channels and PV on one, half of each masked: 3 FLOPs, and 7/2 of that in training.
     assert CostModel.from_shape(shape).quadratic == 11
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("ep_size", [1, 8])
-def test_every_preset_has_a_cost(name: str, ep_size: int) -> None:
-    model = CostModel.from_shape(ModelShape.preset(name), ep_size=ep_size)
-    scaled = model.sample_costs(np.array([1, 512, 65536]))
-    assert (np.diff(scaled.costs) > 0).all()
-    assert (scaled.expert_costs.sum() > 0) == (ep_size > 1 and model.expert_linear > 0)
+# Seconds of a file ---------------------------------------------------------------------------------------------------
+
+TRUTH = np.array([3e-4, 2e-5, 1e-6, 4e-10])
+CALIBRATION = Calibration(
+    per_microbatch=3e-4,
+    per_sequence=2e-5,
+    linear=1e-6,
+    expert_linear=5e-7,
+    quadratic=4e-10,
+    windows=((128, 2e-9),),
+    cp_exchange=1e-7,
+    held_out_error=0.02,
+    origin={"device": "a test"},
+)
 
 
-def test_a_micro_batch_costs_as_many_tokens_as_said() -> None:
-    shape = ModelShape.preset("Qwen3-30B-A3B")
-    alone, shared = (CostModel.from_shape(shape, ep_size=ep_size, microbatch_tokens=128) for ep_size in (1, 8))
-    assert alone.per_microbatch == 128 * alone.linear == shared.per_microbatch
-    assert CostModel.from_shape(shape).per_microbatch == 0
+def microbatches(*, num: int, seed: int) -> np.ndarray:
+    """Features `[num, 4]` of micro-batches of lognormal lengths: one, sequences, tokens, squared tokens."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(num):
+        lengths = np.clip(rng.lognormal(6, 1.2, rng.integers(1, 20)), 1, 8192).round()
+        rows.append([1.0, lengths.size, lengths.sum(), (lengths**2).sum()])
+    return np.array(rows)
+
+
+def test_exact_measurements_give_the_coefficients_back() -> None:
+    features = microbatches(num=60, seed=0)
+    np.testing.assert_allclose(fit_seconds(features, seconds=features @ TRUTH), TRUTH, rtol=1e-6)
+
+
+def test_measurements_that_something_disturbed_hardly_move_the_fit() -> None:
+    features = microbatches(num=200, seed=1)
+    rng = np.random.default_rng(2)
+    seconds = features @ TRUTH * rng.normal(1, 0.01, 200)
+    seconds[::10] *= rng.uniform(2, 6, 20)  # every tenth ran while something else did
+    fresh = microbatches(num=100, seed=3)
+    fitted = fresh @ fit_seconds(features, seconds=seconds)
+    assert np.median(np.abs(fitted / (fresh @ TRUTH) - 1)) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("features", "seconds", "message"),
+    [
+        (np.ones((2, 3)), np.ones(2), "2 measurements of 3 features"),
+        (np.ones((9, 9)), np.ones(9), "at most 8 features"),
+        (np.ones((3, 2)), np.array([1.0, 0.0, 1.0]), "above zero"),
+        (np.ones((3, 2)), np.array([1.0, np.nan, 1.0]), "above zero"),
+    ],
+)
+def test_what_cannot_be_fitted_is_named(features: np.ndarray, seconds: np.ndarray, message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        fit_seconds(features, seconds=seconds)
+
+
+def test_a_file_reads_back_what_was_written_and_names_a_cost(tmp_path: Path) -> None:
+    path = tmp_path / "seconds.json"
+    CALIBRATION.write(path)
+    assert Calibration.read(path) == CALIBRATION
+    assert resolve_cost(str(path), ep_size=2) == CALIBRATION.cost_model(ep_size=2)
+    assert resolve_cost() == CostModel.tokens()
+    # Files of runs without context parallelism do not have the exchange.
+    content = json.loads(path.read_text())
+    del content["cp_exchange"], content["cp_exchange_between_nodes"]
+    path.write_text(json.dumps(content))
+    assert Calibration.read(path) == replace(CALIBRATION, cp_exchange=None)
+
+
+def test_the_cost_model_is_the_file_in_attoseconds() -> None:
+    lengths = [1, 100, 500, 8000]
+    model = CALIBRATION.cost_model()
+    seconds = 3e-4 + sum(2e-5 + 1.5e-6 * n + 4e-10 * n**2 for n in lengths)
+    seconds += 2e-9 * (1**2 + 100**2 + (256 * 500 - 128 * 127) + (256 * 8000 - 128 * 127))
+    assert (model.per_microbatch + sum(map(model, lengths))) / 1e18 == pytest.approx(seconds, rel=1e-9)
+    assert CALIBRATION(lengths) == pytest.approx(seconds, rel=1e-9)
+
+
+def test_the_exchange_is_that_of_the_link() -> None:
+    both = replace(CALIBRATION, cp_exchange_between_nodes=8e-7)
+    assert both.cost_model().cp_exchange == 1e11
+    assert both.cost_model(between_nodes=True, model_parallel_size=4).cp_exchange == 2e11
+    assert CALIBRATION.cost_model(between_nodes=True).cp_exchange == 0
+    assert CALIBRATION.exchange_seconds(between_nodes=True) is None
+
+
+def test_parallel_ranks_share_tokens_but_not_launches() -> None:
+    whole, shared = CALIBRATION.cost_model(), CALIBRATION.cost_model(ep_size=8, model_parallel_size=4)
+    assert shared.linear * 4 == pytest.approx(1e12, abs=4)
+    assert shared.expert_linear * 4 == pytest.approx(5e11, abs=4)
+    assert whole.linear == shared.linear * 4 + shared.expert_linear * 4
+    assert (shared.per_microbatch, shared.per_sequence) == (whole.per_microbatch, whole.per_sequence)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "cannot be read"),
+        ("[]", "does not say"),
+        (json.dumps({"format": "megatron_balance calibration 0"}), "does not say"),
+        (json.dumps({"format": "megatron_balance calibration 1", "linear": "fast"}), "linear is 'fast'"),
+        (json.dumps({"format": "megatron_balance calibration 1"}), "no coefficient above zero"),
+        (json.dumps({"format": "megatron_balance calibration 1", "linear": 1, "windows": [3]}), "damaged"),
+        (json.dumps({"format": "megatron_balance calibration 1", "linear": 1, "cp_exchange": -1}), "cp_exchange is -1"),
+    ],
+)
+def test_a_file_that_is_no_calibration_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(content)
+    with pytest.raises(BalanceError, match=message):
+        Calibration.read(path)
+    with pytest.raises(BalanceError, match=r"missing\.json"):
+        Calibration.read(tmp_path / "missing.json")
+
+
+# Costs by name, and of communication ---------------------------------------------------------------------------------
+
+
+def test_a_cost_by_name_is_that_of_a_model() -> None:
+    shape = ModelShape.preset("Qwen3-8B")
+    assert resolve_cost(model="qwen3-8b") == CostModel.from_shape(shape, microbatch_tokens=MICROBATCH_TOKENS)
+    assert resolve_cost("tokens", model=shape) == CostModel.tokens()
+    for cost, model, message in (("flops", None, "--model"), ("fast", None, "'fast'"), (None, "GPT-9", "'GPT-9'")):
+        with pytest.raises(BalanceError, match=message):
+            resolve_cost(cost, model=model)
+
+
+def test_grouped_queries_send_their_groups_only() -> None:
+    shape = ModelShape.preset("Qwen3-8B")  # 36 layers, 8 groups of 128
+    assert exchange_bytes_per_token(shape) == 3 * 36 * 2 * 8 * 128 * 2
+    assert exchange_bytes_per_token(shape, recompute=True) * 3 == exchange_bytes_per_token(shape) * 4
+    assert exchange_bytes_per_token(shape, bytes_per_number=4) == 2 * exchange_bytes_per_token(shape)
+
+
+def test_latent_attention_sends_uncompressed_heads() -> None:
+    shape = ModelShape.preset("DeepSeek-V3")
+    layers = len(shape.decoder_layers()) + len(shape.mtp_layers())
+    assert exchange_bytes_per_token(shape) == 3 * layers * 128 * (128 + 64 + 128) * 2
+
+
+def test_the_exchange_beside_the_work_on_a_token() -> None:
+    """About 1 % of a token's linear cost within a node, 8 % between nodes: what dynamic context parallelism expects."""
+    shape = ModelShape.preset("Qwen3-8B")
+    linear = CostModel.from_shape(shape).linear
+    assert exchange_flops_per_token(shape, link=WITHIN_NODE) / linear == pytest.approx(0.0087, rel=0.02)
+    assert exchange_flops_per_token(shape, link=BETWEEN_NODES) / linear == pytest.approx(0.078, rel=0.02)
+
+
+def test_what_has_no_exchange_is_refused() -> None:
+    with pytest.raises(BalanceError, match="gated_delta_net"):
+        exchange_bytes_per_token(ModelShape.preset("Qwen3-Next-80B-A3B"))
+    for link in ({"bytes_per_second": 0.0}, {"bytes_per_second": 1.0, "flops_per_second": -1.0}):
+        with pytest.raises(BalanceError, match="above zero"):
+            Link(**link)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_judge import Batch
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 
 COST_MODELS = [
     CostModel.tokens(),
@@ -30,10 +30,7 @@ def plan(lengths, *, topology, cost_model=COST_MODELS[1], cap=512, **options):
 
 def cost_on_a_rank(schedule, sample, size):
     """Cost of a sample of one segment for each of the ranks that share it, in the schedule's units."""
-    model = schedule.cost_model
-    length = int(schedule.topology.at_cp_size(size).padded_seq_len(schedule.lengths[[sample]])[0])
-    cost = model(length) + model.expert_linear * length + model.cp_exchange * (size - 1) * length
-    cost += model.per_sequence * (size - 1)
+    cost = Batch.of(schedule).cost_on(int(schedule.lengths[sample]), size)
     return max(-(-cost // size) >> schedule.cost_shift, 1) if cost else 0
 
 
@@ -82,10 +79,10 @@ def execute(schedule, *, all_meet):
 
 
 def check_invariants(schedule):
-    """Asserts the list of invariants of `dynamic_cp/schedule.py`, one by one, with plain loops."""
+    """Asserts the invariants of plans with a size for each micro-batch, one by one, with plain loops."""
     topology, ranks, sizes = schedule.topology, schedule.ranks, schedule.cp_sizes
     num_leaves = topology.dp_size * topology.cp_size
-    cap = schedule.limits.max_tokens_per_gpu
+    cap, batch = schedule.limits.max_tokens_per_gpu, Batch.of(schedule)
     assert len(ranks) == len(sizes) == num_leaves
     assert [len(slots) for slots in ranks] == [len(slots) for slots in sizes]
     placed = []
@@ -107,8 +104,7 @@ def check_invariants(schedule):
             if leaf == first:
                 placed += ids
             # cap
-            padded = topology.at_cp_size(size).padded_seq_len(schedule.lengths)
-            tokens = sum(int(padded[sample]) for sample in ids)
+            tokens = sum(batch.padded(int(schedule.lengths[sample]), size) for sample in ids)
             assert tokens <= cap * size or (len(ids) == 1 and size == topology.dynamic_cp_sizes[-1])
             assert list(ids) == sorted(ids)
             if not ids:
@@ -155,7 +151,6 @@ def planning_inputs(draw):
 def test_every_plan_keeps_every_invariant_and_runs_in_the_time_predicted(inputs, cost_model, objective):
     lengths, topology, cap = inputs
     schedule = plan(lengths, topology=topology, cost_model=cost_model, cap=cap, objective=objective)
-    assert isinstance(schedule, DynamicCpSchedule)
     check_invariants(schedule)
     time = execute(schedule, all_meet=schedule.objective == "microbatch")
     if schedule.objective == "pipeline" or topology.pp_size > 1:
@@ -287,48 +282,43 @@ def test_a_limit_on_sizes_needs_sizes_to_choose_from():
 
 
 def test_what_names_one_rank_a_sample_is_refused():
-    schedule = plan([5, 6], topology=Topology(2, dynamic_cp=True))
-    with pytest.raises(BalanceError, match="cp_groups"):
-        schedule.destinations()
-    with pytest.raises(BalanceError, match="samples"):
-        schedule.problem()
-
-
-def broken(schedule, **changes):
-    return replace(schedule, cp_groups=replace(schedule.cp_groups, **changes))
+    with pytest.raises(BalanceError, match="destinations"):
+        plan([5, 6], topology=Topology(2, dynamic_cp=True)).destinations()
 
 
 def test_broken_plans_are_named():
     lengths = [900, 900, 400, 400, 300, 200, 200, 100]
     schedule = plan(lengths, topology=Topology(2, cp_size=2, dynamic_cp=True), objective="step").check()
-    groups = schedule.cp_groups
-    large = int(groups.levels.argmax())
-    assert groups.levels[large] > 0
-
-    def changed(array, index, value):
-        copy = array.copy()
-        copy[index] = value
-        return copy
-
-    for invariant, plan_ in (
-        ("placed once", broken(schedule, group_of=changed(groups.group_of, 0, 99))),
-        ("placed once", broken(schedule, group_of=np.zeros_like(groups.group_of))),
-        ("aligned", broken(schedule, first_leaves=changed(groups.first_leaves, large, 1))),
-        ("aligned", broken(schedule, levels=changed(groups.levels, large, 5))),
-        ("same slot", broken(schedule, slots=changed(groups.slots, large, 50))),
-        ("same slot", broken(schedule, slots=np.zeros_like(groups.slots))),
-        ("even slots", broken(schedule, num_slots=changed(groups.num_slots, 0, 0))),
-        ("cap", replace(schedule, limits=Limits(16))),
-        ("honest costs", replace(schedule, predicted_cost=schedule.predicted_cost - 1)),
-        ("honest costs", replace(schedule, cost_grid=schedule.cost_grid + 1)),
-        ("honest costs", replace(schedule, lower_bound=schedule.predicted_cost + 1)),
+    predicted = schedule.predicted_cost
+    for invariant, changes in (
+        ("placed once", {"lengths": np.array([*lengths, 5])}),
+        ("cap", {"limits": Limits(16)}),
+        ("honest costs", {"predicted_cost": predicted - 1}),
+        ("honest costs", {"cost_grid": schedule.cost_grid + 1}),
+        ("honest costs", {"lower_bound": predicted + 1}),
     ):
         with pytest.raises(AssertionError, match=invariant):
-            plan_.check()
-    # Two leaves share their last micro-batch, one of them then has one more.
-    pair = plan([900], topology=Topology(1, cp_size=2, dynamic_cp=True)).check()
-    with pytest.raises(AssertionError, match="last slot"):
-        broken(pair, num_slots=np.array([1, 2])).check()
+            replace(schedule, **changes).check()
+
+
+def test_one_token_over_the_cap_of_a_rank_is_over():
+    schedule = plan([30, 20, 10], topology=Topology(1, dynamic_cp=True), cap=60).check()
+    assert schedule.ranks == (((0, 1, 2),),)
+    with pytest.raises(AssertionError, match="cap"):
+        replace(schedule, limits=Limits(59)).check()
+    # 118 tokens are 60 on each of two ranks: chunks are of two ranks times two.
+    assert plan([118], topology=Topology(1, cp_size=2, dynamic_cp=True), cap=60).oversized == ()
+    assert plan([121], topology=Topology(1, cp_size=2, dynamic_cp=True), cap=60).oversized == (0,)
+
+
+def test_a_small_size_costs_what_its_ranks_receive():
+    # Each of two ranks receives half of the tokens: the exchange counts once, not twice.
+    model = CostModel(linear=100, quadratic=1, cp_exchange=8)
+    schedule = plan([40], topology=Topology(1, cp_size=2, dynamic_cp=True), cap=20, cost_model=model).check()
+    assert schedule.cp_sizes == ((2,), (2,))
+    assert schedule.predicted_cost == (100 * 40 + 40**2 + 8 * 40) // 2
+    assert model.at_cp_size(2)(40) == 100 * 40 + 40**2 + 8 * 40
+    assert model.at_cp_size(1)(40) == 100 * 40 + 40**2
 
 
 def test_the_step_is_within_a_thousandth_of_its_bound_where_short_samples_are_many():
