@@ -37,6 +37,7 @@ from megatron_balance.mcore.wrappers import (
     with_packs_kept,
     with_planned_shapes,
     with_router_group_of_the_microbatch,
+    with_sequences_told_apart,
     with_state_saved,
 )
 
@@ -165,6 +166,15 @@ HOOKS = (
         why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
         until="Megatron passes the mask on unchanged",
         first=(0, 18),
+    ),
+    Hook(
+        target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
+        bound_in=("megatron.core.ssm.mamba_mixer:MambaMixer",),
+        parameters=("hidden_states", "packed_seq_params"),
+        wrap=while_balancing(with_sequences_told_apart),
+        why="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
+        until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences",
+        first=(0, 19),
     ),
     Hook(
         target="megatron.core.utils:_merge_cu_seqlens_across_micro_batch",

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore.checkpoint import forget_state, save_state, state_folder
 from megatron_balance.mcore.current_run import current, run_of_process
@@ -163,6 +164,28 @@ def with_router_group_of_the_microbatch(layer_forward: Function) -> Function:
             return layer_forward(layer, *positional, **keywords)
         with balanced.context.router_group(layer, keywords.get("packed_seq_params")):
             return layer_forward(layer, *positional, **keywords)
+
+    return wrapper
+
+
+def with_sequences_told_apart(mixer_forward: Function) -> Function:
+    """`MambaMixer.forward` that refuses packed sequences which the scan would take for one."""
+
+    @functools.wraps(mixer_forward)
+    def wrapper(mixer: Any, hidden_states: Any, *positional: Any, **keywords: Any) -> Any:
+        params = keywords.get("packed_seq_params")
+        if params is not None:
+            shards = mixer.tp_group.size() if mixer.config.sequence_parallel else 1
+            num_tokens = hidden_states.shape[0] * shards * mixer.cp.cp_size
+            seq_idx = getattr(params, "seq_idx", None)
+            if seq_idx is None or seq_idx.shape[-1] != num_tokens:
+                found = "none" if seq_idx is None else f"of {seq_idx.shape[-1]} tokens"
+                raise BalanceError(
+                    f"PackedSeqParams.seq_idx is {found} for a micro-batch of {num_tokens} tokens: a Mamba layer "
+                    "would pass its state from one sequence to the next. Give PackedSeqParams total_tokens, the tokens "
+                    "of the micro-batch over all context-parallel ranks, or make it by mcore.packed_seq_params."
+                )
+        return mixer_forward(mixer, hidden_states, *positional, **keywords)
 
     return wrapper
 

@@ -60,7 +60,8 @@ def pack_microbatch(
 
     Returns:
         Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
-        where the samples have none; per-sample keys `[num_samples, *shape]`, without samples of length 0; ragged keys
+        where the samples have none, and in the layout that `split_packed` got where they have several dimensions;
+        per-sample keys `[num_samples, *shape]`, without samples of length 0; ragged keys
         `[num_entries, *trailing]`, sample after sample, each with its lengths, int64 `[num_samples]`, as NAME_lengths;
         `cu_seqlens` int32 `[1, num_sequences + 1]`; where cp_size > 1 `cu_seqlens_padded` too; `max_seqlen` int32
         `[1]`.
@@ -101,6 +102,8 @@ def pack_microbatch(
     if "position_ids" not in batch:
         counting = torch.arange(max(widths), device=device)
         batch["position_ids"] = torch.cat([counting[:length] for length in widths]).unsqueeze(0)
+    if batch["position_ids"].dim() == 4:  # of several dimensions, `[1, t, 1, d]` or `[1, t, d, 1]`
+        batch["position_ids"] = batch["position_ids"].squeeze(0).movedim(0, -1)
     for name in present[0].per_sample:
         batch[name] = torch.stack([sample.per_sample[name] for sample in present])
     for name in present[0].ragged:

@@ -47,6 +47,8 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
         batch: `tokens` `[micro_batch_size, padded_seq_len]`; `cu_seqlens` `[micro_batch_size, k]`, rising from 0 and
             right-padded with copies of the last value (without it a row is one sequence); `cu_seqlens_padded`,
             of the same shape, where sequences start when `cu_seqlens` counts real tokens; `max_seqlen`, ignored.
+            `position_ids` like tokens; for mRoPE `[micro_batch_size, num_dimensions, padded_seq_len]`, as a loader puts
+            rows together, or `[num_dimensions, micro_batch_size, padded_seq_len]`.
             A key NAME beside NAME_lengths is ragged: `[num_entries, *trailing]`, entries of the first sequence, then
             of the next, with NAME_lengths int `[num_sequences]`; with unit `sample` of the first row, then of the next,
             with NAME_lengths `[micro_batch_size]`.
@@ -184,6 +186,13 @@ def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             f"{ {name: list(tensor.shape) for name, tensor in tensors.items()} }."
         )
     shape = tensors["tokens"].shape
+    positions = tensors.get("position_ids")
+    if positions is not None and positions.dim() == 3:
+        # Of several dimensions (mRoPE). The place of the dimension of size 1 tells `pack_microbatch` the layout.
+        if positions.shape[::2] == shape:
+            tensors["position_ids"] = positions.movedim(1, -1).unsqueeze(-2)
+        elif positions.shape[1:] == shape:
+            tensors["position_ids"] = positions.movedim(0, -1).unsqueeze(-1)
     for name in _TOKEN_KEYS:
         if name in tensors and tensors[name].shape[:2] != shape:
             raise BalanceError(

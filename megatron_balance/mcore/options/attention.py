@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_balance.mcore.options.conditions import above, among, both, either, engine_before, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
-
-
-def _has_recurrent_layers(args: Any) -> bool:
-    """The hybrid pattern has Mamba (M), gated delta net (G) or other layers than attention, MLP and experts."""
-    patterns = [getattr(args, name, None) or "" for name in _PATTERNS]
-    return any(set("MGD") & set(pattern) for pattern in patterns) or bool(getattr(args, "is_hybrid_model", False))
-
-
 ATTENTION = (
-    Option(
-        names=("window_size", "window_attn_skip_freq"),
-        support=Support.SUPPORTED,
-    ),
-    Option(
-        names=("window_size", "context_parallel_size"),
-        case="with --context-parallel-size above 1",
-        support=Support.REFUSED,
-        when=both(given("window_size"), above("context_parallel_size", 1)),
-        because="Transformer Engine takes no window where context-parallel ranks pass keys on (p2p)",
-        remedy="drop the window, or set --context-parallel-size 1",
-    ),
     Option(
         names=("attention_backend",),
         case="unfused or local",
@@ -64,14 +41,6 @@ ATTENTION = (
         "2.9: install a newer one where you can",
     ),
     Option(
-        names=("softmax_type",),
-        case="other than vanilla",
-        support=Support.REFUSED,
-        when=among("softmax_type", "off-by-one", "learnable"),
-        because="Transformer Engine takes packed sequences with it in new releases alone, and no test here runs it",
-        remedy="set vanilla",
-    ),
-    Option(
         names=("qk_clip", "log_max_attention_logit"),
         also=("qk_clip_alpha", "qk_clip_threshold"),
         support=Support.REFUSED,
@@ -98,15 +67,6 @@ ATTENTION = (
     ),
     Option(
         names=("position_embedding_type",),
-        also=("mrope_section", "mrope_interleaved"),
-        case="mrope",
-        support=Support.REFUSED,
-        when=among("position_embedding_type", "mrope"),
-        because="positions of three dimensions are not moved with samples",
-        remedy="set rope",
-    ),
-    Option(
-        names=("position_embedding_type",),
         case="rope or learned_absolute",
         support=Support.SUPPORTED,
     ),
@@ -121,22 +81,6 @@ ATTENTION = (
     Option(
         names=("multi_latent_attention",),
         support=Support.SUPPORTED,
-    ),
-    Option(
-        names=("experimental_attention_variant", "linear_attention_type"),
-        support=Support.REFUSED,
-        when=given("experimental_attention_variant", "linear_attention_type"),
-        because="its kernels have rules of their own for packed sequences, and no test here runs them",
-        remedy="drop it, or the balance flags",
-    ),
-    Option(
-        names=(*_PATTERNS, "is_hybrid_model"),
-        case="with Mamba or other recurrent layers",
-        support=Support.REFUSED,
-        also=("use_mamba_mem_eff_path",),
-        when=_has_recurrent_layers,
-        because="a state must not pass from one packed sequence to the next, and no test here runs these kernels",
-        remedy="train it without the balance flags",
     ),
     Option(
         names=("mtp_standalone",),

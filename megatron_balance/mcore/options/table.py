@@ -14,6 +14,7 @@ from megatron_balance.mcore.options.conditions import BALANCING
 from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP
 from megatron_balance.mcore.options.evaluation import EVALUATION
 from megatron_balance.mcore.options.experts import EXPERTS
+from megatron_balance.mcore.options.families import FAMILIES
 from megatron_balance.mcore.options.memory import MEMORY
 from megatron_balance.mcore.options.option import Option, Support
 from megatron_balance.mcore.options.padded_rows import PADDED_ROWS
@@ -26,6 +27,7 @@ SUBJECTS: dict[str, tuple[Option, ...]] = {
     "Context parallelism of each micro-batch": DYNAMIC_CP,
     "Mixture of experts": EXPERTS,
     "Attention and layers": ATTENTION,
+    "Model families": FAMILIES,
     "Precision": PRECISION,
     "Memory and graphs": MEMORY,
     "Training loop and data": TRAINING_LOOP,

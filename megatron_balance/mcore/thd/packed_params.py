@@ -20,7 +20,9 @@ def packed_seq_params(microbatch: Mapping[str, Any]) -> PackedSeqParams:
     padded = microbatch.get("cu_seqlens_padded")
     padded = None if padded is None else padded.squeeze(0)
     starts = cu_seqlens if padded is None else padded
-    max_seqlen = int(microbatch["max_seqlen"].max())
+    max_seqlen, num_tokens = (int(x) for x in (microbatch["max_seqlen"].max(), starts[-1]))
+    # Mamba layers tell sequences apart by `seq_idx`, which is made from this number; without it their state leaks.
+    whole = {"total_tokens": num_tokens} if "total_tokens" in PackedSeqParams.__dataclass_fields__ else {}
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
@@ -29,4 +31,5 @@ def packed_seq_params(microbatch: Mapping[str, Any]) -> PackedSeqParams:
         cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
+        **whole,
     )

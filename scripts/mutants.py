@@ -1,0 +1,144 @@
+"""Proves that the tests hold: puts one deliberate error at a time into a copy of the package and expects them to fail.
+
+    .venv/bin/python scripts/mutants.py              every error of tests/mutants.toml, two at a time
+    .venv/bin/python scripts/mutants.py --only TEXT  those whose name or file contains TEXT
+
+An error is a replacement of a piece of source that stands once in its file, and names the tests that must turn red.
+The tests are run without any error first, and must be green. The exit status is 1 where a test misses an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tests" / "mutants.toml"
+TIMEOUT_SECONDS = 400
+_TESTS_FAILED = 1  # pytest's exit status; others say that the tests did not run
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A deliberate error: `old` becomes `new` in `file`, and one of `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests said of an error; `problem` is None where one of them failed."""
+
+    mutant: Mutant
+    problem: str | None
+    seconds: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="in the name or the file of an error")
+    parser.add_argument("--jobs", type=int, default=2, help="errors that are tried at the same time")
+    options = parser.parse_args()
+    mutants = [Mutant(**row) for row in tomllib.loads(TABLE.read_text())["mutant"]]
+    mutants = [mutant for mutant in mutants if options.only in mutant.name or options.only in mutant.file]
+    if not mutants:
+        parser.error(f"--only {options.only}: no error of {TABLE.name} contains it")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for job in range(options.jobs):
+            copies.put(copy_of_tree(Path(folder) / str(job)))
+        tests = sorted({test for mutant in mutants for test in mutant.tests})
+        if run(copies_first := copies.get(), tests, workers=options.jobs) != 0:
+            print("FAILED: the tests are not green without an error", file=sys.stderr)
+            return 1
+        copies.put(copies_first)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            verdicts = []
+            for verdict in pool.map(lambda mutant: judge(mutant, copies), mutants):
+                verdicts.append(verdict)
+                print(f"{verdict.problem or 'red':>12}  {verdict.seconds:4.0f} s  {verdict.mutant.name}", flush=True)
+    missed = [verdict.mutant.name for verdict in verdicts if verdict.problem]
+    for name in missed:
+        print(f"FAILED: {name}")
+    print(f"{len(verdicts) - len(missed)} of {len(verdicts)} errors caught in {time.monotonic() - started:.0f} s")
+    return 1 if missed else 0
+
+
+def copy_of_tree(folder: Path) -> Path:
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    for name in listed.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("benchmarks/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def judge(mutant: Mutant, copies: SimpleQueue[Path]) -> Verdict:
+    copy, started = copies.get(), time.monotonic()
+    path = copy / "megatron_balance" / mutant.file
+    source = path.read_text() if path.exists() else ""
+    if (count := source.count(mutant.old)) != 1:
+        problem = "STALE: not there" if count == 0 else f"STALE: {count} times"
+    else:
+        path.write_text(source.replace(mutant.old, mutant.new))
+        status = run(copy, mutant.tests)
+        problem = {_TESTS_FAILED: None, 0: "SURVIVED"}.get(status, f"NOT RUN: {status}")
+        path.write_text(source)
+    copies.put(copy)
+    return Verdict(mutant, problem, time.monotonic() - started)
+
+
+def run(copy: Path, tests: Sequence[str], *, workers: int = 0) -> int:
+    """Pytest's exit status. A hang counts as a failed test, as pytest-timeout counts it."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "",
+        "-n",
+        str(workers),
+        *tests,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *tests],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _TESTS_FAILED
+    if done.returncode not in (0, _TESTS_FAILED) or (workers and done.returncode):
+        print(done.stdout[-3000:], done.stderr[-2000:], file=sys.stderr)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
