@@ -25,9 +25,6 @@ ALLGATHER = "--moe-token-dispatcher-type allgather --num-experts 4"
 
 REFUSED = [
     "--tp-comm-overlap",
-    "--cp-comm-type a2a --context-parallel-size 2",
-    "--cp-comm-type p2p all_gather --context-parallel-size 2",
-    "--hierarchical-context-parallel-sizes 2 2 --context-parallel-size 4",
     "--use-ring-exchange-p2p --pipeline-model-parallel-size 2",
     "--pipeline-model-parallel-comm-backend ucc --pipeline-model-parallel-size 2",
     f"--expert-tensor-parallel-size 2 {EXPERTS}",
@@ -50,16 +47,21 @@ REFUSED = [
     "--attention-backend unfused",
     "--attention-backend local",
     "--transformer-impl local --seq-length 8",
-    "--softmax-type learnable",
+    "--softmax-type learnable --context-parallel-size 2",
+    "--softmax-type off-by-one --context-parallel-size 2 --cp-comm-type all_gather",
+    f"--softmax-type learnable {SIZED}",
     "--qk-clip",
     "--log-max-attention-logit",
     "--position-embedding-type relative",
     "--position-embedding-type mrope",
+    "--position-embedding-type mrope --no-rope-fusion --context-parallel-size 2",
     "--use-kitchen-attention",
-    "--experimental-attention-variant dsa",
-    "--experimental-attention-variant gated_delta_net",
-    "--hybrid-override-pattern M*M-",
-    "--hybrid-layer-pattern M*M-",
+    "--experimental-attention-variant dsa --dsa-indexer-loss-coeff 0.01",
+    f"--experimental-attention-variant dsa {SIZED}",
+    "--experimental-attention-variant gated_delta_net --deterministic-mode",
+    f"--experimental-attention-variant gated_delta_net {SIZED}",
+    "--hybrid-layer-pattern M*M- --disable-mamba-mem-eff-path",
+    f"--hybrid-layer-pattern M*M- {SIZED}",
     "--fp8-recipe custom --fp8-format e4m3",
     "--fp4-recipe custom --fp4-format e2m1",
     "--te-precision-config-file recipes.yaml",
@@ -116,6 +118,8 @@ CAUTIONED = [
     f"--moe-aux-loss-coeff 0 0.01 --moe-router-load-balancing-type aux_loss global_aux_loss {EXPERTS}",
     "--mtp-num-layers 1",
     f"--moe-input-jitter-eps 0.01 {EXPERTS}",
+    "--experimental-attention-variant dsa",
+    "--softmax-type learnable",
     "--attention-dropout 0.1",
     "--hidden-dropout 0.1 --attention-dropout 0",
     "--dataloader-type external",
@@ -132,8 +136,12 @@ ORDINARY = [
     f"{SIZED} --transformer-impl local --spec my_layers spec",
     f"{SIZED} --transformer-impl local --spec my_layers spec {EXPERTS} --expert-model-parallel-size 2",
     "--context-parallel-size 2",
-    "--cp-comm-type a2a",
+    "--cp-comm-type a2a --context-parallel-size 2",
+    "--cp-comm-type a2a all_gather --context-parallel-size 2 --window-size 64,0",
     "--window-size 64,0",
+    "--experimental-attention-variant gated_delta_net --context-parallel-size 2",
+    "--hybrid-layer-pattern M*MG- --context-parallel-size 2",
+    "--position-embedding-type mrope --no-rope-fusion",
     "--pipeline-model-parallel-comm-backend nccl --pipeline-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel",
     "--tensor-parallel-num-weight-shards 1",
@@ -246,3 +254,15 @@ def test_the_release_of_transformer_engine_is_looked_at(
     else:
         assert any("before 2.9" in caution for caution in cautions(parsed(""))) is cautioned
     parsed("--transformer-impl local --spec module function")
+
+
+@pytest.mark.parametrize(("kind", "oldest"), [("a2a", "2.10"), ("all_gather", "2.15"), ("a2a+p2p", "2.20")])
+def test_releases_of_transformer_engine_that_exchange_packed_sequences_otherwise(
+    monkeypatch: pytest.MonkeyPatch, kind: str, oldest: str
+) -> None:
+    flags = f"--context-parallel-size 4 --cp-comm-type {kind}"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: oldest)
+    parsed(flags)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"2.{int(oldest[2:]) - 1}.0")
+    with pytest.raises(BalanceError, match=rf"install transformer-engine {oldest} or newer"):
+        parsed(flags)
