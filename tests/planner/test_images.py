@@ -6,20 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
-from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import calculate_fwd_flops, fwd_flops
+from megatron_balance import (
+    BalanceError,
+    CostModel,
+    DataSchedule,
+    Limits,
+    ModelShape,
+    Topology,
+    build_data_schedule,
+    calculate_fwd_flops,
+)
+from megatron_balance.cost import MAX_TOTAL_COST
+from megatron_balance.model.flops import fwd_flops
 from megatron_balance.model.hf_config import fields_from_hf_config
 from megatron_balance.model.presets import PRESETS
-from megatron_balance.model.shape import ModelShape
 from megatron_balance.model.vision import VisionEncoder, image_flops, patches_of_grids
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.metrics import assignment_metrics, schedule_metrics
-from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.topology import Limits, Topology
+from megatron_balance.planner import assignment_metrics, schedule_metrics
 
 MODEL = CostModel(linear=10, quadratic=1, image_linear=7, image_quadratic=2)
 QWEN = ModelShape.preset("Qwen2.5-VL-7B")
@@ -30,28 +33,12 @@ def plan(lengths: list[int], image_patches: list[list[int]], **options: Any) -> 
     return build_data_schedule(lengths, image_patches=image_patches, **options).check()
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 100), st.lists(st.integers(0, 400), max_size=3)), max_size=20),
-    st.sampled_from(["step", "microbatch", "pipeline"]),
-)
-def test_costs_are_sums_over_tokens_and_images(samples: list[tuple[int, list[int]]], objective: str) -> None:
-    lengths, images = [length for length, _ in samples], [patches for _, patches in samples]
-    schedule = plan(lengths, images, objective=objective)
-    costs = [MODEL(length) + sum(7 * p + 2 * p * p for p in patches) for length, patches in samples]
-    assert schedule.problem().costs.tolist() == costs
-    figures = schedule_metrics(schedule)
-    assert figures.predicted_cost == schedule.predicted_cost
-    by_hand = assignment_metrics(
-        schedule.ranks,
-        lengths=lengths,
-        image_patches=images,
-        cost_model=MODEL,
-        topology=Topology(2),
-        limits=Limits(100),
-        objective=objective,
-    )
-    assert by_hand.predicted_cost == figures.predicted_cost
+def test_costs_are_sums_over_tokens_and_images() -> None:
+    # test_schedule_properties.py and the cells of test_golden.py judge drawn ones.
+    schedule = plan([5, 70], [[3, 20], []], objective="step")
+    costs = [10 * 5 + 5**2 + 7 * 23 + 2 * (3**2 + 20**2), 10 * 70 + 70**2]
+    assert sorted(schedule.cost_grid.reshape(-1).tolist()) == sorted(costs)
+    assert schedule_metrics(schedule).predicted_cost == schedule.predicted_cost == max(costs)
 
 
 def test_a_plan_evens_out_both_parts_where_tokens_alone_would_not() -> None:

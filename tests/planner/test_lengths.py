@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.lengths.read import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
+from megatron_balance import BalanceError
+from megatron_balance.lengths import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 
 LENGTHS = [512, 7, 0, 32768, 7]
 

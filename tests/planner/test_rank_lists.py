@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
-from megatron_balance.planner.filling import fill_dummies
-from megatron_balance.planner.rank_lists import RankLists, plan_rank_lists
+from megatron_balance.planner import RankLists, fill_dummies, plan_rank_lists
 
 CAP = 256
 COST = CostModel(linear=1000, quadratic=1, cp_exchange=30, per_microbatch=500)
@@ -34,7 +32,7 @@ def padded(lengths: list[int], num_ranks: int) -> list[int]:
     return [length + -length % (2 * num_ranks) for length in lengths]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 6 * CAP), min_size=1, max_size=48),
     st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (2, 8), (3, 2), (5, 2), (3, 4), (7, 2)]),
@@ -58,7 +56,7 @@ def test_the_contract(lengths: list[int], sizes: tuple[int, int], layout: str, m
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 6 * CAP), min_size=1, max_size=60),
     st.sampled_from([(8, 2), (8, 4), (8, 8), (12, 2), (12, 4), (6, 2)]),
@@ -82,12 +80,11 @@ def test_a_least_size_that_no_group_has_is_refused(least: int) -> None:
         plan([100], Topology(8, dynamic_cp=True), min_cp_size=least)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 6 * CAP), min_size=1, max_size=48), st.sampled_from(sorted(LAYOUTS)))
 def test_filling_keeps_the_invariants_and_leaves_no_dummy_on_a_power_of_two(lengths: list[int], layout: str) -> None:
     topology = Topology(4, cp_size=2, dynamic_cp=True, **LAYOUTS[layout])
     schedule = build_data_schedule(lengths, cost_model=COST, topology=topology, limits=Limits(CAP))
-    assert isinstance(schedule, DynamicCpSchedule)
     filled = fill_dummies(schedule).check()
     assert bool((filled.slot_counts() > 0).all())
 
@@ -98,7 +95,6 @@ def test_filling_costs_nothing_where_each_rank_has_several_samples() -> None:
     schedule = build_data_schedule(
         lengths, cost_model=CostModel(linear=1000, quadratic=1), topology=topology, limits=Limits(CAP)
     )
-    assert isinstance(schedule, DynamicCpSchedule)
     assert (schedule.slot_counts() == 0).any()
     assert fill_dummies(schedule).predicted_cost == schedule.predicted_cost
 
