@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, ModelShape
-from megatron_balance.adapters.areal import balance_batch
+from megatron_balance.adapters import areal
 
 rows_of_batches = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=12)
 
@@ -23,9 +23,9 @@ def test_every_row_comes_out_once(lengths: list[list[int]], dp_size: int) -> Non
     num_rows = sum(map(len, lengths))
     if num_rows < dp_size:
         with pytest.raises(BalanceError, match=f"{num_rows} trajectories.*{dp_size} data-parallel ranks"):
-            balance_batch(batches, dp_size)
+            areal.balance_batch(batches, dp_size)
         return
-    balanced = balance_batch(batches, dp_size)
+    balanced = areal.balance_batch(batches, dp_size)
     assert len(balanced) == dp_size
     before = sorted(row for batch in batches for row in row_digests(batch))
     assert sorted(row for batch in balanced for row in row_digests(batch)) == before
@@ -65,10 +65,10 @@ def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
     for seed in range(50):
         batches = drawn(seed, num_rows=32, max_answer_len=2048, dp_size=4)
         loaded.append(variation(batches))
-        balanced = balance_batch(batches, 4)
+        balanced = areal.balance_batch(batches, 4)
         by_tokens.append((variation(balanced), variation(balanced, flops)))
-        by_flops.append(variation(balance_batch(batches, 4, model="Qwen3-8B"), flops))
-        of_16.append(variation(balance_batch(drawn(seed, num_rows=32, max_answer_len=2048, dp_size=16), 16)))
+        by_flops.append(variation(areal.balance_batch(batches, 4, model="Qwen3-8B"), flops))
+        of_16.append(variation(areal.balance_batch(drawn(seed, num_rows=32, max_answer_len=2048, dp_size=16), 16)))
     assert np.mean(loaded) > 0.1
     assert np.mean(by_tokens, axis=0)[0] <= 0.0009
     assert np.mean(by_flops) <= 0.0009 < np.mean(by_tokens, axis=0)[1]
@@ -80,7 +80,7 @@ def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
 def test_ranks_keep_their_number_of_rows_and_are_no_less_even(num_rows: int, max_answer_len: int, dp_size: int) -> None:
     """The assertions of that pull request's own test."""
     batches = drawn(3, num_rows=num_rows, max_answer_len=max_answer_len, dp_size=dp_size)
-    balanced = balance_batch(batches, dp_size)
+    balanced = areal.balance_batch(batches, dp_size)
     assert {len(batch["attention_mask"]) for batch in balanced} == {num_rows // dp_size}
     assert variation(balanced) <= variation(batches)
 
@@ -96,4 +96,4 @@ def test_ranks_keep_their_number_of_rows_and_are_no_less_even(num_rows: int, max
 )
 def test_what_is_no_batch_is_refused(batches: list[dict], text: str) -> None:
     with pytest.raises(BalanceError, match=text):
-        balance_batch(batches, 1)
+        areal.balance_batch(batches, 1)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_balance.adapters import torchspec
-from megatron_balance.adapters.torchspec import hooks
 
 DOUBLE = Path(__file__).parent / "double"
 
@@ -19,9 +18,22 @@ def upstream(monkeypatch):
     monkeypatch.syspath_prepend(str(DOUBLE))
     _forget_torchspec()
     yield importlib.import_module("torchspec.controller.training_controller")
-    hooks.installation.undo()
-    assert not torchspec.is_installed()
     _forget_torchspec()
+
+
+@pytest.fixture
+def install(upstream):
+    """`torchspec.install`, undone after the test."""
+    made = []
+
+    def install(*positional, **options):
+        made.append(torchspec.install(*positional, **options))
+        return made[-1]
+
+    yield install
+    for installed in made:
+        installed.undo()
+    assert not torchspec.is_installed()
 
 
 @pytest.fixture
@@ -46,6 +58,20 @@ def results_of(upstream):
         ]
 
     return make
+
+
+@pytest.fixture
+def ranks_of(make_controller, results_of):
+    """Positions of the samples that each rank gets of a dispatch of these lengths."""
+
+    def ranks(lengths, *, dp_size, turn=0):
+        controller = make_controller(dp_size=dp_size, micro_batch_size=len(lengths) // dp_size)
+        controller.batch_id = turn
+        return [
+            [int(result.data_id[1:]) for result in rank] for rank in controller._partition_results(results_of(lengths))
+        ]
+
+    return ranks
 
 
 def _forget_torchspec():

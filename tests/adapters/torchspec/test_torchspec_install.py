@@ -1,15 +1,16 @@
 """TorchSpec: what is hooked, checked and undone; the launcher."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_balance import BalanceError
 from megatron_balance.adapters import torchspec
-from megatron_balance.adapters.torchspec.__main__ import main
-from megatron_balance.errors import BalanceError
 
 HOOKED = {
     "A": {"_partition_results"},
@@ -23,9 +24,9 @@ def hooked_class(upstream):
 
 
 @pytest.mark.parametrize("approach", HOOKED)
-def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(upstream, approach):
+def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(install, upstream, approach):
     before = dict(vars(hooked_class(upstream)))
-    patches = torchspec.install(approach)
+    patches = install(approach)
     after = vars(hooked_class(upstream))
     assert {name for name in before if after[name] is not before[name]} == HOOKED[approach]
     assert torchspec.is_installed()
@@ -34,29 +35,29 @@ def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(u
     assert not torchspec.is_installed()
 
 
-def test_a_class_that_ray_has_not_decorated_is_hooked_itself(upstream, monkeypatch):
+def test_a_class_that_ray_has_not_decorated_is_hooked_itself(install, upstream, monkeypatch):
     plain = hooked_class(upstream).__ray_actor_class__
     monkeypatch.setattr(upstream, "AsyncTrainingController", plain)
     before = plain._partition_results
-    patches = torchspec.install("A")
+    patches = install("A")
     assert plain._partition_results is not before
     patches.undo()
     assert plain._partition_results is before
 
 
-def test_presorting_without_a_window_leaves_dispatches_alone(upstream):
+def test_presorting_without_a_window_leaves_dispatches_alone(install, upstream):
     before = vars(hooked_class(upstream))["try_dispatch_batch"]
-    torchspec.install("C", window=1)
+    install("C", window=1)
     assert vars(hooked_class(upstream))["try_dispatch_batch"] is before
 
 
-def test_installing_twice_installs_once_and_never_other_settings(upstream):
-    torchspec.install("B", window=2)
+def test_installing_twice_installs_once_and_never_other_settings(install, upstream):
+    install("B", window=2)
     hooked = vars(hooked_class(upstream))["try_dispatch_batch"]
-    torchspec.install("B", window=2)
+    install("B", window=2)
     assert vars(hooked_class(upstream))["try_dispatch_batch"] is hooked
     with pytest.raises(BalanceError, match="window=3"):
-        torchspec.install("B", window=3)
+        install("B", window=3)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +70,13 @@ def test_installing_twice_installs_once_and_never_other_settings(upstream):
         ({"approach": "C", "bucket_batches": 0}, "bucket_batches is 0"),
     ],
 )
-def test_an_argument_that_cannot_be_is_named(upstream, arguments, named):
+def test_an_argument_that_cannot_be_is_named(install, upstream, arguments, named):
     with pytest.raises(BalanceError, match=named):
-        torchspec.install(**arguments)
+        install(**arguments)
     assert not torchspec.is_installed()
 
 
-def test_another_version_is_refused_with_both_versions_named(upstream, tmp_path, monkeypatch):
+def test_another_version_is_refused_with_both_versions_named(install, upstream, tmp_path, monkeypatch):
     (tmp_path / "torchspec").mkdir()
     (tmp_path / "torchspec" / "__init__.py").touch()
     (tmp_path / "version.txt").write_text("0.2.0\n")
@@ -83,7 +84,7 @@ def test_another_version_is_refused_with_both_versions_named(upstream, tmp_path,
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(BalanceError, match=r"torchspec is 0\.2\.0.*0\.1\.0"):
-        torchspec.install("A")
+        install("A")
 
 
 @pytest.mark.parametrize("folder", ["empty", "of that name"])
@@ -95,33 +96,35 @@ def test_a_missing_torchspec_is_told(monkeypatch, tmp_path, folder):
         torchspec.install("A")
 
 
-def test_a_method_that_moved_is_named_with_the_version_and_nothing_is_changed(upstream):
+def test_a_method_that_moved_is_named_with_the_version_and_nothing_is_changed(install, upstream):
     hooked = hooked_class(upstream)
     before = dict(vars(hooked))
     del hooked._prepare_dataset
     with pytest.raises(BalanceError, match=r"_prepare_dataset in torchspec 0\.1\.0"):
-        torchspec.install("C")
+        install("C")
     assert vars(hooked)["_partition_results"] is before["_partition_results"]
     assert not torchspec.is_installed()
 
 
-def test_a_parameter_that_moved_is_named(upstream):
+def test_a_parameter_that_moved_is_named(install, upstream):
     hooked_class(upstream)._partition_results = lambda self, outputs: [outputs]
     with pytest.raises(BalanceError, match="no longer takes results"):
-        torchspec.install("A")
+        install("A")
 
 
-def test_a_controller_that_runs_already_is_no_silent_miss(upstream):
+def test_a_controller_that_runs_already_is_no_silent_miss(install, upstream):
     upstream.AsyncTrainingController.remote(SimpleNamespace(per_dp_rank_batch_size=1), 1)
     with pytest.raises(BalanceError, match="started already"):
-        torchspec.install("A")
+        install("A")
 
 
-def test_the_launcher_takes_its_flags_and_leaves_torchspec_the_others(upstream, tmp_path, monkeypatch):
+def test_the_launcher_takes_its_flags_and_leaves_torchspec_the_others(tmp_path):
     report = tmp_path / "report.json"
-    monkeypatch.setenv("TRAIN_ENTRY_REPORT", str(report))
-    monkeypatch.setattr(sys, "argv", ["ours"])
-    main(["--balance-approach", "B", "--balance-window", "3", "--config", "a.yaml", "training.micro_batch_size=2"])
+    command = [sys.executable, "-m", "megatron_balance.adapters.torchspec", "--balance-approach", "B"]
+    command += ["--balance-window", "3", "--config", "a.yaml", "training.micro_batch_size=2"]
+    path = os.pathsep.join([str(Path(__file__).parent / "double"), *filter(None, sys.path)])
+    environment = os.environ | {"TRAIN_ENTRY_REPORT": str(report), "PYTHONPATH": path}
+    subprocess.run(command, check=True, env=environment)
     written = json.loads(report.read_text())
     assert written["arguments"] == ["--config", "a.yaml", "training.micro_batch_size=2"]
     assert written["status"]["balance_delay_limit_dispatches"] == 6

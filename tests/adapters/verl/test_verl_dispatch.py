@@ -11,7 +11,7 @@ from verl_batches import HEAVY_TAIL, nested_batch, padded_batch
 from verl_workers import EchoWorker
 
 from megatron_balance import BalanceError
-from megatron_balance.adapters.verl import balance_data_proto, install
+from megatron_balance.adapters import verl
 
 NUM_RANKS = 4
 LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 1, 32), 1, 1500).astype(np.int64)
@@ -20,7 +20,7 @@ LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 1, 32), 1, 1500).astype(
 def restored(lengths, num_parts):
     """Parts of a batch, and the rows of what comes back."""
     data = padded_batch(lengths)
-    balanced = balance_data_proto(data, num_parts)
+    balanced = verl.balance_data_proto(data, num_parts)
     back = balanced.restore(list(balanced.parts))
     assert torch.equal(back.batch["attention_mask"], data.batch["attention_mask"])
     assert back.non_tensor_batch["name"].tolist() == data.non_tensor_batch["name"].tolist()
@@ -43,7 +43,7 @@ def test_parts_have_equal_work_by_the_model_config(model, factor):
     """R10, R14."""
     lengths = np.random.default_rng(1).integers(1, 2000, 64)
     work = lengths**2 + factor * lengths
-    parts = balance_data_proto(padded_batch(lengths), 8, model_config=model).parts
+    parts = verl.balance_data_proto(padded_batch(lengths), 8, model_config=model).parts
     loads = [int(work[part.batch["row"].numpy()].sum()) for part in parts]
     assert max(loads) * 8 / sum(loads) < 1.002
     assert work.reshape(8, 8).sum(axis=1).max() * 8 / work.sum() > 1.1
@@ -51,8 +51,8 @@ def test_parts_have_equal_work_by_the_model_config(model, factor):
 
 def test_what_cannot_be_split_or_restored_is_named():
     with pytest.raises(BalanceError, match="attention_mask or nested input_ids"):
-        balance_data_proto(DataProto.from_dict({"a": torch.zeros(4)}), 2)
-    balanced = balance_data_proto(padded_batch(HEAVY_TAIL), 4)
+        verl.balance_data_proto(DataProto.from_dict({"a": torch.zeros(4)}), 2)
+    balanced = verl.balance_data_proto(padded_batch(HEAVY_TAIL), 4)
     with pytest.raises(BalanceError, match="returned 9 rows for 12"):
         balanced.restore(list(balanced.parts[:3]))
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_split_or_restored_is_named():
 @pytest.fixture(scope="module")
 def workers():
     """A worker group that is made while the adapter is installed, as the trainer's is."""
-    adapter = install(dispatch=True)
+    adapter = verl.install(dispatch=True)
     ray.init(num_cpus=4 * NUM_RANKS, include_dashboard=False, logging_level="warning")
     pool = RayResourcePool(process_on_nodes=[NUM_RANKS], use_gpu=False, max_colocate_count=1)
     yield RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=EchoWorker))
@@ -143,8 +143,8 @@ def test_rows_without_a_length_go_as_they_are(workers):
 
 
 def test_after_undo_calls_are_verls_own(workers):
-    install(dispatch=True).undo()
+    verl.install(dispatch=True).undo()
     try:
         assert workers.echo(padded_batch(LENGTHS)).batch["rank"].tolist() == [row // 8 for row in range(32)]
     finally:
-        install(dispatch=True)
+        verl.install(dispatch=True)

@@ -13,7 +13,7 @@ import verl
 from verl.utils import seqlen_balancing
 
 from megatron_balance import BalanceError
-from megatron_balance.adapters.verl import install, is_installed
+from megatron_balance.adapters import verl as adapter
 
 ROOT = Path(__file__).parents[3]
 MODULES = ("verl.utils.seqlen_balancing", "verl.single_controller.base.decorator", "verl.single_controller.ray.base")
@@ -35,17 +35,17 @@ def run(code, **variables):
 
 def test_install_and_undo():
     before, kept = functions(), None
-    adapter = install("Qwen3-8B")
+    installed = adapter.install("Qwen3-8B")
     try:
-        assert is_installed()
-        assert install("Qwen3-8B") is adapter
+        assert adapter.is_installed()
+        assert adapter.install("Qwen3-8B") is installed
         kept = seqlen_balancing.calculate_workload
         assert kept(HUNDRED).tolist() == QWEN3_8B
         with pytest.raises(BalanceError, match="verl is hooked already with Settings"):
-            install("Qwen3-4B")
+            adapter.install("Qwen3-4B")
     finally:
-        adapter.undo()
-    assert not is_installed()
+        installed.undo()
+    assert not adapter.is_installed()
     assert functions() == before
     assert seqlen_balancing.calculate_workload(HUNDRED).tolist() == VERLS_OWN
     assert kept(HUNDRED).tolist() == VERLS_OWN  # a module that bound the hook by value
@@ -56,8 +56,8 @@ def test_another_version_is_refused(monkeypatch, version):
     before = functions()
     monkeypatch.setattr(verl, "__version__", version)
     with pytest.raises(BalanceError, match=f"verl is {version}; .* tested on 0.9"):
-        install()
-    assert not is_installed()
+        adapter.install()
+    assert not adapter.is_installed()
     assert functions() == before
 
 
@@ -77,15 +77,15 @@ def test_an_upstream_that_changed_is_refused_and_nothing_is_hooked(monkeypatch, 
     with monkeypatch.context() as patch:
         change(patch)
         with pytest.raises(BalanceError, match=message):
-            install()
-    assert not is_installed()
+            adapter.install()
+    assert not adapter.is_installed()
     assert functions() == before
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_without_its_variable_the_plug_in_does_nothing(value):
     """conftest.py names the plug-in among verl's external modules, in every process of these tests."""
-    code = "import verl; from megatron_balance.adapters.verl import is_installed; print(is_installed())"
+    code = "import verl; from megatron_balance.adapters import verl as adapter; print(adapter.is_installed())"
     found = run(code, **({} if value is None else {"MEGATRON_BALANCE_VERL": value}))
     assert found.stdout.strip() == "False", found.stderr
 
