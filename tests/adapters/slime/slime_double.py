@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import types
 from types import SimpleNamespace
@@ -73,7 +74,8 @@ class RolloutManager:
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Makes the double importable as slime. Returns `slime.ray.rollout`."""
+    """Makes the double importable as slime 0.3.1. Returns `slime.ray.rollout`."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.1")
     modules = {name: types.ModuleType(name) for name in NAMES}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

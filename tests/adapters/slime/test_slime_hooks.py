@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
+import runpy
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import slime_double
 from slime_double import RolloutManager, put_in_place, qwen3_4b
 
 from megatron_balance import BalanceError
 from megatron_balance.adapters import slime
-from megatron_balance.adapters.slime import __main__ as launcher
-from megatron_balance.adapters.slime import hooks
 
 
 @pytest.fixture
 def rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """`slime.ray.rollout` of the double; nothing stays installed."""
-    monkeypatch.setattr(hooks, "slime_version", lambda: "0.3.1")
     yield put_in_place(monkeypatch)
-    hooks.installation.undo()
+    if slime.is_installed():
+        slime.install().undo()
 
 
 def bound() -> list[object]:
@@ -133,15 +131,10 @@ def test_the_launcher_hooks_and_runs_the_script(tmp_path: Path, monkeypatch: pyt
         "import sys, pathlib\nfrom slime.ray.rollout import build_dp_schedule\n"
         "pathlib.Path(sys.argv[1]).write_text(type(build_dp_schedule).__name__ + __name__)\n"
     )
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    launcher.main([str(script), str(tmp_path / "seen")])
+    monkeypatch.setattr(sys, "argv", ["slime", str(script), str(tmp_path / "seen")])
+    runpy.run_module("megatron_balance.adapters.slime", run_name="__main__")
     assert (tmp_path / "seen").read_text() == "BalancedDpSchedule__main__"
+    monkeypatch.setattr(sys, "argv", ["slime", str(tmp_path / "nowhere.py")])
     with pytest.raises(SystemExit, match="there is no script"):
-        launcher.main([str(tmp_path / "nowhere.py")])
-
-
-def test_the_double_is_not_slime() -> None:
-    """Importing the adapter imports no slime and patches nothing."""
-    assert not slime.is_installed()
-    assert slime_double.build_dp_schedule.__module__ == "slime_double"
+        runpy.run_module("megatron_balance.adapters.slime", run_name="__main__")
