@@ -11,8 +11,8 @@ from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.task_estimator import SelfAttentionTask
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from megatron_balance import BalanceError
 from megatron_balance.adapters import recsys
-from megatron_balance.errors import BalanceError
 
 
 @dataclass

@@ -5,15 +5,12 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("torchrec")
-
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
 
+from megatron_balance import BalanceError
 from megatron_balance.adapters import recsys
-from megatron_balance.errors import BalanceError
 
 HOOKED = [
     (BaseTaskBalancedBatchShuffler, "shuffle"),
@@ -38,6 +35,8 @@ def test_everything_is_hooked_and_given_back():
         shuffler = BatchShufflerFactory.create("megatron_balance", num_heads=2, head_dim=8, action_interleaved=False)
         assert isinstance(shuffler, BaseTaskBalancedBatchShuffler)
         assert not shuffler.action_interleaved
+        with pytest.raises(BalanceError, match="model is 'bert': it must be one of hstu, sid_gr"):
+            BatchShufflerFactory.create("megatron_balance", model="bert")
     finally:
         installed.undo()
     assert functions() == before

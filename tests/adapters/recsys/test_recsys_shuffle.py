@@ -5,8 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-pytest.importorskip("torchrec")
-
 HSTU_4_HEADS_OF_256 = (30 * 1024**2 + 6 * 1024, 7 * 1024)
 """Linear and quadratic FLOPs of a token: 4 projections and one back, 2 FLOPs a weight, 3 passes; 2 FLOPs a head's
 channel in causal attention, 3.5 passes; an output layer of one row."""
@@ -109,7 +107,8 @@ def test_r19_loads_of_hstu_within_a_thousandth(ranks, num_ranks):
         assert max(before) > 1.01 * sum(before) / num_ranks
 
 
-def test_int32_lengths_do_not_wrap(ranks):
+def test_r25_int32_lengths_do_not_wrap(ranks):
+    """HSTU: four projections (QKVU), and one back."""
     outcomes = ranks(2, "shuffle", item_lengths=[[2048, 4096], [1, 2]], batch_size=2)
     linear, quadratic = HSTU_4_HEADS_OF_256
     expected = sorted(linear * tokens + quadratic * tokens**2 for tokens in (4096, 8192, 2, 4))

@@ -7,9 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance import CostModel
-from megatron_balance.hooking.installation import Installation, check_version
-from megatron_balance.hooking.patches import Function, Hook, Patches
-from megatron_balance.hooking.patches import install as install_hooks
+from megatron_balance.hooking import Function, Hook, Installation, Patches, check_version, install_hooks
 from toy_balance.plan import microbatches_of, plan_step
 from toy_balance.settings import Settings
 from toy_balance.transport import move_sequences

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron_balance import DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.runtime.gathered import GatheredLengths
+from megatron_balance.runtime import GatheredLengths
 from toy_balance.settings import Settings
 
 

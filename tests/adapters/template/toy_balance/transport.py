@@ -6,9 +6,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance import DataSchedule
-from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.gather import GatheredLengths, check_same_schedule, gather_sample_lengths
-from megatron_balance.samples.sample import Sample
+from megatron_balance.runtime import (
+    GatheredLengths,
+    Sample,
+    check_same_schedule,
+    gather_sample_lengths,
+    reroute_samples,
+)
 
 
 def move_sequences(
