@@ -3,8 +3,8 @@
     --spec families layers            gated delta net, sparse attention, attention with sinks, experts
     --spec families hybrid_stack      Mamba hybrids (`--hybrid-layer-pattern`)
 
-`main` trains as record_steps.py does, once the kernels stand in. A stand-in computes what the kernel documents, one
-sequence after the other, so that whatever leaks from one sequence to the next shows in the loss.
+A stand-in computes what the kernel documents, one sequence after the other, so that whatever leaks from one sequence to
+the next shows in the loss. `kernels` installs all of them in a rank, before it trains (watched_steps.py).
 """
 
 from __future__ import annotations
@@ -12,35 +12,32 @@ from __future__ import annotations
 import functools
 import runpy
 import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
+from watched_steps import Watch
 
 from megatron_balance.mcore.thd.attention import ThdAttention, build_norm, thd_layer_spec
 
 
-def main() -> None:
-    """Train with the stand-ins; each rank runs this."""
-    import record_steps
-
+def kernels(watch: Watch) -> None:
+    """Let all families train on a CPU."""
     stand_in_for_delta_net()
     stand_in_for_mamba()
     stand_in_for_sparse_attention()
-    if any(argument.startswith("--hybrid-layer-pattern") for argument in sys.argv):
+    if "--hybrid-layer-pattern" in sys.argv:
         from megatron.training import argument_utils
 
         # As pretrain_hybrid.py, where pretrain_sft has the configuration of a GPT model.
         argument_utils.gpt_config_from_args = argument_utils.hybrid_config_from_args
         globals()["hybrid_stack"] = hybrid_layers()
-    if "mrope" in sys.argv:
-        move_positions_of_three_dimensions()
-    record_steps.main()
 
 
-def move_positions_of_three_dimensions() -> None:
+def positions_of_three_dimensions(watch: Watch) -> None:
     """Rows whose positions have three dimensions, and a script that hands them to the model, as for image and text."""
     from megatron.core import mpu
     from megatron.training import get_args
@@ -261,8 +258,6 @@ def stand_in_for_sparse_attention() -> None:
 
 def stand_in_for_mamba() -> None:
     """mamba-ssm's fused convolution and scan, and its norm of groups."""
-    import types
-
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
     from megatron_balance.mcore.thd.context_parallel import thd_get_partitioned_indices

@@ -22,6 +22,26 @@ MODELS = {
     "moe": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type none",
 }
+EXPERTS = f"{MODELS['moe']} --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
+SIGMOID = "--moe-router-score-function sigmoid --moe-layer-freq [0]*1+[1]*1"
+FAMILIES = {
+    "Qwen3.5-35B-A3B": "--spec families layers --num-layers 4 --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    f"--linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate --qk-layernorm {EXPERTS} "
+    "--moe-shared-expert-gate",
+    "Nemotron-3-Nano": "--spec families hybrid_stack --hybrid-layer-pattern MEM*E --position-embedding-type none "
+    f"--mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 4 --squared-relu {EXPERTS} "
+    "--moe-router-score-function sigmoid",
+    "gpt-oss-20b": "--spec families layers --softmax-type learnable --window-size 31,0 --window-attn-skip-freq 2 "
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none",
+    "DeepSeek-V3.2": "--spec families layers --experimental-attention-variant dsa --multi-latent-attention --rope-type rope "
+    "--q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    f"--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 24 {EXPERTS} {SIGMOID}",
+    "GLM-4.5": f"--spec families layers --qk-layernorm --add-qkv-bias --rotary-percent 0.5 {EXPERTS} {SIGMOID}",
+    "Qwen3-VL": "--position-embedding-type mrope --mrope-section 1 1 2 --no-rope-fusion",
+}
+"""Layer patterns and options of the published models, small; docs/models.md names them."""
+MODELS |= FAMILIES
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --num-layers 2 "
     f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} "
@@ -122,6 +142,45 @@ def fp8(recipe: str) -> StandIns:
     return (("stand_ins:precision_settings", {"settings": settings}),)
 
 
+KERNELS: StandIns = (("families:kernels", {}),)
+
+
+def family(name: str, layout: str, balance: str = BY_FLOPS, *, flags: str = "", slow: bool = True) -> Row:
+    """A row of one of the model families."""
+    latent, hybrid = "latent" in FAMILIES[name], "hybrid" in FAMILIES[name]
+    return Row(
+        name + ("-filler" if "bucket" in balance else ""),
+        layout,
+        balance,
+        name,
+        flags,
+        stand_ins=(*KERNELS, ("families:positions_of_three_dimensions", {})) if "mrope" in FAMILIES[name] else KERNELS,
+        slow=slow,
+        without=("--group-query-attention",) if latent else ("--swiglu",) if hybrid else (),
+    )
+
+
+FILLER = f"{BY_FLOPS} --balance-shape-bucket 64"
+A2A = "--cp-comm-type a2a"
+FAMILY_ROWS = [
+    family("Qwen3.5-35B-A3B", "DP2", slow=False),
+    family("Qwen3.5-35B-A3B", "DP2", FILLER),
+    *(family("Qwen3.5-35B-A3B", layout) for layout in ("TP2-SP", "CP2", "PP2", "EP2")),
+    family("Nemotron-3-Nano", "DP2", FILLER, slow=False),
+    *(family("Nemotron-3-Nano", layout) for layout in ("DP2", "TP2-SP", "CP2")),
+    family("Nemotron-3-Nano", "PP2", flags="--hybrid-layer-pattern MEM|*EM"),
+    family("gpt-oss-20b", "DP2", slow=False),
+    family("gpt-oss-20b", "TP2-SP"),
+    family("gpt-oss-20b", "CP2", flags=A2A),
+    family("DeepSeek-V3.2", "DP2", slow=False),
+    family("DeepSeek-V3.2", "TP2-SP"),
+    family("DeepSeek-V3.2", "CP2", flags="--cp-comm-type allgather"),
+    family("GLM-4.5", "DP2"),
+    family("Qwen3-VL", "DP2", slow=False),
+    family("Qwen3-VL", "TP2-SP"),
+]
+"""Families × layouts, see tests/kit/families.py."""
+
 ROWS = [
     # Policies, on two data-parallel ranks.
     Row("by-flops", "DP2"),
@@ -211,4 +270,5 @@ ROWS = [
         flags="--num-layers 4 --pipeline-model-parallel-layout Et|t|tt|L --overlap-p2p-communication-warmup-flush",
         slow=True,
     ),
+    *FAMILY_ROWS,
 ]
