@@ -348,3 +348,30 @@ def hybrid_layers() -> Any:
             patched.setattr(transformer_engine, name, module)
         patched.setattr(moe_module_specs, "get_moe_module_spec", lambda **_: experts())
         return runpy.run_path(hybrid_layer_specs.__file__)["hybrid_stack_spec"]
+
+
+def sequences_not_told_apart(watch: Watch) -> None:
+    """A script whose PackedSeqParams lack `total_tokens`, and so `seq_idx`."""
+    from megatron_balance.devkit import pretrain_sft
+
+    complete = pretrain_sft.packed_seq_params
+
+    def without_seq_idx(batch: Any) -> Any:
+        params = complete(batch)
+        params.seq_idx = None
+        return params
+
+    pretrain_sft.packed_seq_params = without_seq_idx
+
+
+def positions_cut_short(watch: Watch) -> None:
+    """A data set whose positions lack the last token."""
+    from megatron_balance.devkit import sft_dataset
+
+    item = sft_dataset.SftDataset.__getitem__
+
+    def short(self: Any, index: int) -> dict[str, Tensor]:
+        row = item(self, index)
+        return row | {"position_ids": row["position_ids"][..., :-1]}
+
+    sft_dataset.SftDataset.__getitem__ = short  # type: ignore[method-assign]

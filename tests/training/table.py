@@ -34,8 +34,8 @@ FAMILIES = {
     "--moe-router-score-function sigmoid",
     "gpt-oss-20b": "--spec families layers --softmax-type learnable --window-size 31,0 --window-attn-skip-freq 2 "
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none",
-    "DeepSeek-V3.2": "--spec families layers --experimental-attention-variant dsa --multi-latent-attention --rope-type rope "
-    "--q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "DeepSeek-V3.2": "--spec families layers --experimental-attention-variant dsa --multi-latent-attention "
+    "--rope-type rope --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
     f"--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 24 {EXPERTS} {SIGMOID}",
     "GLM-4.5": f"--spec families layers --qk-layernorm --add-qkv-bias --rotary-percent 0.5 {EXPERTS} {SIGMOID}",
     "Qwen3-VL": "--position-embedding-type mrope --mrope-section 1 1 2 --no-rope-fusion",
