@@ -184,6 +184,8 @@ def _cells() -> Iterator[Cell]:
     ):
         name = f"experts DP{topology.dp_size} EP{topology.ep_size} {lengths}"
         yield Cell(name, "experts", topology, lengths, count, cost_model=EXPERTS)
+    topology = Topology(16, ep_size=4, fully_sharded=True)
+    yield Cell("experts fully sharded DP16 EP4 pareto", "experts", topology, "pareto", 256, EXPERTS)
     yield Cell("step DP8 EP4 lognormal", "experts", Topology(8, ep_size=4), "lognormal", 256, EXPERTS, objective="step")
     for lengths, topology, count in (
         ("lognormal", Topology(4, pp_size=4), 128),

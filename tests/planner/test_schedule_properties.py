@@ -1,5 +1,7 @@
 """Every schedule keeps every invariant: lengths, images, segments, groups, topologies, objectives, modes are drawn."""
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_judge import Batch
@@ -11,7 +13,7 @@ COST_MODELS = [
     CostModel.tokens(),
     CostModel(linear=100, quadratic=1),
     CostModel(per_sequence=5),
-    CostModel(linear=3, quadratic=1, per_microbatch=1000, expert_linear=50, per_sequence=2),
+    CostModel(linear=3, quadratic=1, per_microbatch=1000, expert_linear=51, per_sequence=2),
     # Costs beyond int64 before they are scaled.
     CostModel(quadratic=10**14, per_microbatch=10**13, expert_linear=10**18),
 ]
@@ -108,10 +110,45 @@ def planning_inputs(draw):
     return lengths, options
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(planning_inputs())
 def test_every_schedule_keeps_every_invariant(inputs):
-    lengths, options = inputs
+    check_plan(*inputs)
+
+
+@pytest.mark.parametrize("objective", ["auto", "step", "microbatch", "pipeline"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"fully_sharded": True},
+        {"ep_size": 4},
+        {"ep_size": 4, "fully_sharded": True},
+        {"ep_size": 4, "pp_size": 2},
+        {"ep_size": 2, "tp_size": 2, "sequence_parallel": True, "cp_size": 2},
+        {"pp_size": 4, "vpp_size": 2, "microbatch_multiple": 4},
+    ],
+    ids=lambda ranks: " ".join(ranks),
+)
+@pytest.mark.parametrize("with_images", [False, True])
+def test_every_layout_keeps_every_invariant(ranks, objective, with_images):
+    generator = np.random.default_rng(3)
+    lengths = generator.integers(0, 100, 97).tolist()
+    options = {"image_patches": [[n] * (n % 3) for n in lengths]} if with_images else {}
+    model = CostModel(linear=7, quadratic=1, expert_linear=51, per_microbatch=500, image_linear=11)
+    check_plan(
+        lengths,
+        {
+            "cost_model": model,
+            "topology": Topology(8, **ranks),
+            "limits": Limits(128),
+            "objective": objective,
+            **options,
+        },
+    )
+
+
+def check_plan(lengths, options):
+    """Plans, and asserts that the plan is valid, honest, and the same when made again."""
     schedule = build_data_schedule(lengths, **options)
     check_invariants(schedule)
     assert build_data_schedule(lengths, **options).digest() == schedule.digest()
