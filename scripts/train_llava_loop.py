@@ -48,6 +48,7 @@ from torch import Tensor
 
 from megatron_balance.mcore import balanced_schedule, packed_seq_params
 from megatron_balance.mcore.thd.attention import thd_layer_spec
+from megatron_balance.model import ModelShape, VisionEncoder
 from megatron_balance.samples.image_tokens import collapse_image_tokens, expand_image_tokens
 
 
@@ -110,7 +111,9 @@ def train(
     items = _items((texts or functools.partial(_drawn, images=images))(rank), sizes=of_model, seed=rank)
     schedule = get_forward_backward_func()
     if balanced:
-        schedule = balanced_schedule(schedule, model=model, max_tokens_per_gpu=max_tokens, **of_schedule)
+        schedule = balanced_schedule(
+            schedule, model=model, max_tokens_per_gpu=max_tokens, **{"cost": _shape(of_model)} | of_schedule
+        )
     for _ in range(num_steps):
         ran: list[tuple[list[int], int]] = []
         model.zero_grad_buffer()
@@ -137,6 +140,30 @@ def train(
         if step is not None:
             row["costs"], row["lengths"] = step.schedule.cost_grid.sum(1).tolist(), step.schedule.lengths.tolist()
         yield row
+
+
+def _shape(sizes: Sizes) -> ModelShape:
+    """Sizes that the cost is counted from; MLPs are four times as wide as the residual stream."""
+    merged = 4 if sizes.pixel_shuffle else 1
+    return ModelShape(
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=sizes.hidden_size // 4,
+        ffn_hidden_size=4 * sizes.hidden_size,
+        padded_vocab_size=VOCAB_SIZE,
+        gated_linear_unit=False,
+        vision=VisionEncoder(
+            hidden_size=sizes.vision_hidden_size,
+            num_layers=sizes.vision_layers,
+            ffn_hidden_size=4 * sizes.vision_hidden_size,
+            gated_linear_unit=False,
+            patch_values=3 * PATCH**2,
+            patches_per_token=merged,
+            projector_hidden_size=sizes.hidden_size,
+        ),
+    )
 
 
 def _llava(sizes: Sizes, *, max_tokens: int) -> LLaVAModel:

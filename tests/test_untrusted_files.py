@@ -211,7 +211,7 @@ class TestModelsAndCosts:
             DEEP,
             "null",
             hf_config(model_type=["llama"]),
-            hf_config(model_type="../../etc/passwd"),
+            hf_config(model_type="../../etc/passwd", vocab_size=None),
             hf_config(hidden_size="64"),
             hf_config(hidden_size=-64),
             hf_config(hidden_size=6.4),

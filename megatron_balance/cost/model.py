@@ -121,15 +121,18 @@ class CostModel:
         microbatch_tokens: int = 0,
         frozen_encoder: bool = False,
         frozen_language_model: bool = False,
+        pack_tokens: int = 0,
     ) -> CostModel:
         """The cost is the FLOPs of training on the sample: forward and backward, whole model.
 
-        A GEMM runs three times (forward, gradient of its input, of its weights). The attention core runs 3.5
-        times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
+        A GEMM runs three times (forward, gradient of its input, of its weights), a frozen one twice. The attention core
+        runs 3.5 times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
         2307.08691), and half a FLOP per squared token, where heads are odd, is rounded up. Recomputed layers
-        run forward once more; the output layer is never recomputed. A vision encoder is trained and recomputed like
-        the rest; every rank runs its samples' images itself. A frozen encoder runs forward alone, and its projector
-        needs no gradient of its input; a frozen language model needs no gradients of weights.
+        run forward once more; the output layer is never recomputed. The indexer of sparse attention runs forward
+        alone; with a loss of its own its scores run three times and its GEMMs, whose input is detached, twice. LoRA
+        adapters run three times beside frozen weights. A vision encoder is trained and recomputed like the rest; every
+        rank runs its samples' images itself. A frozen encoder runs forward alone, and its projector needs no gradient
+        of its input.
 
         Args:
             shape: the model.
@@ -137,16 +140,31 @@ class CostModel:
             recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
             microbatch_tokens: the fixed cost of a micro-batch, in tokens; runs use `MICROBATCH_TOKENS`.
             frozen_encoder: the vision encoder is not trained (`--freeze-ViT`).
-            frozen_language_model: nor is the language model (`--freeze-LM`).
+            frozen_language_model: nor is the language model (`--freeze-LM`); with `shape.lora_rank` it never is.
+            pack_tokens: tokens of a full pack. Sparse attention without fused kernels computes all pairs of a pack, so
+                that a token costs as much as the pack is long; 0 to count as if a sample were alone in its pack.
         """
-        extra = int(recompute)
-        linear = quadratic = expert_linear = 0
+        extra, frozen = int(recompute), frozen_language_model or shape.lora_rank > 0
+        linear = expert_linear = half_cores = 0
         windows: dict[int, int] = {}
         for part, flops in fwd_flops_by_part(shape).items():
-            gemm_passes = (3 if part == "lm_head" else 3 + extra) - frozen_language_model
-            linear += gemm_passes * flops.linear
-            expert_linear += gemm_passes * flops.expert_linear
-            quadratic += flops.quadratic
+            passes, core_passes = 3 + extra - frozen, 3.5 + extra
+            if part == "lm_head":
+                passes = 3 - frozen
+            elif part == "adapters":
+                passes = 3 + extra
+            elif part == "dsa_indexer":
+                passes, core_passes = 1 + extra + shape.dsa_indexer_loss, 1 + extra + 2 * shape.dsa_indexer_loss
+            elif part == "dsa_target":
+                core_passes = 1 + extra
+            linear += passes * flops.linear
+            expert_linear += passes * flops.expert_linear
+            if part.startswith("dsa") and not shape.dsa_fused and pack_tokens:
+                # All pairs, the masked half included, forward and twice backward where there is a gradient.
+                pairs = 2 * (flops.quadratic + sum(coefficient for _, coefficient in flops.windows))
+                linear += (3 + extra if part == "dsa" else int(core_passes)) * pairs * pack_tokens
+                continue
+            half_cores += int(2 * core_passes) * flops.quadratic
             for window, coefficient in flops.windows:
                 windows[window] = windows.get(window, 0) + coefficient
 
@@ -165,7 +183,7 @@ class CostModel:
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
             per_microbatch=microbatch_tokens * (linear + expert_linear),
-            quadratic=core(quadratic),
+            quadratic=-(-half_cores // 2),
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
             image_linear=image_linear,

@@ -1,19 +1,22 @@
-"""Reads the fields of a ModelShape from a Hugging Face `config.json`.
+"""Reads the fields of a ModelShape from a Hugging Face `config.json`, by its keys.
 
-One reader per family; `_READERS` names them. What a key means is what the family's modeling file in
-`transformers` does with it. Where a family's published files leave a key out because the configuration
-class has a default, `_DEFAULTS` holds that default. Vision towers are read in hf_vision.py.
+One reader serves all models, because families name the same sizes in a few ways only. `FAMILIES` names the model types
+whose modeling files in `transformers` were checked against it (tests/model/configs.json), with what their
+configuration classes add to published files. Another type is read in the same way, and a warning says which keys were
+used. families.json also names the types and the keys of layers whose FLOPs are not known: such a file is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import parse_json
-from megatron_balance.model.hf_vision import ENCODERS
+from megatron_balance.model.vision import encoder_from_hf_config
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -21,60 +24,115 @@ Fields = dict[str, Any]
 MAX_LAYERS = 10_000
 """Patterns have an entry a layer; no model comes near this limit."""
 
-_DEFAULTS: dict[str, Config] = {
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-    },
-    "qwen3": {"head_dim": 128},
-    "qwen3_next": {"head_dim": 256},
-    "qwen3_5_text": {"head_dim": 256, "vocab_size": 248320},
-    "qwen3_5_moe_text": {"head_dim": 256, "vocab_size": 248320},
-    "gpt_oss": {"head_dim": 64},
-}
+_TABLE: dict[str, Any] = json.loads((files(__package__) / "families.json").read_text(encoding="utf-8"))
+
+FAMILIES: dict[str, Config] = {name: {} for name in _TABLE["known"]} | _TABLE["defaults"]
+"""Keys that the configuration class of a known model type fills in where a published file leaves them out."""
+
+_SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_SHARED_WIDTH = (
+    "moe_shared_expert_intermediate_size",
+    "shared_expert_intermediate_size",
+    "share_expert_dim",
+    "shared_intermediate_size",
+)
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
-def fields_from_hf_config(config: Config | str | Path) -> Fields:
+def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
     """Fields of a ModelShape from a Hugging Face configuration.
 
     Args:
         config: its content, its path, or the path of the folder that holds `config.json`.
 
     Returns:
-        dict: keyword arguments of ModelShape.
+        keyword arguments of ModelShape, and what to warn of: the keys used for an unknown type, a vision tower that
+        is not counted; empty where there is nothing.
 
     Raises:
-        BalanceError: the file cannot be read, or its model_type or one of its keys is not known here.
+        BalanceError: the file cannot be read, or describes layers whose FLOPs are not known here.
     """
-    content = config if isinstance(config, Mapping) else _load(Path(config))
-    whole = content
-    if isinstance(content.get("text_config"), Mapping):
-        content = cast("Config", content["text_config"])
-    model_type = content.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _READERS:
-        raise BalanceError(
-            f"model_type is {model_type!r} in the Hugging Face config: {', '.join(_READERS)} are known. "
-            "Give ModelShape its fields by hand, or balance by tokens or by calibrated costs."
-        )
-    if isinstance(num_layers := content.get("num_hidden_layers"), int) and num_layers > MAX_LAYERS:
-        raise BalanceError(
-            f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
-        )
+    whole = config if isinstance(config, Mapping) else _load(Path(config))
+    text = next((whole[name] for name in ("text_config", "llm_config") if isinstance(whole.get(name), Mapping)), whole)
+    model_type = text.get("model_type", whole.get("model_type"))
+    if not isinstance(model_type, str):
+        raise BalanceError(f"model_type is {model_type!r} in the Hugging Face config: it must be a text.")
+    keys = _Keys(text, model_type)
     try:
-        result = _READERS[model_type]({**_DEFAULTS.get(model_type, {}), **content})
-        encoder = ENCODERS.get(whole.get("model_type", ""))
-        if encoder is not None and whole.get("vision_config"):
-            result["vision"] = encoder(whole["vision_config"], result["hidden_size"])
-        return result
+        if model_type in _TABLE["refused"]:
+            raise keys.refusal(_TABLE["refused"][model_type])
+        fields = _fields(keys)
+        notes: list[str] = []
+        if model_type not in FAMILIES:
+            notes.append(
+                f"model_type {model_type!r} is not known: the Hugging Face config was read by its keys "
+                f"{', '.join(sorted(keys.used))}. Assumed: MLPs {'with' if fields['gated_linear_unit'] else 'without'} "
+                f"a gate, attention {'with' if fields['attention_output_gate'] else 'without'} one, else as in Llama."
+            )
+        if vision := whole.get("vision_config") or whole.get("audio_config"):
+            fields["vision"] = encoder_from_hf_config(vision, str(whole.get("model_type")))
+            if fields["vision"] is None:
+                notes.append(f"the vision or audio tower of model_type {whole.get('model_type')!r} is not counted.")
     except BalanceError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise BalanceError(
             f"the Hugging Face config of model_type {model_type!r} has a value of a wrong kind: {error}."
         ) from error
+    return fields, " ".join(notes)
+
+
+def total_parameters(config: Config | str | Path) -> int | None:
+    """Parameters of the checkpoint that a `config.json` lies in; None where its index does not tell.
+
+    `model.safetensors.index.json` gives bytes, which are parameters where all weights have the 16 or 32 bits of the
+    configuration's dtype.
+    """
+    if isinstance(config, Mapping):
+        return None
+    path = Path(config)
+    index = (path if path.is_dir() else path.parent) / "model.safetensors.index.json"
+    content = _load(path)
+    if not index.is_file() or "quantization_config" in content or "vision_config" in content:
+        return None
+    text = content.get("text_config", content)
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(text.get("dtype", text.get("torch_dtype")))
+    total = _load(index).get("metadata", {}).get("total_size")
+    return total // width if width and isinstance(total, int) else None
+
+
+class _Keys:
+    """A configuration's values by the first of several names that has one, and the names that were used."""
+
+    def __init__(self, config: Config, model_type: str) -> None:
+        given = {name: value for name, value in config.items() if value is not None}
+        self._values: Config = {**FAMILIES.get(model_type, {}), **given}
+        self._model_type = model_type
+        self.used: set[str] = set()
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        for name in names:
+            if name in self._values:
+                self.used.add(name)
+                return self._values[name]
+        return default
+
+    def need(self, *names: str) -> Any:
+        value = self.get(*names)
+        if value is None:
+            raise BalanceError(
+                f"{' or '.join(names)} is missing in the Hugging Face config of model_type {self._model_type!r}: add "
+                "it, give ModelShape its fields by hand, or balance by tokens."
+            )
+        return value
+
+    def refusal(self, reason: str) -> BalanceError:
+        return BalanceError(
+            f"the Hugging Face config of model_type {self._model_type!r} has {reason}, whose FLOPs are not known: "
+            "balance by tokens or by measured costs."
+        )
 
 
 def _load(path: Path) -> Config:
@@ -88,185 +146,195 @@ def _load(path: Path) -> Config:
     return cast("Config", content)
 
 
-def _need(config: Config, key: str) -> Any:
-    if config.get(key) is None:
-        raise BalanceError(f"{key} is missing in the Hugging Face config of model_type {config['model_type']!r}.")
-    return config[key]
-
-
-def _base(config: Config) -> Fields:
-    """The fields that all families share: grouped-query attention and a gated MLP."""
-    heads: int = _need(config, "num_attention_heads")
-    return {
-        "hidden_size": _need(config, "hidden_size"),
-        "num_layers": _need(config, "num_hidden_layers"),
+def _fields(keys: _Keys) -> Fields:
+    for name, reason in _TABLE["refused_keys"].items():
+        if keys.get(name):
+            raise keys.refusal(reason)
+    kinds = _layer_kinds(keys)
+    hidden_size, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
+    result: Fields = {
+        "hidden_size": hidden_size,
+        "num_layers": len(kinds),
         "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "kv_channels": config.get("head_dim") or _need(config, "hidden_size") // heads,
-        "ffn_hidden_size": config.get("intermediate_size") or 0,
-        "padded_vocab_size": _need(config, "vocab_size"),
-        "gated_linear_unit": True,
+        "num_query_groups": keys.get("num_key_value_heads", default=heads),
+        "kv_channels": keys.get("head_dim", "attention_head_dim") or hidden_size // heads,
+        "ffn_hidden_size": keys.get("dense_intermediate_size", "intermediate_size", default=0),
+        "padded_vocab_size": keys.need("vocab_size"),
+        "gated_linear_unit": _is_gated(keys),
+        "attention_output_gate": keys.get("attn_output_gate", default=False),
     }
-
-
-def _layer_types(config: Config, default: Callable[[int], str]) -> Fields:
-    """Windows and linear attention, from `layer_types` or, in older files, from the family's rule."""
-    types: list[str] = config.get("layer_types") or [default(i) for i in range(_need(config, "num_hidden_layers"))]
-    unknown = set(types) - {"full_attention", "sliding_attention", "linear_attention"}
-    if unknown:
-        raise BalanceError(
-            f"layer_types has {sorted(unknown)}: only full_attention, sliding_attention and linear_attention are "
-            "known; balance by tokens or by calibrated costs."
-        )
-    result: Fields = {}
-    if "sliding_attention" in types:
+    if keys.get("kv_lora_rank"):
+        result |= _latent(keys, kinds)
+    elif keys.get("v_head_dim", default=result["kv_channels"]) != result["kv_channels"]:
+        raise keys.refusal("values of another width than keys")
+    if num_experts := keys.get(*_EXPERTS, default=0):
+        result |= _experts(keys, len(kinds), num_experts)
+    if "ssm_state_size" in keys.used or "mamba_d_state" in keys.used:
+        return result | _hybrid(keys, kinds, result)
+    if "sliding_attention" in kinds:
         # Hugging Face counts the query's own token in the window, FlashAttention and Megatron do not.
-        result["window_size"] = (_need(config, "sliding_window") - 1, 0)
-        result["window_attn_skip_freq"] = tuple(int(kind == "sliding_attention") for kind in types)
-    if "linear_attention" in types:
-        result["linear_attention_freq"] = tuple(int(kind == "linear_attention") for kind in types)
+        result["window_size"] = (keys.need("sliding_window") - 1, 0)
+        result["window_attn_skip_freq"] = tuple(int(kind == "sliding_attention") for kind in kinds)
+    if "linear_attention" in kinds:
+        result["linear_attention_freq"] = tuple(int(kind == "linear_attention") for kind in kinds)
         names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
-        result |= {f"linear_{name}": _need(config, f"linear_{name}") for name in names}
+        result |= {f"linear_{name}": keys.need(f"linear_{name}") for name in names}
     return result
 
 
-def _experts(config: Config, *, count: str, width: str, shared: int = 0) -> Fields:
-    return {
-        "num_experts": _need(config, count),
-        "moe_router_topk": _need(config, "num_experts_per_tok"),
-        "moe_ffn_hidden_size": _need(config, width),
-        "moe_shared_expert_intermediate_size": shared,
-    }
+def _layer_kinds(keys: _Keys) -> list[str]:
+    """The token mixer of each layer, from a list or from the family's rule."""
+    if pattern := keys.get("hybrid_override_pattern"):
+        keys.need("ssm_state_size")
+        return list(pattern)
+    if blocks := keys.get("layers_block_type"):
+        keys.need("ssm_state_size")
+        return [_SYMBOLS.get(kind, "?") for kind in blocks]
+    num_layers = keys.need("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+        raise BalanceError(
+            f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
+        )
+    window = keys.get("sliding_window")
+    if listed := keys.get("layer_types"):
+        older = {"mamba": "linear_attention", "attention": "full_attention"}
+        kinds = [older.get(kind, kind) for kind in map(str, listed)]
+    elif interval := keys.get("full_attention_interval"):
+        kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
+    elif window and (
+        period := keys.get("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers")
+    ):
+        full = period.replace("G", "0").replace("L", "1") if isinstance(period, str) else "1" * (period - 1) + "0"
+        kinds = [("full_attention", "sliding_attention")[int(full[i % len(full)])] for i in range(num_layers)]
+    elif window and keys.get("use_sliding_window", default=True):
+        first = keys.get("max_window_layers") if keys.get("use_sliding_window") else None
+        if first is None and not keys.get("every_layer_windowed"):
+            raise keys.refusal(
+                "a sliding_window without layer_types: which layers it is for is not said, and so layers"
+            )
+        kinds = ["sliding_attention" if i >= (first or 0) else "full_attention" for i in range(num_layers)]
+    else:
+        kinds = ["full_attention"] * num_layers
+    if len(kinds) != num_layers:
+        raise BalanceError(
+            f"layer_types has {len(kinds)} entries in the Hugging Face config: num_hidden_layers is {num_layers}."
+        )
+    return _checked_kinds(keys, kinds)
 
 
-def _llama(config: Config) -> Fields:
-    return _base(config) | _layer_types(config, lambda _: "full_attention")
+def _checked_kinds(keys: _Keys, kinds: list[str]) -> list[str]:
+    known = {"full_attention", "sliding_attention"}
+    if keys.get("index_topk"):
+        known.add("indexed_attention")
+    if keys.get("linear_num_key_heads") or keys.get("mamba_d_state"):
+        known.add("linear_attention")
+    if unknown := set(kinds) - known:
+        raise keys.refusal(f"layer_types {sorted(unknown)}")
+    if "indexed_attention" in kinds and len(set(kinds)) > 1:
+        raise keys.refusal("sparse attention in some layers only")
+    if keys.get("mamba_d_state") and "layer_types" not in keys.used:
+        raise keys.refusal("Mamba without a list of layers")
+    return kinds
 
 
-def _mistral(config: Config) -> Fields:
-    kind = "sliding_attention" if config.get("sliding_window") else "full_attention"
-    return _base(config) | _layer_types(config, lambda _: kind)
+def _is_gated(keys: _Keys) -> bool:
+    """Newer models leave the gate out with these activations; GELU by tanh has one in Gemma."""
+    activation = keys.get("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu")
+    return keys.get("gated_mlp", default=activation not in ("relu2", "xielu", "relu", "gelu", "gelu_new"))
 
 
-def _mixtral(config: Config) -> Fields:
-    return _mistral(config) | _experts(config, count="num_local_experts", width="intermediate_size")
-
-
-def _qwen(config: Config) -> Fields:
-    # use_sliding_window is false in every published file; max_window_layers layers stay full where it is true.
-    windowed, first = bool(config.get("use_sliding_window")), config.get("max_window_layers") or 0
-    return _base(config) | _layer_types(
-        config, lambda i: "sliding_attention" if windowed and i >= first else "full_attention"
+def _experts(keys: _Keys, num_layers: int, num_experts: int) -> Fields:
+    listed = keys.get("mlp_layer_types")
+    freq, step = keys.get("moe_layer_freq", default=1), keys.get("decoder_sparse_step", default=1)
+    if listed:
+        if unknown := set(listed) - {"dense", "sparse"}:
+            raise keys.refusal(f"mlp_layer_types {sorted(unknown)}")
+        is_moe = [kind == "sparse" for kind in listed]
+    elif isinstance(freq, list):
+        is_moe = [bool(entry) for entry in cast("list[int]", freq)]
+    else:
+        dense = keys.get("mlp_only_layers", default=())
+        first = keys.get("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0)
+        last = keys.get("moe_layer_end_index", default=num_layers - 1)
+        step = keys.get("moe_layer_interval", default=step)
+        is_moe = [
+            first <= i <= (last if last >= 0 else num_layers - 1)
+            and i % freq == 0
+            and i not in dense
+            and (i + 1) % step == 0
+            for i in range(num_layers)
+        ]
+    width = keys.get("moe_intermediate_size") or (
+        keys.need("intermediate_size") if all(is_moe) else keys.need("moe_intermediate_size")
     )
-
-
-def _qwen_experts(config: Config) -> Fields:
-    dense: list[int] = config.get("mlp_only_layers") or []
-    step: int = config.get("decoder_sparse_step") or 1
-    layers = range(_need(config, "num_hidden_layers"))
-    shared: int = config.get("shared_expert_intermediate_size") or 0
-    return _experts(config, count="num_experts", width="moe_intermediate_size", shared=shared) | {
-        "moe_layer_freq": tuple(int(i not in dense and (i + 1) % step == 0) for i in layers)
+    shared = keys.get(*_SHARED_WIDTH)
+    if shared is None:
+        shared = keys.get(*_NUM_SHARED, default=0) * width
+    return {
+        "num_experts": num_experts,
+        "moe_router_topk": keys.need(*_TOPK),
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_latent_size": keys.get("moe_latent_size", default=0),
+        "moe_layer_freq": () if all(is_moe) else tuple(map(int, is_moe)),
     }
 
 
-def _qwen_moe(config: Config) -> Fields:
-    return _qwen(config) | _qwen_experts(config)
-
-
-def _qwen_linear(config: Config) -> Fields:
-    """Three gated delta net layers, then one of attention with an output gate (Qwen3-Next, Qwen3.5)."""
-    interval: int = config.get("full_attention_interval") or 4
-    types = _layer_types(config, lambda i: "linear_attention" if (i + 1) % interval else "full_attention")
-    return _base(config) | types | {"attention_output_gate": True}
-
-
-def _qwen_linear_moe(config: Config) -> Fields:
-    return _qwen_linear(config) | _qwen_experts(config)
-
-
-def _gemma3(config: Config) -> Fields:
-    period: int = config.get("sliding_window_pattern") or 6
-    return _base(config) | _layer_types(config, lambda i: "sliding_attention" if (i + 1) % period else "full_attention")
-
-
-def _gpt_oss(config: Config) -> Fields:
-    types = _layer_types(config, lambda i: "full_attention" if i % 2 else "sliding_attention")
-    return _base(config) | types | _experts(config, count="num_local_experts", width="intermediate_size")
-
-
-def _deepseek(config: Config) -> Fields:
-    first: int = config.get("first_k_dense_replace") or 0
-    step: int = config.get("moe_layer_freq") or 1
-    width: int = _need(config, "moe_intermediate_size")
-    shared: int = (config.get("n_shared_experts") or 0) * width
+def _latent(keys: _Keys, kinds: list[str]) -> Fields:
     # Keys and values are one latent vector: head_dim and num_key_value_heads mean nothing here.
-    fields = _base({**config, "head_dim": None, "num_key_value_heads": None})
-    fields |= _experts(config, count="n_routed_experts", width="moe_intermediate_size", shared=shared)
-    return fields | {
-        "moe_layer_freq": tuple(int(i >= first and i % step == 0) for i in range(fields["num_layers"])),
+    heads, hidden_size = keys.need("num_attention_heads"), keys.need("hidden_size")
+    result: Fields = {
+        "num_query_groups": heads,
+        "kv_channels": hidden_size // heads,
         "multi_latent_attention": True,
-        "q_lora_rank": config.get("q_lora_rank") or 0,
-        "kv_lora_rank": _need(config, "kv_lora_rank"),
-        "qk_head_dim": _need(config, "qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": _need(config, "qk_rope_head_dim"),
-        "v_head_dim": _need(config, "v_head_dim"),
+        "q_lora_rank": keys.get("q_lora_rank", default=0),
+        "kv_lora_rank": keys.need("kv_lora_rank"),
+        "qk_head_dim": keys.need("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": keys.need("qk_rope_head_dim"),
+        "v_head_dim": keys.need("v_head_dim"),
     }
-
-
-def _deepseek_sparse(config: Config) -> Fields:
-    return _deepseek(config) | {
-        "dsa_indexer_n_heads": _need(config, "index_n_heads"),
-        "dsa_indexer_head_dim": _need(config, "index_head_dim"),
-        "dsa_indexer_topk": _need(config, "index_topk"),
-    }
-
-
-def _nemotron_h(config: Config) -> Fields:
-    pattern: str = config.get("hybrid_override_pattern") or ""
-    if not pattern:
-        symbols = {
-            "linear_attention": "M",
-            "mamba": "M",
-            "full_attention": "*",
-            "attention": "*",
-            "mlp": "-",
-            "moe": "E",
+    if "linear_attention" in kinds:
+        raise keys.refusal("linear attention beside latent attention")
+    if topk := keys.get("index_topk"):
+        result |= {
+            "dsa_indexer_n_heads": keys.need("index_n_heads"),
+            "dsa_indexer_head_dim": keys.need("index_head_dim"),
+            "dsa_indexer_topk": topk,
+            "dsa_indexer_layers": _indexer_layers(keys, len(kinds)),
         }
-        kinds: list[str] = _need(config, "layers_block_type")
-        pattern = "".join(symbols.get(kind, "?") for kind in kinds)
-    head_dim = config.get("head_dim") or config.get("attention_head_dim")
-    fields = _base({**config, "head_dim": head_dim, "num_hidden_layers": len(pattern)})
-    if "E" in pattern:
-        shared: int = config.get("moe_shared_expert_intermediate_size") or 0
-        fields |= _experts(config, count="n_routed_experts", width="moe_intermediate_size", shared=shared)
-        fields["moe_latent_size"] = config.get("moe_latent_size") or 0
-    return fields | {
-        "gated_linear_unit": False,
+    return result
+
+
+def _indexer_layers(keys: _Keys, num_layers: int) -> tuple[int, ...]:
+    """Layers that compute their own indices (GLM-5); () where all do."""
+    types, pattern = keys.get("indexer_types"), keys.get("index_topk_pattern")
+    if types is None and pattern is not None:
+        types = ["full" if kind in ("F", "full") else "shared" for kind in pattern]
+    if types is None:
+        freq, offset = max(keys.get("index_topk_freq", default=1), 1), keys.get("index_skip_topk_offset", default=2)
+        types = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers)]
+    if unknown := set(types) - {"full", "shared"}:
+        raise keys.refusal(f"indexer_types {sorted(unknown)}")
+    return () if "shared" not in types else tuple(int(kind == "full") for kind in types)
+
+
+def _hybrid(keys: _Keys, kinds: list[str], fields: Fields) -> Fields:
+    """Mamba beside attention: a layer of Nemotron-H is one of the two or an MLP, Granite's has an MLP after either."""
+    if "ssm_state_size" in keys.used:
+        pattern, heads = "".join(kinds), keys.need("mamba_num_heads")
+        names = ("ssm_state_size", "mamba_head_dim", "n_groups")
+    else:
+        mlp = "E" if fields.get("num_experts") else "-"
+        pattern = "".join(("M" if kind == "linear_attention" else "*") + mlp for kind in kinds)
+        heads, names = keys.need("mamba_n_heads"), ("mamba_d_state", "mamba_d_head", "mamba_n_groups")
+        if mlp == "-":
+            fields["ffn_hidden_size"] = keys.get("shared_intermediate_size", default=fields["ffn_hidden_size"])
+    moe = "E" in pattern
+    return {
+        **(fields if moe else {k: v for k, v in fields.items() if not k.startswith("moe_") and k != "num_experts"}),
+        "moe_layer_freq": (),
+        "num_layers": len(pattern),
         "hybrid_layer_pattern": pattern,
-        "mamba_state_dim": _need(config, "ssm_state_size"),
-        "mamba_head_dim": _need(config, "mamba_head_dim"),
-        "mamba_num_groups": _need(config, "n_groups"),
-        "mamba_num_heads": _need(config, "mamba_num_heads"),
+        "mamba_num_heads": heads,
+        **dict(zip(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"), map(keys.need, names), strict=True)),
     }
-
-
-_READERS: dict[str, Callable[[Config], Fields]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "qwen2": _qwen,
-    "qwen2_5_vl": _qwen,
-    "qwen2_5_vl_text": _qwen,
-    "qwen3": _qwen,
-    "qwen3_moe": _qwen_moe,
-    "qwen3_next": _qwen_linear_moe,
-    "qwen3_5_text": _qwen_linear,
-    "qwen3_5_moe_text": _qwen_linear_moe,
-    "gemma3_text": _gemma3,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "deepseek_v32": _deepseek_sparse,
-    "nemotron_h": _nemotron_h,
-}

@@ -1,11 +1,11 @@
-"""Describes a layer for FLOPs and memory: a token mixer, an MLP, and the sizes that each requires."""
+"""Describes a layer for FLOPs: a token mixer, an MLP, and the sizes that each requires."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Mixer = Literal["attention", "mla", "dsa", "gated_delta_net", "mamba"]
+Mixer = Literal["attention", "mla", "dsa", "dsa_shared", "gated_delta_net", "mamba"]
 Mlp = Literal["dense", "moe"]
 
 
@@ -14,7 +14,8 @@ class Layer:
     """One layer.
 
     Attributes:
-        mixer: what mixes tokens; None in a hybrid model's MLP layer.
+        mixer: what mixes tokens; None in a hybrid model's MLP layer. `dsa_shared` is sparse attention to the keys that
+            an earlier layer's indexer picked.
         mlp: what follows it; None in a hybrid model's mixer layer.
         window: tokens a query attends to, itself included; 0 where it attends to all before it. The keys that
             sparse attention picks are not a window: `ModelShape.dsa_indexer_topk` says how many.
@@ -40,6 +41,7 @@ _LATENT = ("kv_lora_rank", "qk_head_dim", "v_head_dim")
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "mla": _LATENT,
+    "dsa_shared": (*_LATENT, "dsa_indexer_topk"),
     "dsa": (*_LATENT, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     "gated_delta_net": (
         "linear_key_head_dim",

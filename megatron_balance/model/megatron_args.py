@@ -1,4 +1,4 @@
-"""Reads the fields of a ModelShape from Megatron's parsed arguments.
+"""Reads the fields of a ModelShape from Megatron's parsed arguments, or from a TransformerConfig.
 
 Read as Megatron 0.19 reads them: `validate_args` (megatron/training/arguments.py) for the defaults,
 `core_transformer_config_from_args` for the gate, and where each pattern is used for its meaning:
@@ -6,13 +6,16 @@ Read as Megatron 0.19 reads them: `validate_args` (megatron/training/arguments.p
     --moe-layer-freq N           layer i is MoE where i % N == 0                       (gpt_layer_specs)
     --linear-attention-freq N    every N-th layer is full attention, the others linear (experimental_attention_...)
     --window-attn-skip-freq N    every N-th layer is full attention, the others windowed (is_layer_window_attention)
+    --dsa-indexer-topk-freq N    every N-th layer picks keys for those after it        (is_dsa_skip_topk_layer)
 
-Each also takes a list, or a string such as "[0]*3+[1]*58". Nothing of Megatron is imported here.
+The first three also take a list, or a string such as "[0]*3+[1]*58". A configuration has other names for experts and
+the gate, and lacks vocabulary and hybrid pattern. Nothing of Megatron is imported here.
 """
 
 from __future__ import annotations
 
 import ast
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -43,14 +46,14 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     """
     _refuse_unknown_layers(args)
     hidden_size, heads = _needed(args, "hidden_size"), _needed(args, "num_attention_heads")
-    hybrid = _hybrid_layer_pattern(args)
+    # --hybrid-override-pattern is the older name; validate_args moves it.
+    hybrid = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
     main, *depths = hybrid.replace("|", "").split("/")
     num_layers = len(main) if hybrid else _needed(args, "num_layers")
     ffn_hidden_size = _int(args, "ffn_hidden_size") or _default_ffn_hidden_size(args, hidden_size)
     variant = getattr(args, "experimental_attention_variant", None)
     latent = bool(getattr(args, "multi_latent_attention", False)) or not {"+", "D"}.isdisjoint(hybrid)
     grouped = bool(getattr(args, "group_query_attention", False)) and not latent
-    linear = variant == "gated_delta_net"
     result: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_layers": num_layers,
@@ -73,6 +76,13 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
         copy("mla")
     if variant == "dsa" or "D" in hybrid:
         copy("dsa")
+        freq, offset = _int(args, "dsa_indexer_topk_freq") or 1, max(_int(args, "dsa_indexer_skip_topk_offset"), 1)
+        if freq > 1:  # layers are numbered from 1
+            result["dsa_indexer_layers"] = tuple(
+                int(max(number - offset, 0) % freq == 0) for number in range(1, num_layers + 1)
+            )
+        result["dsa_indexer_loss"] = bool(getattr(args, "dsa_indexer_loss_coeff", None))
+        result["dsa_fused"] = getattr(args, "dsa_kernel_backend", "none") != "none"
     window_size: Iterable[int] | None = getattr(args, "window_size", None)
     if window_size:
         result["window_size"] = tuple(window_size)
@@ -83,9 +93,9 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
         copy("experts")
         result["moe_ffn_hidden_size"] = _int(args, "moe_ffn_hidden_size") or ffn_hidden_size
         result["moe_layer_freq"] = _pattern(args, "moe_layer_freq", num_layers, lambda i, n: i % n == 0)
-    if linear or "G" in hybrid:
+    if variant == "gated_delta_net" or "G" in hybrid:
         copy("gated_delta_net")
-    if linear:
+    if variant == "gated_delta_net":
         pattern = _pattern(args, "linear_attention_freq", num_layers, lambda i, n: (i + 1) % n != 0)
         if not pattern:
             raise BalanceError(
@@ -100,24 +110,78 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     return result
 
 
+def fields_from_transformer_config(
+    config: object, *, padded_vocab_size: int, hybrid_layer_pattern: str = ""
+) -> dict[str, Any]:
+    """Fields of a ModelShape from a configuration of megatron.core.
+
+    Args:
+        config: a TransformerConfig; its `__post_init__` has filled in the defaults.
+        padded_vocab_size: rows of the output projection.
+        hybrid_layer_pattern: one symbol a layer, for a hybrid model.
+
+    Returns:
+        dict: keyword arguments of ModelShape.
+
+    Raises:
+        BalanceError: config is not a TransformerConfig, or its layers' FLOPs are not known here.
+    """
+    args = args_of_transformer_config(config, padded_vocab_size=padded_vocab_size)
+    if args.is_hybrid_model and not hybrid_layer_pattern:
+        raise BalanceError(
+            "hybrid_layer_pattern is not given: the configuration is a hybrid model's and does not say which "
+            "layers it has; pass --hybrid-layer-pattern."
+        )
+    args.hybrid_layer_pattern = hybrid_layer_pattern
+    # Argument parsing takes 0 for "not given"; here it is what the layers are built with.
+    return fields_from_megatron_args(args) | {"ffn_hidden_size": args.ffn_hidden_size}
+
+
+def args_of_transformer_config(config: object, *, padded_vocab_size: int | None) -> Namespace:
+    """The fields of a configuration under the names of Megatron's arguments.
+
+    Args:
+        config: as for `fields_from_transformer_config`.
+        padded_vocab_size: likewise; None where it is not known.
+
+    Raises:
+        BalanceError: config is not a TransformerConfig.
+    """
+    values: dict[str, Any] = dict(getattr(config, "__dict__", {}))
+    for name in ("ffn_hidden_size", "gated_linear_unit", "num_moe_experts", "moe_layer_freq", "is_hybrid_model"):
+        if name not in values:
+            raise BalanceError(
+                f"config is a {type(config).__name__} without {name}: it must be megatron.core's TransformerConfig "
+                "(the `transformer` of a GPTModelConfig)."
+            )
+    # A pattern equal to the default is left out, as in ModelShape.
+    freq = values["moe_layer_freq"]
+    renamed = {
+        "num_experts": values["num_moe_experts"],
+        "moe_layer_freq": None if freq == 1 else freq,
+        "group_query_attention": True,
+        "swiglu": values["gated_linear_unit"],
+        "padded_vocab_size": padded_vocab_size,
+    }
+    return Namespace(**values | renamed)
+
+
 def _refuse_unknown_layers(args: object) -> None:
     variant = getattr(args, "experimental_attention_variant", None)
     if variant not in (None, "gated_delta_net", "dsa"):
         raise BalanceError(
             f"--experimental-attention-variant is {variant!r}: the FLOPs of gated_delta_net and dsa are known; "
-            "balance by tokens or by calibrated costs."
+            "balance by tokens or by measured costs."
         )
-    shared_by = _int(args, "dsa_indexer_topk_freq")
-    if shared_by > 1:
-        raise BalanceError(
-            f"--dsa-indexer-topk-freq is {shared_by}: the FLOPs of layers that share an indexer are not known; "
-            "balance by tokens or by calibrated costs."
-        )
-    for name in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"):
-        if getattr(args, name, None) is not None:
+    for name in (
+        "heterogeneous_layers_config_path",
+        "heterogeneous_layers_config_encoded_json",
+        "heterogeneous_block_specs",
+    ):
+        if getattr(args, name, None):
             raise BalanceError(
                 f"--{name.replace('_', '-')} is given: the FLOPs of layers of different sizes are not known; "
-                "balance by tokens or by calibrated costs."
+                "balance by tokens or by measured costs."
             )
 
 
@@ -130,11 +194,6 @@ def _needed(args: object, name: str) -> int:
 
 def _int(args: object, name: str) -> int:
     return getattr(args, name, None) or 0
-
-
-def _hybrid_layer_pattern(args: object) -> str:
-    # --hybrid-override-pattern is the older name; validate_args moves it.
-    return getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
 
 
 def _default_ffn_hidden_size(args: object, hidden_size: int) -> int:

@@ -8,17 +8,18 @@ Where Megatron says None for "the model has none of this", a number here is 0.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.hf_config import fields_from_hf_config
+from megatron_balance.model.flops import num_parameters
+from megatron_balance.model.hf_config import fields_from_hf_config, total_parameters
 from megatron_balance.model.layers import HYBRID_LAYERS, NEEDED, Layer, Mixer
-from megatron_balance.model.megatron_args import fields_from_megatron_args
+from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
 from megatron_balance.model.presets import PRESETS
-from megatron_balance.model.transformer_config import fields_from_transformer_config
 from megatron_balance.model.vision import VisionEncoder
 
 
@@ -45,6 +46,10 @@ class ModelShape:
         dsa_indexer_topk: keys a query attends to under DeepSeek sparse attention; 0 for none. Every layer with
             multi-latent attention is sparse then, but for the `+` of a hybrid pattern.
         dsa_indexer_n_heads, dsa_indexer_head_dim: sizes of the indexer that picks them.
+        dsa_indexer_layers: `[num_layers]`, 1 for a sparse layer with an indexer of its own, 0 for one that takes an
+            earlier layer's keys; () when all have one.
+        dsa_indexer_loss: the indexer is trained by a loss of its own.
+        dsa_fused: sparse attention runs in fused kernels; if not, every pack costs the square of its tokens.
         window_size: sliding window `(left, right)` as Megatron has it: a query sees `left` tokens before itself.
         window_attn_skip_freq: `[num_layers]`, 1 for a windowed layer; () when all are, or none (no window_size).
         linear_attention_freq: `[num_layers]`, 1 for a gated delta net layer; () when none is.
@@ -55,6 +60,7 @@ class ModelShape:
             above do not apply then.
         mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads: sizes of a Mamba 2 layer.
         mtp_num_layers: multi-token-prediction depths.
+        lora_rank: rank of adapters beside all matrices of the layers, whose own weights are frozen then; 0 for none.
         vision: encoder of images and projector; None for a model of text alone.
 
     Raises:
@@ -90,6 +96,9 @@ class ModelShape:
     dsa_indexer_n_heads: int = 0
     dsa_indexer_head_dim: int = 0
     dsa_indexer_topk: int = 0
+    dsa_indexer_layers: tuple[int, ...] = ()
+    dsa_indexer_loss: bool = False
+    dsa_fused: bool = True
     window_size: tuple[int, int] | None = None
     window_attn_skip_freq: tuple[int, ...] = ()
     linear_attention_freq: tuple[int, ...] = ()
@@ -104,12 +113,15 @@ class ModelShape:
     mamba_num_groups: int = 0
     mamba_num_heads: int = 0
     mtp_num_layers: int = 0
+    lora_rank: int = 0
     vision: VisionEncoder | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            # The default tells a size from a flag: its type is a text or a class, as annotations are evaluated or not.
+            is_size = field.default is MISSING or type(field.default) is int
+            if is_size and field.name != "gated_linear_unit" and (type(value) is not int or value < 0):
                 raise BalanceError(f"ModelShape.{field.name} is {value!r}: it must be a non-negative integer.")
         always = ("hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "kv_channels")
         self._require((*always, "padded_vocab_size"), "every model")
@@ -118,7 +130,7 @@ class ModelShape:
                 f"ModelShape.num_query_groups is {self.num_query_groups}: it must divide "
                 f"num_attention_heads, {self.num_attention_heads}."
             )
-        for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq"):
+        for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq", "dsa_indexer_layers"):
             self._check_pattern(name)
         if self.window_size is not None and (len(self.window_size) != 2 or min(self.window_size) < -1):
             raise BalanceError(
@@ -181,10 +193,23 @@ class ModelShape:
                 Megatron pads it (`--make-vocab-size-divisible-by`). Multi-token prediction is left off, since
                 the run decides on it: `dataclasses.replace(shape, mtp_num_layers=1)`.
 
+        A model_type that is not known is read by its keys, and a warning says which. If a
+        `model.safetensors.index.json` beside the file has 5 % more or fewer parameters than were read, it is refused.
+
         Raises:
-            BalanceError: the file is missing, or its model_type or one of its keys is not known here.
+            BalanceError: the file is missing, or describes layers that are not counted here or sizes that cannot be.
         """
-        return cls(**fields_from_hf_config(config))
+        fields, warning = fields_from_hf_config(config)
+        shape = cls(**fields)
+        counts, total = [num_parameters(shape, tied=tied) for tied in (False, True)], total_parameters(config)
+        if total and not any(0.95 < count / total < 1.05 for count in counts):
+            raise BalanceError(
+                f"the Hugging Face config was read as a model of {counts[0] / 1e9:.2f} billion parameters, but its "
+                f"checkpoint has {total / 1e9:.2f}: give ModelShape its fields by hand, or balance by tokens."
+            )
+        if warning:
+            warnings.warn(f"{warning} It was read as {counts[0] / 1e9:.2f} billion parameters.", stacklevel=2)
+        return shape
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
@@ -239,8 +264,9 @@ class ModelShape:
             num_experts=self.num_experts if layer.mlp == "moe" else 0,
             moe_router_topk=self.moe_router_topk if layer.mlp == "moe" else 0,
             moe_layer_freq=(),
-            multi_latent_attention=layer.mixer in ("mla", "dsa"),
-            dsa_indexer_topk=self.dsa_indexer_topk if layer.mixer == "dsa" else 0,
+            multi_latent_attention=layer.mixer in ("mla", "dsa", "dsa_shared"),
+            dsa_indexer_topk=self.dsa_indexer_topk if layer.mixer in ("dsa", "dsa_shared") else 0,
+            dsa_indexer_layers=(0,) * num_layers if layer.mixer == "dsa_shared" else (),
             window_size=(layer.window - 1, 0) if layer.window else None,
             window_attn_skip_freq=(),
             linear_attention_freq=(1,) * num_layers if linear else (),
@@ -252,7 +278,8 @@ class ModelShape:
     def _layer(self, index: int) -> Layer:
         mixer: Mixer = "attention"
         if self.multi_latent_attention:
-            mixer = "dsa" if self.dsa_indexer_topk else "mla"
+            own_indexer = not self.dsa_indexer_layers or self.dsa_indexer_layers[index]
+            mixer = ("dsa" if own_indexer else "dsa_shared") if self.dsa_indexer_topk else "mla"
         if self.linear_attention_freq and self.linear_attention_freq[index]:
             mixer = "gated_delta_net"
         moe = self.num_experts > 0 and (not self.moe_layer_freq or self.moe_layer_freq[index] == 1)

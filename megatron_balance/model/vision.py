@@ -6,7 +6,7 @@ A multiply and an add are two FLOPs. Attention is not causal and stays within an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,7 +27,8 @@ class VisionEncoder:
         gated_linear_unit: the MLP has a gate: three GEMMs, not two.
         patch_values: numbers of a patch: channels times frames times height times width.
         patches_per_token: patches that the projector joins into one token.
-        projector_hidden_size: width between the projector's two layers.
+        projector_hidden_size: width between a projector's two layers.
+        num_projectors: projectors that an image goes through, those of DeepStack included.
         window_patches: patches of a window; 0 where all layers attend to the whole image.
         num_windowed_layers: layers that attend within a window only.
 
@@ -42,6 +43,7 @@ class VisionEncoder:
     patch_values: int
     patches_per_token: int
     projector_hidden_size: int
+    num_projectors: int = 1
     window_patches: int = 0
     num_windowed_layers: int = 0
 
@@ -49,7 +51,7 @@ class VisionEncoder:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in ("window_patches", "num_windowed_layers") else 1
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if field.name != "gated_linear_unit" and (type(value) is not int or value < least):
                 raise BalanceError(
                     f"VisionEncoder.{field.name} is {value!r}: it must be an integer of at least {least}."
                 )
@@ -85,7 +87,8 @@ def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
     """Forward FLOPs of an image through encoder and projector.
 
     Per patch: embedding `2h*patch_values`, a layer's projections `8h²` and MLP `2e*h*ffn_hidden_size`, projector
-    `2p(mh + H)/m` with p its width, m the patches of a token and H the language model's width. Core `4h*P²` in a layer
+    `2p(mh + H)/m` with p its width, m the patches of a token and H the language model's width, as often as there are
+    projectors. Core `4h*P²` in a layer
     that attends to the whole image, `4h*w` a patch in one with windows of w patches; an image whose sides are not
     multiples of the window's has smaller windows at its edges, so that this is an upper bound there.
     Source: Dosovitskiy et al. 2020 (arXiv 2010.11929), section 3.1; windows and merging as in Qwen2.5-VL (arXiv
@@ -97,12 +100,39 @@ def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
     """
     h, layers = encoder.hidden_size, encoder.num_layers
     mlp = 2 * (3 if encoder.gated_linear_unit else 2) * h * encoder.ffn_hidden_size
-    of_token = 2 * encoder.projector_hidden_size * (encoder.patches_per_token * h + hidden_size)
+    of_token = (
+        2 * encoder.num_projectors * encoder.projector_hidden_size * (encoder.patches_per_token * h + hidden_size)
+    )
     return ImageFlops(
         linear=2 * encoder.patch_values * h + layers * (8 * h**2 + mlp),
         projector=-(-of_token // encoder.patches_per_token),
         windowed=4 * h * encoder.window_patches * encoder.num_windowed_layers,
         quadratic=4 * h * (layers - encoder.num_windowed_layers),
+    )
+
+
+def encoder_from_hf_config(vision: Mapping[str, Any], model_type: str) -> VisionEncoder | None:
+    """The encoder that the `vision_config` of a Qwen-VL model describes; None for any other.
+
+    `spatial_merge_size²` patches make a token. Qwen2.5-VL has windows in all layers but `fullatt_block_indexes`, and
+    gated MLPs; Qwen3-VL has more projectors, one for each of `deepstack_visual_indexes`.
+    """
+    if not model_type.startswith(("qwen2_5_vl", "qwen3_vl", "qwen3_5")):
+        return None
+    merged, patch_size = vision["spatial_merge_size"] ** 2, vision["patch_size"]
+    windowed = "window_size" in vision
+    channels = vision.get("in_channels") or vision["in_chans"]
+    return VisionEncoder(
+        hidden_size=vision["hidden_size"],
+        num_layers=vision["depth"],
+        ffn_hidden_size=vision["intermediate_size"],
+        gated_linear_unit=model_type.startswith("qwen2_5_vl"),
+        patch_values=channels * vision["temporal_patch_size"] * patch_size**2,
+        patches_per_token=merged,
+        projector_hidden_size=merged * vision["hidden_size"],
+        num_projectors=1 + len(vision.get("deepstack_visual_indexes") or ()),
+        window_patches=(vision["window_size"] // patch_size) ** 2 if windowed else 0,
+        num_windowed_layers=vision["depth"] - len(vision["fullatt_block_indexes"]) if windowed else 0,
     )
 
 

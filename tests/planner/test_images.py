@@ -18,10 +18,7 @@ from megatron_balance import (
     calculate_fwd_flops,
 )
 from megatron_balance.cost import MAX_TOTAL_COST
-from megatron_balance.model.flops import fwd_flops
-from megatron_balance.model.hf_config import fields_from_hf_config
-from megatron_balance.model.presets import PRESETS
-from megatron_balance.model.vision import VisionEncoder, image_flops, patches_of_grids
+from megatron_balance.model import PRESETS, VisionEncoder, fwd_flops, image_flops, patches_of_grids
 from megatron_balance.planner import assignment_metrics, schedule_metrics
 
 MODEL = CostModel(linear=10, quadratic=1, image_linear=7, image_quadratic=2)
@@ -87,7 +84,7 @@ def test_wrong_images_are_refused_by_name() -> None:
     ("name", "weights"),
     [
         ("Qwen2.5-VL-7B", 32 * (4 * 1280**2 + 3 * 1280 * 3420) + 1176 * 1280 + 5120 * (5120 + 3584) // 4),
-        ("LLaVA-OneVision-Qwen2-7B", 26 * (4 * 1152**2 + 2 * 1152 * 4304) + 588 * 1152 + 3584 * (1152 + 3584)),
+        ("Qwen3-VL-8B", 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 1536 * 1152 + 4 * 4608 * (4608 + 4096) // 4),
     ],
 )
 def test_a_patch_goes_once_through_all_weights(name: str, weights: int) -> None:
@@ -134,9 +131,9 @@ def test_a_nested_config_has_the_same_encoder() -> None:
     flat = PRESETS["Qwen2.5-VL-7B"]
     text = {key: value for key, value in flat.items() if key != "vision_config"} | {"model_type": "qwen2_5_vl_text"}
     nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": flat["vision_config"]}
-    assert fields_from_hf_config(nested) == fields_from_hf_config(flat)
+    assert ModelShape.from_hf_config(nested) == ModelShape.from_hf_config(flat)
     with pytest.raises(BalanceError, match="'qwen2_5_vl' has a value of a wrong kind"):
-        fields_from_hf_config(flat | {"vision_config": {"depth": 32}})
+        ModelShape.from_hf_config(flat | {"vision_config": {"depth": 32}})
 
 
 def test_sizes_of_an_encoder_are_checked() -> None:

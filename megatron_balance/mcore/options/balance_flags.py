@@ -129,7 +129,7 @@ BALANCE_FLAGS = (
             because="it refines --balance-by-flops, which is not set",
             remedy="add that, or drop it",
         )
-        for name in ("balance_calibration", "balance_calibrate_online", "balance_encoder")
+        for name in ("balance_calibration", "balance_calibrate_online")
     ),
     Option(
         names=("balance_context_parallel",),

@@ -11,14 +11,12 @@ from typing import Any
 
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
-from megatron_balance.cost.resolve import find_shape
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options.table import problems
 from megatron_balance.mcore.setup.cp_exchange import ExchangeCost, exchange_cost
 from megatron_balance.mcore.setup.token_alignment import token_alignment
 from megatron_balance.memory.budget import AUTO
 from megatron_balance.memory.shape_buckets import bucketed_limits
-from megatron_balance.model.llava import encoder_from_megatron_args
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
@@ -212,6 +210,7 @@ def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
 
 def flops_from_megatron_args(args: Any) -> CostModel:
     """The FLOPs of the model that the run's own arguments describe."""
+    cap = getattr(args, "max_tokens_per_gpu", None)
     return CostModel.from_shape(
         _shape_of_run(args),
         ep_size=args.expert_model_parallel_size,
@@ -219,6 +218,7 @@ def flops_from_megatron_args(args: Any) -> CostModel:
         microbatch_tokens=MICROBATCH_TOKENS,
         frozen_encoder=bool(getattr(args, "freeze_ViT", False)),
         frozen_language_model=bool(getattr(args, "freeze_LM", False)),
+        pack_tokens=cap * args.context_parallel_size if isinstance(cap, int) else 0,
     )
 
 
@@ -231,16 +231,7 @@ def patch_values_from_megatron_args(args: Any, *, cost_model: CostModel) -> int:
 
 
 def _shape_of_run(args: Any) -> ModelShape:
-    shape = getattr(args, "balance_shape", None)
-    if shape is not None:
-        return shape
-    shape, model = ModelShape.from_megatron_args(args), getattr(args, "balance_encoder", None)
-    if model is None:
-        return replace(shape, vision=encoder_from_megatron_args(args))
-    vision = find_shape(model, named_by="--balance-encoder").vision
-    if vision is None:
-        raise BalanceError(f"--balance-encoder is {model!r}: that model has no vision encoder.")
-    return replace(shape, vision=vision)
+    return getattr(args, "balance_shape", None) or ModelShape.from_megatron_args(args)
 
 
 def topology_from_megatron_args(args: Any) -> Topology:

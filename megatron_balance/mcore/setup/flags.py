@@ -117,14 +117,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "in place of first-fit. Requires --use-dynamic-batch-size.",
     )
     group.add_argument(
-        "--balance-encoder",
-        metavar="MODEL",
-        default=None,
-        help="The model has the vision encoder of MODEL, a preset or a Hugging Face config.json, whose FLOPs count for "
-        "the images of samples. By default it is the one that --vision-model-type of Megatron's examples/multimodal "
-        "names. Refines --balance-by-flops.",
-    )
-    group.add_argument(
         "--balance-calibration",
         metavar="FILE",
         default=None,

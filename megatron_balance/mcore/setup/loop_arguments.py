@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +17,8 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.command_line import parse_balance_flags
 from megatron_balance.mcore.setup.one_flag import fill_in_flags
-from megatron_balance.model.llava import encoder_of_llava
+from megatron_balance.model.megatron_args import args_of_transformer_config
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.model.transformer_config import args_of_transformer_config
 
 _OWN_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-by-flops")
 
@@ -103,17 +101,18 @@ def args_of_loop(
 
 
 def _of_llava(model: Any, *, args: Namespace) -> dict[str, Any]:
-    """The parts of a LLaVAModel that are frozen, and its shape where the costs come from it."""
+    """The parts of a LLaVAModel that are frozen."""
     if args.pipeline_model_parallel_size > 1:
         raise BalanceError(
             f"pipeline_model_parallel_size is {args.pipeline_model_parallel_size}: LLaVAModel pads each micro-batch to "
             "language_max_sequence_length then, which packed sequences do not survive. Train it without a pipeline."
         )
-    shape = args.balance_shape
-    if args.balance_by_flops and args.balance_cost is None and shape is None:
-        shape = replace(ModelShape.from_megatron_args(args), vision=encoder_of_llava(model))
+    if args.balance_by_flops and args.balance_cost is None and args.balance_shape is None:
+        raise BalanceError(
+            "LLaVAModel has an encoder, which is not read from its modules: give cost, a ModelShape with vision, "
+            "or the flag --no-balance-by-flops."
+        )
     return {
-        "balance_shape": shape,
         "freeze_ViT": not any(weight.requires_grad for weight in model.vision_model.parameters()),
         "freeze_LM": not any(weight.requires_grad for weight in model.language_model.parameters()),
     }

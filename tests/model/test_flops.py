@@ -11,24 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import (
-    calculate_fwd_flops,
-    dsa_flops,
+from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
+from megatron_balance.model import (
+    FlopsPolynomial,
+    Layer,
+    causal_pairs,
     fwd_flops,
     fwd_flops_by_part,
-    gated_delta_net_flops,
     linear_coefficient,
-    lm_head_flops,
-    mamba_flops,
-    mixer_flops,
-    mla_flops,
-    moe_flops,
+    parse_layer_pattern,
 )
-from megatron_balance.model.flops_polynomial import FlopsPolynomial, causal_pairs
-from megatron_balance.model.layers import Layer
-from megatron_balance.model.megatron_args import parse_layer_pattern
-from megatron_balance.model.shape import ModelShape
 
 DENSE = ModelShape(
     hidden_size=8,
@@ -50,6 +42,7 @@ LATENT: dict[str, Any] = {
 }
 MLA = replace(DENSE, **LATENT)
 INDEXER = {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 4, "dsa_indexer_topk": 5}
+SPARSE = replace(MLA, **INDEXER)
 EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 DELTA_NET = {
     "linear_key_head_dim": 2,
@@ -93,58 +86,172 @@ def test_output_gate_is_one_more_query_projection() -> None:
     assert fwd_flops(gated).linear - fwd_flops(DENSE).linear == 2 * gemm(1, 8, 12)
 
 
+def part(shape: ModelShape, name: str) -> FlopsPolynomial:
+    """Of one layer of its two."""
+    flops = fwd_flops_by_part(shape)[name]
+    windows = tuple((window, coefficient // 2) for window, coefficient in flops.windows)
+    return FlopsPolynomial(flops.linear // 2, flops.quadratic // 2, flops.expert_linear // 2, windows)
+
+
 def test_mla_gemm_by_gemm() -> None:
     down = gemm(1, 8, 5) + gemm(1, 8, 6 + 2)
     up = gemm(1, 5, 4 * (3 + 2)) + gemm(1, 6, 4 * (3 + 4))
     output = gemm(1, 4 * 4, 8)
-    assert mla_flops(MLA) == FlopsPolynomial(linear=down + up + output, quadratic=4 * (5 + 4))
+    assert part(MLA, "mla") == FlopsPolynomial(linear=down + up + output, quadratic=4 * (5 + 4))
     without_lora = gemm(1, 8, 4 * 5) - gemm(1, 8, 5) - gemm(1, 5, 20)
-    assert mla_flops(replace(MLA, q_lora_rank=0)).linear == mla_flops(MLA).linear + without_lora
+    assert part(replace(MLA, q_lora_rank=0), "mla").linear == part(MLA, "mla").linear + without_lora
 
 
 def test_sparse_attention_by_hand() -> None:
-    shape = replace(MLA, **INDEXER)
     length, topk = 11, 5
     projections = gemm(length, 5, 3 * 4) + gemm(length, 8, 4) + gemm(length, 8, 3)
     # All heads share one latent key and value: QKᵀ on 6 + 2 channels, PV on 6; a query picks from what is before it.
     picked = sum(min(position + 1, topk) for position in range(length))
     core = picked * 4 * (gemm(1, 6 + 2, 1) + gemm(1, 1, 6))
     scores = 3 * gemm(length, 4, length) // 2
-    assert dsa_flops(shape)(length) == mla_flops(MLA).linear * length + projections + scores + core
-    without_lora = replace(shape, q_lora_rank=0)
-    more = gemm(1, 8, 12) - gemm(1, 5, 12) + mla_flops(replace(MLA, q_lora_rank=0)).linear - mla_flops(MLA).linear
-    assert dsa_flops(without_lora).linear == dsa_flops(shape).linear + more
-    assert fwd_flops_by_part(shape)["dsa"] == dsa_flops(shape) + dsa_flops(shape)
+    assert part(SPARSE, "dsa_indexer")(length) == projections + scores
+    assert part(SPARSE, "dsa")(length) == part(MLA, "mla").linear * length + core
+    more = gemm(1, 8, 12) - gemm(1, 5, 12)
+    without_lora = part(replace(SPARSE, q_lora_rank=0), "dsa_indexer").linear
+    assert without_lora == part(SPARSE, "dsa_indexer").linear + more
+    target = replace(SPARSE, dsa_indexer_loss=True)
+    assert part(target, "dsa_target")(length) == 4 * gemm(length, 6 + 2, length) // 2
+
+
+def test_a_shared_indexer_computes_once() -> None:
+    shared = replace(SPARSE, dsa_indexer_layers=(1, 0))
+    assert [layer.mixer for layer in shared.decoder_layers()] == ["dsa", "dsa_shared"]
+    assert fwd_flops_by_part(shared)["dsa"] == fwd_flops_by_part(SPARSE)["dsa"]
+    assert fwd_flops_by_part(shared)["dsa_indexer"] == part(SPARSE, "dsa_indexer")
+
+
+def test_torch_counts_the_same_pairs_in_megatrons_sparse_attention() -> None:
+    """Its unfused functions compute the masked half of all pairs as well, of the whole pack."""
+    torch = pytest.importorskip("torch")
+    dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tokens, topk = 12, 5
+    keys, weights = torch.randn(tokens, 1, 4), torch.randn(tokens, 1, 3)
+    with FlopCounterMode(display=False) as counter:
+        _, picked = dsa.fused_qk_topk_naive(torch.randn(tokens, 1, 3, 4), keys, weights, topk)
+    assert counter.get_total_flops() == 2 * part(SPARSE, "dsa_indexer").quadratic * tokens**2
+    causal = torch.full((tokens, tokens), float("-inf")).triu(1)
+    latent = torch.randn(tokens, 1, 1, 6 + 2)
+    with FlopCounterMode(display=False) as counter:
+        dsa._unfused_absorbed_dsa_fn(torch.randn(tokens, 1, 4, 8), latent, picked, 1.0, 6, mask=causal)
+    ((_, core),) = part(SPARSE, "dsa").windows
+    assert counter.get_total_flops() == 2 * core * tokens**2
 
 
 def test_moe_keeps_routed_experts_apart() -> None:
     shape = replace(DENSE, **EXPERTS, moe_shared_expert_intermediate_size=5)
     local = gemm(1, 8, 6) + 3 * gemm(1, 8, 5)
-    assert moe_flops(shape) == FlopsPolynomial(linear=local, expert_linear=2 * 3 * gemm(1, 8, 12))
-    latent = replace(shape, moe_latent_size=4)
-    assert moe_flops(latent) == FlopsPolynomial(linear=local + 2 * gemm(1, 8, 4), expert_linear=2 * 3 * gemm(1, 4, 12))
+    assert part(shape, "moe") == FlopsPolynomial(linear=local, expert_linear=2 * 3 * gemm(1, 8, 12))
+    latent = FlopsPolynomial(linear=local + 2 * gemm(1, 8, 4), expert_linear=2 * 3 * gemm(1, 4, 12))
+    assert part(replace(shape, moe_latent_size=4), "moe") == latent
 
 
 def test_gated_delta_net_by_hand() -> None:
     shape = replace(DENSE, **DELTA_NET, linear_attention_freq=(1, 0))
     in_proj = gemm(1, 8, 4 + 4 + 12 + 12 + 4 + 4)
     convolution = gemm(1, 4, 4 + 4 + 12)
+    # Read by key, decay and write the difference, read by query: four products of every key with every value channel.
     state = 4 * 4 * gemm(1, 2, 3)
-    assert gated_delta_net_flops(shape).linear == in_proj + convolution + state + gemm(1, 12, 8)
+    flops = fwd_flops_by_part(shape)
+    assert flops["gated_delta_net"] == FlopsPolynomial(linear=in_proj + convolution + state + gemm(1, 12, 8))
     assert fwd_flops(shape).quadratic == 2 * 12
+
+
+def test_torch_counts_the_same_in_the_gemms_of_a_gated_delta_net() -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    sizes = {**DELTA_NET, "hidden_size": 8}
+    layer = Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(**sizes), 0)
+    length = 64
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(torch.randn(1, length, 8))
+    linear = [
+        f for name, f in counter.get_flop_counts()["Global"].items() if "mm" in str(name) and "bmm" not in str(name)
+    ]
+    ours = part(replace(DENSE, **DELTA_NET, linear_attention_freq=(1, 1)), "gated_delta_net").linear
+    without_weights = 8 * 4 * 2 * 3 + 2 * 4 * (4 + 4 + 12)
+    assert sum(linear) == length * (ours - without_weights)
 
 
 def test_mamba_by_hand() -> None:
     shape = replace(DENSE, **MAMBA, hybrid_layer_pattern="M*")
     in_proj = gemm(1, 8, 12 + 12 + 4 + 4 + 4)
-    assert mamba_flops(shape).linear == in_proj + 7 * 12 * 2 + gemm(1, 12, 8)
-    assert mixer_flops(shape, layer=Layer(None, "dense")) == FlopsPolynomial()
+    flops = fwd_flops_by_part(shape)
+    assert flops["mamba"] == FlopsPolynomial(linear=in_proj + 7 * 12 * 2 + gemm(1, 12, 8))
+    assert flops["attention"].quadratic == 2 * 12
+    assert set(flops) == {"mamba", "attention", "lm_head"}
+
+
+def test_sinks_cost_nothing() -> None:
+    args = Namespace(**ARGS)
+    assert ModelShape.from_megatron_args(Namespace(**ARGS, softmax_type="learnable")) == ModelShape.from_megatron_args(
+        args
+    )
+
+
+# What training costs -------------------------------------------------------------------------------------------------
+
+
+def test_an_indexer_runs_forward_alone() -> None:
+    indexer, sparse = fwd_flops_by_part(SPARSE)["dsa_indexer"], fwd_flops(SPARSE)
+    for recompute in (False, True):
+        cost = CostModel.from_shape(SPARSE, recompute=recompute)
+        assert cost.quadratic == (1 + recompute) * indexer.quadratic
+        head = recompute * fwd_flops_by_part(SPARSE)["lm_head"].linear
+        assert cost.linear == (3 + recompute) * sparse.linear - 2 * indexer.linear - head
+    (window,) = CostModel.from_shape(SPARSE).windows
+    assert window == (5, 7 * sparse.windows[0][1] // 2)
+
+
+def test_an_indexer_with_a_loss_runs_backward_too() -> None:
+    with_loss = replace(SPARSE, dsa_indexer_loss=True)
+    parts, plain, trained = fwd_flops_by_part(with_loss), CostModel.from_shape(SPARSE), CostModel.from_shape(with_loss)
+    assert trained.linear - plain.linear == parts["dsa_indexer"].linear
+    assert trained.quadratic == 3 * parts["dsa_indexer"].quadratic + parts["dsa_target"].quadratic
+
+
+def test_unfused_sparse_attention_costs_the_square_of_a_pack() -> None:
+    unfused, pack = replace(SPARSE, dsa_fused=False), 64
+    cost = CostModel.from_shape(unfused, pack_tokens=pack)
+    assert (cost.quadratic, cost.windows) == (0, ())
+    parts = fwd_flops_by_part(SPARSE)
+    pairs = 2 * parts["dsa_indexer"].quadratic + 3 * 2 * parts["dsa"].windows[0][1]
+    assert cost(64) == CostModel.from_shape(SPARSE).linear * 64 + pairs * 64**2
+    assert 2 * cost(32) == cost(64)  # however the pack is cut
+
+
+def test_lora_trains_adapters_beside_frozen_weights() -> None:
+    rank = 4
+    shape = replace(DENSE, lora_rank=rank)
+    layer = (8 + 12 + 12) + (12 + 8) + (8 + 2 * 16) + (16 + 8)
+    assert fwd_flops_by_part(shape)["adapters"].linear == 2 * 2 * rank * layer
+    cost, full = CostModel.from_shape(shape), CostModel.from_shape(DENSE)
+    assert cost.linear == full.linear * 2 // 3 + 3 * 2 * 2 * rank * layer
+    assert cost.quadratic == full.quadratic
+    frozen = CostModel.from_shape(DENSE, frozen_language_model=True)
+    assert frozen.linear == full.linear * 2 // 3
+    experts = replace(DENSE, **EXPERTS, lora_rank=rank)
+    assert fwd_flops_by_part(experts)["adapters"].expert_linear == 2 * 2 * (2 * rank * (8 + 24 + 12 + 8))
+
+
+# Windows and prediction depths ----------------------------------------
 
 
 def test_each_mtp_depth_is_a_projection_a_layer_and_a_head() -> None:
     layer = fwd_flops(replace(DENSE, num_layers=3)).linear - fwd_flops(DENSE).linear
     deeper = fwd_flops(replace(DENSE, mtp_num_layers=2))
-    assert deeper.linear - fwd_flops(DENSE).linear == 2 * (layer + gemm(1, 16, 8) + lm_head_flops(DENSE).linear)
+    assert deeper.linear - fwd_flops(DENSE).linear == 2 * (
+        layer + gemm(1, 16, 8) + fwd_flops_by_part(DENSE)["lm_head"].linear
+    )
     assert deeper.quadratic == 2 * fwd_flops(DENSE).quadratic
 
 
@@ -290,6 +397,9 @@ def test_linear_coefficient_needs_full_attention() -> None:
         ({"hidden_size": -1}, "hidden_size is -1"),
         ({"hidden_size": 8.0}, "hidden_size is 8.0"),
         ({"num_layers": True}, "num_layers is True"),
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"kv_lora_rank": 0.5}, r"kv_lora_rank is 0\.5"),
+        ({**LATENT, **INDEXER, "dsa_indexer_layers": (1,)}, r"dsa_indexer_layers is \(1,\)"),
         ({"num_query_groups": 3}, "num_query_groups is 3: it must divide"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0: a dense layer needs it"),
         ({"num_experts": 4}, "moe_router_topk is 0: a moe layer needs it"),
@@ -387,6 +497,30 @@ def test_sparse_attention_is_every_latent_layer_or_those_a_pattern_names() -> No
     assert [layer.mixer for layer in shape.decoder_layers()] == ["dsa", None, "mla", None]
 
 
+def test_indexers_follow_megatrons_frequency_and_offset() -> None:
+    variant = {**LATENT, **INDEXER, "experimental_attention_variant": "dsa", "dsa_indexer_topk_freq": 2}
+
+    def own(**flags: Any) -> tuple[int, ...]:
+        return ModelShape.from_megatron_args(Namespace(**{**ARGS, **variant, **flags})).dsa_indexer_layers
+
+    assert own() == own(dsa_indexer_skip_topk_offset=1) == (1, 0, 1, 0)
+    assert own(dsa_indexer_skip_topk_offset=2) == (1, 1, 0, 1)
+    assert own(dsa_indexer_topk_freq=1) == ()
+    dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
+    for offset in range(4):
+        skipped = [dsa.is_dsa_skip_topk_layer(number, offset, 3) for number in range(1, 5)]
+        assert own(dsa_indexer_topk_freq=3, dsa_indexer_skip_topk_offset=offset) == tuple(int(not s) for s in skipped)
+
+
+def test_the_indexers_loss_and_kernels_are_read() -> None:
+    args = Namespace(**ARGS, **LATENT, **INDEXER, experimental_attention_variant="dsa")
+    shape = ModelShape.from_megatron_args(args)
+    assert (shape.dsa_indexer_loss, shape.dsa_fused) == (False, False)
+    args.dsa_indexer_loss_coeff, args.dsa_kernel_backend = 0.1, "tilelang"
+    shape = ModelShape.from_megatron_args(args)
+    assert (shape.dsa_indexer_loss, shape.dsa_fused) == (True, True)
+
+
 def test_a_hybrid_pattern_says_how_many_layers_there_are() -> None:
     hybrid = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 1, "mamba_num_heads": None}
     shape = ModelShape.from_megatron_args(
@@ -407,10 +541,6 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it() -> None:
         ({"num_layers": None}, "--num-layers is not given"),
         ({"padded_vocab_size": None}, "--vocab-size is not given"),
         ({"experimental_attention_variant": "kda"}, "--experimental-attention-variant is 'kda'"),
-        (
-            {"experimental_attention_variant": "dsa", "dsa_indexer_topk_freq": 4},
-            "--dsa-indexer-topk-freq is 4: .*share an indexer",
-        ),
         ({"heterogeneous_layers_config_path": "x.json"}, "--heterogeneous-layers-config-path is given"),
         ({"num_experts": 4, "moe_layer_freq": "[1]*2**9"}, "--moe-layer-freq is"),
         ({"num_experts": 4, "moe_layer_freq": "import os"}, "--moe-layer-freq is 'import os'"),

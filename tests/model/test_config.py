@@ -1,0 +1,294 @@
+"""The reader of config.json, over configurations of transformers' own classes and files that a user may have.
+
+configs.json has a row for each type: the keys that are read, and the weights of transformers' own model.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_balance import BalanceError, ModelShape
+from megatron_balance.model import FAMILIES, PRESETS, ROWS, fwd_flops, image_flops, num_parameters
+
+CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text(encoding="utf-8"))
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SPARSE = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+SPARSE |= {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 8}
+
+
+def read(config: Any) -> tuple[ModelShape, list[str]]:
+    """The shape, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shape = ModelShape.from_hf_config(config)
+    return shape, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("model_type", CONFIGS["read"])
+def test_a_known_type_has_the_weights_of_transformers_model(model_type: str) -> None:
+    config, parameters = CONFIGS["read"][model_type]
+    shape, warned = read(config)
+    assert not warned
+    # gpt-oss alone has biases of its experts, 0.03 %.
+    assert num_parameters(shape) == pytest.approx(parameters, rel=4e-4)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS["read"])
+def test_a_known_type_under_another_name_gives_the_same_fields(model_type: str) -> None:
+    config, _ = CONFIGS["read"][model_type]
+    fixed_by_its_class = (
+        "attn_output_gate",
+        "gated_mlp",
+        "hidden_act",
+        "every_layer_windowed",
+        "use_sliding_window",
+        "num_shared_experts",
+    )
+    filled = {key: value for key, value in FAMILIES[model_type].items() if key in fixed_by_its_class} | config
+    renamed, (warning,) = read(filled | {"model_type": "a_new_name"})
+    assert renamed == ModelShape.from_hf_config(config)
+    assert "'a_new_name' is not known" in warning
+    assert "hidden_size" in warning
+    assert f"{num_parameters(renamed) / 1e9:.2f} billion" in warning
+
+
+@pytest.mark.parametrize("model_type", CONFIGS["generic"])
+def test_an_unknown_type_is_read_by_its_keys_with_a_warning(model_type: str) -> None:
+    config, parameters = CONFIGS["generic"][model_type]
+    shape, warned = read(config)
+    assert f"{model_type!r} is not known" in warned[0]
+    assert num_parameters(shape) == pytest.approx(parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS["refused"])
+def test_layers_that_are_not_counted_are_refused_by_name(model_type: str) -> None:
+    with pytest.raises(BalanceError, match=f"{model_type}.*balance by tokens"):
+        ModelShape.from_hf_config(LLAMA | CONFIGS["refused"][model_type])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sliding_window": 32}, "a sliding_window without layer_types"),
+        ({"layer_types": ["full_attention", "conv"] * 2}, r"layer_types \['conv'\]"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, r"layer_types \['linear_attention'\]"),
+        ({"mamba_d_state": 16}, "Mamba without a list of layers"),
+        ({"v_head_dim": 8}, "values of another width than keys"),
+        ({**EXPERTS, "mlp_layer_types": ["hash_moe"] * 4}, r"mlp_layer_types \['hash_moe'\]"),
+        (
+            {**SPARSE, "layer_types": ["indexed_attention", "full_attention"] * 2},
+            "sparse attention in some layers only",
+        ),
+        ({**SPARSE, "indexer_types": ["full", "pooled"] * 2}, r"indexer_types \['pooled'\]"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "linear attention that is no gated delta net"),
+        ({"num_kv_shared_layers": 2}, "layers that share keys and values"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries.*num_hidden_layers is 4"),
+    ],
+)
+def test_keys_that_nothing_counts_are_refused_in_an_unknown_type(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        ModelShape.from_hf_config(LLAMA | keys | {"model_type": "new"})
+
+
+def test_a_file_or_its_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    shape = ModelShape.from_hf_config(LLAMA)
+    assert ModelShape.from_hf_config(tmp_path) == shape
+    assert ModelShape.from_hf_config(str(tmp_path / "config.json")) == shape
+    assert (shape.num_query_groups, shape.kv_channels, shape.padded_vocab_size) == (4, 16, 1000)
+    for content, message in (("{", r"config\.json cannot be read"), ("[]", "holds an object")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(BalanceError, match=message):
+            ModelShape.from_hf_config(tmp_path)
+    with pytest.raises(BalanceError, match=r"nowhere\.json cannot be read"):
+        ModelShape.from_hf_config(tmp_path / "nowhere.json")
+
+
+def test_a_missing_or_absurd_value_is_named() -> None:
+    with pytest.raises(BalanceError, match=r"vocab_size is missing.*'llama'"):
+        ModelShape.from_hf_config({key: value for key, value in LLAMA.items() if key != "vocab_size"})
+    with pytest.raises(BalanceError, match="model_type is None"):
+        ModelShape.from_hf_config({})
+    with pytest.raises(BalanceError, match=r"num_hidden_layers is 1000000000.*at most 10000"):
+        ModelShape.from_hf_config(LLAMA | {"num_hidden_layers": 10**9})
+    with pytest.raises(BalanceError, match="value of a wrong kind"):
+        ModelShape.from_hf_config(LLAMA | {"num_attention_heads": "four"})
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.97, True), (0.9, False), (1.1, False)])
+def test_parameters_are_checked_against_the_checkpoint_beside_the_file(
+    tmp_path: Path, share: float, fits: bool
+) -> None:
+    shape = ModelShape.from_hf_config(LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "bfloat16"}))
+    index = {"metadata": {"total_size": 2 * round(share * num_parameters(shape))}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if fits:
+        assert ModelShape.from_hf_config(tmp_path) == shape
+    else:
+        with pytest.raises(BalanceError, match="billion parameters, but its checkpoint has"):
+            ModelShape.from_hf_config(tmp_path / "config.json")
+    # Packed weights say nothing about parameters.
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "bfloat16", "quantization_config": {}}))
+    assert ModelShape.from_hf_config(tmp_path) == shape
+
+
+def test_a_tower_that_is_not_counted_is_said() -> None:
+    text = PRESETS["gemma-3-12b"]
+    shape, warned = read({"model_type": "gemma3", "vision_config": {"depth": 1}, "text_config": text})
+    assert shape == ModelShape.preset("gemma-3-12b")
+    assert "vision or audio tower of model_type 'gemma3' is not counted" in warned[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
+def test_the_encoder_of_qwen_vl_is_counted(family: str) -> None:
+    config = PRESETS["Qwen3-VL-8B"] | {"model_type": family}
+    shape, warned = read(config)
+    assert not warned
+    assert shape.vision is not None
+    assert shape.vision.num_projectors == 4
+    # Two FLOPs a weight: 27 layers, embedding, four projectors of four patches a token (modeling_qwen3_vl.py).
+    layers = 27 * (4 * 1152**2 + 2 * 1152 * 4304)
+    projectors = 4 * (4608 * 4608 + 4608 * 4096) // 4
+    flops = image_flops(shape.vision, hidden_size=4096)
+    assert flops.linear + flops.projector == 2 * (layers + 3 * 2 * 16**2 * 1152 + projectors)
+    assert flops.quadratic == 27 * 4 * 1152
+
+
+# What older published files leave out, or say in another way ----------------------------------------
+
+
+def test_windows_follow_a_list_a_period_or_the_family() -> None:
+    def windows(**keys: Any) -> list[int]:
+        return [
+            layer.window for layer in ModelShape.from_hf_config(LLAMA | {"sliding_window": 16} | keys).decoder_layers()
+        ]
+
+    assert windows(model_type="mistral") == [16] * 4
+    assert windows(model_type="mistral", sliding_window=None) == [0] * 4
+    assert windows(model_type="gpt_oss", **EXPERTS) == [16, 0, 16, 0]
+    assert windows(model_type="qwen2", max_window_layers=3) == [0] * 4
+    assert windows(model_type="qwen2", max_window_layers=3, use_sliding_window=True) == [0, 0, 0, 16]
+    assert windows(model_type="exaone4", sliding_window_pattern="LLG") == [16, 16, 0, 16]
+    assert windows(model_type="cohere2") == [16, 16, 16, 0]
+    layers = ["sliding_attention"] * 3 + ["full_attention"]
+    assert windows(model_type="olmo3", layer_types=layers) == [16, 16, 16, 0]
+
+
+def test_gemma3_leaves_its_heads_to_its_class() -> None:
+    # google/gemma-3-4b-it
+    small = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    shape = ModelShape.from_hf_config(small | {"sliding_window": 1024})
+    assert (shape.num_attention_heads, shape.num_query_groups, shape.kv_channels) == (8, 4, 256)
+    assert [layer.window for layer in shape.decoder_layers()[:7]] == [1024] * 5 + [0, 1024]
+
+
+@pytest.mark.parametrize(
+    ("keys", "freq"),
+    [
+        ({}, ()),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 0)),
+        ({"first_k_dense_replace": 1}, (0, 1, 1, 1)),
+        ({"moe_layer_freq": 2}, (1, 0, 1, 0)),
+        ({"moe_layer_freq": [0, 0, 1, 1]}, (0, 0, 1, 1)),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}, (0, 1, 1, 0)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 2}, (0, 1, 1, 0)),
+        ({"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_layer_interval": 2}, (0, 1, 0, 1)),
+    ],
+)
+def test_experts_are_in_the_layers_that_the_file_says(keys: dict[str, Any], freq: tuple[int, ...]) -> None:
+    shape = ModelShape.from_hf_config(LLAMA | EXPERTS | keys | {"model_type": "qwen3_moe"})
+    assert shape.moe_layer_freq == freq
+
+
+def test_shared_experts_have_a_width_or_a_number() -> None:
+    def shared(**keys: int) -> int:
+        shape = ModelShape.from_hf_config(LLAMA | EXPERTS | keys | {"model_type": "glm4_moe"})
+        return shape.moe_shared_expert_intermediate_size
+
+    assert (shared(), shared(n_shared_experts=2), shared(shared_expert_intermediate_size=48)) == (0, 64, 48)
+
+
+def test_indexers_are_where_glm_5_says() -> None:
+    def mixers(**keys: Any) -> list[Any]:
+        shape = ModelShape.from_hf_config(LLAMA | SPARSE | keys | {"model_type": "glm_moe_dsa"})
+        return [layer.mixer for layer in shape.decoder_layers()]
+
+    assert mixers() == ["dsa"] * 4
+    assert mixers(indexer_types=["full", "shared"] * 2) == ["dsa", "dsa_shared"] * 2
+    assert mixers(index_topk_pattern="FFSS") == ["dsa", "dsa", "dsa_shared", "dsa_shared"]
+    assert mixers(index_topk_freq=2, index_skip_topk_offset=1) == ["dsa", "dsa_shared"] * 2
+
+
+def test_nemotron_reads_a_pattern_or_a_list() -> None:
+    config = PRESETS["Nemotron-H-8B"]
+    names = {"M": "mamba", "-": "mlp", "*": "attention"}
+    kinds = [names[symbol] for symbol in config["hybrid_override_pattern"]]
+    listed = {key: value for key, value in config.items() if key != "hybrid_override_pattern"}
+    assert ModelShape.from_hf_config(listed | {"layers_block_type": kinds}) == ModelShape.preset("Nemotron-H-8B")
+    with pytest.raises(BalanceError, match="hybrid_layer_pattern"):
+        ModelShape.from_hf_config(listed | {"layers_block_type": [*kinds[:-1], "rwkv"]})
+
+
+# Presets ----------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    row = ROWS[name]
+    counted = num_parameters(ModelShape.preset(name), tied=row["config"].get("tie_word_embeddings", False))
+    # Kimi-K2's paper says 1.04 T; its config.json gives 1.026 T, and 1.04 T were its dense layer one of experts.
+    assert counted == pytest.approx(row["parameters"], rel=0.014 if name == "Kimi-K2" else 0.01)
+
+
+def test_names_are_case_insensitive_and_an_unknown_one_lists_them() -> None:
+    assert ModelShape.preset("QWEN3-8b") == ModelShape.preset("Qwen3-8B")
+    with pytest.raises(BalanceError, match=r"'gpt5'.*Qwen2\.5-0\.5B.*from_hf_config"):
+        ModelShape.preset("gpt5")
+
+
+# Active parameters of the decoder as published, in billions: 2 FLOPs a token each, embeddings out.
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen2.5-72B", 71.5),
+        ("Llama-3.1-70B", 69.5),
+        ("Mixtral-8x7B", 12.7),
+        ("DeepSeek-V3", 36.6),
+        ("gpt-oss-20b", 3.6),
+        ("gpt-oss-120b", 5.1),
+    ],
+)
+def test_active_parameters_are_as_published(name: str, billions: float) -> None:
+    flops = fwd_flops(ModelShape.preset(name))
+    assert (flops.linear + flops.expert_linear) / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_the_layers_of_presets_are_the_real_patterns() -> None:
+    def kinds(name: str, first: int) -> list[Any]:
+        return [(layer.mixer, layer.mlp, layer.window) for layer in ModelShape.preset(name).decoder_layers()[:first]]
+
+    linear, full = ("gated_delta_net", "moe", 0), ("attention", "moe", 0)
+    assert kinds("Qwen3.5-35B-A3B", 4) == kinds("Qwen3-Next-80B-A3B", 4) == [linear] * 3 + [full]
+    assert kinds("gpt-oss-120b", 3) == [("attention", "moe", 128), full, ("attention", "moe", 128)]
+    assert kinds("DeepSeek-V3.2", 4) == [("dsa", "dense", 0)] * 3 + [("dsa", "moe", 0)]
+    assert kinds("Nemotron-3-Nano-30B-A3B", 3) == [("mamba", None, 0), (None, "moe", 0), ("mamba", None, 0)]
+    # num_nextn_predict_layers is a choice of the run.
+    assert ModelShape.preset("DeepSeek-V3").mtp_num_layers == 0
+    sparse = {"dsa_indexer_n_heads": 0, "dsa_indexer_head_dim": 0, "dsa_indexer_topk": 0}
+    assert replace(ModelShape.preset("DeepSeek-V3.2"), **sparse) == ModelShape.preset("DeepSeek-V3")
