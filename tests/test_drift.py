@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from drift import compare
 from drift.fingerprint import fingerprint
-from drift.packages import MEGATRON_CORE, PACKAGES, Package, numbers, package_of
+from drift.packages import MEGATRON_CORE, PACKAGES, Package, numbers
 from drift.relied import Relied
 from drift.sources import open_sources
 from drift.transformer_engine import OLDEST
 
-from megatron_balance.hooking.patches import Hook
-from megatron_balance.mcore.hooks import SUPPORTED_VERSIONS
+from megatron_balance.hooking import Hook
+from megatron_balance.mcore import hooks
 
 STOCK = {
     "up/__init__.py": "",
@@ -112,15 +112,9 @@ def test_a_wheel_reads_as_its_folder_does(tmp_path: Path) -> None:
         assert sources.binders(HOOK.target) == ["up.again", "up.training"]
 
 
-def test_what_was_recorded_survives_the_file(tmp_path: Path) -> None:
-    rows = {"a:b": compare.Recorded(["x", "y=1"], "0123", ["c"]), "a:C": compare.Recorded()}
-    compare.save(rows, path=tmp_path / "release.json")
-    assert compare.load(tmp_path / "release.json") == rows
-
-
 def test_each_supported_release_of_megatron_was_reviewed() -> None:
     reviewed = [".".join(version.split(".")[:2]) for version in MEGATRON_CORE.reviewed_versions()]
-    assert reviewed == list(SUPPORTED_VERSIONS)
+    assert reviewed == list(hooks.SUPPORTED_VERSIONS)
 
 
 def test_the_oldest_transformer_engine_that_is_supported_was_reviewed() -> None:
@@ -135,29 +129,3 @@ def test_every_row_was_recorded_in_every_reviewed_release(package: Package) -> N
     for version in package.reviewed_versions():
         recorded = compare.load(package.fingerprints(version))
         assert set(recorded) == {row.target for row in package.rows_of(version)}
-
-
-def test_sources_of_another_package_are_refused(tmp_path: Path) -> None:
-    with open_sources(tmp_path) as sources, pytest.raises(SystemExit, match="give a wheel or a checkout of"):
-        package_of(tmp_path, sources)
-
-
-def test_rows_of_a_branch_are_looked_at_where_it_has_them(tmp_path: Path) -> None:
-    relied = Relied("up.schedules:Loader.__init__", "a test", parameters=("parts",))
-    package = Package(
-        "up",
-        marker="up",
-        rows=(),
-        version_of=lambda place, sources: "1.0",
-        remedy="a test",
-        branches={"up.schedules:Loader": (relied,)},
-    )
-    for path, text in STOCK.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    with open_sources(tmp_path) as sources:
-        assert package.branch_rows_of(sources) == [relied]
-        assert [finding.says for finding in compare.broken([relied], sources=sources)] == ["no longer takes parts"]
-    (tmp_path / "up/schedules.py").write_text("")
-    with open_sources(tmp_path) as sources:
-        assert package.branch_rows_of(sources) == []

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from record_steps import recorded, train_wrapped
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.hooking.patches import Function
+from megatron_balance.hooking import Function
 from megatron_balance.mcore import hooks
 
 POLICIES = ("stock", "balance_data", "balance_by_flops")

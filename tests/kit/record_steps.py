@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_balance.devkit import pretrain_sft
-from megatron_balance.hooking.patches import Function, Hook, install
+from megatron_balance.hooking import Function, Hook, install_hooks
 from megatron_balance.mcore import hooks
 
 
@@ -55,7 +55,7 @@ def train_wrapped(
             why=why,
             until="Megatron has callbacks around a step",
         )
-        patches = install([train_step, *also], version="of this environment")
+        patches = install_hooks([train_step, *also], version="of this environment")
         try:
             _train()
         finally:

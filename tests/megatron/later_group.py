@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from record_steps import train_wrapped
 
-from megatron_balance.hooking.patches import Function
+from megatron_balance.hooking import Function
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from types import SimpleNamespace
 
 import pytest
 
@@ -50,19 +49,3 @@ def test_a_changed_train_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(BalanceError, match="no longer takes global_state, forward_backward_func"):
         install_bridge(max_tokens_per_gpu=8192)
     assert bridge.bridge_installation.settings is None
-
-
-def test_process_groups_of_bridge_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = bridge.BridgeSettings(8192, None, ())
-    monkeypatch.setattr(bridge.bridge_installation, "settings", settings)
-    config = SimpleNamespace(dist=SimpleNamespace(use_decentralized_pg=True))
-    with pytest.raises(BalanceError, match="use_decentralized_pg is set"):
-        bridge._arguments(config, model=[])
-
-
-@pytest.mark.parametrize("virtual", [False, True])
-def test_a_loader_that_saves_its_position_is_refused(virtual: bool) -> None:
-    iterator = SimpleNamespace(iterable=SimpleNamespace(save_state=dict))
-    with pytest.raises(BalanceError, match="saves its position"):
-        bridge._check_loader([iterator, iterator] if virtual else iterator)
-    bridge._check_loader([iter([]), None])

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance import BalanceError
-from megatron_balance.hooking import patches as patch_table
+from megatron_balance import BalanceError, hooking
 from megatron_balance.mcore import hooks
 
 
@@ -56,7 +55,7 @@ def test_without_a_flag_megatron_gets_its_own_schedule(monkeypatch: pytest.Monke
 
 
 def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_megatron_version", lambda: "0.12.1")
+    monkeypatch.setattr("megatron.core.package_info.__version__", "0.12.1")
     with pytest.raises(BalanceError, match=r"megatron-core is 0\.12\.1; .* tested on 0\.17, 0\.18, 0\.19"):
         hooks.install()
 
@@ -71,7 +70,7 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return user
 
 
-HOOK = patch_table.Hook(
+HOOK = hooking.Hook(
     target="upstream_origin:schedule",
     bound_in=("upstream_user",),
     parameters=("num_parts",),
@@ -91,17 +90,17 @@ HOOK = patch_table.Hook(
     ],
 )
 def test_a_target_that_moved_fails_and_changes_nothing(
-    upstream: types.ModuleType, hook: patch_table.Hook, message: str
+    upstream: types.ModuleType, hook: hooking.Hook, message: str
 ) -> None:
     before = upstream.schedule
     with pytest.raises(BalanceError, match=message) as error:
-        patch_table.install([HOOK, hook], version="upstream 9.9")
+        hooking.install_hooks([HOOK, hook], version="upstream 9.9")
     assert "upstream 9.9" in str(error.value)
     assert upstream.schedule is before
 
 
 def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.ModuleType) -> None:
-    patches = patch_table.install([HOOK], version="upstream 1.0")
+    patches = hooking.install_hooks([HOOK], version="upstream 1.0")
     assert upstream.schedule([], num_parts=2) == -2
     ours = upstream.schedule
     upstream.schedule = lambda *args, **keywords: 0  # type: ignore[attr-defined]
@@ -127,7 +126,7 @@ class Dispatcher:
 def test_methods_are_hooked_and_restored_as_they_are_stored(name: str, stock: int) -> None:
     before = vars(Dispatcher)[name]
     where = f"{__name__}:Dispatcher"
-    patches = patch_table.install([replace(HOOK, target=f"{where}.{name}", bound_in=(where,))], version="upstream 1.0")
+    patches = hooking.install_hooks([replace(HOOK, target=f"{where}.{name}", bound_in=(where,))], version="upstream 1.0")
     assert getattr(Dispatcher(), name)([1, 2], num_parts=3) == -stock
     assert isinstance(vars(Dispatcher)[name], type(before))
     patches.undo()
@@ -143,4 +142,4 @@ def test_methods_are_hooked_and_restored_as_they_are_stored(name: str, stock: in
 )
 def test_a_method_that_moved_is_named(target: str, message: str) -> None:
     with pytest.raises(BalanceError, match=message):
-        patch_table.install([replace(HOOK, target=target, bound_in=())], version="upstream 1.0")
+        hooking.install_hooks([replace(HOOK, target=target, bound_in=())], version="upstream 1.0")

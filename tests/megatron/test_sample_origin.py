@@ -1,12 +1,12 @@
-"""The name of a sample is its index in the data set: compared with what Megatron's sampler deals out."""
+"""The name of a sample in an error is its index in the data set: compared with what Megatron's sampler deals out.
+
+It reads below the public names: the sampler is checked item by item, and a run names one item at most.
+"""
 
 from __future__ import annotations
 
 import pytest
-from test_memory_cap import MODEL, parsed
 
-from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 
 
@@ -20,11 +20,3 @@ def test_the_index_is_the_one_that_the_sampler_deals(consumed: int, dp_size: int
         sampler = MegatronPretrainingSampler(60, consumed, micro_batch_size, dp_rank, dp_size)
         for item, samples in enumerate(sampler):
             assert [origin.sample_of(item, row=row) for row in range(micro_batch_size)] == samples
-
-
-@pytest.mark.parametrize(("sampler", "first"), [("single", 24), ("cyclic", None)])
-def test_another_sampler_is_not_guessed(sampler: str, first: int | None) -> None:
-    args = parsed(MODEL, "--global-batch-size 8 --dataloader-type", sampler)
-    args.consumed_train_samples, args.iteration = 24, 3
-    setup = RunSetup.from_megatron_args(args, config=BalanceConfig.from_megatron_args(args))
-    assert setup.first_sample == first
