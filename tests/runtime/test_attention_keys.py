@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
-from megatron_balance.samples.attention_keys import with_attention_keys, with_cu_seqlens
-from megatron_balance.samples.packing import pack_microbatch
-from megatron_balance.samples.sample import Sample
-from megatron_balance.samples.unpacking import split_packed
+from megatron_balance.samples import Sample, pack_microbatch, split_packed, with_attention_keys, with_cu_seqlens
 
 LENGTHS = (5, 2, 7)
 

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.samples.sample import Sample, SampleSchema
-from megatron_balance.samples.unpacking import split_packed
+from megatron_balance import BalanceError
+from megatron_balance.samples import Sample, SampleSchema, dummy_microbatch, pack_microbatch, split_packed
 
 
 def build(length, *, first_token=1, positions=True, pad_id=0):
@@ -44,7 +42,6 @@ lengths_of_samples = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 parallelism = st.sampled_from([(1, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (16, 4)])  # token_multiple, cp_size
 
 
-@settings(deadline=None)
 @given(lengths_of_samples, parallelism, st.booleans())
 def test_pack_then_split_gives_the_samples_back(lengths, parallel, positions):
     token_multiple, cp_size = parallel
@@ -64,7 +61,6 @@ def test_pack_then_split_gives_the_samples_back(lengths, parallel, positions):
         assert_equal(before, after)
 
 
-@settings(deadline=None)
 @given(lengths_of_samples, parallelism)
 def test_layout_is_legal(lengths, parallel):
     token_multiple, cp_size = parallel
@@ -168,7 +164,6 @@ def test_what_cannot_be_packed():
         pack_microbatch([])
 
 
-@settings(deadline=None)
 @given(lengths_of_samples, parallelism)
 def test_megatron_keeps_the_pack_as_it_is(lengths, parallel):
     flatten = pytest.importorskip("megatron.core.utils").flatten_batch_for_packed_sequences

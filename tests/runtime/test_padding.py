@@ -1,15 +1,21 @@
 """The padding mask made from lengths is that of the micro-batch packed from samples, on every context-parallel rank."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.mcore.thd.context_parallel import partitioned_indices
-from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
-from megatron_balance.samples.padding import padding_mask, sequence_lengths
-from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples import (
+    Sample,
+    SampleSchema,
+    dummy_microbatch,
+    pack_microbatch,
+    padding_mask,
+    sequence_lengths,
+)
 
 REAL = 7
 parallelism = st.sampled_from([(1, 1), (2, 1), (4, 2), (8, 2), (8, 4), (16, 4)])  # token_multiple, cp_size
@@ -23,6 +29,15 @@ def sample(lengths):
     return Sample(per_token, segment_lengths=tuple(lengths))
 
 
+def zigzag(bounds, *, cp_size, cp_rank):
+    """Tokens of a rank: each sequence is cut into 2 cp_size pieces, of which it holds one from either end."""
+    held = []
+    for start, end in itertools.pairwise(bounds):
+        pieces = torch.arange(start, end).chunk(2 * cp_size) if cp_size > 1 else [torch.arange(start, end)]
+        held += [pieces[cp_rank], pieces[-1 - cp_rank]] if cp_size > 1 else pieces
+    return torch.cat(held)
+
+
 @given(rows, parallelism, st.sampled_from([None, 1024, 1040]))
 def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens):
     token_multiple, cp_size = parallel
@@ -31,9 +46,7 @@ def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens
     tokens = pack["tokens"][0]
     bounds = pack.get("cu_seqlens_padded", pack["cu_seqlens"])[0].tolist()
     for cp_rank in range(cp_size):
-        held = tokens
-        if cp_size > 1:
-            held = tokens[partitioned_indices(bounds, cp_size=cp_size, cp_rank=cp_rank)]
+        held = tokens[zigzag(bounds, cp_size=cp_size, cp_rank=cp_rank)]
         mask = padding_mask(
             sequence_lengths(samples),
             num_tokens=len(tokens),

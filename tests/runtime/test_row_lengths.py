@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.samples.padded_rows import ATTENTION_MASK, with_row_lengths
-from megatron_balance.samples.unpacking import split_packed
+from megatron_balance import BalanceError
+from megatron_balance.samples import split_packed, with_row_lengths
 
 PAD, WIDTH = 9, 6
 END = 7
+ATTENTION_MASK = "attention_mask"
 
 MASKS = ("none", "marked", "marked_bool", "square", "square_of_each")
 

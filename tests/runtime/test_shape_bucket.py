@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.samples.packing import FILLER_TOKENS, dummy_microbatch, pack_microbatch
-from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance import BalanceError
+from megatron_balance.samples import Sample, SampleSchema, dummy_microbatch, pack_microbatch
+
+FILLER_TOKENS = 128
+"""Of a sequence that fills a pack up, at most: no longer than others, so that attention over it costs little."""
 
 
 def build(length: int, *, mask: bool = True) -> Sample:

@@ -4,12 +4,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.samples.packing import pack_microbatch
-from megatron_balance.samples.unpacking import split_packed
+from megatron_balance import BalanceError
+from megatron_balance.samples import pack_microbatch, split_packed
 
 PAD = 0
 
@@ -50,7 +49,6 @@ sequences = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 rows = st.lists(st.lists(sequences, min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(rows, st.integers(0, 5), st.booleans(), st.sampled_from([(1, 1), (4, 1), (4, 2)]))
 def test_split_then_pack_keeps_every_token_with_a_loss(rows, spare, padding_counts, parallel):
     token_multiple, cp_size = parallel
@@ -67,7 +65,6 @@ def test_split_then_pack_keeps_every_token_with_a_loss(rows, spare, padding_coun
     assert all(torch.equal(again[name], pack[name]) for name in pack)
 
 
-@settings(deadline=None)
 @given(rows, st.integers(0, 5), st.booleans(), st.sampled_from([(1, 1), (4, 1), (4, 2)]))
 def test_a_row_that_stays_whole_packs_like_its_sequences(rows, spare, padding_counts, parallel):
     token_multiple, cp_size = parallel

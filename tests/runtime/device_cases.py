@@ -1,0 +1,106 @@
+"""A loop whose CUDA is a double on the CPU: it records which thread pins, waits and times, and in which order.
+
+It is for a world of its own: the double stays in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from loop_cases import Items, balanced
+
+Events = list[tuple[str, str]]
+"""What happened, in order, and the thread: `training` or `beside`."""
+
+KEYS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen")
+
+
+class Device:
+    """Stands for CUDA: it records, and marks the storages that were pinned."""
+
+    def __init__(self) -> None:
+        self.events: Events = []
+        self.training = threading.current_thread()
+        device = self
+
+        class Event:
+            def __init__(self, **_: Any) -> None: ...
+
+            def record(self, *_: Any) -> None:
+                device.note("event")
+
+            def query(self) -> bool:
+                return True
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1.0
+
+            def synchronize(self) -> None:
+                device.note("wait")
+
+        torch.cuda.is_available = lambda: True
+        torch.cuda.synchronize = lambda *_: device.note("wait")
+        torch.cuda.Event = Event  # type: ignore[misc, assignment]
+        torch.Tensor.pin_memory = device.pin_memory  # type: ignore[method-assign, assignment]
+
+    def note(self, name: str) -> None:
+        self.events.append((name, "training" if threading.current_thread() is self.training else "beside"))
+
+    @property
+    def pin_memory(self) -> Any:
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            self.note("pin")
+            pinned = tensor.clone()
+            pinned.untyped_storage().is_of_device = True  # type: ignore[attr-defined]
+            return pinned
+
+        return pin
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "is_of_device", False)
+
+
+class Noted(Items):
+    """Items that note each pull."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(0)
+        self.device, self.ahead = device, threading.Event()
+
+    def __next__(self) -> Any:
+        self.device.note("pull")
+        item = super().__next__()
+        if threading.current_thread() is not self.device.training:
+            self.ahead.set()
+        return item
+
+
+def steps_on_device(*, num_steps: int, overlap: bool) -> tuple[list[Events], list[dict[str, Any]]]:
+    """What happened in each step, and what each of its micro-batches was."""
+    device = Device()
+    items = Noted(device)
+    packs: list[dict[str, Any]] = []
+
+    def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> None:
+        if overlap and items.pulled > 2:  # the next step is prepared while this one runs: a loop without would hang
+            assert items.ahead.wait(timeout=30), "the next step's items were not pulled while this one ran"
+        for _ in range(num_microbatches):
+            forward_step_func(data_iterator, model[0])
+
+    def forward_step(data_iterator: Any, model: Any) -> None:
+        device.note("forward")
+        pack = next(data_iterator)
+        packs.append({name: [is_pinned(pack[name]), str(pack[name].dtype), pack[name].dim()] for name in KEYS})
+
+    flags = () if overlap else ("--no-balance-overlap",)
+    run = balanced(flags=flags, schedule=schedule, forward_step=forward_step, log_interval=1000)
+    steps: list[Events] = []
+    for _ in range(num_steps):
+        items.ahead.clear()
+        device.events = []
+        run(items)
+        steps.append(list(device.events))
+    return steps, packs

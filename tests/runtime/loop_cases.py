@@ -1,0 +1,233 @@
+"""Hand-written training loops on each rank of a test world, by `balanced_schedule`.
+
+Megatron's own schedule is a double that returns the micro-batches it is handed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance import BalanceError, CostModel
+from megatron_balance.mcore import balanced_schedule
+
+NUM_ITEMS = 2
+"""Of a step."""
+
+LAYOUTS = {"dp": (1, 1), "tp": (2, 1), "pp": (1, 2), "pp4": (1, 4)}
+"""Tensor- and pipeline-parallel sizes."""
+
+
+class Model(torch.nn.Module):
+    """What a loop's model tells of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self.config = TransformerConfig(
+            num_layers=4,
+            hidden_size=8,
+            num_attention_heads=2,
+            calculate_per_token_loss=True,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+            pipeline_model_parallel_size=stages,
+            pipeline_dtype=torch.float32,
+        )
+
+
+def stock_schedule(*, data_iterator: Any, num_microbatches: int, **_: Any) -> list[Any]:
+    """Stands for Megatron's: all that it would hand to forward steps."""
+    return [next(data_iterator) for _ in range(num_microbatches)]
+
+
+def balanced(
+    layout: str = "dp",
+    *,
+    flags: tuple[str, ...] = (),
+    cap: int = 16,
+    schedule: Any = stock_schedule,
+    forward_step: Any = None,
+    **others: Any,
+) -> Any:
+    """The steps of this rank in a layout, over `schedule` in place of Megatron's."""
+    parallel_state.destroy_model_parallel()
+    tp, pp = LAYOUTS[layout]
+    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+    if layout == "pp4":
+        flags = ("--no-balance-load-every-stage", *flags)
+    settings: dict[str, Any] = {"cost": CostModel(linear=10, quadratic=1), "timeout": timedelta(minutes=2), **others}
+    model = Model()
+    ours = balanced_schedule(schedule, model=model, max_tokens_per_gpu=cap, flags=flags, **settings)
+
+    def step(iterator: Any, *, num_items: int = NUM_ITEMS) -> list[Any]:
+        return ours(
+            forward_step_func=forward_step or (lambda *_: None),
+            data_iterator=iterator,
+            model=[model],
+            num_microbatches=num_items,
+            seq_length=1024,
+            micro_batch_size=1,
+            decoder_seq_length=None,
+            forward_only=False,
+        )
+
+    return step
+
+
+def dp_rank() -> int:
+    return parallel_state.get_data_parallel_rank()
+
+
+def length_of(number: int) -> int:
+    """Tokens of an item, so that steps differ in their lengths."""
+    return 1 + number % 7
+
+
+def row(*lengths: int, first: int = 1) -> dict[str, torch.Tensor]:
+    """Sequences of these lengths; all tokens of the n-th are `first + n`."""
+    tokens = torch.arange(first, first + len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones(1, sum(lengths)),
+        "cu_seqlens": torch.tensor([[0, *itertools.accumulate(lengths)]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32),
+    }
+
+
+class Items:
+    """Items numbered from `first`; `pulled` counts those that were asked for."""
+
+    def __init__(self, first: int, *, end: int | None = None, fail: int | None = None, bad: int | None = None) -> None:
+        self.first, self.end, self.fail, self.bad = first, end, fail, bad
+        self.pulled, self.threads = 0, set[str]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.threads.add(threading.current_thread().name)
+        index, self.pulled = self.pulled, self.pulled + 1
+        if self.end is not None and index >= self.end:
+            raise StopIteration
+        if index == self.fail:
+            raise OSError(5, "the disk is gone")
+        item = row(length_of(self.first + index), first=self.first + index + 1)
+        if index == self.bad:
+            item["loss_mask"][0, 0] = float("nan")
+        return item
+
+
+class Replaying:
+    """Stands for Megatron's iterator while it runs a step again: nothing may be pulled from it."""
+
+    replaying = True
+
+
+def numbers(microbatches: list[Any]) -> list[int]:
+    """Of the items in a step's micro-batches."""
+    held = {token - 1 for microbatch in microbatches for token in microbatch["tokens"].flatten().tolist()}
+    return sorted(held)
+
+
+def lengths(microbatches: list[Any]) -> list[int]:
+    return sorted(
+        length for microbatch in microbatches for length in microbatch["cu_seqlens"].diff().flatten().tolist()
+    )
+
+
+def steps_of_loop(
+    *, loops: list[str], layout: str = "dp", flags: list[str] | None = None
+) -> tuple[list[Any], int, list[str]]:
+    """What this rank ran in every step, the error that ended it if one did, items pulled from `a`, threads that pulled.
+
+    Samples stay on the rank that loads them, so that a step runs the items that its rank pulled. A stage that loads
+    no data tells the lengths of its sequences.
+
+    Args:
+        loops: of every rank, a letter a step, the iterator that it comes with: `a` and `b` go on for ever, `e` ends
+            after four items, `f` and `x` fail in place of their fifth and second, `m` has a third item that cannot be
+            split, `n` is a new one with the next items of `a`, `r` has Megatron run the last step again, and `-` is a
+            rank without one.
+        layout: of LAYOUTS.
+        flags: of balancing.
+    """
+    step_of = balanced(layout, flags=("--no-balance-data", "--no-balance-by-flops", *(flags or [])))
+    first = 1000 * dp_rank()
+    iterators = {"a": Items(first), "b": Items(first + 500), "e": Items(first, end=4)}
+    iterators |= {"f": Items(first, fail=4), "x": Items(first, fail=1), "m": Items(first, bad=2)}
+    outcomes: list[Any] = []
+    for step, name in enumerate(loops[dist.get_rank()]):
+        new = Items(first + NUM_ITEMS * step, end=NUM_ITEMS)
+        iterator: Any = {"n": new, "r": Replaying(), "-": None}.get(name) or iterators.get(name)
+        try:
+            ran = step_of(iterator)
+        except (BalanceError, OSError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+            break
+        outcomes.append(lengths(ran) if iterator is None else numbers(ran))
+    return outcomes, iterators["a"].pulled, sorted(iterators["a"].threads)
+
+
+def steps_of_rows(*, unit: str, num_steps: int) -> list[list[list[int]]]:
+    """The lengths in the order of every micro-batch of every step, from rows of several sequences."""
+    step_of = balanced(flags=("--balance-unit", unit), cap=24)
+    rows = (row(9, 2, first=10 * n) if n % 2 else row(6, 3, 1, first=10 * n) for n in itertools.count())
+    steps = [step_of(rows) for _ in range(num_steps)]
+    return [[pack["cu_seqlens"].diff().flatten().tolist() for pack in step] for step in steps]
+
+
+def step_of_bad_data(*, kind: str) -> str:
+    """The error where this rank's loader yields what cannot be balanced."""
+    items: dict[str, dict[str, torch.Tensor]] = {
+        "not packed": {"tokens": torch.ones(1, 8, dtype=torch.int64), "loss_mask": torch.ones(1, 8)},
+        "no tokens": {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1).int()},
+    }
+    step_of = balanced()
+    try:
+        step_of(iter([items[kind]] * NUM_ITEMS))
+    except BalanceError as error:
+        return str(error)
+    raise AssertionError("a step was made")
+
+
+def stages_that_read_other_lengths() -> str:
+    """Two pipelines of two stages; the last stage of the second reads other lengths than its first.
+
+    Samples stay where they are, so that both stages of the first pipeline run the same packs: only the plan of their
+    data-parallel groups tells them that they do not make the same step.
+    """
+    step_of = balanced("pp", flags=("--no-balance-data", "--no-balance-by-flops"), cap=8)
+    lengths_of_rank = {0: (4, 4, 4, 4), 1: (3, 5, 2, 6), 2: (4, 4, 4, 4), 3: (3, 6, 5, 2)}[dist.get_rank()]
+    try:
+        step_of(iter([row(length) for length in lengths_of_rank]), num_items=4)
+    except BalanceError as error:
+        return str(error)
+    return "a step"
+
+
+def ranks_that_cost_otherwise() -> str:
+    """The error where rank 1 was given another cost model."""
+    cost = CostModel(linear=10, quadratic=1 + dist.get_rank())
+    try:
+        balanced(cost=cost)(iter([row(3), row(5)]))
+    except BalanceError as error:
+        return str(error)
+    return "a step"
+
+
+def plans_of_steps(*, num_items: int, num_steps: int) -> list[list[list[int]]]:
+    """The numbers of every micro-batch of every step, where samples move between ranks."""
+    step_of = balanced(cap=64)
+    items = Items(1000 * dp_rank())
+    return [[numbers([pack]) for pack in step_of(items, num_items=num_items)] for _ in range(num_steps)]

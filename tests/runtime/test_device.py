@@ -1,0 +1,71 @@
+"""Which thread pulls, pins, times and waits, and in which order, with a double of CUDA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from device_cases import KEYS
+from worlds import World
+
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
+def ran(request: pytest.FixtureRequest) -> Iterator[tuple[bool, list[Any], list[Any]]]:
+    world = World(1)
+    [(steps, packs)] = world.run("steps_on_device", num_steps=NUM_STEPS, overlap=request.param)
+    yield request.param, steps, packs
+    world.stop()
+
+
+def test_micro_batches_are_pinned_and_typed_as_megatron_reads_them(ran: Any) -> None:
+    _, _, packs = ran
+    assert packs
+    int64, int32 = [True, "torch.int64", 2], [True, "torch.int32", 2]
+    for pack in packs:
+        assert pack["tokens"] == pack["labels"] == pack["position_ids"] == int64
+        assert pack["loss_mask"] == [True, "torch.float32", 2]
+        assert pack["cu_seqlens"] == int32
+        assert pack["max_seqlen"] == [True, "torch.int32", 1]
+
+
+def test_each_tensor_is_pinned_once_before_its_step_runs(ran: Any) -> None:
+    _, steps, packs = ran
+    counts = [Counter(name for name, _ in events) for events in steps]
+    assert sum(count["forward"] for count in counts) == len(packs)
+    pinned = run = 0
+    for count in counts:
+        pinned, run = pinned + count["pin"], run + len(KEYS) * count["forward"]
+        assert pinned >= run
+    # Nothing else is pinned; with overlap the thread may have made one step more.
+    assert pinned - run <= len(KEYS) * 2
+
+
+def test_steps_are_made_beside_training_where_they_overlap(ran: Any) -> None:
+    overlap, steps, _ = ran
+    for events in steps[2:]:
+        threads = {thread for name, thread in events if name == "pin"}
+        assert threads == ({"beside"} if overlap else {"training"})
+    first = [thread for name, thread in steps[0] if name == "pin"]
+    assert set(first) == {"training"}  # nothing ran before it
+
+
+def test_forward_passes_are_of_the_training_thread(ran: Any) -> None:
+    _, steps, _ = ran
+    assert {thread for events in steps for name, thread in events if name in ("forward", "event")} == {"training"}
+
+
+def test_passes_are_timed_by_events_around_them(ran: Any) -> None:
+    _, steps, _ = ran
+    for events in steps:
+        names = [name for name, thread in events if thread == "training" and name in ("forward", "event")]
+        num_forward = names.count("forward")
+        assert names == ["event", "forward", "event"] * num_forward
+
+
+def test_nothing_waits_for_the_device(ran: Any) -> None:
+    _, steps, _ = ran
+    assert not any(name == "wait" for events in steps for name, _ in events)
