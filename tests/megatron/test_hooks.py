@@ -126,7 +126,8 @@ class Dispatcher:
 def test_methods_are_hooked_and_restored_as_they_are_stored(name: str, stock: int) -> None:
     before = vars(Dispatcher)[name]
     where = f"{__name__}:Dispatcher"
-    patches = hooking.install_hooks([replace(HOOK, target=f"{where}.{name}", bound_in=(where,))], version="upstream 1.0")
+    hook = replace(HOOK, target=f"{where}.{name}", bound_in=(where,))
+    patches = hooking.install_hooks([hook], version="upstream 1.0")
     assert getattr(Dispatcher(), name)([1, 2], num_parts=3) == -stock
     assert isinstance(vars(Dispatcher)[name], type(before))
     patches.undo()
