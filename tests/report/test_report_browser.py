@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from report_runs import large_record, run_info, run_record, unmeasured
+from report_runs import run_info, write_record
 
 from megatron_balance import Topology
-from megatron_balance.report.page import write_report
+from megatron_balance.cli import main
 
 pytest.importorskip("plotly")
 pytest.importorskip("selenium")
@@ -22,8 +19,14 @@ if TYPE_CHECKING:
 MAX_PAGE_BYTES = 10_000_000
 
 
+def page_of(folder: Path) -> Path:
+    page = folder / "page.html"
+    assert main(["report", str(folder / "record"), "--out", str(page)]) == 0
+    return page
+
+
 def show(browser: Chrome, page: Path, *, width: int = 1280, scheme: str = "light") -> None:
-    """Open the page and wait until it is drawn."""
+    """Open the page, wait until it is drawn, and see that nothing was reported."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -34,21 +37,7 @@ def show(browser: Chrome, page: Path, *, width: int = 1280, scheme: str = "light
     browser.get(page.as_uri())
     drawn = "return document.documentElement.dataset.drawn"
     WebDriverWait(browser, 120).until(lambda chrome: chrome.execute_script(drawn))
-
-
-def pixels(png: bytes) -> tuple[int, set[bytes]]:
-    """Width of a picture, and its different rows of pixels."""
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", png[16:24])
-    data, place = b"", 8
-    while place < len(png):
-        (length,) = struct.unpack(">I", png[place : place + 4])
-        if png[place + 4 : place + 8] == b"IDAT":
-            data += png[place + 8 : place + 8 + length]
-        place += 12 + length
-    raw = zlib.decompress(data)
-    stride = len(raw) // height
-    return width, {raw[row * stride : (row + 1) * stride] for row in range(height)}
+    assert browser.get_log("browser") == []
 
 
 def luminance(colour: str) -> float:
@@ -60,14 +49,15 @@ def luminance(colour: str) -> float:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(run_record(), out=tmp_path_factory.mktemp("report") / "report.html")
+    folder = tmp_path_factory.mktemp("report")
+    write_record(folder / "record")
+    return page_of(folder)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_page_is_readable(browser: Chrome, page: Path, width: int, scheme: str) -> None:
     show(browser, page, width=width, scheme=scheme)
-    assert browser.get_log("browser") == []
     # Nothing sticks out sideways, and every chart holds something.
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     bars = browser.execute_script("return document.querySelectorAll('#timeline .bars .point path').length")
@@ -77,27 +67,22 @@ def test_page_is_readable(browser: Chrome, page: Path, width: int, scheme: str) 
     # Text against the page: 7 to 1 is WCAG's stricter contrast; headings, captions and numbers in charts.
     back = luminance(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
     assert (back < 0.1) == (scheme == "dark")
-    for selector, property_name, least in (
+    for selector, name, least in (
         ("h1", "color", 7.0),
         ("figcaption", "color", 4.5),
         ("#timeline .xtick text", "fill", 7.0),
     ):
-        script = f"return getComputedStyle(document.querySelector('{selector}'))['{property_name}']"
+        script = f"return getComputedStyle(document.querySelector('{selector}'))['{name}']"
         front = luminance(browser.execute_script(script))
         assert (max(front, back) + 0.05) / (min(front, back) + 0.05) >= least, selector
-    picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})["data"]
-    shown_width, rows = pixels(base64.b64decode(picture))
-    assert width - 20 <= shown_width <= width  # a scroll bar is no part of it
-    assert len(rows) > 100
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-def test_hovering_tells_samples_and_lengths(browser: Chrome, page: Path, width: int) -> None:
+def test_hovering_tells_samples_and_lengths(browser: Chrome, page: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    show(browser, page, width=width)
+    show(browser, page)
     # The longest bar of the second timeline, the plan's; waiting is drawn before the micro-batches.
     find = """
       const bars = document.querySelectorAll('#timeline .subplot.xy2 .trace.bars:last-child .point path');
@@ -105,16 +90,10 @@ def test_hovering_tells_samples_and_lengths(browser: Chrome, page: Path, width: 
       widest.scrollIntoView({block: 'center'});
       return widest;
     """
-    bar = browser.execute_script(find)
-    ActionChains(browser).move_to_element(bar).perform()
-    text = WebDriverWait(browser, 20).until(
-        lambda chrome: " ".join(
-            each.text for each in chrome.find_elements(By.CSS_SELECTOR, "#timeline .hovertext text")
-        )
-    )
-    assert "micro-batch" in text
-    assert "tokens" in text
-    assert "sample" in text
+    ActionChains(browser).move_to_element(browser.execute_script(find)).perform()
+    shown = (By.CSS_SELECTOR, "#timeline .hovertext text")
+    text = WebDriverWait(browser, 20).until(lambda chrome: " ".join(each.text for each in chrome.find_elements(*shown)))
+    assert all(word in text for word in ("micro-batch", "tokens", "sample"))
     timelines = browser.execute_script("return JSON.parse(document.getElementById('timelines').textContent)")
     step = timelines["steps"][timelines["first"]]
     assert any(f"{length:,}" in text for length in step["batches"][0])
@@ -126,48 +105,30 @@ def test_picker_walks_through_the_steps(browser: Chrome, page: Path) -> None:
 
     show(browser, page)
     select = Select(browser.find_element(By.ID, "step"))
-    labels = [option.text for option in select.options]
-    assert len(labels) == 6
-    assert any("worst measured imbalance" in label for label in labels)
+    assert len(select.options) == 6
     summary = browser.find_element(By.ID, "step-summary")
     select.select_by_index(0)
-    first = summary.get_attribute("textContent") or ""
-    assert first.startswith("Step 1. Before: stock sampler")
+    assert (summary.get_attribute("textContent") or "").startswith("Step 1. Before: stock sampler")
     assert not browser.find_element(By.ID, "previous").is_enabled()
     browser.find_element(By.ID, "next").click()
     assert (summary.get_attribute("textContent") or "").startswith("Step 2.")
-    cells = browser.execute_script(
-        "return [...document.querySelectorAll('#step-table td')].map((cell) => cell.textContent)"
-    )
-    assert len(cells) == 4 * 3
-    assert all(cell.endswith("s") for cell in cells)
     assert browser.get_log("browser") == []
 
 
-@pytest.mark.parametrize("topology", [Topology(8, ep_size=4), Topology(8, pp_size=4)])
-def test_other_objectives_and_plans_without_seconds(browser: Chrome, tmp_path: Path, topology: Topology) -> None:
-    record = unmeasured(run_record(run_info(topology), num_steps=2))
-    show(browser, write_report(record, out=tmp_path / "report.html"))
-    assert browser.get_log("browser") == []
+def test_a_plan_without_seconds(browser: Chrome, tmp_path: Path) -> None:
+    info = run_info(Topology(8, pp_size=4), objective="pipeline")
+    write_record(tmp_path / "record", info, num_steps=2, measured=False)
+    show(browser, page_of(tmp_path))
     assert browser.execute_script("return document.querySelectorAll('#fit').length") == 0
     panels = "return [...document.querySelectorAll('#timeline .annotation-text')].map((title) => title.textContent)"
     before, after = browser.execute_script(panels)
     assert before.startswith("Before: stock sampler, predicted")
     assert after.startswith("After: the plan, predicted")
-    assert "FLOP, imbalance" in after
 
 
-def test_a_thousand_steps_of_64_ranks(browser: Chrome, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = write_report(large_record(), out=tmp_path / "report.html")
+@pytest.mark.slow
+def test_a_thousand_steps_of_64_ranks(browser: Chrome, tmp_path: Path) -> None:
+    write_record(tmp_path / "record", run_info(Topology(64)), num_steps=1000, num_samples=512, num_plans=20)
+    page = page_of(tmp_path)
     assert page.stat().st_size < MAX_PAGE_BYTES
     show(browser, page)
-    assert browser.get_log("browser") == []
-    times: dict[str, Any] = browser.execute_script(
-        "const page = performance.getEntriesByType('navigation')[0];"
-        "return {loaded: page.loadEventEnd, drawn: Number(document.documentElement.dataset.drawn)}"
-    )
-    with capsys.disabled():
-        print(
-            f"\n1,000 steps of 64 ranks: {page.stat().st_size / 1e6:.1f} MB, "
-            f"loaded after {times['loaded'] / 1e3:.2f} s, drawn after {times['drawn'] / 1e3:.2f} s"
-        )

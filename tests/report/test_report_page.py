@@ -1,4 +1,4 @@
-"""The page as text: whole in one file, safe, and with its figures for those who do not see charts."""
+"""`megatron-balance report`: its page and trace hold the figures of the record; wrong input is told in one line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from report_runs import run_record, unmeasured
+from report_runs import COST_MODEL, run_info, write_record
 
-from megatron_balance import BalanceError
-from megatron_balance.cost.calibration import Calibration
-from megatron_balance.report.page import render, write_report
-from megatron_balance.report.run_figures import run_figures
+from megatron_balance import CostModel, Limits, Topology
+from megatron_balance.cli import main
+from megatron_balance.cost import Calibration
 
 pytest.importorskip("plotly")
 
@@ -42,66 +43,174 @@ class Elements(HTMLParser):
             self.texts[self._open[-1]][-1] += data
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    return render(run_figures(run_record()))
+def report(folder: Path, *arguments: object) -> tuple[str, list[dict[str, Any]]]:
+    """The page, and the events of the trace."""
+    page, trace = folder / "page.html", folder / "trace.json"
+    assert main(["report", *map(str, arguments), "--out", str(page), "--trace", str(trace)]) == 0
+    return page.read_text(encoding="utf-8"), json.loads(trace.read_text())["traceEvents"]
 
 
-def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
-    for tag, attributes in Elements(page).found:
+def slices(events: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
+    """Those of steps (0) or of ranks (1)."""
+    return [event for event in events if event["ph"] == "X" and event["pid"] == pid]
+
+
+def over_mean(of_ranks: np.ndarray) -> float:
+    return float(of_ranks.max() / of_ranks.mean())
+
+
+def test_the_table_holds_what_was_planned_and_measured(tmp_path: Path) -> None:
+    """Stock gives samples to ranks in turn and runs one a micro-batch."""
+    steps = write_record(tmp_path / "record")
+    page, _ = report(tmp_path, tmp_path / "record")
+    stock, planned, measured = [], [], []
+    for step in steps:
+        costs = np.array([COST_MODEL(length) for length in step.lengths.tolist()], dtype=float)
+        stock.append(costs.reshape(-1, 4).sum(axis=0))
+        planned.append(step.cost_grid.sum(axis=1) * 2.0**step.cost_shift)
+        measured.append(step.seconds.sum(axis=1))
+    row = re.search(r'<th scope="row">imbalance \(slowest / mean\), mean</th>(.*?)</tr>', page)
+    assert row is not None
+    means = [np.mean([over_mean(ranks) for ranks in policy]) for policy in (stock, planned, measured)]
+    assert re.findall(r"<td>(.*?)</td>", row[1]) == [f"{mean:.3f}" for mean in means]
+    speed_up = sum(ranks.max() for ranks in stock) / sum(ranks.max() for ranks in planned)
+    assert f"{speed_up:.2f}×" in page
+
+
+def test_the_page_is_whole_in_one_file_and_text_of_the_run_is_escaped(tmp_path: Path) -> None:
+    write_record(tmp_path / "record")
+    page, _ = report(tmp_path, tmp_path / "record")
+    elements = Elements(page)
+    for tag, attributes in elements.found:
         assert not attributes.get("src"), tag
         assert attributes.get("href") in (None, "data:,"), tag
     assert "default-src 'none'" in page
-
-
-def test_text_of_the_run_is_escaped(page: str) -> None:
-    elements = Elements(page)
     assert elements.texts["h1"] == ["--balance-data --balance-by-flops on a test's <device>"]
     assert "<device>" not in page
-
-
-def test_every_chart_has_a_heading_and_a_text(page: str) -> None:
-    elements = Elements(page)
-    ids = {attributes["id"] for _, attributes in elements.found if "id" in attributes}
     charts = [attributes for _, attributes in elements.found if attributes.get("class") == "chart"]
     assert [chart["id"] for chart in charts] == ["timeline", "imbalance", "lengths", "fit", "packing"]
-    for chart in charts:
-        assert {chart["aria-labelledby"], chart["aria-describedby"]} <= ids
-    assert all(len(caption) > 40 for caption in elements.texts["figcaption"])
-    assert len(elements.texts["h1"]) == 1
+    ids = {attributes["id"] for _, attributes in elements.found if "id" in attributes}
+    assert all({chart["aria-labelledby"], chart["aria-describedby"]} <= ids for chart in charts)
 
 
-def test_the_table_holds_what_was_planned_and_measured(page: str) -> None:
-    figures = run_figures(run_record())
-    table = re.search(r"<table>(.*?)</table>", page)
-    assert table is not None
-    row = re.search(r'<th scope="row">imbalance \(slowest / mean\), mean</th>(.*?)</tr>', table[1])
-    assert row is not None
-    cells = re.findall(r"<td>(.*?)</td>", row[1])
-    means = figures.stock.imbalance.mean(), figures.planned.imbalance.mean(), figures.measured_imbalance.mean()
-    assert cells == [f"{mean:.3f}" for mean in means]
-    assert f"{figures.speed_up:.2f}×" in page
+DYNAMIC = run_info(
+    Topology(3, cp_size=2, dynamic_cp=True),
+    limits=Limits(2048),
+    cost_model=CostModel(linear=2000, quadratic=1, cp_exchange=20),
+)
 
 
-def test_a_calibration_is_drawn_with_its_own_measurements() -> None:
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize(
+    "info",
+    [
+        run_info(),
+        run_info(Topology(4, ep_size=2), objective="microbatch"),
+        run_info(Topology(4, pp_size=2), objective="pipeline"),
+        DYNAMIC,
+    ],
+    ids=["step", "microbatch", "pipeline", "dynamic sizes"],
+)
+def test_the_trace_holds_every_micro_batch_with_its_samples(info: Any, measured: bool, tmp_path: Path) -> None:
+    steps = write_record(tmp_path / "record", info, num_steps=3, measured=measured)
+    page, events = report(tmp_path, tmp_path / "record")
+    assert ("measured</th>" in page) == ('id="fit"' in page) == measured
+    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
+    of_steps, of_ranks = slices(events, 0), slices(events, 1)
+    for tracks in (of_steps, of_ranks):
+        ends: dict[int, float] = {}
+        for event in tracks:
+            assert event["ts"] >= ends.get(event["tid"], 0.0) - 1e-6
+            ends[event["tid"]] = event["ts"] + event["dur"]
+    assert [event["name"] for event in of_steps] == ["step 1", "step 2", "step 3"]
+    for step, shown in zip(steps, of_steps, strict=True):
+        assert shown["args"]["plan_ms"] == pytest.approx(4)
+        there = np.ones_like(step.cost_grid) if step.cp_sizes is None else step.cp_sizes
+        within = [event for event in of_ranks if shown["ts"] <= event["ts"] < shown["ts"] + shown["dur"]]
+        assert len(within) == np.count_nonzero(there)
+        held = {sample for event in within for sample in event["args"]["samples"]}
+        assert held == set(range(48))
+        for event in within:
+            args, place = event["args"], (event["tid"], int(event["name"].split()[-1]))
+            assert args["lengths"] == step.lengths[args["samples"]].tolist()
+            assert args["cost"] == int(step.cost_grid[place]) << step.cost_shift
+            assert args.get("cp_size", 1) == there[place]
+            if measured:
+                assert args["measured_s"] == step.seconds[place]
+                assert event["dur"] == pytest.approx(args["measured_s"] * 1e6, abs=2e-3)
+
+
+def test_stock_of_dynamic_sizes_runs_on_the_leaves_of_its_ranks(tmp_path: Path) -> None:
+    write_record(tmp_path / "record", DYNAMIC, num_steps=3)
+    page, _ = report(tmp_path, tmp_path / "record")
+    assert '"sizes":[' in page
+    assert "data- and context-parallel ranks" in page
+    speed_up = re.search(r"(\d\.\d\d)×", page)
+    assert speed_up is not None
+    assert float(speed_up[1]) > 1.1
+
+
+def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
+    write_record(tmp_path / "record", num_steps=66)
+    (tmp_path / "record" / "seconds_rank00001_00001.npz").unlink()
+    page, events = report(tmp_path, tmp_path / "record")
+    assert "nan" not in page[page.index("<table>") : page.index("</table>")]
+    kinds = [event["cat"] for event in slices(events, 0)]
+    assert kinds == ["measured"] * 64 + ["predicted"] * 2
+
+
+def test_a_calibration_is_drawn_with_its_own_measurements(tmp_path: Path) -> None:
+    write_record(tmp_path / "record", num_steps=1)
     measurements = tuple(
         {"lengths": [size], "seconds": 1e-3 * size, "predicted": 1.01e-3 * size, "held_out": size % 2 == 0}
         for size in range(1, 9)
     )
-    calibration = Calibration(linear=1e-3, held_out_error=0.01, measurements=measurements)
-    page = render(run_figures(run_record()), calibration=calibration)
+    Calibration(linear=1e-3, held_out_error=0.01, measurements=measurements).write(tmp_path / "calibration.json")
+    page, _ = report(tmp_path, tmp_path / "record", "--calibration", tmp_path / "calibration.json")
     figures = json.loads(re.findall(r'id="figures">(.*?)</script>', page)[0])
     (chart,) = [figure for figure in figures if figure["name"] == "calibration"]
     assert [trace["name"] for trace in chart["figure"]["data"]] == ["equal", "fitted", "held out"]
     assert "held out it is off by 1.0%" in page
 
 
-def test_a_plan_shows_no_measurements() -> None:
-    page = render(run_figures(unmeasured(run_record())))
-    assert "measured</th>" not in page
-    assert 'id="fit"' not in page
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    out = tmp_path / "plan.json"
+    batch = ["--global-batch-size", "48", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
+    lengths = "synthetic:gsm8k_sft:192"
+    assert main(["plan", lengths, *batch, "--model", "Qwen3-8B", "--json", str(out)]) == 0
+    return out
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BalanceError, match=r"--out is .*cannot be written"):
-        write_report(run_record(), out=tmp_path)
+def test_a_plan_alone_and_a_record_beside_it(plan: Path, tmp_path: Path) -> None:
+    page, events = report(tmp_path, plan)
+    assert "megatron-balance plan" in page
+    assert len(slices(events, 0)) == 4
+    write_record(tmp_path / "record")
+    page, events = report(tmp_path, tmp_path / "record", plan, "--iterations", "2:4")
+    assert "planned beforehand" in page
+    assert [event["name"] for event in slices(events, 0)] == ["step 2", "step 3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json"], "the plan 'missing.json' cannot be read"),
+        (["RECORD", "--iterations", "7"], "--iterations is '7': it must be A:B"),
+        (["RECORD", "--iterations", "90:"], "the run has steps 1 to 6"),
+        (["RECORD", "RECORD"], "give one record, one plan, or one of each"),
+        (["RECORD", "--calibration", "missing.json"], "the calibration 'missing.json' cannot be read"),
+        (["RECORD/run.json"], "is no plan: make one with megatron-balance plan --json"),
+        (["RECORD", "PLAN"], "the plan is for --dp-size 4, the run had 2"),
+    ],
+)
+def test_errors_in_one_line(
+    arguments: list[str], message: str, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record"
+    write_record(record, run_info(Topology(2 if "PLAN" in arguments else 4)))
+    words = [word.replace("RECORD", str(record)).replace("PLAN", str(plan)) for word in arguments]
+    assert main(["report", *words, "--out", str(tmp_path / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_runs import run_info, run_record
+from report_runs import run_info, write_record
 
 from megatron_balance import Topology
 from megatron_balance.cli import main
-from megatron_balance.record.run_record import read_record
-from megatron_balance.record.writers import PlanWriter, SecondsWriter
 
 FLAGS = ["--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "2048"]
 DEEP = "[" * 100_000
@@ -39,139 +37,107 @@ def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
     return copied
 
 
-class TestPlansAndRecords:
-    @pytest.fixture
-    def plan(self, tmp_path: Path) -> Path:
-        path = tmp_path / "plan.json"
-        assert main(["plan", "synthetic:gsm8k_sft:8", *FLAGS, "--json", str(path)]) == 0
-        return path
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    assert main(["plan", "synthetic:gsm8k_sft:8", *FLAGS, "--json", str(path)]) == 0
+    return path
 
-    @pytest.mark.parametrize(
-        ("where", "value"),
-        [
-            (("topology",), 5),
-            (("topology", "dp_size"), 10**12),
-            (("topology", "dp_size"), "2"),
-            (("topology", "extra"), 1),
-            (("limits",), {}),
-            (("cost_model", "linear"), 1.5),
-            (("cost_model", "windows"), [[1, 2, 3]]),
-            (("cost_model", "windows"), [["a", "b"]]),
-            (("steps",), {}),
-            (("steps",), []),
-            (("steps", 0), None),
-            (("steps", 0, "num_microbatches"), 10**12),
-            (("steps", 0, "num_microbatches"), float("inf")),
-            (("steps", 0, "num_microbatches"), -1),
-            (("steps", 0, "lengths", 0), -5),
-            (("steps", 0, "lengths", 0), 2**70),
-            (("steps", 0, "lengths", 0), "5"),
-            (("steps", 0, "ranks", 0, 0), [10**9]),
-            (("steps", 0, "ranks", 0, 0), [-1]),
-            (("steps", 0, "ranks", 0, 0), "ab"),
-            (("steps", 0, "ranks"), [[]]),
-            (("steps", 0, "metrics", "objective"), "none"),
-            (("steps", 0, "metrics"), 3),
-        ],
-    )
-    def test_plan(self, where: tuple[Any, ...], value: Any, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        plan.write_text(json.dumps(spoil(json.loads(plan.read_text()), where, value)))
-        refused(capsys, "report", str(plan), "--out", str(plan.with_suffix(".html")))
 
-    @pytest.fixture
-    def record(self, tmp_path: Path) -> Path:
-        """As a training run writes it: two steps of two ranks, measured."""
-        run = run_record(run_info(Topology(2)), num_steps=2, num_samples=6)
-        folder = tmp_path / "record"
-        plans = PlanWriter(folder, info=run.info)
-        writers = [SecondsWriter(folder, dp_rank=rank) for rank in range(2)]
-        for step in run.steps:
-            plans.add(step)
-            for rank, writer in enumerate(writers):
-                writer.add(step.iteration, seconds=step.seconds[rank])
-        for one in (plans, *writers):
-            one.flush()
-        assert len(read_record(folder).steps) == 2
-        return folder
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("topology",), 5),
+        (("topology", "dp_size"), 10**12),
+        (("topology", "extra"), 1),
+        (("cost_model", "linear"), 1.5),
+        (("cost_model", "windows"), [[1, 2, 3]]),
+        (("steps",), []),
+        (("steps", 0, "num_microbatches"), 10**12),
+        (("steps", 0, "num_microbatches"), float("inf")),
+        (("steps", 0, "lengths", 0), -5),
+        (("steps", 0, "lengths", 0), 2**70),
+        (("steps", 0, "ranks", 0, 0), [10**9]),
+        (("steps", 0, "ranks", 0, 0), "ab"),
+        (("steps", 0, "ranks", 0, 0), []),
+        (("steps", 0, "ranks"), [[]]),
+        (("steps", 0, "metrics", "objective"), "none"),
+    ],
+)
+def test_plan(where: tuple[Any, ...], value: Any, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan.write_text(json.dumps(spoil(json.loads(plan.read_text()), where, value)))
+    refused(capsys, "report", str(plan), "--out", str(plan.with_suffix(".html")))
 
-    @pytest.mark.parametrize(
-        ("where", "value"),
-        [
-            ((), []),
-            (("topology",), [2]),
-            (("topology", "dp_size"), 3),
-            (("limits", "max_tokens_per_gpu"), "many"),
-            (("cost_model",), None),
-            (("objective",), ["step"]),
-            (("objective",), "</script>"),
-            (("origin",), "here"),
-            (("origin", "versions"), 3),
-            (("__class__",), "os.system"),
-        ],
-    )
-    def test_run_json(
-        self, where: tuple[Any, ...], value: Any, record: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = record / "run.json"
-        path.write_text(json.dumps(spoil(json.loads(path.read_text()), where, value)))
-        refused(capsys, "report", str(record), "--out", str(record / "page.html"))
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("slot_of", np.full(12, 10**9)),
-            ("slot_of", np.full(12, -1)),
-            ("slot_of", np.zeros(3, dtype=np.int64)),
-            ("home_ranks", np.full(12, 7)),
-            ("num_segments", np.full(12, 10**15)),
-            ("num_segments", np.full(12, -1)),
-            ("segment_lengths", np.full(12, -1)),
-            ("segment_lengths", np.full(12, np.nan)),
-            ("num_samples", np.array([10**12, 6])),
-            ("num_microbatches", np.array([10**12, 1])),
-            ("dp_size", np.array([10**12, 1])),
-            ("dp_size", np.array(["2", "2"])),
-            ("cost_shift", np.array([10**9, 0])),
-            ("cost_model", np.array([DEEP, DEEP])),
-            ("cost_model", np.array(["[]", "[]"])),
-            ("plan_seconds", np.array([np.nan, np.inf])),
-            ("iteration", np.array([{}, {}])),
-        ],
-    )
-    def test_plans_of_a_record(self, name: str, value: Any, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (path,) = record.glob("plans_*.npz")
-        with np.load(path) as chunk:
-            arrays = dict(chunk)
-        np.savez(path, **{**arrays, name: value}, allow_pickle=True)
-        assert path.name in refused(capsys, "report", str(record), "--out", str(record / "page.html"))
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """As a training run writes it: two steps of two ranks, measured."""
+    write_record(tmp_path / "record", run_info(Topology(2)), num_steps=2, num_samples=6)
+    assert main(["report", str(tmp_path / "record"), "--out", str(tmp_path / "page.html")]) == 0
+    return tmp_path / "record"
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("seconds", np.array(["a", "b"])),
-            ("seconds", np.full(100, -1.0)),
-            ("num_microbatches", np.array([10**12, 10**12])),
-            ("iteration", np.zeros(0)),
-        ],
-    )
-    def test_seconds_of_a_record(self, name: str, value: Any, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = sorted(record.glob("seconds_*.npz"))[0]
-        with np.load(path) as chunk:
-            arrays = dict(chunk)
-        np.savez(path, **{**arrays, name: value})
-        assert path.name in refused(capsys, "report", str(record), "--out", str(record / "page.html"))
 
-    def test_texts_of_a_record_stay_texts_in_the_page(self, record: Path) -> None:
-        pytest.importorskip("plotly")
-        path = record / "run.json"
-        harm = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
-        content = json.loads(path.read_text())
-        content["policy"] = content["cost_name"] = harm
-        content["origin"] = {"device": harm, "clock": harm, "versions": {harm: harm}}
-        path.write_text(json.dumps(content))
-        out = record / "page.html"
-        assert main(["report", str(record), "--out", str(out)]) == 0
-        page = out.read_text()
-        assert "alert(1)" in page
-        assert "<script>alert" not in page
-        assert "<img src=x" not in page
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ((), []),
+        (("topology",), [2]),
+        (("topology", "dp_size"), 3),
+        (("limits", "max_tokens_per_gpu"), "many"),
+        (("cost_model",), None),
+        (("objective",), ["step"]),
+        (("objective",), "</script>"),
+        (("origin",), "here"),
+        (("__class__",), "os.system"),
+    ],
+)
+def test_run_json(where: tuple[Any, ...], value: Any, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = record / "run.json"
+    path.write_text(json.dumps(spoil(json.loads(path.read_text()), where, value)))
+    refused(capsys, "report", str(record), "--out", str(record / "page.html"))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("plans", "slot_of", np.full(12, 10**9)),
+        ("plans", "slot_of", np.zeros(3, dtype=np.int64)),
+        ("plans", "home_ranks", np.full(12, 7)),
+        ("plans", "num_segments", np.full(12, 10**15)),
+        ("plans", "segment_lengths", np.full(12, -1)),
+        ("plans", "segment_lengths", np.full(12, np.nan)),
+        ("plans", "num_samples", np.array([10**12, 6])),
+        ("plans", "num_microbatches", np.array([10**12, 1])),
+        ("plans", "dp_size", np.array([10**12, 1])),
+        ("plans", "cost_shift", np.array([10**9, 0])),
+        ("plans", "cost_model", np.array([DEEP, DEEP])),
+        ("plans", "plan_seconds", np.array([np.nan, np.inf])),
+        ("plans", "iteration", np.array([{}, {}])),
+        ("seconds", "seconds", np.array(["a", "b"])),
+        ("seconds", "seconds", np.full(100, -1.0)),
+        ("seconds", "num_microbatches", np.array([10**12, 10**12])),
+        ("seconds", "iteration", np.zeros(0)),
+    ],
+)
+def test_arrays_of_a_record(file: str, name: str, value: Any, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sorted(record.glob(f"{file}_*.npz"))[0]
+    with np.load(path) as chunk:
+        arrays = dict(chunk)
+    np.savez(path, **{**arrays, name: value}, allow_pickle=True)
+    assert path.name in refused(capsys, "report", str(record), "--out", str(record / "page.html"))
+
+
+def test_texts_of_a_record_stay_texts_in_the_page(record: Path) -> None:
+    pytest.importorskip("plotly")
+    path = record / "run.json"
+    harm = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
+    content = json.loads(path.read_text())
+    content["policy"] = content["cost_name"] = harm
+    content["origin"] = {"device": harm, "clock": harm, "versions": {harm: harm}}
+    path.write_text(json.dumps(content))
+    out = record / "page.html"
+    assert main(["report", str(record), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page
