@@ -42,7 +42,7 @@ lint: .venv
 	$(PYTHON) -m pyright
 
 docs:
-	scripts/build_docs.sh
+	scripts/check docs
 
 clean:
 	rm -rf .venv .venv-* build dist megatron_balance.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -27,7 +27,7 @@ precision or the loop, in a run with `--balance-data` or `--use-dynamic-batch-si
 - **stock**: Megatron's own scheduler and executor run, and the log says so once.
 
 An option that is not here changes nothing that balancing relies on: `scripts/drift/irrelevant_options.txt` lists those,
-and `scripts/check_drift.sh` fails where a supported release has an option in neither list.
+and `scripts/check drift` fails where a supported release has an option in neither list.
 """
 
 

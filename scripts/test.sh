@@ -28,7 +28,7 @@ case ${1-} in
     fast) beside "$pytest -q tests/runtime tests/report tests/test_cli.py tests/test_drift.py" "$pytest -q tests/planner" ;;
     rest)
         slow="$pytest -m 'slow and not hosts and not checkout'"
-        others='for script in test_adapters test_versions check_drift; do scripts/$script.sh || status=1; done'
+        others='for check in adapters versions drift; do scripts/check $check || status=1; done'
         beside "status=0; $slow --ignore tests/megatron || status=1; $others; exit \$status" "$slow tests/megatron"
         ;;
     *) echo "test.sh: there is no part ${1}; see the head of this file" >&2; exit 2 ;;

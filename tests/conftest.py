@@ -1,7 +1,7 @@
 """Settings of all tests: examples repeat and are not timed; what needs other packages runs where they are.
 
-Adapters with a requirements.txt are tested in environments of their own (scripts/test_adapters.sh), and so are other
-releases of Megatron and of torch (scripts/test_versions.sh). This file is not in tests/adapters: pytest would put that
+Adapters with a requirements.txt are tested in environments of their own (scripts/check adapters), and so are other
+releases of Megatron and of torch (scripts/check versions). This file is not in tests/adapters: pytest would put that
 folder on the path, and its folders bear the names of packages.
 """
 

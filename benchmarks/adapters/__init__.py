@@ -1,1 +1,1 @@
-"""Figures that adapters are held to; run as `python -m benchmarks.adapters.NAME`."""
+"""Each adapter's planning beside that of its system."""

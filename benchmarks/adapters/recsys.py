@@ -1,21 +1,17 @@
-"""Measures the cost of a recsys-examples shuffle as ranks grow: the gather, the plan, both ways to move rows.
-
-    .venv-recsys/bin/python -m benchmarks.adapters.recsys [--dp-size 1 2 4 8] [--batch-size 128] [--repeats 15]
+"""Cost of a recsys-examples shuffle as ranks grow: the gather, the plan, both ways to move rows; torchrec is needed.
 
 Ranks are processes of this machine over gloo, so seconds are of its memory and cores, and more ranks than cores wait
 for one another; bytes and plans are those of any machine. The batch is HSTU's: items, actions and labels of lognormal
-length, and one context feature. `exposed` is what a step waits for the shuffle where its first half runs before a
-forward pass of `--forward-ms` and its second half after it; `at once` is the same step with the shuffle in one piece.
+length, and one context feature. *Exposed* is what a step waits for the shuffle where its first half runs before a
+forward pass of 50 ms and its second half after it; *at once* is the same step with the shuffle in one piece.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +23,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
-COLUMNS = ("ranks", "gather", "plan", "all-gather", "all-to-all", "at once", "exposed", "MiB in", "MiB in", "load")
-UNITS = ("", "ms", "ms", "ms", "ms", "ms", "ms", "all-gather", "all-to-all", "max/mean")
+COLUMNS = [
+    *("gather", "plan", "all-gather", "all-to-all", "at once", "exposed"),
+    *("MiB in, all-gather", "MiB in, all-to-all", "load max/mean"),
+]
+SAYS = "Milliseconds of a shuffle, the slowest rank's quickest of 15: 128 rows a rank of 512 items in the mean, gloo."
+DP_SIZES = (1, 2, 4, 8)
+BATCH_SIZE = 128
+MEAN_LENGTH = 512
+FORWARD_MS = 50
+REPEATS = 15
 
 
 class Shuffler:
@@ -49,27 +53,17 @@ class Batch:
     item_feature_name: str = "item"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints a table; returns the exit status. `None` takes the process's command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dp-size", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--batch-size", type=int, default=128, help="rows of a rank")
-    parser.add_argument("--mean-length", type=float, default=512, help="items of a row")
-    parser.add_argument("--forward-ms", type=float, default=50)
-    parser.add_argument("--repeats", type=int, default=15)
-    args = parser.parse_args(arguments)
-    for row in (COLUMNS, UNITS, *(measure(dp_size, args=args) for dp_size in args.dp_size)):
-        sys.stdout.write(" ".join(f"{cell:>10}" for cell in row) + "\n")
-        sys.stdout.flush()
-    return 0
+def measure_all() -> dict[str, list[float]]:
+    """Ranks → their figures, in the order of `COLUMNS`."""
+    return {f"{dp_size} ranks": measure(dp_size) for dp_size in DP_SIZES}
 
 
-def measure(dp_size: int, *, args: argparse.Namespace) -> list[str]:
+def measure(dp_size: int) -> list[float]:
     """One row of the table: the slowest rank's figures."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
-        ranks = [context.Process(target=_rank, args=(rank, dp_size, folder, args, results)) for rank in range(dp_size)]
+        ranks = [context.Process(target=_rank, args=(rank, dp_size, folder, results)) for rank in range(dp_size)]
         for process in ranks:
             process.start()
         of_ranks = [results.get() for _ in ranks]
@@ -77,19 +71,19 @@ def measure(dp_size: int, *, args: argparse.Namespace) -> list[str]:
             process.join()
     slowest = np.max([figures for figures, _ in of_ranks], axis=0)
     loads = np.array([load for _, load in of_ranks], dtype=np.float64)
-    return [str(dp_size), *(f"{value:.2f}" for value in slowest), f"{loads.max() / loads.mean():.5f}"]
+    return [*slowest.tolist(), float(loads.max() / loads.mean())]
 
 
-def _rank(rank: int, dp_size: int, folder: str, args: argparse.Namespace, results: Any) -> None:
+def _rank(rank: int, dp_size: int, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=dp_size)
     group = dist.group.WORLD
     assert group is not None
     shuffler = make_shuffler_class(Shuffler)(num_heads=4, head_dim=256)
-    batch = _make_batch(rank, batch_size=args.batch_size, mean_length=args.mean_length)
+    batch = _make_batch(rank, batch_size=BATCH_SIZE, mean_length=MEAN_LENGTH)
 
     def forward() -> None:
-        time.sleep(args.forward_ms / 1000)  # a GPU works, its host waits
+        time.sleep(FORWARD_MS / 1000)  # a GPU works, its host waits
 
     def in_halves() -> None:
         handle = shuffler.start_shuffle_async(batch, group)
@@ -102,15 +96,15 @@ def _rank(rank: int, dp_size: int, folder: str, args: argparse.Namespace, result
 
     handle = shuffler.start_shuffle_async(batch, group)
     handle.plan.result()
-    started = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group), repeats=args.repeats)
-    planned = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group).plan.result(), repeats=args.repeats)
+    started = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group), repeats=REPEATS)
+    planned = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group).plan.result(), repeats=REPEATS)
     figures = [
         started,
         max(planned - started, 0.0),
-        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, False), repeats=args.repeats),
-        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, True), repeats=args.repeats),
-        _milliseconds(at_once, repeats=args.repeats) - args.forward_ms,
-        _milliseconds(in_halves, repeats=args.repeats) - args.forward_ms,
+        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, False), repeats=REPEATS),
+        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, True), repeats=REPEATS),
+        _milliseconds(at_once, repeats=REPEATS) - FORWARD_MS,
+        _milliseconds(in_halves, repeats=REPEATS) - FORWARD_MS,
         *_mebibytes_received(handle, rank=rank, dp_size=dp_size),
     ]
     ranks = handle.plan.result()
@@ -154,7 +148,3 @@ def _mebibytes_received(handle: Any, *, rank: int, dp_size: int) -> tuple[float,
     of_ranks = np.bincount(rows.home_ranks, weights=nbytes, minlength=dp_size)
     coming = nbytes[(ranks == rank) & (rows.home_ranks != rank)].sum()
     return (dp_size - 1) * of_ranks.max() / 2**20, coming / 2**20
-
-
-if __name__ == "__main__":
-    sys.exit(main())

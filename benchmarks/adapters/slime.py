@@ -1,7 +1,5 @@
 """Compares slime's own schedule with the adapter's on the rollout batches of one setup; FLOPs by this package's model.
 
-    python -m benchmarks.adapters.slime [--checkout DIR]
-
 Qwen3-4B on 4 data-parallel ranks, micro-batches of at most 9216 tokens, 128 samples with lengths lognormal(7, 1)
 clipped to 16..8192, drawn with Python's `random` from the seeds 0 to 49. With a checkout of slime, its own
 `build_dp_schedule` with `--balance-by-flops` plans the same batches.
@@ -9,18 +7,16 @@ clipped to 16..8192, drawn with Python's `random` from the seeds 0 to 49. With a
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.markdown import table
 from megatron_balance import CostModel
 from megatron_balance.adapters.slime import SlimeOptions
 from megatron_balance.adapters.slime.plan import BalancedDpSchedule
@@ -119,27 +115,16 @@ def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; returns the exit status. `None` takes the process's command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.adapters.slime", description="slime's own schedule and the adapter's"
-    )
-    parser.add_argument("--checkout", type=Path, metavar="DIR", help="a checkout of slime to compare with")
-    args = parser.parse_args(argv)
+def measure_all(checkout: Path | None) -> dict[str, list[float]]:
+    """Way → its figures, in the order of `COLUMNS`."""
     cost_model = SlimeOptions().cost_model(arguments())
-    columns = "planner | over the cap | rank max/mean | sum of slot max/mean | micro-batches"
-    rows: list[tuple[str, ...]] = []
-    for name, build in planners(args.checkout).items():
-        row = measure(build, cost_model=cost_model)
-        ratios = f"{row.rank_max_over_mean:.5f}", f"{row.slot_sum_over_mean:.4f}"
-        rows.append((name, str(row.over_cap), *ratios, f"{row.num_microbatches:.2f}"))
-    sys.stdout.write(table(columns, rows, align="lllll") + "\n")
-    return 0
+    measured = {name: measure(build, cost_model=cost_model) for name, build in planners(checkout).items()}
+    return {name: [*asdict(figures).values()] for name, figures in measured.items()}
+
+
+COLUMNS = ["over the cap", "rank max/mean", "sum of slot max/mean", "micro-batches"]
+SAYS = "Qwen3-4B on 4 ranks, cap 9216, 128 samples lognormal(7, 1): means over 50 rollout batches, by FLOPs."
 
 
 def _never(*_: Any, **__: Any) -> None:
     raise AssertionError("every rollout batch here is balanced")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

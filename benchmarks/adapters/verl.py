@@ -1,18 +1,15 @@
-"""verl with and without its adapter, in planned work: `python -m benchmarks.adapters.verl`, where verl is installed.
+"""verl with and without its adapter, in planned work, where verl is installed.
 
-    ranks          the whole batch is one optimiser step: the costliest rank over the mean of all
-    mini-batches   ranks meet after each of four: the sum of the costliest rank of each, over the mean
-    micro-batches  under a token cap: how many, on average, and over the cap
-
-Work is FLOPs of Qwen3-8B throughout: what verl plans by its own formula is counted by the model too. verl's side is its
-own code, called as its trainer does.
+Ranks meet after each mini-batch: the sum of the costliest rank of each, over the mean. Micro-batches: how many, under a
+token cap. Work is FLOPs of Qwen3-8B throughout: what verl plans by its own formula is counted by the model too. verl's
+side is its own code, called as its trainer does.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +28,7 @@ from megatron_balance.adapters.verl.workload import choose_workload, workloads
 
 MODEL = "Qwen3-8B"
 DP_SIZE = 8
-MINIBATCHES = 4
+CAP = 40960
 
 Lengths = NDArray[np.int64]
 
@@ -71,78 +68,58 @@ def imbalance(rows: NDArray[np.int64], *, work: NDArray[np.int64]) -> float:
     return float(loads.max(axis=0).sum() / loads.mean(axis=0).sum())
 
 
-def floor(rows: NDArray[np.int64], *, work: NDArray[np.int64]) -> float:
-    """The same for what no assignment of equal counts beats: the longest row of a mini-batch with its lightest ones."""
-    total = least = 0.0
-    for minibatch in rows.swapaxes(0, 1):
-        costs = np.sort(work[minibatch], axis=None)
-        total += costs.sum() / DP_SIZE
-        least += max(costs.sum() / DP_SIZE, costs[-1] + costs[: minibatch.shape[1] - 1].sum())
-    return least / total
-
-
-def print_imbalance(title: str, *, num_rows: int, minibatch_rows: int, seeds: int) -> None:
-    """One table: means over seeds."""
-    cost_model = choose_workload(MODEL)
-    ways: list[tuple[str, Callable[..., NDArray[np.int64]], bool, bool]] = [
-        ("as loaded", as_loaded, False, False),
-        ("verl", ordered_rows, False, False),
-        ("verl, keep_minibatch", ordered_rows, False, True),
-        ("adapter", ordered_rows, True, False),
-    ]
-    if minibatch_rows == num_rows:
-        del ways[2]  # there is one mini-batch to keep
-    print(f"\n{title}")
-    for name, order, balanced, keep_minibatch in ways:
-        found, least = [], []
-        for seed in range(seeds):
-            lengths = rollout_lengths(seed, num_rows=num_rows)
-            work = workloads(lengths, cost_model=cost_model)
-            adapter = install(MODEL) if balanced else None
-            rows = order(lengths, minibatch_rows=minibatch_rows, keep_minibatch=keep_minibatch)
-            if adapter is not None:
-                adapter.undo()
-            found.append(imbalance(rows, work=work))
-            least.append(floor(rows, work=work))
-        print(f"  {name:22} {np.mean(found):7.4f}   over its own floor {np.mean(np.array(found) / least):7.4f}")
-
-
-def print_micro_batches(*, seeds: int) -> None:
-    """Counts on one rank: 25 rows of 50 to 89 tokens under 300, and 64 rollout rows under 40960."""
-    print("\nmicro-batches on one rank: mean number, and sets that need no more than their tokens ask for")
-    draws = {
-        "25 rows, cap 300": (lambda seed: np.random.default_rng(seed).integers(50, 90, 25), 300),
-        "64 rollout rows, cap 40960": (lambda seed: rollout_lengths(seed, num_rows=64), 40960),
+def measure(seeds: int) -> dict[str, list[float | None]]:
+    """Way → its figures, in the order of `COLUMNS`."""
+    ways = {
+        "as loaded": (as_loaded, False, False),
+        "verl": (ordered_rows, False, False),
+        "verl, keep_minibatch": (ordered_rows, False, True),
+        "adapter": (ordered_rows, True, False),
     }
-    for title, (draw, cap) in draws.items():
-        for name, balanced in (("verl", False), ("adapter", True)):
-            counts, tight = [], 0
+    found: dict[str, list[float | None]] = {}
+    for name, (order, balanced, keep_minibatch) in ways.items():
+        figures: list[float | None] = []
+        for num_rows, minibatch_rows in ((128, 128), (512, 128)):
+            if keep_minibatch and num_rows == minibatch_rows:
+                figures.append(None)  # there is one mini-batch to keep
+                continue
+            arguments = {"minibatch_rows": minibatch_rows, "keep_minibatch": keep_minibatch}
+            ratios = []
             for seed in range(seeds):
-                lengths = draw(seed)
-                ids = torch.nested.as_nested_tensor(
-                    [torch.zeros(int(length), dtype=torch.int8) for length in lengths], layout=torch.jagged
-                )
-                adapter = install(MODEL) if balanced else None
-                batch = TensorDict({"input_ids": ids}, batch_size=[len(lengths)])
-                parts, rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=cap)
-                if adapter is not None:
-                    adapter.undo()
-                assert max(int(lengths[part].sum()) for part in rows) <= cap
-                counts.append(len(parts))
-                tight += len(parts) == -(-int(lengths.sum()) // cap)
-            print(f"  {title:28} {name:8} {np.mean(counts):7.3f}   {tight} of {seeds}")
+                lengths = rollout_lengths(seed, num_rows=num_rows)
+                with _planned(balanced):
+                    rows = order(lengths, **arguments)
+                ratios.append(imbalance(rows, work=workloads(lengths, cost_model=choose_workload(MODEL))))
+            figures.append(float(np.mean(ratios)))
+        packed = name in ("verl", "adapter")
+        found[name] = [*figures, num_micro_batches(balanced, seeds=seeds) if packed else None]
+    return found
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=50, help="batches to average over")
-    seeds = parser.parse_args().seeds
-    print_imbalance(f"128 rows over {DP_SIZE} ranks, one step", num_rows=128, minibatch_rows=128, seeds=seeds)
-    title = f"512 rows over {DP_SIZE} ranks, {MINIBATCHES} mini-batches"
-    print_imbalance(title, num_rows=512, minibatch_rows=512 // MINIBATCHES, seeds=seeds)
-    print_micro_batches(seeds=seeds)
+@contextlib.contextmanager
+def _planned(balanced: bool) -> Iterator[None]:
+    adapter = install(MODEL) if balanced else None
+    try:
+        yield
+    finally:
+        if adapter is not None:
+            adapter.undo()
 
 
-if __name__ == "__main__":
-    main()
+def num_micro_batches(balanced: bool, *, seeds: int) -> float:
+    """Mean number of micro-batches of 64 rollout rows on one rank under CAP tokens."""
+    counts: list[int] = []
+    for seed in range(seeds):
+        lengths = rollout_lengths(seed, num_rows=64)
+        ids = [torch.zeros(int(length), dtype=torch.int8) for length in lengths]
+        nested = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
+        batch = TensorDict({"input_ids": nested}, batch_size=[len(lengths)])
+        with _planned(balanced):
+            parts, rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=CAP)
+        assert max(int(lengths[part].sum()) for part in rows) <= CAP
+        counts.append(len(parts))
+    return float(np.mean(counts))
+
+
+COLUMNS = ["128 rows, one step", "512 rows, 4 mini-batches", "micro-batches of 64 rows"]
+SAYS = "Costliest rank over the mean rank, summed over mini-batches; lognormal(7.5, 1.2), 8 ranks; cap 40960 tokens."

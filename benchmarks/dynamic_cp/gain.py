@@ -4,13 +4,10 @@ One sample in 32 has 8,192 tokens, the others 128 to 640. Steps take turns betwe
 each policy also trains by itself, which shows that its turns cost what a run of its own costs, and that all losses are
 equal. `megatron-balance calibrate` measures the same model on the same ranks first: its seconds make every plan, and
 predict the gain.
-
-scripts/bench_dynamic_cp_gain.sh runs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,12 +19,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rounding import ALLOWANCES
 from training_run import RECORD_STEPS, ROOT, Recorded, largest_difference, train
 
-from benchmarks.dynamic_cp.gain_report import report
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step, predicted_cost
-from benchmarks.results_file import made_by, write_results
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.devkit.smoke import ENVIRONMENT, MODEL_FLAGS
 from megatron_balance.topology import Limits, Topology
@@ -49,26 +43,22 @@ DYNAMIC = "--context-parallel-size 2 --balance-context-parallel"
 TURNS = ROOT / "benchmarks" / "dynamic_cp" / "turns.py"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark.
+def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
+    """Calibrates, trains and predicts.
 
     Args:
-        arguments: of the command line; None takes the process's own.
+        rounds: steps of each policy that count.
+        steps: of each run by itself.
 
     Returns:
-        The exit status: 1 where a loss differs.
+        dict: `policies`, the figures of each, and `calibration`, its errors.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench_dynamic_cp_gain.sh", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="steps of each policy that count (default: 8)")
-    parser.add_argument("--steps", type=int, default=6, help="steps of each run by itself (default: 6)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder (default: build/bench)")
-    args = parser.parse_args(arguments)
-    work = ROOT / "build" / "dynamic_cp_gain"
+    work = ROOT / "build" / "bench" / "dynamic_cp_gain"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    num_turns = len(POLICIES) * (WARM_UP_ROUNDS + args.rounds)
+    num_turns = len(POLICIES) * (WARM_UP_ROUNDS + rounds)
     calibration = calibrate(work / "calibration.json")
-    write_data(work / "data.jsonl", num_steps=max(num_turns, args.steps))
+    write_data(work / "data.jsonl", num_steps=max(num_turns, steps))
 
     def run(name: str, flags: str, *, num_steps: int, script: Path = RECORD_STEPS) -> Recorded:
         sys.stderr.write(f"{name}: {num_steps} steps\n")
@@ -81,22 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train(work / name, common.split(), num_ranks=NUM_RANKS, script=script, timeout_seconds=1800)
 
     turns = run("turns", DYNAMIC, num_steps=num_turns, script=TURNS)
-    alone = {name: run(f"alone_{name}", STATIC.get(name, DYNAMIC), num_steps=args.steps) for name in POLICIES}
-    result = made_by(
-        "scripts/bench_dynamic_cp_gain.sh --out benchmarks/results",
-        policies={name: figures(name, turns=turns, alone=alone[name], calibration=calibration) for name in POLICIES},
-        calibration={
-            name: getattr(calibration, name)
-            for name in ("per_microbatch", "per_sequence", "linear", "quadratic", "cp_exchange", "held_out_error")
-        }
-        | {
-            f"exchange_{name}": calibration.origin["exchange"]["cp_exchange"][name]
-            for name in ("held_out_error", "held_out_error_without")
+    alone = {name: run(f"alone_{name}", STATIC.get(name, DYNAMIC), num_steps=steps) for name in POLICIES}
+    exchange = calibration.origin["exchange"]["cp_exchange"]
+    return {
+        "policies": {name: figures(name, turns=turns, alone=alone[name], calibration=calibration) for name in POLICIES},
+        "calibration": {
+            "held_out_error": calibration.held_out_error,
+            "exchange_held_out_error": exchange["held_out_error"],
+            "exchange_held_out_error_without": exchange["held_out_error_without"],
         },
-    )
-    sys.stdout.write(write_results("dynamic_cp_gain", result, report=report, out=args.out))
-    worst = max(of_one["loss_difference"] for of_one in result["policies"].values())
-    return int(worst > ALLOWANCES["fp32"].loss)
+    }
 
 
 def calibrate(path: Path) -> Calibration:
@@ -165,7 +149,3 @@ def check_sizes(steps: Sequence[Sequence[Mapping[str, Any]]], *, cp_size: int | 
     for step in steps:
         sizes = {size for rank in step for size in rank["cp_sizes"]}
         assert sizes == {cp_size} if cp_size else len(sizes) > 1, f"sizes {sizes} where the policy has {cp_size}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,9 +4,6 @@ Every cell (layout, precision, optimizer) has a stock run, which the others of t
 stock runs show how far rounding goes without this package: one that shuffles the rows within each global batch, so that
 sums are added in another order, and two with several rows in a micro-batch, so that matrices have other shapes. These
 tell little in fp32 and much in bf16, where a matrix product is rounded before it is added to the others.
-
-Order of the data: `as_loaded`, the same rows in the same steps for all; `shuffled`, the same rows in the same steps in
-another order; `as_chosen`, the rows that look-ahead chose for each step, read from its run.
 """
 
 from __future__ import annotations
@@ -80,22 +77,17 @@ POLICIES = {
     "Karmarkar-Karp": f"{_BY_FLOPS} --balance-algorithm karmarkar_karp",
     "greedy": f"{_BY_FLOPS} --balance-algorithm greedy",
     "first-fit": f"{_BY_FLOPS} --balance-algorithm first_fit",
-    "look-ahead": f"{_BY_FLOPS} --balance-lookahead 3",
-    "online calibration": f"{_BY_FLOPS} --balance-calibrate-online",
 }
-LOOK_AHEAD = "look-ahead"
 
 TORCHRUN = "by FLOPs, started by torchrun"
 STOCK = "stock"
 SHUFFLED = "stock, shuffled"
-AS_CHOSEN = "stock, rows as look-ahead chose"
 TWO_A_MICROBATCH = "stock, 2 a micro-batch"
 FOUR_A_MICROBATCH = "stock, 4 a micro-batch"
 _OTHER_WAYS = {
     TORCHRUN: _BY_FLOPS,
     STOCK: "",
     SHUFFLED: "",
-    AS_CHOSEN: "",
     TWO_A_MICROBATCH: "--micro-batch-size 2",
     FOUR_A_MICROBATCH: "--micro-batch-size 4",
 }
@@ -150,14 +142,9 @@ class Case:
         return " ".join((*parts, OPTIMIZERS[self.optimizer], (POLICIES | _OTHER_WAYS)[self.way])).strip()
 
     @property
-    def order(self) -> str:
-        """Of the data."""
-        return {SHUFFLED: "shuffled", AS_CHOSEN: "as_chosen"}.get(self.way, "as_loaded")
-
-    @property
     def reference(self) -> Case:
-        """The run that this one is compared with: a stock run, but for how it is started."""
-        return self.beside({LOOK_AHEAD: AS_CHOSEN, TORCHRUN: "by FLOPs"}.get(self.way, STOCK))
+        """The run that this one is compared with: a stock run; a started one with the forked one."""
+        return self.beside("by FLOPs" if self.way == TORCHRUN else STOCK)
 
     def beside(self, way: str) -> Case:
         """Another run of this cell."""
@@ -184,7 +171,7 @@ def _of_kinds(kinds: Sequence[tuple[str, str]], *, whole: bool) -> Iterator[Case
         yield from (Case(*cell, way) for way in (STOCK, *_yardsticks_of(cell[0]), *_EVERYWHERE))
     for cell in cells:
         for policy in POLICIES if whole or cell[0] in _LAYOUTS_OF_EVERY_POLICY else ():
-            yield from (case := Case(*cell, policy), case.reference)
+            yield Case(*cell, policy)
 
 
 def _yardsticks_of(layout: str) -> Sequence[str]:

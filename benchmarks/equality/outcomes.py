@@ -26,7 +26,6 @@ class Outcome:
         revision: of the code that ran.
         losses: `[NUM_STEPS]`; empty where the run failed.
         grad_norms: `[NUM_STEPS]`, likewise.
-        taken: of each step, the lengths of its rows; empty where the run was not balanced.
         cpu_seconds: of all ranks together.
         seconds: the run took, on a machine that may do other work.
         error: why there are no figures, or None.
@@ -36,7 +35,6 @@ class Outcome:
     revision: str
     losses: Sequence[float] = ()
     grad_norms: Sequence[float] = ()
-    taken: Sequence[Sequence[int]] = ()
     cpu_seconds: float = 0.0
     seconds: float = 0.0
     error: str | None = None
@@ -87,7 +85,6 @@ def outcome_of(
         revision,
         losses=losses,
         grad_norms=grad_norms,
-        taken=[step["lengths"] for step in with_plan if "lengths" in step],
         cpu_seconds=round(cpu_seconds, 2),
         seconds=round(seconds, 2),
         error=error,

@@ -39,18 +39,6 @@ def shuffled_within_steps() -> list[int]:
     return [int(row) for step in steps for row in rng.permutation(step)]
 
 
-def chosen(steps: Sequence[Sequence[int]], *, rows: Sequence[SftSample]) -> list[int]:
-    """Row numbers in the order of the steps that took them.
-
-    Raises:
-        AssertionError: the steps did not take every row once.
-    """
-    numbers = {_length(row): number for number, row in enumerate(rows)}
-    order = [numbers[length] for lengths in steps for length in lengths]
-    assert sorted(order) == list(range(len(rows))), "look-ahead lost a row or took one twice"
-    return order
-
-
 def write_rows(path: Path, rows: Sequence[SftSample], *, order: Sequence[int]) -> None:
     """Write a jsonl file that training reads in this order.
 

@@ -1,1 +1,1 @@
-"""Faults in training runs: what happens, and what every rank must make of it."""
+"""Faults in training runs, and what every rank makes of them."""

@@ -16,7 +16,6 @@ START_MINUTES = 5
 """Of process groups until then: several runs may share the machine."""
 
 BALANCE = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops"
-LOOKAHEAD = "--balance-lookahead 2"
 NO_OVERLAP = "--no-balance-overlap"
 PP2 = "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2"
@@ -112,12 +111,6 @@ DATA = {
     "nan-mask": Fault("a sample's loss_mask is NaN", _SAMPLE + "Row 0: loss_mask holds NaN", "nan-mask"),
     "floating-tokens": Fault("a sample's tokens are floats", _SAMPLE + r"tokens is torch\.float32", "floating-tokens"),
     "negative-token": Fault("a sample has a token below 0", _SAMPLE + "Row 0: tokens holds -7", "negative-token"),
-    "negative-token-lookahead": Fault(
-        "the same under look-ahead, some steps before its turn",
-        rf"rank 1: item \d+ of this step \(in the data set: sample {STEP * GLOBAL_BATCH_SIZE - 1}\): ",
-        "negative-token",
-        balance=f"{BALANCE} {LOOKAHEAD}",
-    ),
     "other-data-pp2": Fault(
         "one pipeline stage reads another data set",
         r"in the data-parallel group of rank [23] other samples were read than in that of rank [01]",
@@ -300,5 +293,12 @@ ERRORS = {
     ),
 }
 
+KINDS = {
+    "data that is wrong": DATA,
+    "errors in the loader, the planner or this package": ERRORS,
+    "ranks started differently": FLAGS,
+    "ranks that die or hang": DEATHS,
+    "ends that are no fault": ENDS,
+}
 FAULTS = {**DATA, **ERRORS, **FLAGS, **DEATHS, **ENDS}
 """By the name that chooses one."""

@@ -1,6 +1,6 @@
 """Makes two hosts and the link between them from network namespaces, invisible from outside.
 
-Run in a network and process namespace of its own (scripts/check_hosts.sh): when its first process ends, the kernel
+Run in a network and process namespace of its own (command.py): when its first process ends, the kernel
 ends whatever runs on the hosts and removes hosts and links.
 
     host 0 [10.77.0.1 wire] ───── [wire 10.77.0.2] host 1

@@ -6,6 +6,7 @@ many ranks, and long contexts under context parallelism. The cost is the model's
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -22,6 +23,9 @@ SFT_LENGTHS = ("alpaca_eval", "code_files", "gsm8k_sft", "tau_airline")
 RL_LENGTHS = ("azure_conv", "reasoning_gym", "servegen_mlarge")
 MIXED_LENGTHS = ("code_files", "reasoning_gym", "servegen_mlarge")
 LONG_LENGTHS = ("code_files", "mooncake_synthetic")
+LENGTHS = Path(__file__).resolve().parents[3] / "shared" / "data" / "lengths"
+"""Folder of the real lengths in a development checkout; they are not part of the repository."""
+
 _DP1024 = Topology(1024, tp_size=8, sequence_parallel=True)
 
 
@@ -165,6 +169,18 @@ def draw_lengths(name: str, *, num_samples: int, longest: int, folder: Path | No
     return np.resize(shuffled, num_samples)
 
 
-def find_lengths(folder: Path) -> Path | None:
-    """`folder` where it holds every length set by name, else None."""
-    return folder if all((folder / f"{name}.npz").is_file() for name in SYNTHETIC_LENGTHS) else None
+def add_length_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--synthetic` and `--lengths`."""
+    parser.add_argument("--synthetic", action="store_true", help="lengths from the built-in fits, not from files")
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR", help="folder of NAME.npz lengths")
+
+
+def lengths_folder(args: argparse.Namespace) -> Path | None:
+    """The folder of real lengths; None where they are to be drawn, or not every set is there."""
+    found = all((args.lengths / f"{name}.npz").is_file() for name in SYNTHETIC_LENGTHS)
+    return args.lengths if found and not args.synthetic else None
+
+
+def lengths_said(folder: Path | None) -> str:
+    """The source of the lengths, for a section."""
+    return "real lengths, from files" if folder is not None else "lengths drawn from the built-in fits"

@@ -1,1 +1,1 @@
-"""Benchmark: training runs that are killed and resumed from their newest checkpoint."""
+"""Training runs that are killed and resumed from their newest checkpoint."""

@@ -17,16 +17,8 @@ FLAGS = (
 )
 STEPS = f"--train-iters {NUM_STEPS}"
 
-LOOK_AHEAD = "--balance-lookahead 3"
-ONLINE = "--balance-calibrate-online"
 DYNAMIC = f"--balance-context-parallel --max-tokens-per-gpu {SEQ_LENGTH // 2}"
-POLICIES = {
-    "by FLOPs": "",
-    "look-ahead 3": LOOK_AHEAD,
-    "online calibration": ONLINE,
-    "look-ahead 3, calibration, record": f"{LOOK_AHEAD} {ONLINE}",
-    "dynamic CP, look-ahead 3, record": f"{LOOK_AHEAD} {DYNAMIC}",
-}
+POLICIES = {"by FLOPs": "", "dynamic CP, record": DYNAMIC}
 RECORDED = frozenset(name for name in POLICIES if name.endswith("record"))
 RANKS = ((2, 2), (2, 4), (4, 2), (2, 1))
 
@@ -57,11 +49,6 @@ class Case:
     def flags(self) -> str:
         """Of both runs."""
         return f"{FLAGS} {STEPS} {POLICIES[self.policy]} {'' if self.overlap else '--no-balance-overlap'}"
-
-    @property
-    def calibrates(self) -> bool:
-        """True if plans depend on measurements."""
-        return ONLINE in POLICIES[self.policy]
 
 
 def cases() -> list[Case]:

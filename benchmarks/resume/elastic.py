@@ -99,7 +99,7 @@ def lose_a_node(case: Case, *, folder: Path, data: str, rng: np.random.Generator
 
 def node_lost(folder: Path, data: str, whole_of: Any) -> str:
     """The second of two nodes dies; the problem, or nothing."""
-    case = Case("look-ahead 3", ranks=NUM_NODES * RANKS_A_NODE, ranks_after=RANKS_A_NODE, overlap=True)
+    case = Case("by FLOPs", ranks=NUM_NODES * RANKS_A_NODE, ranks_after=RANKS_A_NODE, overlap=True)
     run = lose_a_node(case, folder=folder, data=data, rng=np.random.default_rng(0))
     if run.num_ranks != case.ranks_after:
         return f"went on with {run.num_ranks} ranks"

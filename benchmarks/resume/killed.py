@@ -135,9 +135,7 @@ def kill_and_resume(
         resumed = steps_of(folder / "resumed", flags=f"{flags} --load {checkpoints}", num_ranks=case.ranks_after)
     except RunFailed as error:
         return Outcome(killer.num_steps, killer.victims, start, 0, 0, 0.0, f"did not resume: {error}")
-    outcome = compare(
-        resumed, whole=whole, start=start, bit_for_bit=case.ranks == case.ranks_after and not case.calibrates
-    )
+    outcome = compare(resumed, whole=whole, start=start, bit_for_bit=case.ranks == case.ranks_after)
     problem = outcome.problem
     if not problem and case.policy in RECORDED:
         problem = _wrong_in_record(record, whole=whole, from_step=0 if case.ranks == case.ranks_after else start)

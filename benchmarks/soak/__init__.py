@@ -1,4 +1,4 @@
-"""A long run with everything on, for leaks of memory, files and threads, and for the time added to a step."""
+"""A long run with everything on, for leaks of memory, files and threads."""
 
 GLOBAL_BATCH_SIZE = 16
 STEPS_PER_SWING = 256

@@ -15,10 +15,7 @@ MODEL = (
     "--seq-length 512 --max-position-embeddings 512 --log-interval 10 "
     f"--global-batch-size {GLOBAL_BATCH_SIZE}"
 )
-BALANCED = (
-    "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops --balance-lookahead 3 "
-    "--balance-calibrate-online"
-)
+BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops"
 """The record is on as well; its folder is added."""
 
 

@@ -1,4 +1,4 @@
-"""Trains on drifting lengths and samples the resources of the process: run by __main__.py and by its test.
+"""Trains on drifting lengths and samples the resources of the process: run by runs.py.
 
     torchrun … -m megatron_balance.launch [--cpu] benchmarks/soak/sampled.py RECORD_DIR ARGS
 

@@ -89,7 +89,7 @@ def derive_cap(
     """The largest number of tokens of a micro-batch on one GPU that fits the budget.
 
     In a pipeline the cap is at most the longest sample (`seq_length`). More may fit, but larger micro-batches are fewer
-    and lengthen the bubble, so plans gain nothing (benchmarks/planner/pipelines.py).
+    and lengthen the bubble, so plans gain nothing.
 
     Args:
         model: memory of the run.

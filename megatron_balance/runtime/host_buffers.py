@@ -9,8 +9,8 @@ from torch import Tensor
 class HostBuffers:
     """The buffers of one rank, as large as the largest step so far.
 
-    Large blocks of fresh memory cost a page fault every 4 KiB, which takes three times as long as the copy into them
-    (benchmarks/results/payloads.md). torch keeps pinned memory and that of GPUs by itself.
+    Large blocks of fresh memory cost a page fault every 4 KiB, which takes three times as long as the copy into them.
+    torch keeps pinned memory and that of GPUs by itself.
     """
 
     def __init__(self) -> None:

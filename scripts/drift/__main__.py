@@ -1,5 +1,5 @@
 """Compares definitions that are hooked or relied on with what was reviewed, from wheels or checkouts of Megatron Core,
-Transformer Engine or Apex; see scripts/check_drift.sh, which downloads the wheels.
+Transformer Engine or Apex; see scripts/check drift, which downloads the wheels.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _check(place: Path, *, accept: bool) -> int:
     print(f"{package.name} {version}, compared with {reviewed}:")
     for finding in findings:
         print(f"  {'BROKEN' if finding.broken else 'differs'}  {finding.target} {finding.says}")
-    print(f"Read these in both releases, {package.remedy}, then record them: scripts/check_drift.sh --accept {place}")
+    print(f"Read these in both releases, {package.remedy}, then record them: scripts/check drift --accept {place}")
     return 1
 
 

@@ -128,7 +128,7 @@ MEGATRON_CORE = Package(
     option_rows=[row for subject in SUBJECTS.values() for row in subject],
     version_of=_numbers_in("megatron.core.package_info"),
     remedy="mend or widen what relies on them (megatron_balance/mcore, scripts/drift/relied.py), classify options "
-    "(megatron_balance/mcore/options, scripts/drift/irrelevant_options.txt), run scripts/test_versions.sh",
+    "(megatron_balance/mcore/options, scripts/drift/irrelevant_options.txt), run scripts/check versions",
 )
 
 PACKAGES = (
@@ -147,7 +147,7 @@ PACKAGES = (
         # The other one is a function of Megatron Core: MEGATRON_CORE compares it.
         hooks=[hook for hook in BRIDGE_HOOKS if hook.target.startswith("megatron.bridge.")],
         version_of=_numbers_in("megatron.bridge.package_info"),
-        remedy="mend mcore/bridge.py and samples/attention_keys.py, run scripts/test_adapters.sh bridge",
+        remedy="mend mcore/bridge.py and samples/attention_keys.py, run scripts/check adapters bridge",
     ),
     Package(
         name="apex",

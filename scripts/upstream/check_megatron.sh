@@ -28,4 +28,4 @@ g++ -O2 -std=c++17 -shared -fPIC $includes "$helpers.cpp" \
 
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 export MEGATRON_BALANCE_ANY_VERSION=1 HF_HUB_OFFLINE=1 HF_DATASETS_CACHE=$work/datasets HF_HUB_DISABLE_PROGRESS_BARS=1
-PYTHONPATH=$work/tree:$PWD:$PWD/tests/kit exec "$python" -m benchmarks.pretrain_gpt "$work/tree" --name "$name" "$@"
+PYTHONPATH=$work/tree:$PWD:$PWD/tests/kit exec "$python" -m benchmarks sft "$work/tree" --name "$name" "$@"

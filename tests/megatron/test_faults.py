@@ -1,4 +1,4 @@
-"""Faults in real training runs, rank by rank. `scripts/check_faults.sh` runs all of them; these are the quick ones."""
+"""Faults in real training runs, rank by rank. `scripts/bench faults` runs all of them; these are the quick ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two data-parallel ranks on one release of Megatron, every hook active; scripts/test_versions.sh chooses the release.
+"""Two data-parallel ranks on one release of Megatron, every hook active; scripts/check versions chooses the release.
 
 The release that `.venv` has is tested by tests/megatron; here are the others, and checkouts.
 """

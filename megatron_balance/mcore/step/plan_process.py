@@ -1,7 +1,7 @@
 """Plans in a process of its own, so that planning does not hold the interpreter's lock of the training process.
 
 Every launch of a kernel from Python gives the lock up and takes it back. A thread that plans takes it in between and
-holds it for up to `sys.getswitchinterval()`, 5 ms (`benchmarks/planner/launch_latency.py` measures it). A thread that
+holds it for up to `sys.getswitchinterval()`, 5 ms. A thread that
 waits for a planning process holds no lock.
 
 Every rank has a process of its own. One rank that plans for all would save CPU time and cost a broadcast of eight

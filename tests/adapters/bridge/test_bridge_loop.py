@@ -1,6 +1,6 @@
 """Megatron-Bridge's own `pretrain` trains and evaluates balanced as it does stock.
 
-scripts/test_adapters.sh bridge
+scripts/check adapters bridge
 """
 
 from __future__ import annotations

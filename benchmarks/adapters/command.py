@@ -1,0 +1,50 @@
+"""Each system's own planning beside its adapter's: one of slime, torchspec, verl, areal, recsys.
+
+verl, areal and recsys run in the environments that `scripts/check adapters NAME` makes; slime's own schedule needs a
+checkout. What is known of the other systems stays published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.publish import Measured, published, table
+
+TITLE = "Adapters"
+SYSTEMS = ("slime", "torchspec", "verl", "areal", "recsys")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--seeds", type=int, default=50, help="of verl and areal: batches to average over")
+    parser.add_argument(
+        "--checkout", type=Path, metavar="DIR", help="of slime, whose own schedule plans the same batches"
+    )
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Measures one system."""
+    module = importlib.import_module(f"benchmarks.adapters.{args.system}")
+    if args.system == "slime":
+        rows = module.measure_all(args.checkout)
+    elif args.system in ("verl", "areal"):
+        rows = module.measure(args.seeds)
+    else:
+        rows = module.measure_all()
+    known = {name: of_system for name, of_system in published("adapters").items() if name in SYSTEMS}
+    return Measured(known | {args.system: {"says": module.SAYS, "columns": module.COLUMNS, "rows": rows}})
+
+
+def section(figures: Mapping[str, Any]) -> str:
+    """Markdown of the figures."""
+    return "\n\n".join(_system(name, figures[name]) for name in SYSTEMS if name in figures)
+
+
+def _system(name: str, figures: Mapping[str, Any]) -> str:
+    rows = [[way, *("–" if value is None else f"{value:.5g}" for value in row)] for way, row in figures["rows"].items()]
+    return f"**{name}.** {figures['says']}\n\n{table(' | '.join(['way', *figures['columns']]), rows)}"

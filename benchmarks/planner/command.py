@@ -1,0 +1,156 @@
+"""Plans of this package beside other systems' own, their speed, and what a wrong cost model loses.
+
+Every way plans the same batches; one cost model judges all: the FLOPs of the model, over a lower bound that no plan can
+beat. verl's and AReaL's own functions run where their wheels are installed: `scripts/bench planner --with-wheels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from benchmarks.planner.baselines import BASELINES
+from benchmarks.planner.cost_models import ABLATED_SETUPS, COST_WAYS, measure_losses
+from benchmarks.planner.measure import measure_row
+from benchmarks.planner.setups import (
+    QUICK_SETUPS,
+    SETUPS,
+    Setup,
+    add_length_options,
+    global_batches,
+    lengths_folder,
+    lengths_said,
+)
+from benchmarks.planner.speed import speed_ratios
+from benchmarks.publish import Measured, table
+
+TITLE = "Planner"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--quick", action="store_true", help="small setups, few batches: seconds in all")
+    add_length_options(parser)
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Plans every setup in every way."""
+    folder = lengths_folder(args)
+    setups = QUICK_SETUPS if args.quick else SETUPS
+    rows: list[dict[str, Any]] = []
+    for setup in setups:
+        batches = list(global_batches(setup, lengths_folder=folder))
+        _announce(f"{setup.name}: {len(batches)} batches of {setup.global_batch_size} samples")
+        for planner in BASELINES:
+            row = asdict(measure_row(planner, setup=setup, batches=batches))
+            _announce(f"    {planner:50} {row['mean_over_bound']} {row['note']}")
+            rows.append(row)
+    _announce("speed against verl, losses of cost models")
+    ratios = speed_ratios(num_samples=512, num_ranks=8) if args.quick else speed_ratios()
+    gc.unfreeze()  # measure.py froze what was imported
+    losses = measure_losses(QUICK_SETUPS if args.quick else ABLATED_SETUPS, lengths_folder=folder)
+    figures = {
+        "lengths": lengths_said(folder),
+        "wheels": {name: _version(name) for name in ("verl", "areal")},
+        "setups": {setup.name: _described(setup) for setup in setups},
+        "plans": _plans(rows),
+        "speed": [asdict(ratio) for ratio in ratios],
+        "losses": _losses([asdict(loss) for loss in losses]),
+    }
+    return Measured(figures, raw=rows)
+
+
+def _announce(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _described(setup: Setup) -> str:
+    return (
+        f"{setup.model}, ranks meet by {setup.objective}, {setup.global_batch_size} samples a step, cap "
+        f"{setup.max_tokens_per_gpu} tokens, {setup.num_batches * len(setup.length_names)} batches of "
+        f"{', '.join(setup.length_names)}"
+    )
+
+
+def _plans(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Planner → setup → mean and largest distance over the bound, part over the cap, CPU ms; or a note."""
+    plans: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        cells = plans.setdefault(row["planner"], {})
+        if row["mean_over_bound"] is None:
+            cells[row["setup"]] = row["note"]
+        else:
+            over_cap = row["num_over_cap"] / row["num_microbatches"]
+            cells[row["setup"]] = [row["mean_over_bound"], row["max_over_bound"], over_cap, row["plan_cpu_ms"]]
+    return plans
+
+
+def _losses(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    return {way: {row["setup"]: [row["mean"], row["worst"]] for row in rows if row["way"] == way} for way in COST_WAYS}
+
+
+def section(figures: Mapping[str, Any]) -> str:
+    """Markdown of the figures."""
+    setups = figures["setups"]
+    wheels = ", ".join(f"{name} {version}" for name, version in figures["wheels"].items() if version)
+    described = "\n".join(f"- {name}: {text}" for name, text in setups.items())
+    columns = " | ".join(["planner", *setups])
+    return f"""Time of a plan over a lower bound that no plan can beat, by the model's FLOPs: mean over batches; 1
+is best.
+{figures["lengths"].capitalize()}; samples longer than a micro-batch are left out. Ways of other systems are written
+from their description, on this package's first fit and Karmarkar-Karp, which are quicker than the originals'; *its own
+functions* runs the wheel's code ({wheels or "not installed"}). *Over cap*: micro-batches of two samples or more that
+exceed the cap, of all, in
+the setup with most. The second figure is CPU milliseconds to plan a batch, median; of other systems all ranks one
+after another.
+
+{described}
+
+{table(f"{columns} | over cap", [_plan(*row, setups) for row in figures["plans"].items()])}
+
+### Speed against verl
+
+One batch of {figures["speed"][0]["num_samples"]} samples on {figures["speed"][0]["num_ranks"]} ranks, all timed in one
+run. verl's ranks rearrange side by side; here every rank plans all.
+
+{table("against | its CPU ms | our CPU ms | times faster", [_speed(row) for row in figures["speed"]])}
+
+### Cost models
+
+Plans made with each cost model, timed by assumed devices that run attention at twice, once, half and a third of the
+speed of GEMMs, with fixed times for a layer: loss in percent of the step against the plan made with the device's own
+times, mean / worst over devices and batches.
+
+{table(" | ".join(["planned with", *_of_losses(figures)]), [_loss(*row) for row in figures["losses"].items()])}"""
+
+
+def _plan(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> list[str]:
+    known = [cells[name] for name in setups]
+    over_cap = max((cell[2] for cell in known if not isinstance(cell, str)), default=0.0)
+    shown = [cell if isinstance(cell, str) else f"{cell[0]:.4f}, {cell[3]:.1f}" for cell in known]
+    return [planner, *shown, f"≤ {over_cap:.0%}" if over_cap else "none"]
+
+
+def _speed(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["against"], f"{row['other_cpu_ms']:.0f}", f"{row['ours_cpu_ms']:.1f}", f"{row['ratio']:.1f}"
+
+
+def _of_losses(figures: Mapping[str, Any]) -> list[str]:
+    return list(next(iter(figures["losses"].values())))
+
+
+def _loss(way: str, cells: Mapping[str, list[float]]) -> list[str]:
+    return [way, *(f"{100 * mean:.2f} / {100 * worst:.2f}" for mean, worst in cells.values())]

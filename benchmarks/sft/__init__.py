@@ -1,0 +1,1 @@
+"""Megatron's own pretrain_gpt.py, unedited, with and without balancing."""

@@ -1,0 +1,152 @@
+"""Runs of pretrain_gpt.py: layouts of ranks × kinds of data, stock and balanced.
+
+Every run starts from the same weights, a checkpoint that one rank wrote, so that a run on one rank is a reference for
+every layout of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.sft.data import PretrainData
+
+NUM_STEPS = 4
+SEQ_LENGTH = 512
+MAX_TOKENS = 768
+"""Above the row length: a balanced micro-batch then differs from a row even where rows hold no padding."""
+MAX_TOKENS_DYNAMIC = 192
+"""Below the row length: the longest samples need several ranks."""
+
+COMMON = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size 8 --split 100,0,0 "
+    # As many as the tokenizer of conversations has, and the same on one rank and on two that share them.
+    "--vocab-size 258"
+)
+BALANCED = "--use-dynamic-batch-size --balance-data --balance-by-flops"
+
+MODELS = {
+    "dense": "",
+    "experts": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes of a run.
+
+    Attributes:
+        flags: of the layout.
+        num_ranks: processes.
+        model: a name in MODELS.
+        refused: a balanced run must end with an error that names this flag; empty where it must train.
+    """
+
+    flags: str
+    num_ranks: int
+    model: str = "dense"
+    refused: str = ""
+
+
+ONE_RANK = "one rank"
+_TP2 = "--tensor-model-parallel-size 2"
+_PP2 = "--pipeline-model-parallel-size 2"
+_EP2 = "--expert-model-parallel-size 2"
+_DISPATCHER = "--moe-token-dispatcher-type"
+
+LAYOUTS = {
+    "DP2": Layout("", 2),
+    "DP4": Layout("", 4),
+    "DP2 TP2": Layout(_TP2, 4),
+    "DP2 TP2 SP": Layout(f"{_TP2} --sequence-parallel", 4),
+    "DP2 CP2": Layout("--context-parallel-size 2", 4),
+    "DP2 PP2": Layout(_PP2, 4),
+    "DP2 PP2 VPP2": Layout(f"{_PP2} --num-layers-per-virtual-pipeline-stage 1", 4),
+    "PP4": Layout("--pipeline-model-parallel-size 4", 4),
+    "DP2 TP2 PP2": Layout(f"{_TP2} {_PP2}", 8),
+    "DP2 EP2": Layout(f"{_EP2} {_DISPATCHER} alltoall", 2, model="experts"),
+    "DP2 EP2 allgather": Layout(f"{_EP2} {_DISPATCHER} allgather", 2, model="experts", refused=_DISPATCHER),
+}
+
+DYNAMIC = ("DP2 CP2", "DP4", "DP2 PP2", "DP2 TP2 SP")
+"""Layouts that train with `--balance-context-parallel` as well."""
+
+DATA = ("--sft", "--dataloader-inter-document-masking")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        layout: a name in LAYOUTS, or ONE_RANK.
+        data: one of DATA.
+        balanced: with the balance flags.
+        model: a name in MODELS.
+        launched: started by torchrun and the launcher, as users do; else a fork.
+        dynamic: each micro-batch has a context-parallel size of its own.
+    """
+
+    layout: str
+    data: str
+    balanced: bool = False
+    model: str = "dense"
+    launched: bool = False
+    dynamic: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        parts = (self.layout, self.data, "balanced" if self.balanced else "stock")
+        variants = [*(["dynamic sizes"] if self.dynamic else []), *(["torchrun"] if self.launched else [])]
+        return " / ".join((*parts, *variants))
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return 1 if self.layout == ONE_RANK else LAYOUTS[self.layout].num_ranks
+
+    @property
+    def stock(self) -> Case:
+        """The same layout and data without balancing."""
+        return replace(self, balanced=False, launched=False, dynamic=False)
+
+    @property
+    def on_one_rank(self) -> Case:
+        """The same model and data on one rank, without balancing."""
+        return Case(ONE_RANK, self.data, model=self.model)
+
+    def flags(self, data: PretrainData) -> list[str]:
+        """All but those of the weights."""
+        parts = [COMMON, MODELS[self.model], *data_flags(self.data, data)]
+        parts += [LAYOUTS[self.layout].flags] if self.layout != ONE_RANK else []
+        if self.dynamic:
+            parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS_DYNAMIC} --balance-context-parallel")
+        elif self.balanced:
+            parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS}")
+        return " ".join(parts).split()
+
+
+def cases(only: Sequence[str] = ()) -> Iterator[Case]:
+    """The balanced runs; of `only` their names hold one, where there are any."""
+    for data in DATA:
+        every = [Case(name, data, balanced=True, model=layout.model) for name, layout in LAYOUTS.items()]
+        every += [Case(name, data, balanced=True, model=LAYOUTS[name].model, dynamic=True) for name in DYNAMIC]
+        every.append(Case("DP2", data, balanced=True, launched=True))
+        yield from (case for case in every if not only or any(text in case.name for text in only))
+
+
+def data_flags(kind: str, data: PretrainData) -> list[str]:
+    """Flags of the data set.
+
+    Args:
+        kind: one of DATA.
+        data: its files.
+    """
+    cache = f"--data-cache-path {data.documents.parent / 'cache'}"
+    if kind == "--sft":
+        tokenizer = f"--tokenizer-type SFTTokenizer --tokenizer-model {data.tokenizer}"
+        files = f"--data-path {data.conversations} {tokenizer} --sft-tokenizer-prompt-format default"
+        return f"{kind} {files} {cache}".split()
+    return f"{kind} --data-path {data.documents} {cache}".split()

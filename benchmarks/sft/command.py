@@ -1,0 +1,198 @@
+"""Megatron's own pretrain_gpt.py, unedited, stock and balanced: speed of `--sft`, and equality in many layouts.
+
+`scripts/check upstream CHECKOUT` makes the environment and a copy of the checkout with its helpers built, and runs
+this: the layouts, or with `--speed` the speed. What is known of the other, and of other checkouts, stays published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forked import import_once, train_forked
+from rounding import ALLOWANCES
+from training_run import Recorded, RunFailed, train
+
+from benchmarks.publish import Measured, published, table
+from benchmarks.sft import speed
+from benchmarks.sft.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases, data_flags
+from benchmarks.sft.data import PretrainData, write_data
+from benchmarks.sft.outcomes import Outcome, Verdict, judge, judge_refusal, last_error
+
+TITLE = "Megatron's pretrain_gpt.py"
+TIMEOUT_SECONDS = 900
+"""Of one run; a loaded machine is slow, a hang is for ever."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("tree", type=Path, help="a copy of the checkout, its dataset helpers built")
+    parser.add_argument("--name", required=True, help="of the checkout, for the results")
+    parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="runs whose name holds one of these")
+    parser.add_argument("--speed", action="store_true", help="time --sft, stock and with each flag, instead")
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Trains, and puts the figures of this checkout beside those of others."""
+    known = published("sft")
+    figures: dict[str, Any] = {part: dict(known.get(part, {})) for part in ("speed", "layouts")}
+    if args.speed:
+        measured = speed.measure_speed(_runner(args.tree))
+        figures["speed"][args.name] = measured
+        allowed = ALLOWANCES["fp32"].loss
+        problems = [name for name, row in measured.items() if row["loss_difference"] > allowed]
+        return Measured(figures, raw=measured, problems=[f"the losses of {name!r} differ" for name in problems])
+    runs = Runs(args.tree, folder=args.tree.parent / "runs")
+    verdicts = list(_verdicts(runs, only=args.only))
+    if not args.only:
+        figures["layouts"][args.name] = {
+            verdict.case.name: [verdict.loss, verdict.grad_norm, *_said(verdict)] for verdict in verdicts
+        }
+    bad = [f"{verdict.case.name}: {verdict.says}" for verdict in verdicts if not verdict.good]
+    return Measured(figures, raw=[asdict(verdict) for verdict in verdicts], problems=bad)
+
+
+def _verdicts(runs: Runs, *, only: Sequence[str]) -> Iterator[Verdict]:
+    for case in cases(only):
+        verdict = runs.verdict(case)
+        sys.stdout.write(f"{case.name}: {verdict.says}, loss {verdict.loss}, gradient norm {verdict.grad_norm}\n")
+        sys.stdout.flush()
+        yield verdict
+
+
+def _said(verdict: Verdict) -> list[str]:
+    """What is more than `equal to stock`."""
+    said = [] if verdict.says == "equal" else [verdict.says]
+    return said + (["against one rank: stock fails"] if verdict.reference.startswith(ONE_RANK) else [])
+
+
+def _runner(tree: Path) -> speed.Runner:
+    folder = tree.parent / "speed"
+    shutil.rmtree(folder, ignore_errors=True)
+    data = write_data(folder / "data", whole=True)
+
+    def run(flags: Sequence[str]) -> Recorded:
+        script = {"TRAINING_SCRIPT": str(tree / "pretrain_gpt.py")}
+        every = [*data_flags("--sft", data), *flags]
+        ranks = {"num_ranks": speed.NUM_RANKS, "timeout_seconds": TIMEOUT_SECONDS}
+        return train(folder / "run", every, environment=script, **ranks)
+
+    return run
+
+
+@dataclass
+class Runs:
+    """Runs each case once.
+
+    Attributes:
+        tree: a copy of the checkout, from which Megatron is imported.
+        folder: of the runs; emptied.
+    """
+
+    tree: Path
+    folder: Path
+    outcomes: dict[Case, Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        import_once(also=("pretrain_gpt",))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.data: PretrainData = write_data(self.folder / "data")
+
+    def verdict(self, case: Case) -> Verdict:
+        """Of a balanced run; what it is compared with runs where it has not yet."""
+        ours = self._outcome(case)
+        if LAYOUTS[case.layout].refused:
+            return judge_refusal(case, ours=ours)
+        stock = self._outcome(case.stock)
+        one_rank = None if stock.recorded else self._outcome(case.on_one_rank)
+        return judge(case, ours=ours, stock=stock, one_rank=one_rank)
+
+    def _outcome(self, case: Case) -> Outcome:
+        if case not in self.outcomes:
+            weights = ["--load", str(self._weights(case.model)), "--finetune", "--no-load-optim", "--no-load-rng"]
+            self.outcomes[case] = self._run(case, ["--train-iters", str(NUM_STEPS), *weights])
+        return self.outcomes[case]
+
+    def _weights(self, model: str) -> Path:
+        """The checkpoint that every run of a model starts from: of one rank after one step."""
+        folder = self.folder / model
+        if not folder.exists():
+            save = ["--train-iters", "1", "--save", str(folder), "--save-interval", "1"]
+            begun = self._run(Case(ONE_RANK, DATA[-1], model=model), save)
+            if begun.recorded is None:
+                sys.exit(f"one rank does not train: {begun.error}")
+        return folder
+
+    def _run(self, case: Case, flags: Sequence[str]) -> Outcome:
+        record, flags = self.folder / "run", [*case.flags(self.data), *flags]
+        script = {"TRAINING_SCRIPT": str(self.tree / "pretrain_gpt.py")}
+        limits = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}
+        while True:
+            shutil.rmtree(record, ignore_errors=True)
+            try:
+                if case.launched:
+                    return Outcome(train(record, flags, environment=script, **limits))
+                return Outcome(train_forked(record, flags, environment=script, **limits).recorded)
+            except RunFailed as error:
+                # Another program may take a port between its choice and its use.
+                if "EADDRINUSE" not in str(error):
+                    return Outcome(error=last_error(str(error)))
+
+
+def section(figures: Mapping[str, Any]) -> str:
+    """Markdown of the figures."""
+    speeds = "\n\n".join(f"{name}:\n\n{_speed(policies)}" for name, policies in figures["speed"].items())
+    return f"""### Speed of `--sft`
+
+Trains the quickstart's model on {speed.NUM_RANKS} data-parallel CPU ranks, on conversations made of Python's standard
+library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the busiest rank, the mean of
+{speed.NUM_STEPS - speed.WARM_UP_STEPS} steps; a factor is that of the row above over this one. *Without padding*
+(`--use-dynamic-batch-size`) packs samples instead of filling rows up.
+
+{speeds}
+
+### Layouts
+
+A tiny model on CPU ranks over gloo trains {NUM_STEPS} steps from one set of weights, stock and balanced by FLOPs.
+A cell is the largest relative difference of a step's loss and of its gradient norm; equal is within
+{ALLOWANCES["fp32"].loss:.1e}. *Documents*: `--dataloader-inter-document-masking`. *1*: against one rank, because stock
+fails in this layout.
+
+{_layouts(figures["layouts"])}"""
+
+
+def _speed(policies: Mapping[str, Mapping[str, float]]) -> str:
+    stock = above = policies["stock"]["cpu_seconds"]
+    rows: list[tuple[str, ...]] = []
+    for name, row in policies.items():
+        seconds = row["cpu_seconds"]
+        factor = "–" if name == "stock" else f"{above / seconds:.2f}×"
+        difference = "–" if name == "stock" else f"{row['loss_difference']:.1e}"
+        rows.append((name, f"{seconds:.2f}", factor, f"{stock / seconds:.2f}×", difference))
+        above = seconds
+    return table(
+        "policy | busiest rank, CPU s a step | this flag's factor | speed over stock | largest loss difference", rows
+    )
+
+
+def _layouts(of_checkouts: Mapping[str, Mapping[str, Any]]) -> str:
+    kinds = dict(zip(DATA, ("`--sft`", "documents"), strict=True))
+    columns = [(checkout, kind) for checkout in of_checkouts for kind in DATA]
+    rows: dict[str, dict[tuple[str, str], str]] = {}
+    for checkout, runs in of_checkouts.items():
+        for name, cells in runs.items():
+            layout, kind, _, *variants = name.split(" / ")
+            rows.setdefault(", ".join([layout, *variants]), {})[checkout, kind] = _cell(*cells)
+    head = " | ".join(["layout", *(f"{checkout}, {kinds[kind]}" for checkout, kind in columns)])
+    lines = [[layout, *(cells.get(column, "not run") for column in columns)] for layout, cells in rows.items()]
+    return table(head, lines, align="l" * (len(columns) + 1))
+
+
+def _cell(loss: float | None, grad_norm: float | None, *said: str) -> str:
+    differences = [] if loss is None else [f"{loss:.0e} / {grad_norm:.0e}"]
+    return ", ".join(differences + ["1" if "one rank" in text else text.partition(",")[0] for text in said])

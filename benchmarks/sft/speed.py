@@ -1,0 +1,59 @@
+"""Speed of Megatron's `--sft` on two data-parallel ranks: stock, without its padding, and balanced.
+
+Stock `--sft` fills every row up to `--seq-length` and computes the filling. `--use-dynamic-batch-size` packs the rows
+without it; `--balance-data` and `--balance-by-flops` then even out the ranks. So the table has a row for each flag, and
+each factor is that flag's own. One conversation a row, the whole built-in corpus, the model of the quickstart.
+
+Invariant: every run trains on the same samples from the same weights, and its losses are stock's within rounding.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from training_run import Recorded, largest_difference
+
+NUM_RANKS = 2
+SEQ_LENGTH = 4096
+NUM_STEPS = 14
+WARM_UP_STEPS = 2
+"""The first steps pay for allocations."""
+
+MODEL_FLAGS = (
+    "--num-layers 2 --hidden-size 128 --kv-channels 32 --num-attention-heads 4 --num-query-groups 2 "
+    f"--ffn-hidden-size 384 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size 24 "
+    f"--train-iters {NUM_STEPS} --seed 5 --split 100,0,0 --vocab-size 258"
+)
+"""The model of the quickstart."""
+
+_PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
+POLICIES = {
+    "stock": "",
+    "without padding": _PACKED,
+    "+ `--balance-data`": f"{_PACKED} --balance-data",
+    "+ `--balance-by-flops`": f"{_PACKED} --balance-data --balance-by-flops",
+}
+"""Name → balance flags, each policy one flag more than the one before."""
+
+Runner = Callable[[Sequence[str]], Recorded]
+"""Trains with these flags beside those of the checkout's data."""
+
+
+def measure_speed(run: Runner) -> dict[str, dict[str, float]]:
+    """Train under every policy.
+
+    Returns:
+        dict: for every policy, `cpu_seconds`, `seconds` and `loss_difference`.
+    """
+    runs = {name: run([*MODEL_FLAGS.split(), *flags.split()]) for name, flags in POLICIES.items()}
+    return {name: _figures(recorded, stock=runs["stock"]) for name, recorded in runs.items()}
+
+
+def _figures(run: Recorded, *, stock: Recorded) -> dict[str, float]:
+    steps = [list(of_step) for of_step in zip(*run.ranks, strict=True)][WARM_UP_STEPS:]
+    return {
+        "cpu_seconds": statistics.mean(max(rank["cpu_seconds"] for rank in ranks) for ranks in steps),
+        "seconds": statistics.mean(max(rank["seconds"] for rank in ranks) for ranks in steps),
+        "loss_difference": largest_difference(run, reference=stock, key="lm_loss"),
+    }
