@@ -77,7 +77,7 @@ def test_exchanging_equal_ranks_moves_fewer_tokens(name):
 
 DIGESTS = """
 from plan_cells import CELLS
-names = [name for name in CELLS if CELLS[name].count <= 512]
+names = [name for name in CELLS if CELLS[name].count <= 256 and "pipeline" not in name]
 print([next(CELLS[name].plans())[0].digest() for name in names])
 """
 

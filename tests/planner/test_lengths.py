@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
 from megatron_balance.lengths import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
@@ -68,15 +66,6 @@ def test_every_format_gives_the_same_lengths_in_file_order(tmp_path: Path, suffi
     assert lengths.dtype == np.int64
     assert lengths.tolist() == LENGTHS
     assert read_lengths(str(file)).tolist() == LENGTHS
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
-@given(lengths=st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=20))
-@pytest.mark.parametrize("suffix", [suffix for suffix in WRITERS if suffix != ".parquet"])
-def test_what_is_written_is_read(tmp_path: Path, suffix: str, lengths: list[int]) -> None:
-    file = tmp_path / f"lengths{suffix}"
-    WRITERS[suffix](file, lengths)
-    assert read_lengths(file).tolist() == lengths
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def batches(draw):
     return dp_size, lengths, homes
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     batches(),
     st.sampled_from(COST_MODELS),
