@@ -39,20 +39,7 @@ OVER_LONG = 300
 
 @dataclass
 class Tally:
-    """Counts of a fuzz on one rank.
-
-    Attributes:
-        rounds: exchanges.
-        samples: that arrived here and were compared.
-        moved: of these, loaded by another rank.
-        nbytes: of them.
-        ragged: entries of their ragged keys.
-        sequences: packed and unpacked again.
-        zero_length: samples without a token among those that arrived.
-        over_long: samples over the cap among them.
-        empty_ranks: rounds in which this rank loaded nothing.
-        kinds: rounds by objective, or `random destinations`.
-    """
+    """Counts of a fuzz on one rank."""
 
     rounds: int = 0
     samples: int = 0
@@ -68,23 +55,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Round:
-    """The draws of a round, equal on all ranks.
-
-    Attributes:
-        lengths: of each rank's samples, each the lengths of its sequences.
-        token_dtypes: of the keys per token beside tokens and loss_mask.
-        sample_dtypes: of the keys per sample.
-        ragged_dtypes: of the ragged keys.
-        matrices: whether keys with trailing dimensions are there too.
-        topology: with as many ranks as the group.
-        limits: of a micro-batch.
-        objective: of the plan; None for random destinations.
-        algorithm: of the plan.
-        move_samples: whether the plan may move.
-        tell_homes: whether the planner learns where samples are.
-        groups: `[num_samples]` of samples that share a rank, or None.
-        destinations: drawn in any case.
-    """
+    """The draws of a round, equal on all ranks."""
 
     lengths: list[list[tuple[int, ...]]]
     token_dtypes: tuple[torch.dtype, ...]
@@ -102,11 +73,7 @@ class _Round:
 
 
 def fuzz(group: dist.ProcessGroup, *, pair: dist.ProcessGroup, count: int, seed: int) -> Tally:
-    """Run the rounds on all ranks, every fourth of them within `pair`, a part of the ranks that holds this one.
-
-    Raises:
-        AssertionError: a sample was lost, doubled or altered; names the round.
-    """
+    """Run the rounds on all ranks, every fourth of them within `pair`, a part of the ranks that holds this one."""
     tally = Tally()
     for number in range(count):
         within = pair if number % 4 == 3 else group

@@ -25,13 +25,7 @@ FIGURES = ROOT / "benchmarks" / "results.json"
 
 @dataclass(frozen=True)
 class Measured:
-    """Outcome of a benchmark.
-
-    Attributes:
-        figures: what is published, by name; numbers, texts, lists and mappings of them.
-        raw: what is kept in build/bench only.
-        problems: what is not as it must be; the command then fails.
-    """
+    """Outcome of a benchmark."""
 
     figures: Mapping[str, Any]
     raw: Any = None
@@ -88,11 +82,7 @@ def write_raw(name: str, measured: Measured, *, made: Mapping[str, Any]) -> Path
 
 
 def publish(name: str, benchmark: Benchmark, *, figures: Mapping[str, Any]) -> None:
-    """Puts figures into results.json under their name, and replaces their section of RESULTS.md.
-
-    Raises:
-        ValueError: RESULTS.md has no such section.
-    """
+    """Puts figures into results.json under their name, and replaces their section of RESULTS.md."""
     known = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
     known[name] = rounded(figures)
     lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in sorted(known.items())]
@@ -138,13 +128,7 @@ def rounded(value: Any) -> Any:
 
 
 def table(columns: str, rows: Iterable[Sequence[object]], *, align: str | None = None) -> str:
-    """A Markdown table, without a newline at its end.
-
-    Args:
-        columns: names of the columns, with ` | ` between them.
-        rows: cells, as many in a row as there are columns.
-        align: `l` or `r` for each column; by default the first is left-aligned and the others right.
-    """
+    """A Markdown table, without a newline at its end."""
     sides = align or "l" + "r" * columns.count(" | ")
     ruler = "|" + "".join("---:|" if side == "r" else "---|" for side in sides)
     return "\n".join([f"| {columns} |", ruler, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)])

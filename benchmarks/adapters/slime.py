@@ -32,14 +32,7 @@ BuildSchedule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Figures:
-    """Means over the rollout batches, but for `over_cap`.
-
-    Attributes:
-        over_cap: micro-batches of several samples over the cap, of all batches together.
-        rank_max_over_mean: costliest rank over the mean rank.
-        slot_sum_over_mean: sum over slots of the costliest rank there, over the mean rank.
-        num_microbatches: micro-batches of a rank.
-    """
+    """Means over the rollout batches, but for `over_cap`."""
 
     over_cap: int
     rank_max_over_mean: float

@@ -39,14 +39,7 @@ FAILED_SHARE = 0.001
 
 @dataclass(frozen=True)
 class Way:
-    """One way to dispatch.
-
-    Attributes:
-        approach: `stock`, `A`, `B` or `C`.
-        window: dispatches' worth of samples to choose among; 1 is order of arrival.
-        cost: `padded` or `tokens`.
-        bucket_batches: dispatches of a bucket, for `C`.
-    """
+    """One way to dispatch."""
 
     approach: str
     window: int = 1
@@ -66,15 +59,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Figures:
-    """Costs of a way to dispatch.
-
-    Attributes:
-        step_time: sum over dispatches of the slowest rank's time, over ideal.
-        padded_tokens: tokens computed over tokens there are.
-        rank_variance: mean over dispatches of the variance of the ranks' times, in squares of the ideal time.
-        max_delay: dispatches that a sample left late, at most.
-        mean_delay: likewise, on average.
-    """
+    """Costs of a way to dispatch."""
 
     step_time: float
     padded_tokens: float

@@ -28,11 +28,7 @@ Rows = list[list[list[int]]]
 
 
 def load_scheduler(checkout: Path) -> Callable[..., Rows]:
-    """Rows of `DefaultDynamicCPScheduler`, as a function of lengths, ranks and cap.
-
-    Raises:
-        ValueError: the checkout lacks the file or what is needed of it.
-    """
+    """Rows of `DefaultDynamicCPScheduler`, as a function of lengths, ranks and cap."""
     path = checkout / _PATH
     if not path.is_file():
         raise ValueError(

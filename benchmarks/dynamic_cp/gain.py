@@ -44,15 +44,7 @@ TURNS = ROOT / "benchmarks" / "dynamic_cp" / "turns.py"
 
 
 def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
-    """Calibrates, trains and predicts.
-
-    Args:
-        rounds: steps of each policy that count.
-        steps: of each run by itself.
-
-    Returns:
-        dict: `policies`, the figures of each, and `calibration`, its errors.
-    """
+    """Calibrates, trains and predicts."""
     work = ROOT / "build" / "bench" / "dynamic_cp_gain"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -112,14 +104,7 @@ def write_data(path: Path, *, num_steps: int) -> None:
 
 
 def figures(name: str, *, turns: Recorded, alone: Recorded, calibration: Calibration) -> dict[str, Any]:
-    """Figures of one policy.
-
-    Args:
-        name: of the policy.
-        turns: the run of all policies.
-        alone: the policy's own run.
-        calibration: predicts.
-    """
+    """Figures of one policy."""
     first = len(POLICIES) * WARM_UP_ROUNDS
     steps = list(zip(*turns.ranks, strict=True))
     own = [step for index, step in enumerate(steps) if index >= first and policy_of_step(index) == name]

@@ -21,21 +21,7 @@ from megatron_balance.planner.filling import fill_dummies
 
 @dataclass(frozen=True)
 class Cell:
-    """Plans of one setup at one cost of communication, for one objective: means over batches.
-
-    Attributes:
-        setup: its name.
-        exchange: cost of receiving a token, as part of its linear cost.
-        objective: `step` or `microbatch`.
-        ours: time over the ideal.
-        filled: time of the plan without dummies, as dev's executor wants it, over the ideal.
-        bound: what no plan can beat, over the ideal.
-        dev: time of Megatron dev's scheduler, or None where there is no checkout.
-        fixed: a perfect plan in which every sample runs at the setup's context-parallel size.
-        worst: the batch whose plan is farthest above the bound: time over bound.
-        mean_size: ranks that share a token, mean over tokens.
-        num_over_cap: micro-batches of several samples over the cap.
-    """
+    """Plans of one setup at one cost of communication, for one objective: means over batches."""
 
     setup: str
     exchange: float
@@ -52,14 +38,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class PlanningTime:
-    """Time of one plan.
-
-    Attributes:
-        setup: its name.
-        objective: `step` or `microbatch`.
-        cpu_ms: median of this process's computing, lengths to schedule.
-        over_bound: predicted time over the bound.
-    """
+    """Time of one plan."""
 
     setup: str
     objective: str

@@ -40,11 +40,7 @@ def plan(
     num_segments: NDArray[np.int64] | None = None,
     home_ranks: NDArray[np.int64] | None = None,
 ) -> DynamicCpSchedule:
-    """This package's plan of a batch, checked; arguments as for `build_data_schedule`.
-
-    Args:
-        cp_size: of all micro-batches, None for sizes of their own.
-    """
+    """This package's plan of a batch, checked; arguments as for `build_data_schedule`."""
     shared: dict[str, Any] = {"limits": limits, "num_segments": num_segments}
     if cp_size is None:
         own = build_data_schedule(lengths, cost_model=cost_model, topology=topology, home_ranks=home_ranks, **shared)

@@ -24,15 +24,7 @@ _FLOPS = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
 
 @dataclass(frozen=True)
 class DynamicSetup:
-    """One training run to plan.
-
-    Attributes:
-        name: in the results.
-        topology: the ranks; `cp_size` holds the longest sample, at one size for all.
-        max_tokens_per_gpu: cap, tokens.
-        global_batch_size: samples a step.
-        lengths: a length set by name, or how to draw `[global_batch_size]` lengths with a generator.
-    """
+    """One training run to plan."""
 
     name: str
     _: KW_ONLY
@@ -114,16 +106,7 @@ TIMED_SETUPS = (
 
 
 def batches(setup: DynamicSetup, *, num_batches: int, folder: Path | None) -> Iterator[NDArray[np.int64]]:
-    """Global batches, one for each seed; samples that the ranks cannot hold at the largest size are left out.
-
-    Args:
-        setup: the run.
-        num_batches: how many.
-        folder: of `NAME.npz` files; None draws from the fits built into the package.
-
-    Yields:
-        `[global_batch_size]` int64, tokens.
-    """
+    """Global batches, one for each seed; samples that the ranks cannot hold at the largest size are left out."""
     most = setup.max_tokens_per_gpu * setup.topology.cp_size
     for seed in range(num_batches):
         generator = np.random.default_rng(seed)

@@ -101,14 +101,7 @@ _AUX_WAYS = (STOCK, SHUFFLED, TWO_A_MICROBATCH, FOUR_A_MICROBATCH, "moved, one a
 
 @dataclass(frozen=True)
 class Case:
-    """One training run.
-
-    Attributes:
-        layout: a name in LAYOUTS or AUX_LAYOUTS.
-        precision: a name in PRECISIONS.
-        optimizer: a name in OPTIMIZERS.
-        way: a name in POLICIES, or one of the stock runs.
-    """
+    """One training run."""
 
     layout: str
     precision: str

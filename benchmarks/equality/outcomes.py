@@ -19,17 +19,7 @@ from benchmarks.equality.cases import NUM_STEPS, Case
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run.
-
-    Attributes:
-        case: which run.
-        revision: of the code that ran.
-        losses: `[NUM_STEPS]`; empty where the run failed.
-        grad_norms: `[NUM_STEPS]`, likewise.
-        cpu_seconds: of all ranks together.
-        seconds: the run took, on a machine that may do other work.
-        error: why there are no figures, or None.
-    """
+    """Of one run."""
 
     case: Case
     revision: str
@@ -42,14 +32,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two runs, relative to the second.
-
-    Attributes:
-        loss: largest over all steps.
-        grad_norm: likewise.
-        first_loss: of the first step, where both have the same weights.
-        first_grad_norm: likewise.
-    """
+    """Between two runs, relative to the second."""
 
     loss: float
     grad_norm: float
@@ -92,11 +75,7 @@ def outcome_of(
 
 
 class OutcomeFile:
-    """Outcomes by case; the newest of a case counts.
-
-    Args:
-        path: a jsonl file, made when there is something to keep.
-    """
+    """Outcomes by case; the newest of a case counts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

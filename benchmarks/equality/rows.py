@@ -40,13 +40,7 @@ def shuffled_within_steps() -> list[int]:
 
 
 def write_rows(path: Path, rows: Sequence[SftSample], *, order: Sequence[int]) -> None:
-    """Write a jsonl file that training reads in this order.
-
-    Args:
-        path: the file.
-        rows: all of them.
-        order: `[NUM_ROWS]` row numbers; training reads rows[order[0]] first.
-    """
+    """Write a jsonl file that training reads in this order."""
     data: Any = [rows[number] for number in order]
     numbered = {id(sample): position for position, sample in enumerate(data)}
     dataset = SftDataset(

@@ -14,17 +14,7 @@ VOCAB_SIZE = 257
 
 
 def write_rows(path: Path, *, lengths: ArrayLike, seed: int, first_tokens: Iterable[int] | None = None) -> Path:
-    """Write a jsonl file with one row for each length.
-
-    Args:
-        path: the file.
-        lengths: `[num_rows]`, tokens that the model reads of each row.
-        seed: of the tokens.
-        first_tokens: of each row, to know it by; by default random as the others.
-
-    Returns:
-        The path.
-    """
+    """Write a jsonl file with one row for each length."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(0, VOCAB_SIZE, length + 1).tolist() for length in np.asarray(lengths)]  # the last is a label
     if first_tokens is not None:

@@ -36,13 +36,7 @@ _OURS = r"megatron_balance: (?!iteration \d+ \||WARNING: (?!rank \d+ prepares))"
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank.
-
-    Attributes:
-        exit_code: negative for a signal; None where it still ran after the limit.
-        seconds: from the strike, or else from the first rank's end, to this one's; 0 for the first.
-        output: all that it printed.
-    """
+    """The end of a rank."""
 
     exit_code: int | None
     seconds: float
@@ -60,12 +54,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run.
-
-    Attributes:
-        ends: of every rank.
-        wrong: problems of the run.
-    """
+    """The outcome of a run."""
 
     ends: list[RankEnd]
     wrong: list[str]

@@ -28,14 +28,7 @@ from megatron_balance.runtime.prepared_exchange import PreparedExchange
 
 @dataclass(frozen=True)
 class Strike:
-    """Time and place of a fault.
-
-    Attributes:
-        step: the step whose data is in the making, from 1.
-        global_batch_size: of the run.
-        rank: of this process.
-        folder: where the time of the strike is noted.
-    """
+    """Time and place of a fault."""
 
     step: int
     global_batch_size: int

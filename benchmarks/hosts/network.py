@@ -24,11 +24,7 @@ START_SECONDS = 30.0
 
 
 class Network:
-    """Two hosts with a link.
-
-    Args:
-        holders: of each host a process that lives in it: a namespace lasts as long as a process does.
-    """
+    """Two hosts with a link."""
 
     def __init__(self, holders: Sequence[int]) -> None:
         self._holders = holders
@@ -63,12 +59,7 @@ class Network:
 
 @contextmanager
 def two_hosts(*, delay_milliseconds: int = 0) -> Iterator[Network]:
-    """Make them; they are gone afterwards.
-
-    Args:
-        delay_milliseconds: what a packet takes from one to the other. Such a link is two TAP devices with a process
-            between them: not every kernel has netem.
-    """
+    """Make them; they are gone afterwards."""
     processes = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in ADDRESSES]
     try:
         network = Network([process.pid for process in processes])

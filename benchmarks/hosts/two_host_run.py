@@ -28,15 +28,7 @@ _SELDOM_SECONDS = 3600
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank.
-
-    Attributes:
-        exit_code: 0 where it trained to the end; negative for a signal; None where it had to be ended.
-        seconds: from the trouble on the link to the end of the process.
-        error: class of the error that ended it, or "".
-        message: its text.
-        waited_in: function of ours or of Megatron in which it waited.
-    """
+    """The end of a rank."""
 
     exit_code: int | None
     seconds: float
@@ -47,14 +39,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class TwoHostRun:
-    """Records and ends of a run.
-
-    Attributes:
-        steps: of a rank that knows the loss, see tests/kit/record_steps.py; what there was before it ended.
-        ends: of each rank.
-        seconds: of the whole run, start included.
-        logs: folder of what the ranks printed.
-    """
+    """Records and ends of a run."""
 
     steps: list[dict[str, Any]]
     ends: list[RankEnd]

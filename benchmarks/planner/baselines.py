@@ -40,9 +40,6 @@ def next_fit(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
     The number of micro-batches is brought to a multiple of the ranks: from the last one backwards, samples
     leave micro-batches that hold several and run alone at the end. Source: Megatron-LM main,
     `megatron/core/datasets/data_schedule.py`, class DpBalancedScheduler.
-
-    Raises:
-        ValueError: there are fewer samples than ranks.
     """
     dp_size = setup.topology.dp_size
     bins: list[list[int]] = []
@@ -131,9 +128,6 @@ def lpt(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
 
     Ranks with fewer micro-batches than others split their fullest. Micro-batches meet by falling FLOPs.
     Source: R. L. Graham 1969; TorchSpec's approach A, without its count cap.
-
-    Raises:
-        ValueError: a rank has too few samples to split.
     """
     tokens, flops = setup.padded(lengths), setup.flops(lengths)
     parts = greedy(flops, num_parts=setup.topology.dp_size)
@@ -157,9 +151,6 @@ def split_bins(bins: list[list[int]], *, tokens: Sequence[int], num_bins: int) -
     """Halves the fullest of the bins that hold several samples, by tokens, longest sample first.
 
     Source: slime, `expand_bins_by_splitting` in `slime/utils/seqlen_balancing.py`.
-
-    Raises:
-        ValueError: there are not enough samples.
     """
     bins = [list(held) for held in bins]
     splittable = [(-sum(tokens[sample] for sample in held), index) for index, held in enumerate(bins) if len(held) > 1]

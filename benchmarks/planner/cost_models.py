@@ -41,14 +41,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Loss:
-    """One cost model on one setup, over all length sets and devices.
-
-    Attributes:
-        way: of `COST_WAYS`.
-        setup: name of the setup.
-        mean: mean loss, as a part of the step.
-        worst: largest.
-    """
+    """One cost model on one setup, over all length sets and devices."""
 
     way: str
     setup: str
@@ -116,9 +109,6 @@ def slime_counter(shape: ModelShape) -> CostModel:
     Source: slime, `slime/utils/flops_utils.py`. Per token: queries `2h*nd`, keys and values `2h*(n/g)*d`, where
     this package has `4h*gd`; output projection `2h²`, which is right where `nd` is h; three GEMMs in the MLP,
     gated or not; no router; output layer `2hV`. Core `2nd*L²` in every layer, linear attention or not.
-
-    Raises:
-        ValueError: the model has multi-latent attention, which no setup here has.
     """
     if shape.multi_latent_attention:
         raise ValueError("slime's counter is written for grouped-query attention here: choose another model")

@@ -27,12 +27,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call.
-
-    Attributes:
-        wall_ms: milliseconds that passed.
-        cpu_ms: milliseconds this process computed: what to read where a machine is shared.
-    """
+    """Time of one call."""
 
     wall_ms: float
     cpu_ms: float
@@ -40,21 +35,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """One way of planning on one setup.
-
-    Attributes:
-        setup: name of the setup.
-        planner: name of the way.
-        note: why there are no figures, or on which batches there are; empty where all is well.
-        num_batches: global batches that were planned.
-        num_failed: global batches on which the planner raised an error.
-        mean_over_bound: mean over batches of the predicted cost over its lower bound.
-        max_over_bound: its largest.
-        num_over_cap: micro-batches of two samples or more over the cap, of all batches.
-        num_microbatches: micro-batches of all ranks and batches.
-        plan_wall_ms: median time to plan a batch, milliseconds.
-        plan_cpu_ms: the same, of this process's own computing.
-    """
+    """One way of planning on one setup."""
 
     setup: str
     planner: str

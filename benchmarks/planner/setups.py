@@ -31,17 +31,7 @@ _DP1024 = Topology(1024, tp_size=8, sequence_parallel=True)
 
 @dataclass(frozen=True)
 class Setup:
-    """One training run to plan.
-
-    Attributes:
-        name: short name, in the results.
-        model: a key of `megatron_balance.model.presets.PRESETS`.
-        topology: the ranks.
-        max_tokens_per_gpu: cap, tokens.
-        global_batch_size: samples a step.
-        length_names: length sets that it is planned on.
-        num_batches: global batches of each length set.
-    """
+    """One training run to plan."""
 
     name: str
     _: KW_ONLY
@@ -140,9 +130,6 @@ def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDA
 
     Samples longer than a micro-batch are left out: verl and AReaL refuse them, and a training run filters or
     truncates them. A set is shuffled with a fixed seed, and starts again where it is too small.
-
-    Yields:
-        `[global_batch_size]` int64, tokens.
     """
     longest = setup.cap - setup.cap % setup.topology.token_multiple
     for name in setup.length_names:
@@ -152,14 +139,7 @@ def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDA
 
 
 def draw_lengths(name: str, *, num_samples: int, longest: int, folder: Path | None) -> NDArray[np.int64]:
-    """Lengths of a set in a fixed random order, without those above `longest`; again from its start where it is short.
-
-    Args:
-        name: of the set.
-        num_samples: lengths.
-        longest: tokens.
-        folder: of the sets; None to draw from the built-in fits.
-    """
+    """Lengths of a set in a fixed random order, without those above `longest`; from its start again where too few."""
     if folder is None:
         # Twice as many as needed, because some are over-long.
         drawn = synthetic_lengths(name, num_samples=2 * num_samples, seed=0)

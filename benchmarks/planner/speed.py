@@ -36,17 +36,7 @@ AGAINST = (
 
 @dataclass(frozen=True)
 class SpeedRatio:
-    """Our whole plan against something of another project.
-
-    Attributes:
-        against: what was timed, and whose code it is.
-        num_samples: samples in the global batch.
-        num_ranks: data-parallel ranks, and parts of the free partition.
-        ours_cpu_ms: median of nine plans.
-        other_cpu_ms: median as well.
-        ratio: other over ours, of computing time.
-        wall_ratio: the same of the time that passed.
-    """
+    """Our whole plan against something of another project."""
 
     against: str
     num_samples: int

@@ -19,10 +19,6 @@ def verl_wheel(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]
 
     verl agrees on the number of micro-batches by all-reduces: the most that a rank's tokens need, and one more
     while a rank breaks the cap. Here the ranks are planned one after another in one process.
-
-    Raises:
-        ImportError: verl is not installed.
-        ValueError: verl finds no number of micro-batches that keeps the cap.
     """
     tokens = setup.padded(lengths)
     parts = over_ranks(tokens, num_ranks=setup.topology.dp_size)
@@ -75,10 +71,6 @@ def areal_wheel(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]
 
     Both balance tokens. The loop stands for `allocate_balanced_mbs_synced`, which asks every rank again for
     the largest number of micro-batches. Micro-batches meet in AReaL's own order: by their first sample.
-
-    Raises:
-        ImportError: AReaL is not installed.
-        RuntimeError: a rank has too few samples for the number of micro-batches.
     """
     from areal.utils.seqpack import balanced_greedy_partition, ffd_allocate
 

@@ -25,14 +25,7 @@ RANKS = ((2, 2), (2, 4), (4, 2), (2, 1))
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is killed, and one that goes on.
-
-    Attributes:
-        policy: of `POLICIES`.
-        ranks: data-parallel ranks of the killed run.
-        ranks_after: of the resumed one.
-        overlap: whether the next step is prepared while one runs.
-    """
+    """A run that is killed, and one that goes on."""
 
     policy: str
     ranks: int

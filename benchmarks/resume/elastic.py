@@ -42,13 +42,7 @@ _LOADED = re.compile(r"successfully loaded checkpoint .* at iteration (\d+)")
 
 @dataclass(frozen=True)
 class ElasticRun:
-    """Outcome of the restart.
-
-    Attributes:
-        resumed: steps of the ranks that were started again.
-        resumed_at: iteration of the checkpoint that they found.
-        num_ranks: that were started again.
-    """
+    """Outcome of the restart."""
 
     resumed: list[dict[str, Any]]
     resumed_at: int
@@ -56,17 +50,7 @@ class ElasticRun:
 
 
 def lose_a_node(case: Case, *, folder: Path, data: str, rng: np.random.Generator) -> ElasticRun:
-    """Train on two nodes until the second is killed, then to the end on the first.
-
-    Args:
-        case: with as many ranks as the nodes have together.
-        folder: an empty one.
-        data: flags that name the data.
-        rng: draws the step after which the node is killed.
-
-    Raises:
-        RunFailed: the run did not come to its end on one node.
-    """
+    """Train on two nodes until the second is killed, then to the end on the first."""
     assert (case.ranks, case.ranks_after) == (NUM_NODES * RANKS_A_NODE, RANKS_A_NODE), "ranks of the nodes"
     checkpoints, record = folder / "checkpoints", folder / "record"
     flags = f"{case.flags} {data} --save {checkpoints} --load {checkpoints} --save-interval {SAVE_INTERVAL}".split()

@@ -29,18 +29,7 @@ ROUNDING = ALLOWANCES["fp32"].loss
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a case.
-
-    Attributes:
-        killed_after: steps that had been recorded when SIGKILL was sent.
-        victims: `all ranks` or `rank N`.
-        resumed_at: iteration of the checkpoint that the second run found.
-        num_equal: steps after it, from the first one on, whose loss and gradient norm are those of the run that was
-            not killed, bit for bit.
-        num_compared: steps after it.
-        largest_difference: relative, of loss and gradient norm in any of them.
-        problem: what is wrong; empty where nothing is.
-    """
+    """Outcome of a case."""
 
     killed_after: int
     victims: str
@@ -52,13 +41,7 @@ class Outcome:
 
 
 class Killer:
-    """Sends SIGKILL a moment after a number of steps was recorded.
-
-    Args:
-        record: folder of rank 0's record.
-        num_ranks: of the run.
-        rng: draws step, moment and victims.
-    """
+    """Sends SIGKILL a moment after a number of steps was recorded."""
 
     def __init__(self, record: Path, *, num_ranks: int, rng: np.random.Generator) -> None:
         self._record = record / "rank0.jsonl"
@@ -109,15 +92,7 @@ def newest_checkpoint(folder: Path) -> int:
 def kill_and_resume(
     case: Case, *, whole: list[dict[str, Any]], folder: Path, data: str, rng: np.random.Generator
 ) -> Outcome:
-    """Run a case.
-
-    Args:
-        case: what to run.
-        whole: steps of a run with the same flags on `case.ranks` that was not killed.
-        folder: an empty one.
-        data: flags that name the data.
-        rng: draws when and whom to kill.
-    """
+    """Run a case."""
     checkpoints, record = folder / "checkpoints", folder / "record"
     flags = f"{case.flags} {data} --save {checkpoints} --save-interval {SAVE_INTERVAL}"
     if case.policy in RECORDED:
@@ -158,14 +133,7 @@ def steps_of_killed(folder: Path, *, flags: str, case: Case, killer: Killer) -> 
 
 
 def compare(resumed: list[dict[str, Any]], *, whole: list[dict[str, Any]], start: int, bit_for_bit: bool) -> Outcome:
-    """Hold a resumed run against one that was not interrupted.
-
-    Args:
-        resumed: its steps, after iteration `start`.
-        whole: all steps of the other.
-        start: iteration of the checkpoint.
-        bit_for_bit: whether anything but equality is a problem; else samples must be equal and figures near.
-    """
+    """Hold a resumed run against one that was not interrupted."""
     expected = whole[start:]
     pairs = list(zip(resumed, expected, strict=False))
     equal = [all(ours[key] == theirs[key] for key in ("lm_loss", "grad_norm")) for ours, theirs in pairs]

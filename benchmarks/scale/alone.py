@@ -24,15 +24,7 @@ from megatron_balance.runtime.gather import HEADER_FIELDS
 
 
 def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
-    """Medians over steps but the first, which starts the planning process.
-
-    Args:
-        batches: `[num_steps, num_ranks, SAMPLES_PER_RANK]`, tokens.
-
-    Returns:
-        Stage → CPU seconds of the thread, and `split`, what no stage holds; the bytes that left and to how many ranks;
-        `plan_seconds`, by the clock, the fewest of a step: large batches are planned in another process.
-    """
+    """Medians over steps but the first, which starts the planning process."""
     num_ranks = batches.shape[1]
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     times = StageTimes()

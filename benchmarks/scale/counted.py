@@ -23,14 +23,7 @@ OTHERS = ("all_reduce", "all_gather", "all_gather_object", "all_to_all", "all_to
 
 @dataclass(frozen=True)
 class Collective:
-    """One that was called.
-
-    Attributes:
-        kind: its name in torch.distributed.
-        thread: that called it.
-        group_size: ranks that take part.
-        traffic: of this rank, from the sizes of its tensors.
-    """
+    """One that was called."""
 
     kind: str
     thread: str

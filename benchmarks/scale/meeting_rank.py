@@ -70,13 +70,7 @@ class World:
 
 
 def meet(world: World) -> dict[str, Any]:
-    """Run steps as one rank of an initialised world, and count.
-
-    Returns:
-        `calls`: kind → calls of all steps; `in_training`: calls from the training thread once steps are prepared ahead;
-        `traffic`: of all steps; `sockets`: made for the groups; `tcp_sent_nbytes`: by the kernel's count; `expected`:
-        the formulas' `calls`, `in_training`, `traffic` and `sockets`.
-    """
+    """Run steps as one rank of an initialised world, and count."""
     own = dist.get_rank()
     lane, replica = own % world.replica_size, own // world.replica_size
     reads = lane == 0

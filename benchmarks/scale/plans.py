@@ -23,15 +23,7 @@ STAGES = (1, 8)
 
 @dataclass(frozen=True)
 class PlanTime:
-    """One cell.
-
-    Attributes:
-        dp_size: data-parallel ranks.
-        ep_size: expert-parallel ranks; 1 for a dense model.
-        pp_size: pipeline stages.
-        cpu_ms: of the plan, milliseconds.
-        over_bound: predicted cost over the lower bound.
-    """
+    """One cell."""
 
     dp_size: int
     ep_size: int
@@ -41,12 +33,7 @@ class PlanTime:
 
 
 def measure_plans(sizes: Sequence[int], *, folder: Path | None) -> Iterator[PlanTime]:
-    """Plans a batch of every number of ranks, kind of model and number of stages.
-
-    Args:
-        sizes: data-parallel ranks.
-        folder: of real lengths; None draws from the built-in fits.
-    """
+    """Plans a batch of every number of ranks, kind of model and number of stages."""
     for dp_size, ep_size, pp_size in product(sizes, EXPERTS, STAGES):
         setup = Setup(
             f"DP{dp_size} EP{ep_size} PP{pp_size}",

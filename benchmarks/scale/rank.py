@@ -33,16 +33,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class RankRun:
-    """Options for the ranks of one world.
-
-    Attributes:
-        num_ranks: of the world.
-        replica_size: ranks of a model replica, of which the first reads data.
-        num_steps: that are measured.
-        step_seconds: the sleep of a step.
-        lengths_folder: of the real length set, or None.
-        out: folder for rankN.json.
-    """
+    """Options for the ranks of one world."""
 
     num_ranks: int
     replica_size: int

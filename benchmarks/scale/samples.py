@@ -27,13 +27,7 @@ MODEL = "Qwen2.5-0.5B"
 
 @dataclass(frozen=True)
 class Samples:
-    """Lengths of all global batches.
-
-    Args:
-        num_ranks: data-parallel ranks.
-        num_batches: global batches.
-        lengths_folder: of the real set; None for the package's own mixture, fitted to it.
-    """
+    """Lengths of all global batches."""
 
     num_ranks: int
     num_batches: int

@@ -23,13 +23,7 @@ MEETING_STEPS = 2000
 
 @dataclass(frozen=True)
 class Network:
-    """Between nodes.
-
-    Attributes:
-        latency: seconds of a message from a process to one on another node, over TCP.
-        node_bandwidth: bytes a second that leave a node.
-        ranks_per_node: that share them.
-    """
+    """Between nodes."""
 
     latency: float = 25e-6
     node_bandwidth: float = 3e9
@@ -58,14 +52,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of the world.
-
-    Attributes:
-        num_ranks: all.
-        replica_size: of a model replica.
-        readers: ranks of a replica that read data: all pipeline stages and context-parallel ranks, the first of each
-            tensor-parallel group.
-    """
+    """Ranks of the world."""
 
     num_ranks: int
     replica_size: int
@@ -105,18 +92,7 @@ def message_seconds(worlds: Sequence[Mapping[str, Any]]) -> float:
 def simulate_step(
     layout: Layout, *, measured: Mapping[str, Any], network: Network, step_seconds: float
 ) -> dict[str, float]:
-    """Seconds of one step.
-
-    Args:
-        layout: ranks.
-        measured: figures of `scripts/bench_scale.sh`.
-        network: between the ranks.
-        step_seconds: of the step that hides the work.
-
-    Returns:
-        `plan`, `cpu` for all other work, `gather`, `exchange`, `agree`, `share` and `all` of the preparing thread;
-        `exposed` and its share of the step.
-    """
+    """Seconds of one step."""
     alone = next(one for one in measured["alone"] if one["num_ranks"] == layout.dp_size)
     of = _meetings(layout.dp_size, exchanged=alone)
     result = {
@@ -139,14 +115,7 @@ def simulate_step(
 
 @dataclass(frozen=True)
 class GlooGroup:
-    """One kind of this package's process groups.
-
-    Attributes:
-        size: ranks of each.
-        num_members: ranks of the world that are in one.
-        edges: connections between members of one group in the first step and at a log interval, but for exchanges.
-        exchanges: its ranks exchange samples.
-    """
+    """One kind of this package's process groups."""
 
     size: int
     num_members: int
@@ -159,12 +128,7 @@ class GlooGroup:
         return self.num_members * self.size
 
     def reads_when_they_meet(self, *, num_peers: float, step: int) -> float:
-        """Reads in one step where two ranks connect when they first talk: both ends of a connection.
-
-        Args:
-            num_peers: ranks that a rank sends samples to in a step. As if drawn anew in each (`exchanges.py` counts).
-            step: from 1.
-        """
+        """Reads in one step where two ranks connect when they first talk: both ends of a connection."""
         new = float(self.edges if step == 1 else 0)
         if self.exchanges:
             apart = self.size * (self.size - 1) / 2 - self.edges
@@ -194,18 +158,7 @@ def num_meetings(layout: Layout) -> int:
 
 
 def simulate_start(layout: Layout, *, measured: Mapping[str, Any], step_seconds: float) -> dict[str, float]:
-    """Seconds of the start, of which rank 0's store is the bottleneck.
-
-    Args:
-        layout: ranks.
-        measured: figures of `scripts/bench_scale.sh`.
-        step_seconds: of a step, which hides what the ranks read for the next.
-
-    Returns:
-        `meetings`; `groups` that a rank makes without being in them; `at_once` and `first_step`, in which ranks of gloo
-        groups read from the store where others listen, and `reads_…` of all ranks; `later`, by which all steps after
-        the first are prolonged; `files` that rank 0 has open for these groups in the end, `files_of_others`.
-    """
+    """Seconds of the start, of which rank 0's store is the bottleneck."""
     startup = measured["startup"]
     meeting = startup["meetings"][str(layout.num_ranks)]
     answers = layout.num_ranks * _at(startup["store_seconds"], meeting["answer_nbytes"])

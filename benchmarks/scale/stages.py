@@ -28,13 +28,7 @@ _WHOLE = "make", "prepare"
 
 
 class StageTimes:
-    """The steps that were prepared, one after another.
-
-    Attributes:
-        steps: of each step, stage → `[seconds, CPU seconds of the thread]`, and `all` for all of it.
-        sent_nbytes: of each step, payload bytes that left this rank.
-        num_peers: of each step, ranks that some of them went to.
-    """
+    """The steps that were prepared, one after another."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, list[float]]] = []

@@ -45,14 +45,7 @@ INT = FLOAT = 8
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank, for one collective or several.
-
-    Attributes:
-        sent: messages that leave the rank.
-        received: messages that arrive.
-        sent_nbytes: payload that leaves.
-        received_nbytes: payload that arrives.
-    """
+    """Of one rank, for one collective or several."""
 
     sent: int = 0
     received: int = 0
@@ -81,12 +74,7 @@ def all_gather(num_ranks: int, *, row_nbytes: int) -> Traffic:
 
 
 def exchange(*, sent_nbytes: Mapping[int, int], received_nbytes: Mapping[int, int]) -> Traffic:
-    """A message for each other rank that shares samples with this one.
-
-    Args:
-        sent_nbytes: rank → bytes of the samples that go there; positive.
-        received_nbytes: rank → bytes of those that come from there; positive.
-    """
+    """A message for each other rank that shares samples with this one."""
     return Traffic(len(sent_nbytes), len(received_nbytes), sum(sent_nbytes.values()), sum(received_nbytes.values()))
 
 
@@ -114,13 +102,7 @@ def broadcast(num_ranks: int, *, rank: int, row_nbytes: int) -> Traffic:
 
 
 def gather_lengths(dp_size: int, *, row_values: int, header_fields: int) -> Traffic:
-    """The lengths of all samples.
-
-    Args:
-        dp_size: data-parallel ranks.
-        row_values: lengths that a row has room for.
-        header_fields: int64 before them.
-    """
+    """The lengths of all samples."""
     return all_gather(dp_size, row_nbytes=INT * (header_fields + row_values))
 
 
@@ -130,26 +112,14 @@ def agree(dp_size: int) -> Traffic:
 
 
 def share_among_firsts(num_firsts: int, *, rank: int, num_numbers: int) -> Traffic:
-    """Traffic of sharing a step between the first ranks of a replica's tensor-parallel groups.
-
-    Args:
-        num_firsts: pipeline times context-parallel ranks; 1 sends nothing.
-        rank: among them.
-        num_numbers: as for `pass_on`; 0 where all of them load data.
-    """
+    """Traffic of sharing a step between the first ranks of a replica's tensor-parallel groups."""
     if num_firsts == 1:
         return Traffic()
     return gather(num_firsts, rank=rank, row_nbytes=6 * INT) + pass_on(num_firsts, rank=rank, num_numbers=num_numbers)
 
 
 def pass_on(num_ranks: int, *, rank: int, num_numbers: int) -> Traffic:
-    """The outcome, among the firsts of a replica or within a tensor-parallel group.
-
-    Args:
-        num_ranks: of the group; 1 sends nothing.
-        rank: within it.
-        num_numbers: a step's number of micro-batches and their tokens, and lengths where they are sent too.
-    """
+    """The outcome, among the firsts of a replica or within a tensor-parallel group."""
     outcome = broadcast(num_ranks, rank=rank, row_nbytes=INT * (4 + INLINE_NUMBERS))
     more = max(num_numbers - INLINE_NUMBERS, 0)
     return outcome + broadcast(num_ranks, rank=rank, row_nbytes=INT * more) if more else outcome
@@ -161,14 +131,7 @@ def choose(num_ranks: int, *, rank: int) -> Traffic:
 
 
 def log_figures(num_measuring: int, *, rank: int, num_steps: int, num_figures: int) -> Traffic:
-    """Seconds to the first rank, figures to all.
-
-    Args:
-        num_measuring: ranks that read data, and the last rank of the world.
-        rank: among them.
-        num_steps: of the log interval.
-        num_figures: of a log line.
-    """
+    """Seconds to the first rank, figures to all."""
     seconds = gather(num_measuring, rank=rank, row_nbytes=FLOAT * (1 + num_steps))
     return seconds + broadcast(num_measuring, rank=rank, row_nbytes=FLOAT * num_figures)
 
@@ -201,9 +164,6 @@ def sockets(peers_of_groups: Iterable[set[int]]) -> int:
 
     Ranks connect when they first meet, as in all groups of this package; with TORCH_GLOO_LAZY_INIT=0, torch's default,
     all ranks of a group are connected when it is made.
-
-    Args:
-        peers_of_groups: ranks that this one has met, for each group that it is in.
     """
     return sum(1 + len(peers) for peers in peers_of_groups)
 
@@ -211,15 +171,7 @@ def sockets(peers_of_groups: Iterable[set[int]]) -> int:
 def calibrate(
     num_reading: int, *, rank: int, num_features: int, rows_of_rank: int = 512, rows_of_all: int = 16384
 ) -> Traffic:
-    """Measurements to the first rank, coefficients to all.
-
-    Args:
-        num_reading: ranks that read data.
-        rank: among them.
-        num_features: of a measurement, beside its seconds.
-        rows_of_rank: most measurements of a rank.
-        rows_of_all: most of all ranks.
-    """
+    """Measurements to the first rank, coefficients to all."""
     rows = max(4, min(rows_of_rank, rows_of_all // num_reading))
     measured = gather(num_reading, rank=rank, row_nbytes=FLOAT * rows * (num_features + 1))
     return measured + broadcast(num_reading, rank=rank, row_nbytes=FLOAT * (num_features + 2))

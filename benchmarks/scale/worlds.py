@@ -40,18 +40,7 @@ WORLDS = (
 
 
 def run_world(world: World, *, num_steps: int, step_seconds: float, lengths_folder: Path | None, out: Path) -> Any:
-    """Fork the ranks of a world, wait, and sum up.
-
-    Args:
-        world: its ranks.
-        num_steps: that are measured.
-        step_seconds: of the sleep in place of a step.
-        lengths_folder: of the real length set, or None.
-        out: folder for what ranks write; emptied.
-
-    Raises:
-        RankError: a rank ended with an error.
-    """
+    """Fork the ranks of a world, wait, and sum up."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     run = RankRun(world.num_ranks, world.replica_size, num_steps, step_seconds, lengths_folder, out)

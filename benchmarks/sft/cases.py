@@ -34,14 +34,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of a run.
-
-    Attributes:
-        flags: of the layout.
-        num_ranks: processes.
-        model: a name in MODELS.
-        refused: a balanced run must end with an error that names this flag; empty where it must train.
-    """
+    """Parallel sizes of a run."""
 
     flags: str
     num_ranks: int
@@ -77,16 +70,7 @@ DATA = ("--sft", "--dataloader-inter-document-masking")
 
 @dataclass(frozen=True)
 class Case:
-    """One training run.
-
-    Attributes:
-        layout: a name in LAYOUTS, or ONE_RANK.
-        data: one of DATA.
-        balanced: with the balance flags.
-        model: a name in MODELS.
-        launched: started by torchrun and the launcher, as users do; else a fork.
-        dynamic: each micro-batch has a context-parallel size of its own.
-    """
+    """One training run."""
 
     layout: str
     data: str
@@ -138,12 +122,7 @@ def cases(only: Sequence[str] = ()) -> Iterator[Case]:
 
 
 def data_flags(kind: str, data: PretrainData) -> list[str]:
-    """Flags of the data set.
-
-    Args:
-        kind: one of DATA.
-        data: its files.
-    """
+    """Flags of the data set."""
     cache = f"--data-cache-path {data.documents.parent / 'cache'}"
     if kind == "--sft":
         tokenizer = f"--tokenizer-type SFTTokenizer --tokenizer-model {data.tokenizer}"

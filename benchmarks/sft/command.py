@@ -87,12 +87,7 @@ def _runner(tree: Path) -> speed.Runner:
 
 @dataclass
 class Runs:
-    """Runs each case once.
-
-    Attributes:
-        tree: a copy of the checkout, from which Megatron is imported.
-        folder: of the runs; emptied.
-    """
+    """Runs each case once."""
 
     tree: Path
     folder: Path

@@ -34,13 +34,7 @@ _TEMPLATE = "{% for message in messages %}{{ message['role'] }}\n{{ message['con
 
 @dataclass(frozen=True)
 class PretrainData:
-    """Paths of the data.
-
-    Attributes:
-        conversations: a jsonl file for `--sft`.
-        tokenizer: a folder for `--tokenizer-model`, of a tokenizer of bytes with a chat template.
-        documents: prefix of an indexed data set, for `--data-path`.
-    """
+    """Paths of the data."""
 
     conversations: Path
     tokenizer: Path
@@ -48,12 +42,7 @@ class PretrainData:
 
 
 def write_data(folder: Path, *, whole: bool = False) -> PretrainData:
-    """Write all data of a check into a folder; megatron.core must be importable.
-
-    Args:
-        folder: made where it is missing.
-        whole: conversations are not cut and lie one in a row.
-    """
+    """Write all data of a check into a folder; megatron.core must be importable."""
     folder.mkdir(parents=True, exist_ok=True)
     data = PretrainData(folder / "conversations.jsonl", folder / "tokenizer", folder / "documents")
     samples = _samples(whole=whole)

@@ -20,12 +20,7 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run.
-
-    Attributes:
-        recorded: its steps, or None where it failed.
-        error: its last error, in one line.
-    """
+    """Of one run."""
 
     recorded: Recorded | None = None
     error: str = ""
@@ -40,17 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one balanced run; differences are the largest of any step, relative to the reference.
-
-    Attributes:
-        case: the run.
-        reference: what it is compared with, or empty.
-        loss: difference, or None where there is nothing to compare.
-        grad_norm: likewise.
-        cpu_seconds: of a step of the stock run and of this one, or None.
-        good: whether it is as it must be.
-        says: the verdict, and why.
-    """
+    """Of one balanced run; differences are the largest of any step, relative to the reference."""
 
     case: Case
     good: bool
@@ -77,14 +62,7 @@ def judge_refusal(case: Case, *, ours: Outcome) -> Verdict:
 
 
 def judge(case: Case, *, ours: Outcome, stock: Outcome, one_rank: Outcome | None) -> Verdict:
-    """Compare a balanced run with its reference.
-
-    Args:
-        case: the run.
-        ours: its outcome.
-        stock: of the same layout without balancing.
-        one_rank: the reference where that failed.
-    """
+    """Compare a balanced run with its reference."""
     if ours.recorded is None:
         return Verdict(case, False, f"fails: {ours.error}")
     reference, name = (stock.recorded, "stock")

@@ -41,11 +41,7 @@ Runner = Callable[[Sequence[str]], Recorded]
 
 
 def measure_speed(run: Runner) -> dict[str, dict[str, float]]:
-    """Train under every policy.
-
-    Returns:
-        dict: for every policy, `cpu_seconds`, `seconds` and `loss_difference`.
-    """
+    """Train under every policy."""
     runs = {name: run([*MODEL_FLAGS.split(), *flags.split()]) for name, flags in POLICIES.items()}
     return {name: _figures(recorded, stock=runs["stock"]) for name, recorded in runs.items()}
 

@@ -20,13 +20,7 @@ NUM_TOKENS = 256
 
 
 class DriftingRows(SftDataset):
-    """Random tokens, made when they are asked for; a row depends on the seed and its index alone.
-
-    Args:
-        num_samples: rows to serve.
-        seq_length: most tokens of a row.
-        seed: of lengths and tokens.
-    """
+    """Random tokens, made when they are asked for; a row depends on the seed and its index alone."""
 
     def __init__(self, *, num_samples: int, seq_length: int, seed: int) -> None:
         whole_row = SftSample(np.zeros(2, dtype=np.int64), np.ones(2, dtype=bool))

@@ -18,12 +18,7 @@ from benchmarks.soak import STEPS_PER_SWING
 
 @dataclass(frozen=True)
 class Slope:
-    """Growth a step.
-
-    Attributes:
-        per_step: the median slope.
-        low, high: a quarter of the pairs are below the one, a quarter above the other.
-    """
+    """Growth a step."""
 
     per_step: float
     low: float
@@ -31,13 +26,7 @@ class Slope:
 
     @classmethod
     def of(cls, steps: Sequence[int], *, values: Sequence[int], period: int) -> Slope:
-        """Of a figure that was sampled at even distances.
-
-        Args:
-            steps: `[num_samples]`, rising, over one period at least.
-            values: `[num_samples]`.
-            period: steps of a swing; pairs may be off by half the distance of samples.
-        """
+        """Of a figure that was sampled at even distances."""
         tolerance = (steps[1] - steps[0]) / 2
         slopes = []
         for (x0, y0), (x1, y1) in itertools.combinations(zip(steps, values, strict=True), 2):
@@ -50,16 +39,7 @@ class Slope:
 
 @dataclass(frozen=True)
 class Growth:
-    """Of one rank.
-
-    Attributes:
-        malloc_bytes: what malloc has given out: a leak of any library's shows here.
-        rss_bytes: resident memory: that, and what malloc keeps and cannot give back.
-        num_blocks: blocks of Python's allocator.
-        rss_at_half, rss_at_end: bytes.
-        num_fds, num_threads: most in the second half.
-        more_fds, more_threads: that, above the most in the first half.
-    """
+    """Of one rank."""
 
     malloc_bytes: Slope
     rss_bytes: Slope

@@ -22,14 +22,7 @@ BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --b
 def soak(
     folder: Path, *, balanced: bool, num_steps: int, sample_steps: int, reuse: bool = False
 ) -> list[list[dict[str, Any]]]:
-    """Train and sample.
-
-    Returns:
-        For each rank, what `sampled.py` wrote.
-
-    Raises:
-        RunFailed: the run ended with an error.
-    """
+    """Train and sample."""
     if reuse:
         return records_of(folder)
     flags = [*MODEL.split(), "--train-iters", str(num_steps)]
