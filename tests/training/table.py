@@ -149,7 +149,7 @@ def family(name: str, layout: str, balance: str = BY_FLOPS, *, flags: str = "", 
     """A row of one of the model families."""
     latent, hybrid = "latent" in FAMILIES[name], "hybrid" in FAMILIES[name]
     return Row(
-        name + ("-filler" if "bucket" in balance else ""),
+        name + ("-filler" if "bucket" in balance else "") + ("-mtp" if "mtp" in flags else ""),
         layout,
         balance,
         name,
@@ -169,6 +169,7 @@ FAMILY_ROWS = [
     family("Nemotron-3-Nano", "DP2", FILLER, slow=False),
     *(family("Nemotron-3-Nano", layout) for layout in ("DP2", "TP2-SP", "CP2")),
     family("Nemotron-3-Nano", "PP2", flags="--hybrid-layer-pattern MEM|*EM"),
+    family("Nemotron-3-Nano", "DP2", flags="--hybrid-layer-pattern MEM*E/*E --mtp-loss-scaling-factor 0.3"),
     family("gpt-oss-20b", "DP2", slow=False),
     family("gpt-oss-20b", "TP2-SP"),
     family("gpt-oss-20b", "CP2", flags=A2A),
