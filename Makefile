@@ -1,14 +1,13 @@
 # make            what there is
 # make quickstart plans, trains and compares on this machine; needs no GPU
-# make test       every test but the slow ones: under ten minutes on two cores
-# make test-fast  those of the planner, the runtime and the report: a minute
-# make test-all   make test, the slow tests, the adapters on the real packages, other releases of Megatron and torch
+# make test       every test but the slow ones: five minutes on two cores
+# make test-all   make test, the slow tests, deliberate errors, adapters on the real packages, other Megatrons and torches
 # make docs       the documentation, into build/site; a warning is an error
 # make lint       style, formatting, import contracts, types
 
 PYTHON := .venv/bin/python
 
-.PHONY: help .venv quickstart test test-fast test-all lint docs clean
+.PHONY: help .venv quickstart test test-all lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -27,13 +26,10 @@ quickstart: .venv
 	PYTHONPATH=tests/kit $(PYTHON) scripts/quickstart.py
 
 test: .venv
-	scripts/test.sh
-
-test-fast: .venv
-	scripts/test.sh fast
+	scripts/test
 
 test-all: test
-	scripts/test.sh rest
+	scripts/test rest
 
 lint: .venv
 	$(PYTHON) -m ruff check .
