@@ -13,33 +13,35 @@ from __future__ import annotations
 
 import argparse
 import ast
+import doctest
 import importlib
 import itertools
 import json
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import make_licences_page
 import numpy as np
 import pytest
 from make_flags_page import PAGE, flags_page
 from make_options_page import PAGE as OPTIONS_PAGE
 from make_options_page import options_page
+from recorded_runs import run_info, write_record
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import megatron_balance
-from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
+import megatron_balance.planner
+from megatron_balance import CostModel, ModelShape
 from megatron_balance.cli import build_parser, main
-from megatron_balance.mcore.setup.flags import add_balance_args
-from megatron_balance.mcore.telemetry.figures import Figures
-from megatron_balance.record.run_record import RunInfo
-from megatron_balance.record.step import StepRecord
-from megatron_balance.record.writers import PlanWriter, SecondsWriter
+from megatron_balance.mcore import add_balance_args
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -85,30 +87,9 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer.pre_tokenizer = Whitespace()
     (tmp_path / "tokenizer").mkdir()
     tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    write_record(tmp_path / "record")
+    info = run_info(cost_model=CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B")))
+    write_record(tmp_path / "record", info, num_steps=5, num_samples=24)
     return tmp_path
-
-
-def write_record(folder: Path) -> None:
-    """A run of five steps on four ranks, planned for real; its seconds are made up."""
-    topology, limits = Topology(4), Limits(8192)
-    cost_model = CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B"))
-    info = RunInfo(
-        topology=topology, limits=limits, cost_model=cost_model, cost_name="flops", objective="step", policy="a test's"
-    )
-    plans = PlanWriter(folder, info=info)
-    writers = [SecondsWriter(folder, dp_rank=rank) for rank in range(4)]
-    for iteration in range(1, 6):
-        lengths = np.random.default_rng(iteration).integers(16, 8000, 24)
-        homes = np.arange(24) % 4
-        schedule = build_data_schedule(
-            lengths, cost_model=cost_model, topology=topology, limits=limits, home_ranks=homes
-        )
-        plans.add(StepRecord.of_schedule(schedule, iteration=iteration))
-        for writer, costs in zip(writers, schedule.cost_grid, strict=True):
-            writer.add(iteration, seconds=costs * 2.0**schedule.cost_shift * 1e-14)
-    for writer in (plans, *writers):
-        writer.flush()
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -165,12 +146,6 @@ def test_blocks_that_do_not_run_are_few_and_known() -> None:
     assert {name: count for name, count in marked.items() if count} == NOT_RUN
 
 
-def test_there_are_blocks_that_run() -> None:
-    run = [block.language for page in PAGES for block in blocks(page) if block.language in ("python", "bash")]
-    assert run.count("python") >= 2
-    assert run.count("bash") >= 10
-
-
 @pytest.mark.parametrize("page", ADAPTERS, ids=name_of)
 def test_adapter_pages_name_what_exists(page: Path) -> None:
     """Their blocks need the other system; that what they import is there needs nothing."""
@@ -212,12 +187,20 @@ def test_flags_that_are_named_exist(page: Path) -> None:
     assert named <= known
 
 
-def test_flags_page_is_what_the_parsers_say() -> None:
-    assert PAGE.read_text() == flags_page(), "stale: run python scripts/make_flags_page.py"
+@pytest.mark.parametrize(
+    ("page", "made", "script"),
+    [(PAGE, flags_page, "make_flags_page"), (OPTIONS_PAGE, options_page, "make_options_page")],
+    ids=["flags", "options"],
+)
+def test_generated_pages_are_what_the_tables_say(page: Path, made: Callable[[], str], script: str) -> None:
+    assert page.read_text() == made(), f"stale: run python scripts/{script}.py"
 
 
-def test_options_page_is_what_the_tables_say() -> None:
-    assert OPTIONS_PAGE.read_text() == options_page(), "stale: run python scripts/make_options_page.py"
+def test_every_dependency_has_a_licence() -> None:
+    rows = make_licences_page.rows_of(make_licences_page.PAGE.read_text(encoding="utf-8"))
+    assert list(rows) == list(make_licences_page.dependencies())
+    assert {"numpy", "torch", "megatron-core"} <= set(rows)
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
 def test_flags_page_has_every_flag_of_every_command() -> None:
@@ -229,35 +212,19 @@ def test_flags_page_has_every_flag_of_every_command() -> None:
             assert all(f"`{option}" in page for option in action.option_strings if option not in ("-h", "--help"))
 
 
-def test_scalars_in_the_table_are_those_that_are_written() -> None:
-    table = (DOCS / "see-it.md").read_text().split("| scalar `balance/…` |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| `(\w+)`[, |]", table, flags=re.MULTILINE)
-    assert rows == list(Figures.of_row([0.0] * len(Figures().row()) + [1.0]).known())
-
-
-def test_objectives_are_drawn_from_todays_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_in_pictures_are_todays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib writes a title as text; its figure is in the words beside the picture too."""
     monkeypatch.syspath_prepend(str(DOCS / "pictures"))
-    pictures = importlib.import_module("objectives").pictures()
-    page = (DOCS / "objectives.md").read_text()
-    for picture in pictures:
-        drawn = (DOCS / "pictures" / f"objective_{picture.name}.svg").read_text()
-        for panel in picture.panels:
-            # matplotlib writes a title as text; its figure is in the words beside the picture too.
-            assert panel.title in drawn, f"stale: run python docs/pictures/objectives.py ({panel.title})"
-            assert panel.title.rsplit(" ", 1)[1] in page
-        before, after = (float(panel.title.rsplit(" ", 1)[1]) for panel in picture.panels)
-        assert after < before
-
-
-def test_groups_of_ranks_are_drawn_from_todays_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
-    pictures = importlib.import_module("dynamic_cp")
-    drawn, page = pictures.PICTURE.read_text(), (DOCS / "dynamic-cp.md").read_text()
-    times = [panel.title.rsplit(" ", 1)[1] for panel in pictures.panels()]
-    for panel, time in zip(pictures.panels(), times, strict=True):
-        assert panel.title in drawn, f"stale: run python docs/pictures/dynamic_cp.py ({panel.title})"
-        assert time in page
-    assert float(times[1]) < float(times[0])
+    dynamic_cp, objectives = (importlib.import_module(name) for name in ("dynamic_cp", "objectives"))
+    drawn = [(dynamic_cp.PICTURE, DOCS / "dynamic-cp.md", dynamic_cp.panels())]
+    for one in objectives.pictures():
+        drawn.append((DOCS / "pictures" / f"objective_{one.name}.svg", DOCS / "objectives.md", one.panels))
+    for picture, page, panels in drawn:
+        figures = [panel.title.rsplit(" ", 1)[1] for panel in panels]
+        for panel, figure in zip(panels, figures, strict=True):
+            assert panel.title in picture.read_text(), f"stale: run its script in docs/pictures ({panel.title})"
+            assert figure in page.read_text()
+        assert float(figures[1]) < float(figures[0])
 
 
 def test_rooms_are_drawn_from_the_import_contract(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,3 +241,15 @@ def test_python_page_has_every_public_name() -> None:
         module, _, attribute = name.rpartition(".")
         if not module.startswith("adapters"):  # needs the other system
             assert hasattr(importlib.import_module(f"megatron_balance.{module}"), attribute), f"there is no {name}"
+
+
+PLANNER = [
+    module.name
+    for module in pkgutil.walk_packages(megatron_balance.planner.__path__, prefix="megatron_balance.planner.")
+    if not module.ispkg
+]
+
+
+@pytest.mark.parametrize("name", PLANNER)
+def test_examples_in_docstrings(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0

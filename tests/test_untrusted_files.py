@@ -19,15 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance import BalanceError, ModelShape
 from megatron_balance.cli import main
-from megatron_balance.cost.calibration import FORMAT as CALIBRATION_FORMAT
-from megatron_balance.cost.calibration import Calibration
-from megatron_balance.errors import BalanceError
-from megatron_balance.files import untrusted as file_content
-from megatron_balance.lengths.read import read_lengths
-from megatron_balance.model.shape import ModelShape
-from megatron_balance.record.plan_file import read_plan
-from megatron_balance.record.run_record import read_record
+from megatron_balance.cost import Calibration
+from megatron_balance.files import untrusted
+from megatron_balance.lengths import read_lengths
+from megatron_balance.record import read_plan, read_record
 
 FLAGS = ["--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "2048"]
 DEEP = "[" * 100_000
@@ -72,97 +69,97 @@ def npy_claiming(shape: tuple[int, ...], *, content: bytes) -> bytes:
     return stream.getvalue() + content
 
 
-class TestLengthFiles:
-    @pytest.mark.parametrize("name", ["lengths.npy", "lengths.npz", "pickle.npz", "pickle.npy"])
-    def test_pickled_objects_are_not_loaded(
-        self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        mark = tmp_path / "it ran"
-        path = tmp_path / name
-        objects = np.array([Bomb(mark)], dtype=object)
-        if name == "lengths.npz":
-            np.savez(path, length=objects)
-        else:
-            path.write_bytes(npy_bytes(objects) if name == "lengths.npy" else pickle.dumps(Bomb(mark)))
-        assert str(path) in refused(capsys, "plan", str(path), *FLAGS)
-        assert not mark.exists()
-        # The file is what it is said to be: whoever trusts it is hit.
-        np.load(path, allow_pickle=True)["length"] if name == "lengths.npz" else np.load(path, allow_pickle=True)
-        assert mark.exists()
+@pytest.mark.parametrize("name", ["lengths.npy", "lengths.npz", "pickle.npz", "pickle.npy"])
+def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark = tmp_path / "it ran"
+    path = tmp_path / name
+    objects = np.array([Bomb(mark)], dtype=object)
+    if name == "lengths.npz":
+        np.savez(path, length=objects)
+    else:
+        path.write_bytes(npy_bytes(objects) if name == "lengths.npy" else pickle.dumps(Bomb(mark)))
+    assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
+    assert not mark.exists()
+    # The file is what it is said to be: whoever trusts it is hit.
+    np.load(path, allow_pickle=True)["length"] if name == "lengths.npz" else np.load(path, allow_pickle=True)
+    assert mark.exists()
 
-    @pytest.mark.parametrize("suffix", ["npy", "npz"])
-    def test_a_header_that_claims_more_than_there_is(
-        self, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        for claimed in (10**3, 10**12, 2**62):
-            content = npy_claiming((claimed,), content=b"\0" * 64)
-            path = tmp_path / f"claims{claimed}.{suffix}"
-            if suffix == "npy":
-                path.write_bytes(content)
-            else:
-                npz_of(path, **{"length.npy": content})
-            assert str(path) in refused(capsys, "plan", str(path), *FLAGS)
 
-    def test_an_archive_that_unpacks_to_more_than_a_machine_holds(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = tmp_path / "bomb.npz"
-        values = np.full(2**20, 7)
-        np.savez_compressed(path, length=values)
-        assert path.stat().st_size < 2**16
-        monkeypatch.setattr(file_content, "MAX_ARCHIVE_BYTES", 2**22)
-        assert "unpacks to 8388" in refused(capsys, "plan", str(path), *FLAGS)
-        monkeypatch.setattr(file_content, "MAX_ARCHIVE_BYTES", 2**24)
-        assert np.array_equal(read_lengths(path), values)
-
-    def test_names_in_an_archive_are_no_paths(self, tmp_path: Path) -> None:
-        folder = tmp_path / "a" / "b"
-        folder.mkdir(parents=True)
-        path = folder / "lengths.npz"
-        npz_of(path, **{"../../../outside.npy": npy_bytes(np.array([5, 6]))})
-        before = sorted(tmp_path.rglob("*"))
-        assert read_lengths(path).tolist() == [5, 6]
-        assert sorted(tmp_path.rglob("*")) == before
-
-    @pytest.mark.parametrize(
-        ("name", "content"),
-        [
-            ("huge.jsonl", "9" * 5000),
-            ("large.jsonl", "9" * 4000),
-            ("infinite.jsonl", '{"length": 1e999}'),
-            ("nan.jsonl", "NaN"),
-            ("deep.jsonl", DEEP),
-            ("list.jsonl", "[1, 2]"),
-            ("nested.jsonl", '{"length": {"length": 3}}'),
-            ("huge.csv", "length\n" + "9" * 5000),
-            ("long.csv", "length\n" + "x" * 200_000),
-            ("quote.csv", 'length\n"' + "1\n" * 200_000),
-            ("nul.csv", "length\n1\0\n"),
-            ("exponent.txt", "1e400"),
-            ("underscores.txt", "1_" * 3000),
-            ("binary.txt", "\x00\x01"),
-        ],
-    )
-    def test_absurd_text(self, name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / name
-        path.write_text(content)
-        assert str(path) in refused(capsys, "plan", str(path), *FLAGS)
-
-    def test_an_encrypted_member_and_one_packed_by_an_unknown_method(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        for offset, value in ((6, 1), (8, 99)):  # in the local header; two more bytes before them in the directory
-            path = tmp_path / f"{offset}.npz"
-            npz_of(path, **{"length.npy": npy_bytes(np.array([3, 4]))})
-            content = bytearray(path.read_bytes())
-            content[offset] = value
-            content[content.index(b"PK\x01\x02") + offset + 2] = value
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_a_header_that_claims_more_than_there_is(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for claimed in (10**3, 10**12, 2**62):
+        content = npy_claiming((claimed,), content=b"\0" * 64)
+        path = tmp_path / f"claims{claimed}.{suffix}"
+        if suffix == "npy":
             path.write_bytes(content)
-            assert str(path) in refused(capsys, "plan", str(path), *FLAGS)
+        else:
+            npz_of(path, **{"length.npy": content})
+        assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
+
+
+def test_an_archive_that_unpacks_to_more_than_a_machine_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bomb.npz"
+    values = np.full(2**20, 7)
+    np.savez_compressed(path, length=values)
+    assert path.stat().st_size < 2**16
+    monkeypatch.setattr(untrusted, "MAX_ARCHIVE_BYTES", 2**22)
+    assert "unpacks to 8388" in refused(capsys, "compare", str(path), *FLAGS)
+    monkeypatch.setattr(untrusted, "MAX_ARCHIVE_BYTES", 2**24)
+    assert np.array_equal(read_lengths(path), values)
+
+
+def test_names_in_an_archive_are_no_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    path = folder / "lengths.npz"
+    npz_of(path, **{"../../../outside.npy": npy_bytes(np.array([5, 6]))})
+    before = sorted(tmp_path.rglob("*"))
+    assert read_lengths(path).tolist() == [5, 6]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("huge.jsonl", "9" * 5000),
+        ("infinite.jsonl", '{"length": 1e999}'),
+        ("nan.jsonl", "NaN"),
+        ("deep.jsonl", DEEP),
+        ("list.jsonl", "[1, 2]"),
+        ("nested.jsonl", '{"length": {"length": 3}}'),
+        ("long.csv", "length\n" + "x" * 200_000),
+        ("quote.csv", 'length\n"' + "1\n" * 200_000),
+        ("nul.csv", "length\n1\0\n"),
+        ("exponent.txt", "1e400"),
+        ("underscores.txt", "1_" * 3000),
+        ("binary.txt", "\x00\x01"),
+    ],
+)
+def test_absurd_text(name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
+
+
+def test_an_encrypted_member_and_one_packed_by_an_unknown_method(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for offset, value in ((6, 1), (8, 99)):  # in the local header; two more bytes before them in the directory
+        path = tmp_path / f"{offset}.npz"
+        npz_of(path, **{"length.npy": npy_bytes(np.array([3, 4]))})
+        content = bytearray(path.read_bytes())
+        content[offset] = value
+        content[content.index(b"PK\x01\x02") + offset + 2] = value
+        path.write_bytes(content)
+        assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
 
 
 def calibration(**changes: Any) -> str:
-    return json.dumps({"format": CALIBRATION_FORMAT, "linear": 1e-6, "windows": [], **changes})
+    return json.dumps({"format": "megatron_balance calibration 1", "linear": 1e-6, "windows": [], **changes})
 
 
 def hf_config(**changes: Any) -> str:
@@ -170,65 +167,59 @@ def hf_config(**changes: Any) -> str:
     return json.dumps({"model_type": "llama", "intermediate_size": 128, **fields, **changes})
 
 
-class TestModelsAndCosts:
-    def test_the_files_are_good_before_they_are_spoilt(self, tmp_path: Path) -> None:
-        (tmp_path / "calibration.json").write_text(calibration())
-        (tmp_path / "config.json").write_text(hf_config())
-        Calibration.read(tmp_path / "calibration.json")
-        ModelShape.from_hf_config(tmp_path / "config.json")
+def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text(calibration())
+    (tmp_path / "config.json").write_text(hf_config())
+    for cost in (["--cost", str(tmp_path / "calibration.json")], ["--model", str(tmp_path / "config.json")]):
+        assert main(["compare", "synthetic:gsm8k_sft:8", *FLAGS, *cost]) == 0
 
-    @pytest.mark.parametrize(
-        "content",
-        [
-            DEEP,
-            "[]",
-            "\ud800".encode("utf-8", "surrogatepass"),
-            calibration(linear="1e-6"),
-            calibration(linear=[1]),
-            calibration(linear=-1),
-            calibration(quadratic=float("inf")),
-            calibration(per_sequence=float("nan")),
-            calibration(windows=5),
-            calibration(windows=[[1]]),
-            calibration(windows=[["x", 1.0]]),
-            calibration(windows=[[float("inf"), 1.0]]),
-            calibration(windows=[[0, 1.0]]),
-            calibration(windows=[[5, "x"]]),
-            calibration(measurements=7),
-            calibration(measurements=[{"seconds": {}}]),
-            calibration(origin=[1]),
-            calibration(held_out_error="<script>"),
-        ],
-    )
-    def test_calibration(self, content: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / "calibration.json"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        refused(capsys, "plan", "synthetic:gsm8k_sft:8", *FLAGS, "--cost", str(path))
 
-    @pytest.mark.parametrize(
-        "content",
-        [
-            DEEP,
-            "null",
-            hf_config(model_type=["llama"]),
-            hf_config(model_type="../../etc/passwd", vocab_size=None),
-            hf_config(hidden_size="64"),
-            hf_config(hidden_size=-64),
-            hf_config(hidden_size=6.4),
-            hf_config(num_attention_heads=0),
-            hf_config(num_attention_heads={}),
-            hf_config(num_hidden_layers=10**9),
-            hf_config(num_hidden_layers=None),
-            hf_config(layer_types=[{}]),
-            hf_config(layer_types="full_attention"),
-            hf_config(layer_types=["sliding_attention"], sliding_window="wide"),
-            hf_config(text_config=3, model_type=None),
-        ],
-    )
-    def test_hugging_face_config(self, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / "config.json"
-        path.write_text(content)
-        refused(capsys, "plan", "synthetic:gsm8k_sft:8", *FLAGS, "--model", str(path))
+@pytest.mark.parametrize(
+    "content",
+    [
+        DEEP,
+        "[]",
+        "\ud800".encode("utf-8", "surrogatepass"),
+        calibration(linear="1e-6"),
+        calibration(linear=-1),
+        calibration(quadratic=float("inf")),
+        calibration(per_sequence=float("nan")),
+        calibration(windows=5),
+        calibration(windows=[[1]]),
+        calibration(windows=[[float("inf"), 1.0]]),
+        calibration(windows=[[0, 1.0]]),
+        calibration(measurements=[{"seconds": {}}]),
+        calibration(origin=[1]),
+        calibration(held_out_error="<script>"),
+    ],
+)
+def test_calibration(content: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(capsys, "compare", "synthetic:gsm8k_sft:8", *FLAGS, "--cost", str(path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        DEEP,
+        "null",
+        hf_config(model_type=["llama"]),
+        hf_config(model_type="../../etc/passwd", vocab_size=None),
+        hf_config(hidden_size=-64),
+        hf_config(hidden_size=6.4),
+        hf_config(num_attention_heads=0),
+        hf_config(num_hidden_layers=10**9),
+        hf_config(layer_types=[{}]),
+        hf_config(layer_types="full_attention"),
+        hf_config(layer_types=["sliding_attention"], sliding_window="wide"),
+        hf_config(text_config=3, model_type=None),
+    ],
+)
+def test_hugging_face_config(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    refused(capsys, "compare", "synthetic:gsm8k_sft:8", *FLAGS, "--model", str(path))
 
 
 BYTES = st.binary(max_size=200) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "surrogatepass"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from report_runs import run_info, write_record
+from recorded_runs import run_info, write_record
 
 from megatron_balance import Topology
 from megatron_balance.cli import main

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_runs import COST_MODEL, run_info, write_record
+from recorded_runs import COST_MODEL, run_info, write_record
 
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.cli import main

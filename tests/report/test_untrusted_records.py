@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_runs import run_info, write_record
+from recorded_runs import run_info, write_record
 
 from megatron_balance import Topology
 from megatron_balance.cli import main

@@ -1,4 +1,4 @@
-"""Recorded runs for the tests of the report: planned for real, their seconds made up."""
+"""Recorded runs for the tests of reports and comparisons: planned for real, their seconds made up."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def write_record(
     num_steps: int = 6,
     num_samples: int = 48,
     measured: bool = True,
+    noise: float = 0.05,
     num_plans: int | None = None,
 ) -> list[StepRecord]:
-    """As a training run writes it. Every micro-batch took what it was predicted to, but for five percent of noise.
+    """As a training run writes it. Every micro-batch took a nanosecond a unit of cost, but for noise.
 
     With `num_plans` the steps repeat as many plans and are measured anew.
     """
@@ -59,8 +60,8 @@ def write_record(
     steps = []
     for index in range(num_steps):
         step = replace(plans[index % len(plans)], iteration=index + 1)
-        noise = 1 + 0.05 * np.random.default_rng(index).uniform(-1, 1, step.cost_grid.shape)
-        steps.append(replace(step, seconds=(step.cost_grid * 2.0**step.cost_shift * 1e-9 * noise).astype(np.float32)))
+        factors = 1 + noise * np.random.default_rng(index).uniform(-1, 1, step.cost_grid.shape)
+        steps.append(replace(step, seconds=(step.cost_grid * 2.0**step.cost_shift * 1e-9 * factors).astype(np.float32)))
     writer = PlanWriter(folder, info=info)
     of_ranks = [SecondsWriter(folder, dp_rank=rank) for rank in range(len(steps[0].cost_grid) if measured else 0)]
     for step in steps:
