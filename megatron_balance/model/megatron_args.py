@@ -15,9 +15,10 @@ the gate, and lacks vocabulary and hybrid pattern. Nothing of Megatron is import
 from __future__ import annotations
 
 import ast
+import operator
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.layers import NEEDED
@@ -50,7 +51,9 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     hybrid = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
     main, *depths = hybrid.replace("|", "").split("/")
     num_layers = len(main) if hybrid else _needed(args, "num_layers")
-    ffn_hidden_size = _int(args, "ffn_hidden_size") or _default_ffn_hidden_size(args, hidden_size)
+    # validate_args: with SwiGLU two thirds of 4h, a multiple of 64, so that the parameters stay as many.
+    default = 8 * hidden_size // 3 // 64 * 64 if getattr(args, "swiglu", False) else 4 * hidden_size
+    ffn_hidden_size = _int(args, "ffn_hidden_size") or default
     variant = getattr(args, "experimental_attention_variant", None)
     latent = bool(getattr(args, "multi_latent_attention", False)) or not {"+", "D"}.isdisjoint(hybrid)
     grouped = bool(getattr(args, "group_query_attention", False)) and not latent
@@ -196,25 +199,15 @@ def _int(args: object, name: str) -> int:
     return getattr(args, name, None) or 0
 
 
-def _default_ffn_hidden_size(args: object, hidden_size: int) -> int:
-    # validate_args: with SwiGLU two thirds of 4h, a multiple of 64, so that the parameters stay as many.
-    if getattr(args, "swiglu", False):
-        return int((4 * hidden_size * 2 / 3) / 64) * 64
-    return 4 * hidden_size
-
-
 def _padded_vocab_size(args: object) -> int:
-    padded = _int(args, "padded_vocab_size")
-    if padded:
-        return padded
     # Megatron pads once its tokenizer is built; before that --vocab-size may be all there is.
-    vocab_size = _int(args, "vocab_size")
-    if not vocab_size:
+    padded, vocab_size = _int(args, "padded_vocab_size"), _int(args, "vocab_size")
+    if not padded and not vocab_size:
         raise BalanceError(
             "--vocab-size is not given and the tokenizer is not built: the output layer's FLOPs need it."
         )
     multiple = (_int(args, "make_vocab_size_divisible_by") or 128) * (_int(args, "tensor_model_parallel_size") or 1)
-    return -(-vocab_size // multiple) * multiple
+    return padded or -(-vocab_size // multiple) * multiple
 
 
 def _pattern(args: object, name: str, num_layers: int, periodic: Callable[[int, int], bool]) -> tuple[int, ...]:
@@ -222,11 +215,9 @@ def _pattern(args: object, name: str, num_layers: int, periodic: Callable[[int, 
     value = getattr(args, name, None)
     if isinstance(value, str):
         value = parse_layer_pattern(value, name=name)
-    if value is None:
-        return ()
     if isinstance(value, int):
         return tuple(int(periodic(index, value)) for index in range(num_layers))
-    return tuple(int(entry) for entry in value)
+    return tuple(map(int, value or ()))
 
 
 def parse_layer_pattern(text: str, *, name: str) -> int | list[int]:
@@ -243,28 +234,18 @@ def parse_layer_pattern(text: str, *, name: str) -> int | list[int]:
         >>> parse_layer_pattern("([0]*2+[1])*2", name="moe_layer_freq")
         [0, 0, 1, 0, 0, 1]
     """
+    operations: dict[type, Callable[[Any, Any], Any]] = {ast.Add: operator.add, ast.Mult: operator.mul}
 
-    def value(node: ast.expr) -> int | list[int]:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.List):
-            entries = [value(entry) for entry in node.elts]
-            if all(isinstance(entry, int) for entry in entries):
-                return cast("list[int]", entries)
+    def value(node: Any) -> Any:
         if isinstance(node, ast.BinOp):
-            left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-                return left + right
-            if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-                return left * right
-            if isinstance(node.op, ast.Mult) and isinstance(left, int) and isinstance(right, list):
-                return left * right
-        raise refusal
+            return operations[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.List):
+            return [int(value(entry)) for entry in node.elts]
+        return operator.index(node.value)
 
-    refusal = BalanceError(
-        f"--{name.replace('_', '-')} is {text!r}: it must be a number, or lists of 0 and 1 such as '[0]*3+[1]*58'."
-    )
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
-    except SyntaxError:
-        raise refusal from None
+    except (AttributeError, LookupError, SyntaxError, TypeError) as error:
+        raise BalanceError(
+            f"--{name.replace('_', '-')} is {text!r}: it must be a number, or lists of 0 and 1 such as '[0]*3+[1]*58'."
+        ) from error
