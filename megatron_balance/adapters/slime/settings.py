@@ -12,8 +12,13 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
-SPECS_DESCRIBED_BY_CHECKPOINT = ("slime_plugins.models.qwen3_5", "slime_plugins.models.qwen3_next")
-"""Modules of slime's `--spec` whose linear-attention layers are described by the checkpoint's config alone."""
+SPECS_DESCRIBED_BY_CHECKPOINT = (
+    "slime_plugins.models.glm5.glm5",
+    "slime_plugins.models.qwen3_5",
+    "slime_plugins.models.qwen3_5_vl",
+    "slime_plugins.models.qwen3_next",
+)
+"""Modules of slime's `--spec` whose sparse or linear attention is described by the checkpoint's config alone."""
 
 
 @dataclass(frozen=True)

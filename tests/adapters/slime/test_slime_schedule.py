@@ -18,6 +18,7 @@ from slime_double import parallel_config, put_in_place, qwen3_4b
 from megatron_balance import BalanceError, CostModel, ModelShape
 from megatron_balance.adapters import slime
 from megatron_balance.lengths import synthetic_lengths
+from megatron_balance.model import PRESETS
 
 QWEN3_4B = CostModel.from_shape(ModelShape.preset("Qwen3-4B"))
 
@@ -248,6 +249,9 @@ def test_layers_that_only_the_checkpoint_tells(tmp_path: Path) -> None:
     assert expected.quadratic < QWEN3_4B.quadratic / 3
     found = slime.SlimeOptions().cost_model(args)
     assert (found.linear, found.quadratic) == (expected.linear, expected.quadratic)
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["GLM-5"]))
+    args.spec = ["slime_plugins.models.glm5.glm5", "get_glm5_spec"]
+    assert slime.SlimeOptions().cost_model(args).windows == CostModel.from_shape(ModelShape.preset("GLM-5")).windows
     args.spec = ["slime_plugins.models.glm4", "get_glm_spec"]
     assert slime.SlimeOptions().cost_model(args) == slime.SlimeOptions().cost_model(qwen3_4b())
 
