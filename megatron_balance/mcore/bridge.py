@@ -202,6 +202,7 @@ def _arguments(config: Any, *, model: Any) -> Namespace:
         eval_iters=config.validation.eval_iters or 0,
     )
     args.exit_interval = config.train.exit_interval
+    args.lora_rank = getattr(config.peft, "dim", 0)  # of LoRA, whose base weights are frozen
     return args
 
 

@@ -69,6 +69,7 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
         "attention_output_gate": bool(getattr(args, "attention_output_gate", False)),
         "multi_latent_attention": latent,
         "hybrid_layer_pattern": hybrid,
+        "lora_rank": _int(args, "lora_rank"),  # no flag of Megatron's: Bridge's configuration has it
         "mtp_num_layers": len([depth for depth in depths if depth]) if hybrid else _int(args, "mtp_num_layers"),
     }
 

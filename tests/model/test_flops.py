@@ -467,6 +467,7 @@ def test_arguments_not_given_take_megatrons_defaults() -> None:
     assert (shape.num_query_groups, shape.kv_channels, shape.ffn_hidden_size) == (4, 16, 256)
     assert not shape.gated_linear_unit
     assert ModelShape.from_megatron_args(Namespace(**ARGS, swiglu=True)).ffn_hidden_size == 128
+    assert (shape.lora_rank, ModelShape.from_megatron_args(Namespace(**ARGS, lora_rank=8)).lora_rank) == (0, 8)
     assert ModelShape.from_megatron_args(Namespace(**{**ARGS, "group_query_attention": True})).num_query_groups == 1
 
 
