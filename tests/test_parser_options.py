@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from drift.classified import classified
-from drift.parser_options import options_of
+from drift.options import options_of, unclassified
 from drift.sources import Sources
 
 from megatron_balance.mcore.options.option import Option, Support
@@ -90,16 +89,15 @@ def test_what_cannot_be_read_is_an_error(parser: str) -> None:
 
 
 def test_options_without_a_class_are_named() -> None:
-    found = classified([refused("tp_comm_overlap")], sources=sources(), release=(0, 19))
-    assert [(finding.target, finding.broken) for finding in found.findings] == [("--rope", False)]
-    assert found.counts == {"supported": 0, "refused": 1, "stock": 0, "irrelevant": 4, "unclassified": 1}
+    found = unclassified([refused("tp_comm_overlap")], sources=sources(), release=(0, 19))
+    assert [(finding.target, finding.broken) for finding in found] == [("--rope", False)]
 
 
 def test_a_row_of_an_option_that_a_release_lacks_is_broken() -> None:
     rows = [refused("tp_comm_overlap", "rope"), refused("gone"), refused("to_come", first=(0, 20))]
-    found = classified(rows, sources=sources(), release=(0, 19))
-    assert [(finding.target, finding.broken) for finding in found.findings] == [("--gone", True)]
-    assert classified(rows, sources=sources(), release=None).findings == []
+    found = unclassified(rows, sources=sources(), release=(0, 19))
+    assert [(finding.target, finding.broken) for finding in found] == [("--gone", True)]
+    assert list(unclassified(rows, sources=sources(), release=None)) == []
 
 
 @pytest.fixture(scope="module")
@@ -127,4 +125,4 @@ def test_every_option_of_the_installed_megatron_has_its_class(installed: Sources
     version = pytest.importorskip("megatron.core", reason="megatron-core is not installed").__version__
     major, minor = map(int, version.split(".")[:2])
     rows = [row for subject in SUBJECTS.values() for row in subject]
-    assert classified(rows, sources=installed, release=(major, minor)).findings == []
+    assert list(unclassified(rows, sources=installed, release=(major, minor))) == []

@@ -1,1 +1,1 @@
-"""Compares definitions that are hooked or relied on in another system with the reviewed ones, without importing it."""
+"""Hooked and relied-on definitions of other packages against what was reviewed: scripts/check drift."""

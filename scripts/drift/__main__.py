@@ -1,52 +1,64 @@
-"""Compares definitions that are hooked or relied on with what was reviewed, from wheels or checkouts of Megatron Core,
-Transformer Engine or Apex; see scripts/check drift, which downloads the wheels.
+"""Compares definitions that are hooked or relied on, and options of Megatron's parser, with what was reviewed.
+
+From wheels or checkouts of Megatron Core, Transformer Engine or Megatron-Bridge; nothing of them is imported. Without
+arguments, from the wheels of the releases that were reviewed.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from drift import compare
-from drift.classified import classified
-from drift.packages import FINGERPRINTS, PACKAGES, package_of, release_of
-from drift.sources import open_sources
+from drift.options import unclassified
+from drift.packages import PACKAGES, ROOT, Package, release_of
+from drift.sources import Sources, open_sources
+from megatron_balance.mcore.options.table import SUBJECTS
 
-ROOT = FINGERPRINTS.parent.parent
+WHEELS = ROOT / "build" / "wheels"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, and return the exit status: 1 where something broke or differs."""
-    parser = argparse.ArgumentParser(prog="check_drift", description=__doc__)
-    parser.add_argument("places", nargs="*", type=Path, metavar="PLACE", help="wheels, and folders of checkouts")
+    parser = argparse.ArgumentParser(prog="scripts/check drift", description=__doc__)
+    parser.add_argument("releases", nargs="*", metavar="NAME==VERSION", help="releases, from their wheels")
+    parser.add_argument("--wheel", action="append", default=[], type=Path, help="a wheel")
+    parser.add_argument("--checkout", action="append", default=[], type=Path, help="the folder of a checkout")
     parser.add_argument("--accept", action="store_true", help="record what is there as reviewed")
-    parser.add_argument("--versions", action="store_true", help="print reviewed releases as NAME==VERSION, and end")
     options = parser.parse_args(arguments)
-    if options.versions:
-        for package in PACKAGES:
-            if package.in_registry:
-                print("\n".join(f"{package.name}=={version}" for version in package.reviewed_versions()))
-        return 0
-    return max([_check(place, accept=options.accept) for place in options.places], default=0)
+    places = [*options.wheel, *options.checkout]
+    releases = options.releases or [
+        f"{package.name}=={version}" for package in PACKAGES for version in package.reviewed_versions() if not places
+    ]
+    places += [_wheel(release) for release in releases]
+    return max([_check(place, accept=options.accept) for place in places], default=0)
+
+
+def _wheel(release: str) -> Path:
+    name, equals, version = release.partition("==")
+    if not equals:
+        sys.exit(f"drift: {release} is no release: write megatron-core=={release}")
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    if not list(WHEELS.glob(pattern)):
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(WHEELS), release]
+        subprocess.run(pip, check=True)
+    return next(WHEELS.glob(pattern))
 
 
 def _check(place: Path, *, accept: bool) -> int:
     with open_sources(place) as sources:
-        package = package_of(place, sources)
+        package = _package_of(place, sources)
         version = package.version_of(place, sources)
         rows = package.rows_of(version)
-        branch_rows = package.branch_rows_of(sources)
-        findings = compare.broken([*rows, *branch_rows], sources=sources)
+        findings = compare.broken([*rows, *package.branch_rows_of(sources)], sources=sources)
         now = compare.record(rows, sources=sources)
-        if package.option_rows:
+        if package.name == "megatron-core":
             # A branch may say that it is a release and have other options.
-            release = release_of(version) if place.is_file() else None
-            options = classified(package.option_rows, sources=sources, release=release)
-            counts = ", ".join(f"{count} {kind}" for kind, count in options.counts.items())
-            print(f"{package.name} {version}: {len(options.options)} options of its parser: {counts}")
-            findings += options.findings
+            options = [row for subject in SUBJECTS.values() for row in subject]
+            findings += unclassified(options, sources=sources, release=release_of(version) if place.is_file() else None)
     path = package.fingerprints(version)
     if accept:
         compare.save(now, path=path)
@@ -54,13 +66,24 @@ def _check(place: Path, *, accept: bool) -> int:
     reviewed = version if path.exists() else package.reviewed_versions()[-1]
     findings += compare.differences(now, reviewed=compare.load(package.fingerprints(reviewed)))
     if not findings:
-        print(f"{package.name} {version}: {len(rows)} targets as they were reviewed")
+        print(f"{package.name} {version}: {len(now)} targets as they were reviewed")
         return 0
     print(f"{package.name} {version}, compared with {reviewed}:")
     for finding in findings:
         print(f"  {'BROKEN' if finding.broken else 'differs'}  {finding.target} {finding.says}")
-    print(f"Read these in both releases, {package.remedy}, then record them: scripts/check drift --accept {place}")
+    print(
+        "Read these in both releases; mend what relies on them, scripts/drift/relied.txt, or classify options "
+        "(megatron_balance/mcore/options, scripts/drift/irrelevant_options.txt); run scripts/check versions; then "
+        "record them: scripts/check drift --accept"
+    )
     return 1
+
+
+def _package_of(place: Path, sources: Sources) -> Package:
+    for package in PACKAGES:
+        if sources.path(package.marker) is not None:
+            return package
+    sys.exit(f"drift: {place} is none of {', '.join(package.name for package in PACKAGES)}")
 
 
 if __name__ == "__main__":

@@ -36,27 +36,6 @@ def parameters_of(definition: Definition) -> list[str]:
     return result
 
 
-def parameter_names(definition: Definition) -> set[str]:
-    """Names of the parameters."""
-    return {parameter.partition("=")[0].lstrip("*") for parameter in parameters_of(definition)}
-
-
-def names_in(definition: Definition) -> set[str]:
-    """Names, keywords and strings of a definition, and attributes with a dot before them: what it reads and sets."""
-    names: set[str] = set()
-    for node in ast.walk(definition):
-        match node:
-            case ast.Attribute(attr=name):
-                names.add(f".{name}")
-            case ast.Name(id=name) | ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
-                names.add(name)
-            case ast.FunctionDef(name=name):
-                names.add(name)
-            case _:
-                pass
-    return names
-
-
 def fingerprint(definition: Definition) -> str:
     """Sixteen digits that change when what it does changes."""
     text = "\n".join(_plain(definition))

@@ -1,4 +1,5 @@
-"""The options of Megatron's parser, read from its sources: by what name argparse stores each.
+"""The options of Megatron's parser, read from its sources by the name under which argparse stores each, and those that
+nobody has classified.
 
 Megatron adds an option either by `add_argument`, or from the fields of a dataclass (`ArgumentGroupFactory(Config,
 exclude=[…])`). Functions are followed from `add_megatron_arguments` into other modules.
@@ -7,20 +8,21 @@ exclude=[…])`). Functions are followed from `add_megatron_arguments` into othe
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 
+from drift.compare import Finding
 from drift.sources import Bound, Definition, Sources
+from megatron_balance.mcore.options.option import Option, flag_of
 
+IRRELEVANT = Path(__file__).with_name("irrelevant_options.txt")
 PARSER = "megatron.training.arguments:add_megatron_arguments"
 _FACTORY = "ArgumentGroupFactory"
 
 
 def options_of(sources: Sources) -> set[str]:
-    """Names by which the parser stores its options.
-
-    Raises:
-        LookupError: there is no parser, or it adds options in a form that is not known here.
-    """
+    """Names by which the parser stores its options; LookupError where it adds them in a form that is not known here."""
     module, _, name = PARSER.partition(":")
     return set(_options_of_function(module, name, sources=sources, seen=set()))
 
@@ -128,3 +130,25 @@ def _stored_otherwise(value: ast.expr | None) -> str | None:
                 if isinstance(key, ast.Constant) and key.value == "dest":
                     return ast.literal_eval(entry)
     return None
+
+
+def unclassified(rows: Sequence[Option], *, sources: Sources, release: tuple[int, int] | None) -> Iterator[Finding]:
+    """Options in no row and not in irrelevant_options.txt; rows without an option of the release.
+
+    Args:
+        rows: of mcore/options.
+        sources: of the release.
+        release: as `(major, minor)`; None for a branch, which may say that it is a release and have other options.
+    """
+    options = options_of(sources)
+    in_rows = {name for row in rows for name in (*row.names, *row.also)}
+    lines = IRRELEVANT.read_text("utf-8").splitlines()
+    patterns = [name for line in lines if not line.startswith("#") for name in line.split()]
+    for name in sorted(options - in_rows):
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            says = f"is an option that neither a row of mcore/options nor {IRRELEVANT.name} has"
+            yield Finding(flag_of(name), False, says)
+    for row in rows if release is not None else ():
+        megatrons = [name for name in row.names if not name.startswith("balance_")] or row.also
+        if row.first <= release <= row.last and not row.of_scripts and not options.intersection(megatrons):
+            yield Finding(flag_of(row.names[0]), True, "is no option of this release, and its row says that it is")
