@@ -1,0 +1,169 @@
+"""Writes the pages that are made from code: docs/flags.md, docs/options.md and docs/licences.md.
+
+tests/test_docs.py fails where a page is older than its source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import tomllib
+
+from megatron_balance.cli import build_parser
+from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
+from megatron_balance.mcore.options.option import Option, Support, flag_of
+from megatron_balance.mcore.options.table import SUBJECTS
+from megatron_balance.mcore.setup.flags import add_balance_args
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+_FLAGS = """\
+# Flags
+
+Made by `python scripts/make_pages.py` from the parsers; do not edit.
+
+## In training
+
+They go among Megatron's own flags, in any order. Without one of them a run is stock.
+"""
+_OPTIONS = """\
+# Megatron's options
+
+Made by `python scripts/make_pages.py` from `megatron_balance/mcore/options`; do not edit.
+
+Options of Megatron 0.17 to 0.19 and of its main and dev branches that change shapes, numbers of tokens, dispatch,
+precision or the loop, in a run with `--balance-data` or `--use-dynamic-batch-size`. Each case is one of
+
+- **supported**: it trains and balances; a caution, where there is one, is printed once a run;
+- **refused**: the run ends right after parsing, or before its first step, with an error that names the option, the
+  value and the remedy;
+- **stock**: Megatron's own scheduler and executor run, and the log says so once.
+
+An option that is not here changes nothing that balancing relies on: `scripts/drift/irrelevant_options.txt` lists those,
+and `scripts/check drift` fails where a supported release has an option in neither list.
+"""
+_LICENCES = """\
+# Licences
+
+megatron_balance is under the Apache License 2.0 (`LICENSE`). It contains no code of others. What it imports is
+installed beside it by its users; this is what each extra brings in directly, as the packages say themselves.
+`scripts/make_pages.py` writes this page.
+
+| package | needed by | licence |
+|---|---|---|
+"""
+_SPDX = {"Apache 2.0": "Apache-2.0", "Apache Software License": "Apache-2.0", "BSD 2-Clause License": "BSD-2-Clause"}
+"""Names of licences in older metadata, and in SPDX."""
+
+
+def flags_page() -> str:
+    """Every flag in training and of every command."""
+    lines = [_FLAGS, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
+    lines += ["What is refused, before anything is initialised:", "", *(f"- {row.rule}" for row in BALANCE_FLAGS), ""]
+    lines += ["What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        lines += [f"## megatron-balance {name}", "", command.description, "", *_tables(command)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A table of all flags, a row of its own for the name of a group."""
+    formatter = parser._get_formatter()
+    yield from ("| flag | meaning |", "|---|---|")
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+        if actions and group.title not in ("positional arguments", "options", "balance"):
+            yield f"| **{group.title}** | |"
+        for action in actions:
+            # argparse's own text: it fills defaults in and writes the value as --help does.
+            flag = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+            value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+            shown = f"{flag} {value}".strip() if action.option_strings else flag
+            meaning = formatter._expand_help(action) if action.help else ""
+            yield f"| `{_cell(shown)}` | {_cell(_with_default(meaning, action))} |"
+    yield ""
+
+
+def _with_default(meaning: str, action: argparse.Action) -> str:
+    """The default, where the text does not say it and there is one."""
+    named = "default" in meaning or isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction)
+    return meaning if named or action.default in (None, []) else f"{meaning.rstrip('.')}. Default: `{action.default}`."
+
+
+def options_page() -> str:
+    """What becomes of each of Megatron's options."""
+    lines = [_OPTIONS]
+    for subject, rows in SUBJECTS.items():
+        lines += [f"## {subject}", "", "| option | case | | says |", "|---|---|---|---|", *_option_rows(rows), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _option_rows(rows: Sequence[Option]) -> Iterator[str]:
+    for row in rows:
+        flags = ", ".join(f"`{flag_of(name)}`" for name in row.names)
+        says = row.caution if row.support is Support.SUPPORTED else f"{row.because}; {row.remedy}"
+        yield f"| {flags}{_releases(row)} | {_cell(row.case)} | {row.support.value} | {_cell(says)} |"
+
+
+def _releases(row: Option) -> str:
+    first, last = (".".join(map(str, release)) for release in (row.first, row.last))
+    if row.first == (0, 17):
+        return "" if row.last == (999, 0) else f" (to {last})"
+    return f" (from {first})" if row.last == (999, 0) else f" ({first} to {last})"
+
+
+def licences_page() -> str:
+    """The licence of every package that this one can bring in directly, from what is installed.
+
+    What is not installed here keeps the row that an installation wrote.
+    """
+    known = dict(re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+) \|$", _old("licences"), flags=re.MULTILINE))
+    return _LICENCES + "".join(
+        f"| `{package}` | {', '.join(groups)} | {_licence(package, known=known.get(package))} |\n"
+        for package, groups in _dependencies().items()
+    )
+
+
+def _dependencies() -> dict[str, list[str]]:
+    """Name of each package that pyproject.toml asks for → what needs it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed: dict[str, list[str]] = {}
+    for group, requirements in {"always": project["dependencies"], **project["optional-dependencies"]}.items():
+        for requirement in requirements:
+            needed.setdefault(re.split(r"[^\w.-]", requirement)[0], []).append(group)
+    return dict(sorted(needed.items()))
+
+
+def _licence(package: str, *, known: str | None) -> str:
+    """As the installed package says, an SPDX expression where it gives one."""
+    try:
+        said = metadata.metadata(package)
+    except metadata.PackageNotFoundError:
+        if known is None:
+            raise SystemExit(f"make_pages.py: install {package} to read its licence.") from None
+        return known
+    name = (said.get("License") or "").strip()
+    classifiers = [one.split(" :: ")[-1] for one in said.get_all("Classifier") or [] if one.startswith("License ::")]
+    found = said.get("License-Expression") or (name if "\n" not in name and len(name) <= 60 else "")
+    return _SPDX.get(found, found) or ", ".join(_SPDX.get(one, one) for one in classifiers if one != "OSI Approved")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _old(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+PAGES = {"flags": flags_page, "options": options_page, "licences": licences_page}
+
+if __name__ == "__main__":
+    for _name, _page in PAGES.items():
+        (DOCS / f"{_name}.md").write_text(_page(), encoding="utf-8")
