@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from watched_steps import Watch
@@ -50,13 +51,16 @@ def mtp_attention(watch: Watch) -> None:
 
 def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
     """Have Megatron's arguments say FP8 or FP4 once the model is made, whose layers a CPU has not."""
-    from megatron.training import get_args
+    from megatron.training import get_args, training
 
-    def say(step: int) -> None:
-        if step == 1:
-            vars(get_args()).update(settings)
+    stock = training.setup_model_and_optimizer
 
-    watch.before_step.append(say)
+    def then_say(*positional: Any, **keywords: Any) -> Any:
+        made = stock(*positional, **keywords)
+        vars(get_args()).update(settings)
+        return made
+
+    training.setup_model_and_optimizer = then_say
 
 
 def padded_rows(watch: Watch) -> None:
@@ -196,6 +200,13 @@ def _strike(watch: Watch, *, step: int, ranks: list[int], act: Any) -> None:
             act()
 
     watch.before_step.append(strike)
+
+
+def other_sorting(watch: Watch, *, ranks: list[int]) -> None:
+    """A numpy on these ranks that sorts in another order."""
+    if int(os.environ["RANK"]) in ranks:
+        stock = np.lexsort
+        np.lexsort = lambda keys, axis=-1: stock(keys, axis)[::-1]
 
 
 def flags_there(watch: Watch, *, ranks: list[int], flags: str, instead_of: str = "") -> None:

@@ -20,6 +20,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 STAND_INS = "TRAINING_STAND_INS"
+_HELD = {"threads": "task", "files": "fd"}
 
 
 class Watch:
@@ -49,6 +51,7 @@ class Watch:
         self.shapes_sent = 0
         self.before_step: list[Callable[[int], None]] = []
         self.num_steps = 0
+        self._in_message = False
 
     def write(self, kind: str, **columns: Any) -> None:
         """A line of a kind."""
@@ -64,6 +67,7 @@ class Watch:
     def install(self) -> None:
         """Wrap Megatron's functions and the script's."""
         import torch.distributed as dist
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.training import training
         from torch.distributed import distributed_c10d
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -76,7 +80,8 @@ class Watch:
         _wrap(_BaseDataLoaderIter, "__next__", self._read)
         if hasattr(training, "consume_seqlen_stats_in_iteration"):  # from 0.18
             _wrap(training, "consume_seqlen_stats_in_iteration", self._counted)
-        _wrap(distributed_c10d, "isend", self._message)
+        _wrap(P2PCommunicator, "_communicate", self._between_stages)
+        _wrap(distributed_c10d, "isend", self._sent)
         dist.isend = distributed_c10d.isend
 
     def _step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +96,7 @@ class Watch:
             row = {name.replace(" ", "_"): float(value) for name, value in losses.items()}
             row["grad_norm"] = None if grad_norm is None else float(grad_norm)
             settings = [before, _shape_settings()]
+            row |= {f"num_{name}": len(os.listdir(f"/proc/self/{where}")) for name, where in _HELD.items()}
             self.write("step", **row, **_place(), microbatches=self.microbatches(), settings=settings)
             return result
 
@@ -133,9 +139,20 @@ class Watch:
 
         return watched
 
-    def _message(self, send: Callable[..., Any]) -> Callable[..., Any]:
+    def _between_stages(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*positional: Any, **keywords: Any) -> Any:
+            self._in_message = True
+            try:
+                return communicate(*positional, **keywords)
+            finally:
+                self._in_message = False
+
+        return watched
+
+    def _sent(self, send: Callable[..., Any]) -> Callable[..., Any]:
         def watched(tensor: Any, *positional: Any, **keywords: Any) -> Any:
-            self.shapes_sent += tensor.numel() == 3 and not tensor.is_floating_point()
+            here = self._in_message and threading.current_thread() is threading.main_thread()
+            self.shapes_sent += here and not tensor.is_floating_point()
             return send(tensor, *positional, **keywords)
 
         return watched

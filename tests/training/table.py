@@ -75,6 +75,7 @@ BY_TOKENS = f"{PACKED} {MOVED}"
 BY_FLOPS = f"{BY_TOKENS} --balance-by-flops"
 DYNAMIC_CP = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP // 2} --balance-data --balance-by-flops"
 DYNAMIC_CP += " --balance-context-parallel"
+RECORDED = "--balance-record {run}/record --tensorboard-dir {run}/scalars"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Row:
         stand_ins: of both runs.
         ours: stand-ins of the balanced run alone.
         slow: left to `make test-all`.
-        dynamic: whether micro-batches have context-parallel sizes of their own; evaluation is then stock.
+        dynamic: whether micro-batches have context-parallel sizes of their own.
         without: common flags that both runs do without.
     """
 
@@ -115,6 +116,12 @@ class Row:
         return LAYOUTS[self.layout][1]
 
     @property
+    def evaluates(self) -> bool:
+        """Whether evaluation is balanced."""
+        stock = self.dynamic or "--sft" in self.flags or "--no-balance-evaluation" in self.balance
+        return not stock and self.cap is not None
+
+    @property
     def num_chunks(self) -> int:
         """Of the model on a pipeline stage, each of which reads the data of a stock run."""
         return 2 if "virtual" in self.stock or "pipeline-model-parallel-layout" in self.stock else 1
@@ -132,6 +139,7 @@ ROUTER_LOSSES = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 --moe-z-loss-coeff 1e-2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1"
 )
+WHOLE_SETS = "--full-validation --multiple-validation-sets --valid-data-path {data}/valid.jsonl {data}/odd.jsonl"
 
 
 def fp8(recipe: str) -> StandIns:
@@ -184,7 +192,7 @@ FAMILY_ROWS = [
 
 ROWS = [
     # Policies, on two data-parallel ranks.
-    Row("by-flops", "DP2"),
+    Row("by-flops", "DP2", f"{BY_FLOPS} {RECORDED}"),
     Row("in-place", "DP2", PACKED),
     Row("in-place-by-flops", "DP2", f"{PACKED} --balance-by-flops"),
     Row("moved", "DP2", MOVED, cap=None),
@@ -227,8 +235,16 @@ ROWS = [
     Row("fp8-blockwise", "CP2", ours=fp8("blockwise"), slow=True),
     # Auxiliary losses depend on which samples share a micro-batch: one each, as stock has them, some with filler.
     Row("router-losses-filler", "EP2", f"{MOVED} --balance-shape-bucket 96", "moe", ROUTER_LOSSES, cap=None),
+    # Evaluation; it is in every other row too.
+    Row("validation-sets", "DP2", flags=WHOLE_SETS),
+    Row("validation-sets", "PP2", flags=WHOLE_SETS, slow=True),
+    Row("validation-sets", "CP2", flags=WHOLE_SETS, slow=True),
+    Row("stock-evaluation", "DP2", f"{BY_FLOPS} --no-balance-evaluation", flags="--eval-micro-batch-size 2"),
+    Row("sizes-of-evaluation", "DP2", flags="--eval-global-batch-size 24 --eval-micro-batch-size 2", slow=True),
+    Row("sft", "DP2", flags="--sft", slow=True),
+    Row("only-evaluation", "DP2", flags="--skip-train", slow=True),
     # Context-parallel sizes of their own.
-    Row("dynamic-cp", "CP2", DYNAMIC_CP, cap=CAP // 2, dynamic=True),
+    Row("dynamic-cp", "CP2", f"{DYNAMIC_CP} {RECORDED}", cap=CAP // 2, dynamic=True),
     Row("dynamic-cp", "DP4", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),
     Row("dynamic-cp", "CP2-EP2", DYNAMIC_CP, "moe", cap=CAP // 2, dynamic=True, slow=True),
     Row("dynamic-cp-recomputed", "CP2", f"{DYNAMIC_CP} {RECOMPUTED}", cap=CAP // 2, dynamic=True, slow=True),

@@ -1,0 +1,144 @@
+"""Runs that are killed and go on; ranks that fail: every rank ends by itself and says why."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+from kept_runs import KeptRuns, Run
+from steps import samples
+from table import BY_FLOPS, DYNAMIC_CP, RECORDED, ROWS, StandIns
+from test_matrix import run_of
+
+from megatron_balance.record import read_record
+
+SAVED_AT = 2
+TIMEOUTS = "--distributed-timeout-minutes 5 --distributed-timeout-seconds-after-init 20"
+
+
+def killed_run(train: KeptRuns, balance: str, *, num_ranks: int = 2) -> Run:
+    """A run that is killed in the step after its checkpoint."""
+    flags = f"{ROWS[0].stock} {balance} --save {{run}}/checkpoints --save-interval {SAVED_AT} --ckpt-format torch"
+    strike = (("stand_ins:killed", {"step": SAVED_AT + 1, "ranks": list(range(num_ranks))}),)
+    killed = train(flags, num_ranks=num_ranks, stand_ins=strike, fails=True)
+    assert all(len(steps) == SAVED_AT for steps in killed.of_kind("step"))
+    return killed
+
+
+@pytest.mark.xdist_group("DP2")
+def test_a_killed_run_goes_on_to_the_bit(train: KeptRuns) -> None:
+    """Model, data, evaluation and record are those of a run that was not interrupted."""
+    whole = run_of(train, ROWS[0])
+    killed = killed_run(train, f"{BY_FLOPS} {RECORDED}")
+    flags = f"{ROWS[0].stock} {BY_FLOPS} --balance-record {killed.folder}/record --ckpt-format torch"
+    resumed = train(f"{flags} --load {killed.folder}/checkpoints")
+    for key in ("lm_loss", "grad_norm"):
+        assert [step[key] for step in resumed.steps] == [step[key] for step in whole.steps[SAVED_AT:]]
+    assert samples(resumed, "step") == samples(whole, "step")[SAVED_AT:]
+    assert resumed.losses() == whole.losses()[1:]
+    ours, theirs = (read_record(run.folder / "record").steps for run in (killed, whole))
+    assert [step.iteration for step in ours] == [step.iteration for step in theirs]
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.lengths.tolist() == expected.lengths.tolist()
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_more_ranks(train: KeptRuns) -> None:
+    whole, killed = run_of(train, ROWS[0]), killed_run(train, BY_FLOPS)
+    load = f"--load {killed.folder}/checkpoints --ckpt-format torch"
+    resumed = train(f"{ROWS[0].stock} {BY_FLOPS} {load}", num_ranks=4)
+    assert samples(resumed, "step") == samples(whole, "step")[SAVED_AT:]
+    assert [step["lm_loss"] for step in resumed.steps] == pytest.approx([s["lm_loss"] for s in whole.steps[SAVED_AT:]])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong on some ranks.
+
+    Attributes:
+        stand_ins: that make it go wrong.
+        says: a regular expression, which every rank that is left says.
+        layout: flags.
+        num_ranks: of the run.
+        balance: flags.
+        dead: ranks that say nothing.
+        slow: left to `make test-all`.
+    """
+
+    stand_ins: StandIns
+    says: str
+    layout: str = ""
+    num_ranks: int = 2
+    balance: str = BY_FLOPS
+    dead: tuple[int, ...] = ()
+    slow: bool = True
+
+
+def data(how: str, *, rank: int = 1, index: int = 21) -> StandIns:
+    """The data set of a rank goes wrong at a row, by default in the second step."""
+    return (("stand_ins:bad_data", {"rank": rank, "how": how, "index": index}),)
+
+
+def flags(*ranks: int, flags: str = "", instead_of: str = "") -> StandIns:
+    """Other flags on these ranks."""
+    return (("stand_ins:flags_there", {"ranks": list(ranks), "flags": flags, "instead_of": instead_of}),)
+
+
+PP2 = "--pipeline-model-parallel-size 2"
+LOST = r"not all answered|Megatron waited for other ranks"
+OTHER_COSTS = "--window-size 64,0"
+"""A flag of the model that changes what samples cost, and no flag of balancing."""
+
+FAULTS = {
+    "a-rank-is-killed": Fault(
+        (("stand_ins:killed", {"step": 2, "ranks": [1]}),), LOST, num_ranks=4, dead=(1,), slow=False
+    ),
+    "a-stage-is-killed": Fault(
+        (("stand_ins:killed", {"step": 2, "ranks": [2]}),), LOST, layout=PP2, num_ranks=4, dead=(2,)
+    ),
+    "the-loader-raises": Fault(data("raises"), r"rank 1: .*OSError: \[Errno 5\] the disk is gone", slow=False),
+    "the-loader-of-a-stage-raises": Fault(
+        data("raises", rank=3, index=21), r"rank 3: .*OSError: \[Errno 5\] the disk is gone", layout=PP2, num_ranks=4
+    ),
+    "without-overlap": Fault(data("raises"), r"rank 1: .*the disk is gone", balance=f"{BY_FLOPS} --no-balance-overlap"),
+    "a-wrong-token": Fault(data("negative"), "rank 1: .*tokens holds -7"),
+    "data-ends-early": Fault(data("ends early", index=31), "rank 1: its data ended after 7 of 8 items of this step"),
+    "a-stage-has-other-data": Fault(
+        data("other data", rank=2), "other samples were read than in that of rank", layout=PP2, num_ranks=4
+    ),
+    "a-rank-has-another-cap": Fault(
+        flags(1, flags="--max-tokens-per-gpu 512"), r"max_tokens_per_gpu is 256 on rank 0 and 512 on rank 1"
+    ),
+    "a-rank-has-no-flags": Fault(
+        flags(1, instead_of=BY_FLOPS),
+        r"balancing is on on rank 0 and off \(no balance flag\) on rank 1",
+        slow=False,
+    ),
+    "a-rank-has-other-costs": Fault(
+        flags(1, flags=OTHER_COSTS), "Ranks were started differently: cost model is", slow=False
+    ),
+    "a-stage-plans-otherwise": Fault(
+        (("stand_ins:other_sorting", {"ranks": [2, 3]}),),
+        "the data of this step differs within a model replica",
+        layout=PP2,
+        num_ranks=4,
+        balance=DYNAMIC_CP,
+        slow=False,
+    ),
+    "interrupted": Fault((("stand_ins:interrupted", {"step": 2, "ranks": [0, 1]}),), "KeyboardInterrupt"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if fault.slow else []) for name, fault in FAULTS.items()]
+)
+def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
+    fault = FAULTS[name]
+    row = f"{ROWS[0].stock} {fault.layout} {TIMEOUTS} {fault.balance}"
+    run = train(row, num_ranks=fault.num_ranks, stand_ins=fault.stand_ins, fails=True)
+    for rank, errors in enumerate(run.of_kind("error")):
+        if rank not in fault.dead:
+            said = " ".join([*(error["text"] for error in errors), run.log(rank)])
+            assert errors, f"rank {rank} did not end by itself: {said[-1500:]}"
+            assert re.search(fault.says, said), f"rank {rank} says {said[-1500:]}"

@@ -1,0 +1,243 @@
+"""Features that ask for more than equality with stock: evaluation under --sft, records, pipelines, routers, loops."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from kept_runs import KeptRuns, Run
+from rounding import ALLOWANCES, assert_equal
+from steps import cp_sizes, microbatches, samples
+from table import BY_FLOPS, CAP, COMMON, DYNAMIC_CP, LAYOUTS, MODELS, NUM_STEPS, ROUTER_LOSSES, ROWS, Row
+from test_matrix import run_of
+
+from megatron_balance.record import read_record
+
+
+def row_of(layout: str, name: str) -> Row:
+    """Of the table."""
+    return next(row for row in ROWS if (row.layout, row.name) == (layout, name))
+
+
+def squares(step: list[dict[str, Any]]) -> int:
+    """Of the lengths of a step's samples on a rank."""
+    return sum(length**2 for microbatch in step for length in microbatch["lengths"])
+
+
+def group(name: str) -> pytest.MarkDecorator:
+    """Run with the rows of a layout."""
+    return pytest.mark.xdist_group(name)
+
+
+@group("DP2")
+class TestOneRecordedRun:
+    """The record, the log and the scalars of one run, against what its forward steps read."""
+
+    @pytest.fixture
+    def run(self, train: KeptRuns) -> Run:
+        return run_of(train, row_of("DP2", "by-flops"))
+
+    def test_the_record_is_what_ran(self, run: Run) -> None:
+        record = read_record(run.folder / "record")
+        assert [step.iteration for step in record.steps] == list(range(1, NUM_STEPS + 1))
+        for number, step in enumerate(record.steps):
+            for rank, steps in enumerate(microbatches(run)):
+                for slot, microbatch in enumerate(steps[number]):
+                    placed = step.lengths[step.slot_of == rank * step.num_microbatches + slot]
+                    assert sorted(placed.tolist()) == sorted(microbatch["lengths"])
+            assert (step.seconds > 0).all()
+
+    def test_the_busiest_rank_has_less_to_do_than_with_samples_in_place(self, run: Run, train: KeptRuns) -> None:
+        in_place = run_of(train, row_of("DP2", "in-place"))
+        heaviest = [
+            [max(squares(step) for step in steps) for steps in zip(*microbatches(of), strict=True)]
+            for of in (run, in_place)
+        ]
+        assert sum(heaviest[0]) < sum(heaviest[1])
+
+    def test_a_line_a_step_and_the_same_scalars(self, run: Run) -> None:
+        said = re.findall(
+            r"megatron_balance: iteration (\d+) \| step \| max/mean of rank time: planned ([\d.]+)", run.log(0)
+        )
+        assert [int(iteration) for iteration, _ in said] == list(range(1, NUM_STEPS + 1))
+        [path] = (run.folder / "scalars").glob("rank*.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        planned = [row["value"] for row in rows if row["name"] == "balance/planned_imbalance"]
+        assert planned == [pytest.approx(float(value), abs=1e-4) for _, value in said]
+        costs = [step.cost_grid.sum(axis=1) for step in read_record(run.folder / "record").steps]
+        assert planned == [pytest.approx(float(of.max() / of.mean())) for of in costs]
+
+
+@group("DP2")
+def test_without_a_flag_nothing_is_said(train: KeptRuns) -> None:
+    assert "megatron_balance:" not in run_of(train, row_of("DP2", "by-flops"), balanced=False).log(0)
+
+
+@group("DP2")
+def test_samples_over_the_cap_are_said_once(train: KeptRuns) -> None:
+    assert run_of(train, row_of("DP2", "over-long")).log(0).count("longer than a micro-batch may be") == 1
+
+
+@group("DP2")
+def test_one_flag_says_what_it_chose(train: KeptRuns) -> None:
+    (line,) = (x for x in run_of(train, row_of("DP2", "one-flag")).log(0).splitlines() if "--balance chose" in x)
+    assert "--use-dynamic-batch-size (" in line
+    assert "--balance-by-flops (" in line
+    assert "--max-tokens-per-gpu" not in line
+
+
+@group("CP2")
+def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train: KeptRuns) -> None:
+    run = run_of(train, row_of("CP2", "dynamic-cp"))
+    assert cp_sizes(run) > {1}
+    for number, step in enumerate(read_record(run.folder / "record").steps):
+        assert step.cp_sizes is not None
+        ran = [[m["cp_size"] for m in steps[number]] for steps in microbatches(run)]
+        assert sorted([size for size in sizes if size] for sizes in step.cp_sizes.tolist()) == sorted(ran)
+
+
+@pytest.mark.slow
+def test_under_sft_a_flag_has_sums_divided(train: KeptRuns) -> None:
+    stock = run_of(train, row_of("DP2", "by-flops"), balanced=False)
+    sft = row_of("DP2", "sft")
+    ours = train(f"{sft.stock} {BY_FLOPS} --balance-evaluation")
+    assert ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in stock.losses()]
+    means = run_of(train, sft)
+    assert means.log(0).count("evaluation is Megatron's own: under --sft its loss is a mean of means") == 1
+    assert means.losses() != [pytest.approx(losses, rel=1e-4) for losses in stock.losses()]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("PP2", marks=group("PP2")), pytest.param("PP2-VPP2", marks=group("PP2-VPP2"))]
+)
+def test_stages_send_no_shapes(train: KeptRuns, layout: str) -> None:
+    row = row_of(layout, "by-flops")
+    assert not any(rows[0]["shapes_sent"] for rows in run_of(train, row).of_kind("end"))
+
+
+@group("PP3")
+def test_stages_in_between_read_nothing(train: KeptRuns) -> None:
+    ours = run_of(train, row_of("PP3", "data-at-the-ends"))
+    reads = [bool(rows[0]["reads"]) for rows in ours.of_kind("end")]
+    assert reads == [True, False, True]
+
+
+@pytest.mark.slow
+def test_a_forward_step_that_reads_tokens_on_every_stage_is_told_the_flag(train: KeptRuns) -> None:
+    row = row_of("PP3", "data-at-the-ends")
+    reads = (("stand_ins:reads_on_every_stage", {"key": "tokens"}),)
+    ours = train(f"{row.stock} {row.balance}", num_ranks=3, stand_ins=reads, fails=True)
+    assert re.search(r"asks for 'tokens' on a pipeline stage .* Set --balance-load-every-stage", ours.log(1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "multiple"),
+    [
+        pytest.param("DP2", "fp8-blockwise", 128, marks=group("DP2")),
+        pytest.param("CP2", "fp8-blockwise", 256, marks=pytest.mark.slow),
+        pytest.param("TP2-SP", "nvfp4", 256, marks=pytest.mark.slow),
+        pytest.param("PP2", "mxfp8", 32, marks=pytest.mark.slow),
+    ],
+)
+def test_micro_batches_have_the_sizes_that_quantised_layers_take(
+    train: KeptRuns, layout: str, name: str, multiple: int
+) -> None:
+    found = [m["tokens"] for steps in microbatches(run_of(train, row_of(layout, name))) for step in steps for m in step]
+    assert found
+    assert {tokens % multiple for tokens in found} == {0}
+
+
+@pytest.mark.slow
+def test_a_quantisation_recipe_of_ones_own_is_refused(train: KeptRuns) -> None:
+    row = row_of("DP2", "by-flops")
+    custom = (("stand_ins:precision_settings", {"settings": {"fp8": "hybrid", "fp8_recipe": "custom"}}),)
+    ours = train(f"{row.stock} {BY_FLOPS}", stand_ins=custom, fails=True)
+    assert "--fp8-recipe is custom" in ours.log(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["CP2-EP2", "CP2"])
+def test_router_losses_of_dynamic_sizes_are_those_of_static_ones(train: KeptRuns, layout: str) -> None:
+    """An auxiliary loss depends on which samples share a micro-batch: at a cap of 32 nearly every one runs alone."""
+    flags, num_ranks = LAYOUTS[layout]
+    base = f"{COMMON} {flags} {MODELS['moe']} {ROUTER_LOSSES}"
+    stock = train(f"{base} --balance-data", num_ranks=num_ranks)
+    lonely = DYNAMIC_CP.replace(f"--max-tokens-per-gpu {CAP // 2}", "--max-tokens-per-gpu 64")
+    ours = train(f"{base} {lonely}", num_ranks=num_ranks)
+    assert len(cp_sizes(ours)) > 1
+    assert ours.steps[0]["lm_loss"] == pytest.approx(stock.steps[0]["lm_loss"], rel=ALLOWANCES["fp32"].loss)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_steps"),
+    [
+        pytest.param("DP2", 1, marks=group("DP2")),
+        pytest.param("DP2", None, marks=pytest.mark.slow),
+        pytest.param("PP2-VPP2", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_loops_with_iterators_of_their_own_train_on_the_same_items(
+    train: KeptRuns, layout: str, num_steps: int | None
+) -> None:
+    row = row_of(layout, "by-flops")
+    loop = (("stand_ins:iterators", {"num_steps": num_steps}),)
+    ours = train(f"{row.stock} {BY_FLOPS} --eval-iters 0", num_ranks=row.num_ranks, stand_ins=loop)
+    reference = run_of(train, row)
+    assert samples(ours, "step") == samples(reference, "step")
+    for key in ("lm_loss", "grad_norm"):
+        assert [step[key] for step in ours.steps] == [step[key] for step in reference.steps]
+    assert "another iterator came" not in ours.log(0)
+
+
+LOOPS = {
+    "DP2": ({}, 2),
+    "TP2": ({"tp_size": 2}, 4),
+    "PP2": ({"pp_size": 2}, 4),
+    # Stock messages of a virtual pipeline do not vary in length.
+    "PP2-VPP2": ({"pp_size": 2, "vpp_size": 2, "filled": True}, 4),
+}
+
+
+@pytest.mark.parametrize("layout", ["DP2", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LOOPS)[1:])])
+def test_a_hand_written_loop(train: KeptRuns, layout: str) -> None:
+    settings, num_ranks = LOOPS[layout]
+    stock, ours = (
+        train(
+            "",
+            num_ranks=num_ranks,
+            module="train_core_loop",
+            environment={"LOOP": json.dumps({"num_steps": NUM_STEPS, "balanced": balanced, **settings})},
+        )
+        for balanced in (False, True)
+    )
+    assert_equal(ours.recorded, reference=stock.recorded)
+    for step in ours.steps:
+        assert max(step["imbalance"]) < 1.2 * np.mean(step["imbalance"])
+
+
+@pytest.mark.slow
+def test_what_a_hand_written_loop_cannot_have_is_refused(train: KeptRuns) -> None:
+    settings = json.dumps({"config": {"calculate_per_token_loss": False}})
+    refused = train("", num_ranks=1, module="train_core_loop", environment={"LOOP": settings}, fails=True)
+    assert "add --calculate-per-token-loss" in refused.log(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["DP2", "TP2-SP", "PP2-VPP2", "CP2-EP2", "TP2-PP2"])
+def test_all_ranks_call_the_same_collectives(train: KeptRuns, layout: str) -> None:
+    """torch compares operation, shape and dtype of each collective in a group while ranks train."""
+    row = row_of(layout, "by-flops")
+    strict = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    ours = train(f"{row.stock} {BY_FLOPS}", num_ranks=row.num_ranks, environment=strict)
+    assert len(ours.steps) == NUM_STEPS
+
+
+@pytest.mark.slow
+def test_threads_and_files_stay_as_many(train: KeptRuns) -> None:
+    row = row_of("DP2", "by-flops")
+    ours = train(f"{row.stock} {BY_FLOPS} --train-iters 40 --eval-interval 10")
+    for steps in ours.of_kind("step"):
+        assert len({(step["num_threads"], step["num_files"]) for step in steps[20:]}) == 1
