@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_runs
+import numpy as np
 from training_run import Recorded, RunFailed
 from watched_steps import STAND_INS
 
@@ -77,7 +78,7 @@ class KeptRuns:
 
     def __init__(self, folder: Path, *, data: Path) -> None:
         self._folder = folder
-        self._data = data
+        self.data = data
 
     def __call__(
         self,
@@ -133,7 +134,7 @@ class KeptRuns:
         leave_out: Sequence[str],
         fails: bool,
     ) -> str | None:
-        words = flags.replace("{data}", str(self._data)).replace("{run}", str(folder)).split()
+        words = flags.replace("{data}", str(self.data)).replace("{run}", str(folder)).split()
         try:
             forked_runs.train(
                 folder,
@@ -147,3 +148,14 @@ class KeptRuns:
         except RunFailed as error:
             return str(error)
         return None
+
+
+def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int) -> None:
+    """A jsonl file of random tokens, most rows short and some as long as may be; a third of each is not learned."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4, 1.1, len(first_tokens)).astype(int), 8, longest)
+    with path.open("w") as out:
+        for first, length in zip(first_tokens, lengths.tolist(), strict=True):
+            tokens = [first, *rng.integers(1, 257, length).tolist()]  # the last is a label only; 0 pads
+            learned = [0] * (length // 3) + [1] * (length + 1 - length // 3)
+            out.write(json.dumps({"tokens": tokens, "loss_mask": learned}) + "\n")

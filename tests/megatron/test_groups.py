@@ -12,11 +12,16 @@ import torch
 import torch.distributed as dist
 from forked_runs import train
 from megatron.core import parallel_state
-from test_stages_without_data import BALANCED, FLAGS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.scale.simulated import Layout, num_meetings
 from megatron_balance.mcore.setup.groups import is_first_of_replica, ranks_of_tensor_rank
+
+FLAGS = (
+    "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --seq-length 256 "
+    "--max-position-embeddings 256 --train-iters 5 --global-batch-size 8"
+)
+BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops"
 
 WORLD_SIZE = 16
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
 import pytest
-from kept_runs import KeptRuns
+from kept_runs import KeptRuns, write_rows
 from table import SEQ_LENGTH
 
 pytest.register_assert_rewrite("steps")
@@ -25,18 +20,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> KeptRuns:
     folder = (base.parent if base.name.startswith("popen-") else base) / "kept-runs"
     data = base / "data"
     data.mkdir()
-    write_rows(data / "train.jsonl", TRAINED, seed=1)
+    write_rows(data / "train.jsonl", TRAINED, longest=SEQ_LENGTH, seed=1)
     for seed, (name, firsts) in enumerate(VALIDATION_SETS.items()):
-        write_rows(data / f"{name}.jsonl", firsts, seed=seed + 2)
+        write_rows(data / f"{name}.jsonl", firsts, longest=SEQ_LENGTH, seed=seed + 2)
     return KeptRuns(folder, data=data)
-
-
-def write_rows(path: Path, first_tokens: Sequence[int], *, seed: int) -> None:
-    """A jsonl file of random tokens, most rows short and some as long as may be; a third of each is not learned."""
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(4, 1.1, len(first_tokens)).astype(int), 8, SEQ_LENGTH)
-    with path.open("w") as out:
-        for first, length in zip(first_tokens, lengths.tolist(), strict=True):
-            tokens = [first, *rng.integers(1, 257, length).tolist()]  # the last is a label only; 0 pads
-            learned = [0] * (length // 3) + [1] * (length + 1 - length // 3)
-            out.write(json.dumps({"tokens": tokens, "loss_mask": learned}) + "\n")

@@ -102,7 +102,7 @@ FAULTS = {
         data("raises", rank=3, index=21), r"rank 3: .*OSError: \[Errno 5\] the disk is gone", layout=PP2, num_ranks=4
     ),
     "without-overlap": Fault(data("raises"), r"rank 1: .*the disk is gone", balance=f"{BY_FLOPS} --no-balance-overlap"),
-    "a-wrong-token": Fault(data("negative"), "rank 1: .*tokens holds -7"),
+    "a-wrong-token": Fault(data("negative"), r"rank 1: .*\(in the data set: sample 21\): .*tokens holds -7"),
     "data-ends-early": Fault(data("ends early", index=31), "rank 1: its data ended after 7 of 8 items of this step"),
     "a-stage-has-other-data": Fault(
         data("other data", rank=2), "other samples were read than in that of rank", layout=PP2, num_ranks=4

@@ -1,6 +1,8 @@
 """The schedule as one of Megatron's own packing schedulers: on a checkout that has them, and the seam by itself.
 
-MEGATRON_CHECKOUT=DIR python -m pytest -m checkout tests/megatron/test_packing_scheduler.py
+Below the public names, since only Megatron calls these classes, through its own registry.
+
+MEGATRON_CHECKOUT=DIR python -m pytest -m checkout tests/training/test_schedulers.py
 """
 
 from __future__ import annotations
@@ -12,14 +14,21 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from dynamic_contract import check_contract
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance import BalanceError
-from megatron_balance.mcore import packing_scheduler
+from megatron_balance import BalanceError, CostModel
+from megatron_balance.mcore import dynamic_packing_scheduler, packing_scheduler
+from megatron_balance.mcore.dynamic_packing_scheduler import (
+    REPLACED,
+    dynamic_scheduler_class,
+    replace_dynamic_scheduler,
+)
 from megatron_balance.mcore.packing_scheduler import NAME, register, scheduler_class
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT")
@@ -173,3 +182,103 @@ def test_on_a_checkout(tmp_path: Path, prepacked: bool) -> None:
     sums = [rank[NAME]["sums"] for rank in ranks]
     lengths = [len(sample) for rank in ranks for sample in rank["loaded"]]
     assert sums == [[sum(lengths), sum(length**2 for length in lengths)]] * NUM_RANKS
+
+
+DYNAMIC_CAP = 256
+COST = CostModel(linear=1000, quadratic=1, cp_exchange=30)
+
+
+class StockDynamic:
+    """Megatron's DefaultDynamicCPScheduler, as far as ours relies on it."""
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        microbatch_group_size_per_vp_stage: int | None,
+        max_num_seqs: int | None = None,
+        *,
+        min_cp_size: int = 1,
+    ) -> None:
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
+        self.cp_size = cp_size
+        self.dp_size = dp_size
+        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+        self.max_num_seqs = max_num_seqs
+        self.min_cp_size = min_cp_size
+
+    def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
+        return ["Megatron's own plan of", sample_id_seqlens]
+
+    def run(
+        self,
+        data_iterator: Any,
+        num_microbatches: int,
+        dp_group: Any,
+        tp_group: Any,
+        pp_group: Any,
+        dp_cp_group: Any,
+        dev: Any,
+        config: Any,
+    ) -> Any:
+        return self.get_groups_and_subsamples(data_iterator)
+
+
+@pytest.fixture
+def dynamic_seam(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module with the map, where dev's would be."""
+    module = types.ModuleType(dynamic_packing_scheduler.SEAM)
+    module.scheduler_map = {"dp_balanced": object, REPLACED: StockDynamic}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, dynamic_packing_scheduler.SEAM, module)
+    monkeypatch.setattr(dynamic_packing_scheduler.importlib.util, "find_spec", lambda name: name)
+    return module
+
+
+def test_takes_the_place_of_megatrons_own_and_gives_it_back(dynamic_seam: Any) -> None:
+    replacement = replace_dynamic_scheduler()
+    assert replacement is not None
+    assert issubclass(dynamic_seam.scheduler_map[REPLACED], StockDynamic)
+    assert dynamic_seam.scheduler_map[REPLACED] is not StockDynamic
+    replacement.undo()
+    assert dynamic_seam.scheduler_map == {"dp_balanced": object, REPLACED: StockDynamic}
+
+
+def test_undo_refuses_when_someone_else_has_replaced_the_dynamic_one_since(dynamic_seam: Any) -> None:
+    replacement = replace_dynamic_scheduler()
+    assert replacement is not None
+    dynamic_seam.scheduler_map[REPLACED] = StockDynamic
+    with pytest.raises(BalanceError, match=r"default_dynamic_cp.* was replaced after"):
+        replacement.undo()
+
+
+def test_without_a_cost_model_the_plan_is_megatrons() -> None:
+    scheduler = dynamic_scheduler_class(StockDynamic, cost_model=lambda: None)(DYNAMIC_CAP, 1, 2, None)
+    assert scheduler.get_groups_and_subsamples([(0, 16)]) == ["Megatron's own plan of", [(0, 16)]]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 900), min_size=1, max_size=48),
+    st.sampled_from([(2, 1), (1, 2), (2, 2), (4, 2)]),
+    st.sampled_from([1, 2]),
+)
+def test_the_contract_of_the_dynamic_one(lengths: list[int], sizes: tuple[int, int], least: int) -> None:
+    num_ranks = sizes[0] * sizes[1]
+    padded = [length + -length % (2 * num_ranks) for length in lengths]
+    scheduler = dynamic_scheduler_class(StockDynamic, cost_model=lambda: COST)(
+        DYNAMIC_CAP, sizes[1], sizes[0], None, min_cp_size=least
+    )
+    groups = scheduler.get_groups_and_subsamples(list(enumerate(padded)))
+    check_contract(groups, lengths=dict(enumerate(padded)), num_ranks=num_ranks, cap=DYNAMIC_CAP, least=least)
+
+
+def test_stages_and_experts_are_those_of_the_run() -> None:
+    scheduler = dynamic_scheduler_class(StockDynamic, cost_model=lambda: COST)(DYNAMIC_CAP, 1, 4, 2)
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=3, expert_model_parallel_size=2)
+    stages = SimpleNamespace(size=lambda: 2)
+    lengths = [64] * 24
+    groups = scheduler.run(list(enumerate(lengths)), 24, None, None, stages, None, None, config)
+    topology = scheduler.topology
+    assert (topology.pp_size, topology.vpp_size, topology.ep_size, topology.microbatch_multiple) == (2, 3, 2, 2)
+    check_contract(groups, lengths=dict(enumerate(lengths)), num_ranks=4, cap=DYNAMIC_CAP, multiple=2)
