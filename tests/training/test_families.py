@@ -1,6 +1,8 @@
-"""What would be wrong in silence for a model family ends the run on every rank, before its first step."""
+"""Faults that would be silent for a model family end the run on every rank; docs/models.md names what is trained."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from kept_runs import KeptRuns
@@ -29,3 +31,15 @@ def test_mamba_layers_without_balancing_are_left_as_they_are(train: KeptRuns) ->
     row = next(row for row in FAMILY_ROWS if row.model == "Nemotron-3-Nano")
     leaking = train(row.stock, stand_ins=(*KERNELS, ("families:sequences_not_told_apart", {})), leave_out=row.without)
     assert len(leaking.steps) == 3
+
+
+def test_the_page_names_what_is_trained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    lines = page.split("## What is trained")[1].split("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    trained: dict[str, list[str]] = {}
+    for row in FAMILY_ROWS:
+        trained.setdefault(row.model, []).append(row.layout)
+    assert {name: layouts.split(", ") for name, layouts, _ in rows} == {
+        name: list(dict.fromkeys(layouts)) for name, layouts in trained.items()
+    }
