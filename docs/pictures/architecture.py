@@ -27,7 +27,6 @@ PURPOSE = {
     "runtime": "gather lengths, move samples",
     "planner": "lengths and costs → schedule",
     "cost": "a sample's cost, an integer",
-    "memory": "bytes of a micro-batch, the token cap",
     "model": "the model's shape and FLOPs",
     "lengths": "sample lengths from files",
     "samples": "tensors, bytes, rows, packs",

@@ -49,7 +49,6 @@ from megatron_balance.cli.flags import (
 from megatron_balance.cli.json_file import write_json
 from megatron_balance.cli.progress import Progress, progress_bar
 from megatron_balance.errors import BalanceError
-from megatron_balance.memory.budget import AUTO
 from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.record.run_record import RunInfo, RunRecord, read_record
 from megatron_balance.topology import Limits, Topology
@@ -174,10 +173,6 @@ def _ranks_and_cap(
     args: argparse.Namespace, *, record: RunRecord | None, axes: Sequence[Axis]
 ) -> tuple[Topology, Limits]:
     """Those of the flags, else of the record; a swept one starts at its first value."""
-    if args.max_tokens_per_gpu == AUTO:
-        raise BalanceError(
-            "--max-tokens-per-gpu is auto: compare takes a number; megatron-balance plan derives one from --memory-gib."
-        )
     for axis in axes:
         if getattr(args, axis.name) is None:
             setattr(args, axis.name, axis.values[0])

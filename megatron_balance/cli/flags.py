@@ -13,7 +13,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import SYNTHETIC_LENGTHS
 from megatron_balance.lengths.text import TOKENS_PER_MESSAGE
 from megatron_balance.mcore.setup.arguments import ALL_RANKS
-from megatron_balance.mcore.setup.flags import context_parallel_limit, token_cap
+from megatron_balance.mcore.setup.flags import context_parallel_limit
 from megatron_balance.mcore.setup.one_flag import OFF
 from megatron_balance.model.presets import PRESETS
 from megatron_balance.planner.objectives import objective_names
@@ -71,11 +71,10 @@ def add_batch_flags(parser: argparse.ArgumentParser, *, required: bool, steps_de
     group.add_argument("--global-batch-size", type=int, required=required, metavar="N", help="samples a step")
     group.add_argument(
         "--max-tokens-per-gpu",
-        type=token_cap,
+        type=int,
         required=required,
         metavar="T",
-        help="tokens a GPU may hold in a micro-batch; longer samples run alone. plan: auto derives it from --model and "
-        "--memory-gib",
+        help="tokens a GPU may hold in a micro-batch; longer samples run alone",
     )
     group.add_argument("--steps", type=int, metavar="K", help=f"global batches to plan (default: {steps_default})")
 

@@ -19,6 +19,7 @@ from megatron_balance.cli.comparison.cost_source import CostSource, check_cp_ban
 from megatron_balance.cli.comparison.policies import Policy, PolicyResult, token_policies
 from megatron_balance.cli.comparison.recommendation import NOTABLE_FLOOR
 from megatron_balance.cli.comparison.results import Comparison, Question
+from megatron_balance.cli.comparison.shapes import Shapes, shapes_of
 from megatron_balance.cli.flags import (
     LENGTHS_HELP,
     MODELS_HELP,
@@ -33,23 +34,16 @@ from megatron_balance.cli.flags import (
 )
 from megatron_balance.cli.group_table import print_groups
 from megatron_balance.cli.json_file import write_json
-from megatron_balance.cli.memory import (
-    Shapes,
-    add_memory_flags,
-    limits_of_flags,
-    memory_of_flags,
-    print_memory,
-    shapes_of,
-)
 from megatron_balance.cli.table import print_table
 from megatron_balance.errors import BalanceError
-from megatron_balance.memory.shape_buckets import bucketed_limits
+from megatron_balance.mcore.setup.shape_buckets import bucketed_limits
 from megatron_balance.planner.floor_advice import floor_advice
 from megatron_balance.planner.metrics import ScheduleMetrics
 from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.record.judging import samples_of_ranks
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord
+from megatron_balance.topology import Limits
 
 MAX_STEPS = 100
 """Global batches planned when --steps is not given: enough for stable means, quick to plan."""
@@ -64,8 +58,6 @@ examples:
       --max-tokens-per-gpu 16384 --model Qwen3-8B/config.json
   megatron-balance plan synthetic:servegen_mlarge:4096 --global-batch-size 256 --dp-size 8 --cp-size 4 \\
       --max-tokens-per-gpu 4096 --model Qwen3-8B --balance-context-parallel
-  megatron-balance plan synthetic:servegen_mlarge:4096 --global-batch-size 256 --dp-size 8 --tp-size 2 \\
-      --sequence-parallel --distributed-optimizer --max-tokens-per-gpu auto --memory-gib 72 --model Qwen3-8B
 
 {MODELS_HELP}
 
@@ -95,8 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dynamic_cp_help="each micro-batch has a context-parallel size of its own, a power of two up to SIZE or all "
         "data- and context-parallel ranks; communication is counted, at one size too",
     )
-    add_memory_flags(parser)
-
+    parser.add_argument(
+        "--shape-bucket",
+        type=int,
+        default=1,
+        metavar="N",
+        help="--balance-shape-bucket of the run: micro-batches are filled up to a multiple of N tokens on a GPU "
+        "(default: 1, not at all)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the balanced plan of every step to a file")
 
@@ -104,9 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan, print the comparison, write the plan if asked to."""
     topology = topology_from_flags(args)
-    memory = memory_of_flags(args, topology=topology)
     limits = bucketed_limits(
-        limits_of_flags(args, topology=topology, memory=memory),
+        Limits(args.max_tokens_per_gpu),
         topology=topology,
         shape_bucket=args.shape_bucket,
         flag="--shape-bucket",
@@ -137,8 +134,6 @@ def run(args: argparse.Namespace) -> int:
     _print_conclusion(comparison)
     if dynamic:
         print_groups(results[-1].steps[0], metrics=results[-1].metrics[0], steps_metrics=results[-1].metrics)
-    if memory is not None:
-        print_memory(memory, names=[_label(result) for result in results], shapes=shapes, budget_gib=args.memory_gib)
     if args.json is not None:
         write_json(args.json, _plan_file(results[-1], batches))
         print(f"The balanced plan of every step is in {args.json}.")

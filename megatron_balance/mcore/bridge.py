@@ -43,13 +43,13 @@ SUPPORTED_VERSIONS = ("0.6",)
 class BridgeSettings:
     """Arguments of `install_bridge`."""
 
-    max_tokens_per_gpu: int | str
+    max_tokens_per_gpu: int
     cost: CostModel | ModelShape | None
     flags: tuple[str, ...]
 
 
 def install_bridge(
-    *, max_tokens_per_gpu: int | str, cost: CostModel | ModelShape | None = None, flags: Sequence[str] = ()
+    *, max_tokens_per_gpu: int, cost: CostModel | ModelShape | None = None, flags: Sequence[str] = ()
 ) -> Installation[BridgeSettings]:
     """Have Megatron-Bridge's `pretrain` and `finetune` balance training and evaluation.
 
@@ -57,7 +57,7 @@ def install_bridge(
     `batch`, which hands out a global batch at a time, nothing is prepared while a step runs.
 
     Args:
-        max_tokens_per_gpu: the largest number of tokens of a micro-batch on one GPU, or `auto`.
+        max_tokens_per_gpu: the largest number of tokens of a micro-batch on one GPU.
         cost: of a sample, or the model whose FLOPs count; by default those of the model that Bridge builds.
         flags: further balance flags (docs/flags.md), such as `["--balance-record", "run"]`.
 

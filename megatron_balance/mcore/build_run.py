@@ -33,7 +33,6 @@ from megatron_balance.mcore.setup.groups import (
     split_world,
 )
 from megatron_balance.mcore.setup.megatron_state import MegatronState
-from megatron_balance.mcore.setup.memory_cap import log_cap
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
@@ -66,15 +65,6 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.warn_once(caution)
     setup = run.setup
     config = setup.config
-    if setup.cap is not None:
-        assert config.max_tokens_per_gpu is not None, "the cap is derived"
-        log_cap(
-            log,
-            cap=setup.cap,
-            tokens=config.max_tokens_per_gpu,
-            seq_length=setup.seq_length,
-            cp_size=setup.topology.dynamic_cp_sizes[-1],
-        )
     if setup.exchange_source is not None:
         log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None

@@ -30,7 +30,7 @@ def balanced_schedule(
     forward_backward_func: Schedule,
     *,
     model: Any,
-    max_tokens_per_gpu: int | str,
+    max_tokens_per_gpu: int,
     cost: CostModel | ModelShape | None = None,
     flags: Sequence[str] = (),
     num_steps: int | None = None,
@@ -49,7 +49,7 @@ def balanced_schedule(
     Args:
         forward_backward_func: of `get_forward_backward_func()`.
         model: Megatron's module, wrapped for data parallelism or not, or a list of chunks under a virtual pipeline.
-        max_tokens_per_gpu: the largest number of tokens of a micro-batch on one GPU, or `auto`.
+        max_tokens_per_gpu: the largest number of tokens of a micro-batch on one GPU.
         cost: of a sample, or the model whose FLOPs count; by default those of `model`'s configuration.
         flags: further balance flags (docs/flags.md), such as `["--balance-record", "run"]`.
         num_steps: of the loop; without it, the step after the last one is prepared in vain.

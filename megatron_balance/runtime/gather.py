@@ -29,7 +29,11 @@ from megatron_balance.samples.sample import Sample, SampleSchema
 NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE, PLAN_SHARE = (
     range(10)
 )
-HEADER_FIELDS = 10
+REPORTED = 10
+NUM_REPORTED = 3
+"""Numbers of a rank that travel along and decide nothing, such as the memory that its device took."""
+
+HEADER_FIELDS = REPORTED + NUM_REPORTED
 ROW_MULTIPLE = 64  # int64: 512 bytes
 NO_SCHEMA = -1  # hashes are not negative
 
@@ -49,6 +53,7 @@ def gather_sample_lengths(
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
     plan_share: int = 0,
+    reported: Sequence[int] = (0,) * NUM_REPORTED,
     patch_values: int | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -77,6 +82,7 @@ def gather_sample_lengths(
         problem=problem,
         row_values=row_values,
         plan_share=plan_share,
+        reported=reported,
         image_patches=patches,
         device=device,
     )
@@ -96,6 +102,7 @@ def gather_lengths(
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
     plan_share: int = 0,
+    reported: Sequence[int] = (0,) * NUM_REPORTED,
     image_patches: NDArray[np.int64] | None = None,
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -115,6 +122,7 @@ def gather_lengths(
         row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
             `next_row_values` of the last gather that all of them completed.
         plan_share: thousandths of a step that this rank's plans took; 0 for not known.
+        reported: `[NUM_REPORTED]` numbers for the other ranks.
         image_patches: `[num_local_samples, 2]`, as `image_patches` counts them; None on every rank or on none.
         device: where the collective's buffers live: `cuda` for NCCL.
 
@@ -149,6 +157,7 @@ def gather_lengths(
     header[STEP] = step
     header[NEW_SOURCE] = new_source
     header[PLAN_SHARE] = plan_share
+    header[REPORTED:HEADER_FIELDS] = reported
     inline = values[:row_values]
     header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
     headers = all_gather_row(header, group=group, device=device, what="the lengths of all ranks' samples (gather)")
@@ -208,6 +217,7 @@ def gather_lengths(
         segment_lengths=segment_lengths,
         new_source=bool(headers[:, NEW_SOURCE].any()),
         plan_share=int(shares.max()) if shares.all() else 0,
+        reported=headers[:, REPORTED:HEADER_FIELDS],
         next_row_values=_row_values_for(int(num_values.max())),
         ragged_lengths=of_samples[:, :num_ragged] if num_ragged else None,
         image_patches=None if image_patches is None else of_samples[:, num_ragged:],

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.samples.sample import SampleSchema
 
-INLINE_LENGTHS = 118
+INLINE_LENGTHS = 115
 """Values of a rank that the first gather of a run has room for: with its header they fill 1 KiB."""
 
 
@@ -34,6 +34,7 @@ class GatheredLengths:
         new_source: True if some rank's samples come from another source than its last ones.
         next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
         plan_share: largest of the ranks', as each of them sent it; 0 until all know theirs.
+        reported: int64 `[dp_size, NUM_REPORTED]`, the numbers that each rank sent along.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order; None where
             it has none.
         image_patches: int64 `[num_samples, 2]`, as `image_patches` counts them; None where no rank did.
@@ -49,6 +50,7 @@ class GatheredLengths:
     new_source: bool = False
     next_row_values: int = INLINE_LENGTHS
     plan_share: int = 0
+    reported: NDArray[np.int64] | None = None
     ragged_lengths: NDArray[np.int64] | None = None
     image_patches: NDArray[np.int64] | None = None
 

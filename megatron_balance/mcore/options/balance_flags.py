@@ -7,32 +7,14 @@ from typing import Any
 from megatron_balance.mcore.options.conditions import BALANCING, above, among, both, given, negated, unpads
 from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP_FLAGS
 from megatron_balance.mcore.options.option import Option, Support
-from megatron_balance.memory.budget import AUTO
-
-
-def _cap(args: Any) -> int | None:
-    """The cap in tokens, where it is one."""
-    return None if args.max_tokens_per_gpu in (None, AUTO) else args.max_tokens_per_gpu
-
-
-def _cap_is_derived(args: Any) -> bool:
-    return args.max_tokens_per_gpu == AUTO
 
 
 def _has_no_cap(args: Any) -> bool:
-    return not _cap_is_derived(args) and (_cap(args) or 0) < 1
-
-
-def _has_budget(args: Any) -> bool:
-    return args.balance_memory_gib is not None
-
-
-def _budget_is_no_size(args: Any) -> bool:
-    return _has_budget(args) and not 0 < args.balance_memory_gib < float("inf")
+    return (args.max_tokens_per_gpu or 0) < 1
 
 
 def _bucket_is_over_the_cap(args: Any) -> bool:
-    cap = _cap(args)
+    cap = args.max_tokens_per_gpu
     return cap is not None and args.balance_shape_bucket > max(cap, 1)
 
 
@@ -154,23 +136,7 @@ BALANCE_FLAGS = (
         support=Support.REFUSED,
         when=both(given("use_dynamic_batch_size"), _has_no_cap),
         because="with --use-dynamic-batch-size it must be above 0",
-        remedy="give the most tokens that fit a GPU's memory, --seq-length for a start, or auto",
-    ),
-    Option(
-        names=("balance_memory_gib", "max_tokens_per_gpu"),
-        case="with --max-tokens-per-gpu other than auto",
-        support=Support.REFUSED,
-        when=both(_has_budget, negated(_cap_is_derived)),
-        because="only --max-tokens-per-gpu auto follows from memory",
-        remedy="set that, or drop it",
-    ),
-    Option(
-        names=("balance_memory_gib",),
-        case="not a size",
-        support=Support.REFUSED,
-        when=both(_budget_is_no_size, _cap_is_derived),
-        because="it must be a positive number of GiB",
-        remedy="give what a GPU may use, or drop it",
+        remedy="give the most tokens that fit a GPU's memory, --seq-length for a start",
     ),
     Option(
         names=("balance_shape_bucket",),

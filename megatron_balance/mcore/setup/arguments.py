@@ -14,9 +14,8 @@ from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options.table import problems
 from megatron_balance.mcore.setup.cp_exchange import ExchangeCost, exchange_cost
+from megatron_balance.mcore.setup.shape_buckets import bucketed_limits
 from megatron_balance.mcore.setup.token_alignment import token_alignment
-from megatron_balance.memory.budget import AUTO
-from megatron_balance.memory.shape_buckets import bucketed_limits
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
@@ -30,9 +29,7 @@ class BalanceConfig:
 
     Attributes:
         use_dynamic_batch_size: pack by tokens.
-        max_tokens_per_gpu: the cap, tokens; None without dynamic batching, or where it is yet to be derived.
-        auto_cap: the cap is derived from memory (memory_cap.py).
-        memory_gib: memory that the cap may fill, or None for the device's own.
+        max_tokens_per_gpu: the cap, tokens; None without dynamic batching.
         shape_bucket: micro-batches are padded to a multiple of this on each GPU, tokens; 1 for none.
         balance_data: move samples between ranks.
         dynamic_cp: each micro-batch has a context-parallel size of its own.
@@ -54,8 +51,6 @@ class BalanceConfig:
 
     use_dynamic_batch_size: bool = False
     max_tokens_per_gpu: int | None = None
-    auto_cap: bool = False
-    memory_gib: float | None = None
     shape_bucket: int = 1
     balance_data: bool = False
     dynamic_cp: bool = False
@@ -91,12 +86,9 @@ class BalanceConfig:
     @classmethod
     def unchecked(cls, args: Any) -> BalanceConfig:
         """Read the flags as they are; arguments as for `from_megatron_args`."""
-        auto_cap = args.max_tokens_per_gpu == AUTO
         return cls(
             use_dynamic_batch_size=bool(args.use_dynamic_batch_size),
-            max_tokens_per_gpu=None if auto_cap else args.max_tokens_per_gpu,
-            auto_cap=auto_cap,
-            memory_gib=args.balance_memory_gib,
+            max_tokens_per_gpu=args.max_tokens_per_gpu,
             shape_bucket=args.balance_shape_bucket,
             balance_data=bool(args.balance_data),
             dynamic_cp=args.balance_context_parallel is not None,
@@ -120,11 +112,6 @@ class BalanceConfig:
     def active(self) -> bool:
         """True if a flag asks for balancing."""
         return self.use_dynamic_batch_size or self.balance_data
-
-    @property
-    def derives_cap(self) -> bool:
-        """True if the cap is derived from memory."""
-        return self.auto_cap and self.use_dynamic_batch_size
 
     @property
     def effective_unit(self) -> str:

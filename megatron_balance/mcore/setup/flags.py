@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_balance.mcore.setup.arguments import ALL_RANKS, BalanceConfig
 from megatron_balance.mcore.setup.one_flag import OFF, fill_in_flags
-from megatron_balance.memory.budget import AUTO
 from megatron_balance.planner.objectives import objective_names
 
 UNITS = ("segment", "sample")
 EXCHANGES = ("gloo", "nccl")
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
+REMOVED_FLAGS = {
+    "--balance-memory-gib": "give --max-tokens-per-gpu a number; the log says after a few steps what memory allows.",
+}
+"""Flags of earlier releases, and what to do instead."""
 
 
 def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -35,22 +38,12 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
-def token_cap(text: str) -> int | str:
-    """The value of `--max-tokens-per-gpu`, for argparse: a number of tokens, or AUTO.
+class _Removed(argparse.Action):
+    """Refuses a flag of an earlier release: a script whose parser ignores unknown flags would train otherwise."""
 
-    Raises:
-        argparse.ArgumentTypeError: it is neither.
-
-    Example:
-        >>> token_cap("auto"), token_cap("8192")
-        ('auto', 8192)
-    """
-    if text == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {AUTO!r}") from None
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Names the remedy."""
+        parser.error(f"{self.option_strings[0]} is no longer a flag: {REMOVED_FLAGS[self.option_strings[0]]}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -71,19 +64,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-tokens-per-gpu",
-        type=token_cap,
+        type=int,
         default=None,
         metavar="TOKENS",
         help="Most tokens of a micro-batch on one GPU; a micro-batch holds this times --context-parallel-size. "
-        "A longer sample runs alone. auto: as many as fit the GPU's memory, by an estimate that is logged.",
-    )
-    group.add_argument(
-        "--balance-memory-gib",
-        type=float,
-        default=None,
-        metavar="GIB",
-        help="GPU memory that --max-tokens-per-gpu auto may fill, in place of the device's own less a tenth (2 GiB at "
-        "least).",
+        "A longer sample runs alone. The log says after the first steps what cap the GPU's memory would allow.",
     )
     group.add_argument(
         "--balance-shape-bucket",
@@ -199,6 +184,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Write every step's lengths, plan and measured seconds to this folder, for megatron-balance report and "
         "compare. A run that begins anew replaces the record there; a resumed one goes on with it.",
     )
+    for flag in REMOVED_FLAGS:
+        group.add_argument(flag, nargs="?", action=_Removed, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def context_parallel_limit(text: str) -> int | str:

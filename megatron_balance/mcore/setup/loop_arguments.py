@@ -29,7 +29,7 @@ def args_of_loop(
     flags: Sequence[str],
     *,
     model: Any,
-    max_tokens_per_gpu: int | str,
+    max_tokens_per_gpu: int,
     cost: CostModel | ModelShape | None,
     num_steps: int | None,
     log_interval: int | None,

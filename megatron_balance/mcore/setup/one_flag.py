@@ -52,7 +52,7 @@ def _choose_cap(args: Any) -> None:
         cap = -(-rows * tokens // cp_size)
         reason = f"as a stock micro-batch: --micro-batch-size {rows} times --seq-length {tokens}"
         reason += f" over {cp_size} context-parallel ranks" if cp_size > 1 else ""
-        _choose(args, "max_tokens_per_gpu", cap, f"{reason}; auto takes what memory holds")
+        _choose(args, "max_tokens_per_gpu", cap, reason)
 
 
 def _choose_context_parallel(args: Any) -> None:

@@ -9,7 +9,7 @@ Invariant: an error in the flags or files of one rank is raised on every rank of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -29,8 +29,6 @@ from megatron_balance.mcore.setup.arguments import (
 )
 from megatron_balance.mcore.setup.data_stages import loads_on_every_stage
 from megatron_balance.mcore.setup.groups import meeting_of_world
-from megatron_balance.mcore.setup.memory_cap import derived_cap, with_smallest_cap
-from megatron_balance.memory.budget import DerivedCap
 from megatron_balance.runtime.agreement import agree
 from megatron_balance.topology import Limits, Topology
 
@@ -69,8 +67,6 @@ class RunSetup:
         patch_values: numbers of a patch of the vision encoder; 0 where that is not known.
         exchange_source: where its cost of context-parallel exchange comes from, or None where all sizes are the same.
         timeout: of collectives.
-        cap: this rank's under `--max-tokens-per-gpu auto`, or None.
-        seq_length: tokens of the longest sample.
         micro_batch_size: samples of an item.
         eval_micro_batch_size: samples of an item in evaluation.
         global_batch_size: samples of a step.
@@ -95,8 +91,6 @@ class RunSetup:
     patch_values: int
     exchange_source: str | None
     timeout: timedelta
-    cap: DerivedCap | None
-    seq_length: int
     micro_batch_size: int
     eval_micro_batch_size: int
     global_batch_size: int
@@ -137,9 +131,6 @@ class RunSetup:
             BalanceError: a calibration that cannot be read, or a model whose FLOPs are not known.
         """
         topology = topology_from_megatron_args(args)
-        cap = derived_cap(config, args=args)
-        if cap is not None:
-            config = replace(config, max_tokens_per_gpu=cap.tokens)
         cost_model = cost_model_from_megatron_args(args, config=config)
         return cls(
             config,
@@ -149,8 +140,6 @@ class RunSetup:
             patch_values=patch_values_from_megatron_args(args, cost_model=cost_model),
             exchange_source=exchange_source(args, config=config),
             timeout=timeout_of(args),
-            cap=cap,
-            seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             # Megatron's from 0.18 on; a hand-written loop has none either.
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size,
@@ -211,16 +200,8 @@ def agreed_run(args: Any) -> AgreedRun:
         agree(_settings(local, args=args), meeting=meeting, topic="balance flags and versions", problem=local.problem)
     if local.problem is not None:
         raise BalanceError(local.problem)
-    setup = _with_smallest_cap(local.setup)
-    return AgreedRun(setup, local.stock_because, cautions=() if setup is None else tuple(cautions(args)))
-
-
-def _with_smallest_cap(setup: RunSetup | None) -> RunSetup | None:
-    if setup is None or setup.cap is None:
-        return setup
-    config = with_smallest_cap(setup.config, timeout=setup.timeout)
-    limits = config.limits(micro_batch_size=setup.micro_batch_size, topology=setup.topology)
-    return replace(setup, config=config, limits=limits)
+    stock = local.setup is None
+    return AgreedRun(local.setup, local.stock_because, cautions=() if stock else tuple(cautions(args)))
 
 
 def _routers_count_tokens(args: Any) -> bool:
@@ -252,9 +233,6 @@ def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
     # After the + of its version Megatron puts the commit of the repository that it was started in.
     settings |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}
     settings |= {field.name: str(getattr(setup.config, field.name)) for field in fields(setup.config)}
-    if setup.config.derives_cap:
-        # Devices may differ; the smallest cap is taken once all have agreed.
-        del settings["max_tokens_per_gpu"]
     settings["record"] = "off" if setup.config.record is None else "on"  # ranks may name the folder differently
     if setup.config.calibration is not None:
         settings["calibration"] = "a file"  # ranks may name the file differently; its content is in the cost model

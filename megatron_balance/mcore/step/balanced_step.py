@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
@@ -34,6 +37,7 @@ class BalancedStep:
         num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
         cp_sizes: `[num_microbatches]` context-parallel ranks of each, or None where all have the run's. With sizes,
             other ranks may have another num_microbatches.
+        reported: `[dp_size, NUM_REPORTED]` numbers that each data-parallel rank sent with the lengths of its samples.
         leaves: what each context-parallel rank of this replica runs, where sizes differ; None elsewhere.
     """
 
@@ -54,3 +58,4 @@ class BalancedStep:
     num_left: int = 0
     cp_sizes: list[int] | None = None
     leaves: tuple[LeafSlots, ...] | None = None
+    reported: NDArray[np.int64] | None = None

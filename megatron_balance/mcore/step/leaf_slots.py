@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.memory.shape_buckets import filled_tokens
+from megatron_balance.mcore.setup.shape_buckets import filled_tokens
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.gathered import GatheredLengths
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_balance.mcore.setup.shape_buckets import filled_tokens
 from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, leaf_slots, tokens_of_leaves
-from megatron_balance.memory.shape_buckets import filled_tokens
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.runtime.exchange import checked_destinations
 from megatron_balance.runtime.gathered import GatheredLengths

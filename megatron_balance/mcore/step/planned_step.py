@@ -102,4 +102,5 @@ class PlannedStep:
             plan_level=self.plan_level,
             exchange_seconds=time.perf_counter() - started + self.exchange_seconds,
             new_iterator=self.new_iterator,
+            reported=self.gathered.reported,
         )

@@ -44,6 +44,7 @@ from megatron_balance.runtime.collectives import all_gather_row, ranks_where
 from megatron_balance.runtime.failure import Failure, agreeing_on, raise_together
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
+    NUM_REPORTED,
     GatheredLengths,
     OutOfStepError,
     gather_sample_lengths,
@@ -78,6 +79,9 @@ class StepPlanner:
         timeout: of the collectives of `dp_group`; a planning process that takes half that time counts as hanging.
         device_exchange: moves samples between GPUs on the training thread; None for gloo on any.
         patch_values: numbers of a patch of the model's vision encoder; 0 where that is not known.
+
+    Attributes:
+        reported: numbers that travel to the other data-parallel ranks with the lengths of the next step's samples.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class StepPlanner:
         has_levels = config.balance_data and config.partition_algorithm in ("auto", "level_packing")
         self.budget = PlanBudget(fixed=config.deterministic or topology.dynamic_cp or not has_levels)
         self._row_values = INLINE_LENGTHS
+        self.reported: tuple[int, ...] = (0,) * NUM_REPORTED
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -128,6 +133,11 @@ class StepPlanner:
         """The ranks that load different samples, this one among them."""
         assert self._dp_group is not None, "this rank loads data"
         return self._dp_group
+
+    @property
+    def loads_data(self) -> bool:
+        """True if this rank loads and exchanges samples."""
+        return self._dp_group is not None
 
     @property
     def prepares_whole_steps(self) -> bool:
@@ -212,6 +222,7 @@ class StepPlanner:
                 problem=None if failure is None else failure.problem,
                 row_values=self._row_values,
                 plan_share=self.budget.share,
+                reported=self.reported,
                 patch_values=self._patch_values,
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.

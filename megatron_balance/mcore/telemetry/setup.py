@@ -22,6 +22,7 @@ from megatron_balance.mcore.setup.groups import is_first_of_replica, is_first_of
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.telemetry.device_memory import DeviceMemory
 from megatron_balance.mcore.telemetry.observer import RunObserver, TimedStep, Watcher
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
@@ -72,6 +73,8 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
             watchers.append(recording)
     if planner.calibration is not None:
         watchers.append(CalibrationWatcher(planner.calibration, dp_rank=dp_rank))
+    if planner.loads_data:
+        watchers.append(DeviceMemory(planner, log=log))
     times_passes = measures and not setup.overlaps_passes
     observer = RunObserver(watchers, times_passes=times_passes, on_gpu=device_kind() == "cuda")
     atexit.register(_flush_at_exit, observer)
