@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_balance.cli.comparison.batches import (
 from megatron_balance.cli.comparison.cost_source import DEFAULT_EFFICIENCY, CostSource
 from megatron_balance.cli.comparison.help import EPILOG, MAX_SAMPLES
 from megatron_balance.cli.comparison.recommendation import Recommendation, recommend
-from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question, as_it_ran, can_look_ahead
+from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question, as_it_ran
 from megatron_balance.cli.comparison.sweep import (
     SWEPT,
     Axis,
@@ -79,14 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="E",
         help=f"fraction of it that your training reaches (default: {DEFAULT_EFFICIENCY}, an assumption)",
     )
-    planning = add_planning_flags(
+    add_planning_flags(
         parser,
         objective_default="auto, from the ranks; of a record, the run's",
         dynamic_cp_help="the policy dynamic CP is compared anyway; SIZE is the largest context-parallel size of a "
         "micro-batch (default: all data- and context-parallel ranks)",
-    )
-    planning.add_argument(
-        "--lookahead", default="2,4", metavar="W,…", help="windows of look-ahead to try; 1 for none (default: 2,4)"
     )
     sweep = parser.add_argument_group("sweep")
     sweep.add_argument(
@@ -114,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
         costs=CostSource.from_flags(args, record=record),
         objective=args.objective or (None if record is None or axes else record.info.objective),
         algorithm=args.algorithm,
-        lookaheads=_lookaheads(args.lookahead),
         max_cp_size=max_cp_size(args),
         has_images=args.image_key is not None,
     )
@@ -122,8 +118,6 @@ def run(args: argparse.Namespace) -> int:
     rate, setting = question.costs.rate(topology), question.setting(topology, limits=limits)
     most_samples = _most_samples(setting) // num_points(axes)
     batches = _batches(args, record=record, dp_size=topology.dp_size, most_samples=most_samples)
-    if axes or not can_look_ahead(batches):
-        question = replace(question, lookaheads=())
     print(_inputs(batches, cost=question.costs.text(topology)))
 
     content: dict[str, Any] = {
@@ -194,12 +188,6 @@ def _ranks_and_cap(
 
 def _at_one_size(topology: Topology) -> Topology:
     return topology.at_cp_size(topology.cp_size)
-
-
-def _lookaheads(text: str) -> tuple[int, ...]:
-    if not all(window.isdecimal() and int(window) for window in text.split(",")):
-        raise BalanceError(f"--lookahead is {text!r}: it must be integers of at least 1, separated by commas.")
-    return tuple(int(window) for window in text.split(",") if int(window) > 1)
 
 
 def _batches(

@@ -114,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
         costs=CostSource(args.cost, args.model, cp_bandwidth=args.cp_bandwidth, counts_communication=dynamic),
         objective=args.objective,
         algorithm=args.algorithm,
-        lookaheads=(),
         max_cp_size=max_cp_size(args),
         has_images=args.image_key is not None,
     )

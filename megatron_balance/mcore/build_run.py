@@ -22,7 +22,6 @@ from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.evaluation import balanced_evaluation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.microbatch.router_padding import RouterPadding
 from megatron_balance.mcore.options.table import stock_notice
 from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
@@ -72,7 +71,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     prefetcher = _prefetcher(setup)
     if setup.resumed_from is not None:
         folder = state_folder(*setup.resumed_from)
-        restore_state(prefetcher, folder=folder, lookahead=config.lookahead, timeout=setup.timeout)
+        restore_state(prefetcher, folder=folder, timeout=setup.timeout)
     context = None
     if config.dynamic_cp:
         groups = make_context_groups(
@@ -116,16 +115,6 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
     calibration = None
     if config.calibrate_online:
         calibration = _online_calibration(setup.cost_model, timeout=timeout)
-    pool = None
-    if config.lookahead > 1 and loads:
-        pool = SamplePool(
-            config.lookahead,
-            global_batch_size=setup.global_batch_size,
-            topology=topology,
-            cost_model=setup.cost_model,
-            rank=dp_rank,
-            micro_batch_size=setup.micro_batch_size,
-        )
     origin = None
     if setup.first_sample is not None:
         origin = SampleOrigin(setup.first_sample, setup.micro_batch_size, dp_rank=dp_rank, dp_size=topology.dp_size)
@@ -145,7 +134,7 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         timeout=timeout,
         device_exchange=device_exchange,
     )
-    return prefetcher_of(planner, setup=setup, pool=pool)
+    return prefetcher_of(planner, setup=setup)
 
 
 def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:

@@ -1,10 +1,10 @@
-"""State saved with each checkpoint: samples that wait under `--balance-lookahead`, and the online calibration.
+"""State saved with each checkpoint: what the online calibration learned.
 
 It is saved in `<checkpoints>/megatron_balance/iter_NNNNNNN/`, not in the checkpoint's own folder: Megatron refuses
 to write into one that is not empty. It is written before Megatron says that the checkpoint is complete, so a
 complete checkpoint has its whole state.
 
-Invariants: a save leaves nothing there that it did not write, such as an earlier run's samples; what one rank cannot
+Invariants: a save leaves nothing there that it did not write; what one rank cannot
 read is raised on every rank.
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.lookahead import pool_files
 from megatron_balance.mcore.setup.groups import is_first_of_replica, meeting_of_world
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime.agreement import Meeting, agree, gather_texts
@@ -41,22 +40,21 @@ def forget_state(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def restore_state(prefetcher: StepPrefetcher, *, folder: Path, lookahead: int, timeout: timedelta) -> None:
+def restore_state(prefetcher: StepPrefetcher, *, folder: Path, timeout: timedelta) -> None:
     """Read the state of the checkpoint that this run resumes from. Every rank calls it.
 
     Args:
         prefetcher: of this rank, before its first step.
         folder: of the checkpoint's state.
-        lookahead: `--balance-lookahead` of this run.
         timeout: after which missing ranks are named.
 
     Raises:
-        BalanceError: on every rank. The state is damaged or incomplete; or samples wait, and this run has no
-            look-ahead.
+        BalanceError: on every rank. The state is damaged, or not all ranks find it.
     """
     problem = None
     try:
-        _restore(prefetcher, folder=folder, lookahead=lookahead)
+        if folder.is_dir():
+            prefetcher.restore(folder)
     except BalanceError as error:
         problem = str(error)
     meeting = meeting_of_world(timeout=timeout)
@@ -76,21 +74,3 @@ def _check_all_find(folder: Path, *, meeting: Meeting) -> None:
             f"{named_ranks(without)} of {len(found)} cannot find {folder}, and the others can: --load must name a "
             "folder that all nodes share, and the folder megatron_balance in it belongs to the checkpoints."
         )
-
-
-def _restore(prefetcher: StepPrefetcher, *, folder: Path, lookahead: int) -> None:
-    has_pool = pool_files.has_pool(folder)
-    if lookahead == 1 and has_pool and pool_files.read_index(folder).share_of:
-        raise BalanceError(
-            f"{folder} holds samples that wait for their step, and --balance-lookahead is 1: they would be skipped. "
-            "Resume with the --balance-lookahead of the run that saved it, or delete the folder to go on without them."
-        )
-    if lookahead > 1 and not has_pool:
-        earlier = [other.name for other in sorted(folder.parent.glob("iter_*")) if pool_files.has_pool(other)]
-        if earlier and earlier[0] < folder.name:
-            raise BalanceError(
-                f"{folder} does not hold the samples that wait, and {earlier[0]} does: they would be skipped. Copy it "
-                "along with its checkpoint. If those that are there belong to another run, delete them."
-            )
-    if folder.is_dir():
-        prefetcher.restore(folder)

@@ -88,7 +88,7 @@ HOOKS = (
         bound_in=("megatron.training.training",),
         parameters=("iteration", "non_persistent_ckpt"),
         wrap=with_state_saved,
-        why="keeps samples that wait under --balance-lookahead, what --balance-calibrate-online learned, the record",
+        why="keeps what --balance-calibrate-online learned, and the record whole",
         until="Megatron's data loaders save a state of their own",
     ),
     Hook(

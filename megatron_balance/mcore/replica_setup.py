@@ -9,7 +9,6 @@ import functools
 
 import torch
 
-from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.setup.groups import is_first_of_tensor_group, loads_data, replica_groups
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.planner import StepPlanner
@@ -22,13 +21,12 @@ def loads_here(setup: RunSetup) -> bool:
     return loads_data(on_every_stage=setup.loads_on_every_stage, on_every_tensor_rank=setup.loads_on_every_tensor_rank)
 
 
-def prefetcher_of(planner: StepPlanner, *, setup: RunSetup, pool: SamplePool | None = None) -> StepPrefetcher:
+def prefetcher_of(planner: StepPlanner, *, setup: RunSetup) -> StepPrefetcher:
     """The prefetcher. Every rank of the world calls it.
 
     Args:
         planner: of this rank.
         setup: of the run.
-        pool: as for StepPrefetcher.
     """
     pack_starts = None
     if not loads_here(setup) and (setup.loads_on_every_tensor_rank or is_first_of_tensor_group()):
@@ -43,7 +41,6 @@ def prefetcher_of(planner: StepPlanner, *, setup: RunSetup, pool: SamplePool | N
             some_stages_load_nothing=some_load_nothing,
             tensor_ranks_load=setup.loads_on_every_tensor_rank,
         ),
-        pool=pool,
         shares_lengths=setup.counts_router_tokens or setup.config.unpad is not None or some_load_nothing,
         pack_starts=pack_starts,
     )

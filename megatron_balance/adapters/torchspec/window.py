@@ -4,14 +4,11 @@
     2. those that are `MAX_DELAY_WINDOWS * window` dispatches late leave; there are few
     3. the oldest sample leaves
     4. padded: with it the run of neighbours in the order of length that pads the least
-       tokens: with it samples that make this dispatch like the next ones (`gather` of `pool_choice.py`)
+       tokens: with it samples that make this dispatch like the next ones (`giants.py`)
 
 Invariants: every sample leaves exactly once, at most `max_delay` dispatches after its turn in order of arrival; what
 leaves depends on lengths and order of arrival alone. Arrival numbers are kept in a queue beside the controller's pool,
 and both are rearranged in the same way.
-
-`planner.selection.LookAhead` differs: it owns its pool, waits until that is full, bounds the delay by the window, and
-never has samples taken from it by others, as TorchSpec's evaluation does.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from megatron_balance.planner.selection.pool_choice import CHOICES
+from megatron_balance.adapters.torchspec.giants import gather_giants
 
 MAX_DELAY_WINDOWS = 2
 """A sample leaves at most two windows late. Without a bound it could wait for all samples that were in the pool before
@@ -109,7 +106,7 @@ class DispatchWindow:
         count, oldest = self._batch_size, min(lengths)
         late = [arrival for arrival in lengths if arrival // count + self.max_delay <= self._num_dispatches][:count]
         if self._cost == "tokens":
-            return CHOICES["gather"](lengths, must=late or [oldest], count=count, dp_size=self._dp_size)
+            return gather_giants(lengths, must=late or [oldest], count=count, dp_size=self._dp_size)
         # The oldest is the first to be late.
         others = late[1:]
         free = {arrival: length for arrival, length in lengths.items() if arrival not in others}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,11 @@ from numpy.typing import NDArray
 
 from megatron_balance.cli.comparison.image_file import read_image_patches
 from megatron_balance.cli.progress import progress_bar
-from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import read_lengths, synthetic_lengths
 from megatron_balance.lengths.text import count_text_tokens
-from megatron_balance.planner.selection.lookahead import LookAhead
 from megatron_balance.record.run_record import RunRecord
 from megatron_balance.record.step import StepRecord
-from megatron_balance.topology import Topology
 
 SYNTHETIC_STEPS = 10
 """Global batches drawn for `synthetic:NAME` when neither N nor --steps is given."""
@@ -169,69 +166,6 @@ def recorded_batches(record: RunRecord, *, dp_size: int) -> list[GlobalBatch]:
 def recorded_steps(record: RunRecord) -> list[StepRecord]:
     """The steps of a run that had samples."""
     return [step for step in record.steps if step.segment_lengths.size]
-
-
-def look_ahead(
-    batches: Sequence[GlobalBatch], *, window: int, cost_model: CostModel, topology: Topology
-) -> list[GlobalBatch]:
-    """The same samples, each step's chosen from several global batches, as `--balance-lookahead` does.
-
-    Args:
-        batches: all of one size.
-        window: global batches to choose from.
-        cost_model: cost of a sample.
-        topology: the ranks.
-    """
-    pool = LookAhead(window, batch_size=batches[0].num_samples, dp_size=topology.dp_size)
-    segments = np.concatenate([batch.segment_lengths for batch in batches])
-    counts = np.concatenate([batch.segments_of_samples for batch in batches])
-    homes = np.concatenate([batch.home_ranks(topology.dp_size) for batch in batches])
-    ends = np.cumsum(counts)
-    costs = _costs(segments, ends=ends, cost_model=cost_model, topology=topology)
-    images: list[Sequence[int]] | None = None
-    if all(batch.image_patches is not None for batch in batches):
-        images = [patches for batch in batches for patches in batch.image_patches or ()]
-        costs = [cost + sum(map(cost_model.image_cost, patches)) for cost, patches in zip(costs, images, strict=True)]
-    num_pushed = 0
-    chosen: list[GlobalBatch] = []
-    while len(chosen) < len(batches):
-        # No more than the window: every choice goes through the whole pool.
-        num_pushed = pool.push(costs[num_pushed : num_pushed + pool.num_missing]).stop
-        if num_pushed == len(costs):
-            pool.drain()
-        arrivals = pool.pop()
-        # In the order of gathering: by home rank, then by arrival.
-        arrivals = arrivals[np.argsort(homes[arrivals], kind="stable")]
-        batch = _of_samples(arrivals, segments=segments, counts=counts, ends=ends, homes=homes)
-        if images is not None:
-            batch = replace(batch, image_patches=[images[sample] for sample in arrivals.tolist()])
-        chosen.append(batch)
-    return chosen
-
-
-def _costs(
-    segments: NDArray[np.int64], *, ends: NDArray[np.int64], cost_model: CostModel, topology: Topology
-) -> list[int]:
-    """Exact cost of each sample, in Python's integers: a sum over its segments."""
-    unique, inverse = np.unique(topology.padded_seq_len(segments), return_inverse=True)
-    of_unique = [cost_model(length) for length in unique.tolist()]
-    of_segments = [of_unique[index] for index in inverse.tolist()]
-    if ends.size == len(of_segments):
-        return of_segments
-    return [sum(of_segments[start:end]) for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
-
-
-def _of_samples(
-    samples: NDArray[np.int64],
-    *,
-    segments: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    homes: NDArray[np.int64],
-) -> GlobalBatch:
-    whole = segments.size == counts.size
-    lengths = segments[samples] if whole else np.concatenate([segments[ends[s] - counts[s] : ends[s]] for s in samples])
-    return GlobalBatch(lengths, num_segments=None if whole else counts[samples], loaded_by=homes[samples])
 
 
 def is_record(source: str) -> bool:

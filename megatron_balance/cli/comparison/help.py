@@ -35,7 +35,6 @@ policies (their flags are printed below the table):
   calibrated    samples move, ranks are made even in the seconds of --cost calibration.json
   dynamic CP    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
                 where training does not refuse it
-  look-ahead W  the same at one size, a step's samples chosen from W global batches: the order of data changes
 
 columns, means over the steps:
   step s         predicted time of a step, forward and backward. Shown where its speed is known: --peak-tflops,

@@ -6,7 +6,6 @@ balance-data   samples move; ranks are made even in tokens, first fit
 by-flops       samples move; ranks are made even in FLOPs, by the chosen algorithm
 calibrated     as by-flops, in seconds of a calibration
 dynamic CP     the last of these, with dynamic context-parallel sizes
-look-ahead     the same at one size, and each step's samples are chosen from several global batches
 
 Invariant: one cost model judges all policies; each is planned with the cost that its flags select in training.
 """
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from megatron_balance.cli.comparison.batches import GlobalBatch, look_ahead
+from megatron_balance.cli.comparison.batches import GlobalBatch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.build import build_data_schedule
 from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, schedule_metrics
@@ -37,7 +36,6 @@ class Policy:
         cost_model: cost that it evens out; None for stock, which does not pack.
         algorithm: packing algorithm.
         move_samples: samples may leave the rank that loaded them.
-        lookahead: global batches that a step's samples are chosen from.
         dynamic_cp: each micro-batch has a context-parallel size of its own.
     """
 
@@ -47,7 +45,6 @@ class Policy:
     cost_model: CostModel | None
     algorithm: str = "auto"
     move_samples: bool = True
-    lookahead: int = 1
     dynamic_cp: bool = False
 
 
@@ -116,9 +113,6 @@ def plan_policy(
         free: that cost without communication; None, or the same cost, if it has none.
         after_step: called after each step.
     """
-    if policy.lookahead > 1:
-        assert policy.cost_model is not None, "stock does not look ahead"
-        batches = look_ahead(batches, window=policy.lookahead, cost_model=policy.cost_model, topology=setting.topology)
     plan = _stock if policy.cost_model is None else _planned
     steps: list[StepRecord] = []
     metrics: list[ScheduleMetrics] = []

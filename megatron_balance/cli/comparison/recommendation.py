@@ -96,9 +96,6 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
     cap, on_cap = (setting.limits.max_tokens_per_gpu or 0, []) if chosen.policy.dynamic_cp else _cap(comparison)
     floors = [step.single_sample_floor for step in fixed.metrics]
     sentences = [_use(figures, objective=setting.objective, cap=cap, over_packed=over_packed), *on_cap]
-    if chosen.policy.lookahead > 1:
-        latest = chosen.policy.lookahead - 1
-        sentences.append(f"Look-ahead lets a sample wait up to {latest} step{'s' * (latest > 1)}.")
     if chosen is not fixed:
         sentences.append(_on_dynamic(comparison, chosen=chosen, fixed=fixed, floor=max(floors)))
     advice, cp_size, cp_speedup = _floor_advice(comparison, floors, chosen=fixed, question=question)

@@ -155,7 +155,6 @@ class Question:
         costs: cost of a sample.
         objective: `--objective`; None for auto.
         algorithm: of the policies that balance by FLOPs or seconds.
-        lookaheads: windows of look-ahead to try.
         max_cp_size: largest context-parallel size under dynamic CP; None for all ranks.
         has_images: samples have images, which a vision encoder runs.
     """
@@ -163,7 +162,6 @@ class Question:
     costs: CostSource
     objective: str | None
     algorithm: str
-    lookaheads: tuple[int, ...]
     max_cp_size: int | None = None
     has_images: bool = False
 
@@ -189,7 +187,7 @@ class Question:
         )
 
     def policies(self, setting: RunInfo) -> list[Policy]:
-        """Stock, then policies by rising number of flags; dynamic CP and look-ahead last, on top of the best."""
+        """Stock, then policies by rising number of flags; dynamic CP last, on top of the best."""
         policies = token_policies(max_tokens_per_gpu=setting.limits.max_tokens_per_gpu)
         flags = f"{policies[-1].flags} --balance-by-flops"
         if self.algorithm != "auto":
@@ -209,15 +207,7 @@ class Question:
         best = policies[-1]
         if best.name in ("by-flops", "calibrated") and self.why_not_dynamic(setting) is None:
             policies.append(self.dynamic_policy(best, topology=setting.topology))
-        return policies + [
-            replace(
-                best,
-                name=f"{best.name}, look-ahead {window}",
-                flags=f"{best.flags} --balance-lookahead {window}",
-                lookahead=window,
-            )
-            for window in self.lookaheads
-        ]
+        return policies
 
     def why_not_dynamic(self, setting: RunInfo) -> str | None:
         """The reason why dynamic CP cannot be compared or trained with, or None."""
@@ -277,11 +267,6 @@ class Question:
                 result = replace(result, free_costs=tuple(step.predicted_cost for step in others.metrics))
             results.append(result)
         return Comparison(setting, self.costs, batches, tuple(results))
-
-
-def can_look_ahead(batches: Sequence[GlobalBatch]) -> bool:
-    """True if there are several batches, all of one size, as look-ahead needs."""
-    return len(batches) > 1 and len({batch.num_samples for batch in batches}) == 1
 
 
 def as_it_ran(record: RunRecord, *, batches: Sequence[GlobalBatch], setting: RunInfo) -> PolicyResult:

@@ -102,7 +102,7 @@ def run_sweep(
     Args:
         axes: the swept sizes.
         batches: `[num_steps]`.
-        question: the comparison, without look-ahead.
+        question: the comparison.
         topology: the ranks, where they are not swept.
         limits: likewise.
         after_step: called after every planned step.

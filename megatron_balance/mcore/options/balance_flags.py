@@ -31,22 +31,6 @@ _OVER_NCCL = among("balance_exchange", "nccl")
 
 BALANCE_FLAGS = (
     Option(
-        names=("balance_lookahead",),
-        case="below 1",
-        support=Support.REFUSED,
-        when=negated(above("balance_lookahead", 0)),
-        because="it counts global batches",
-        remedy="set 1 (off) or more",
-    ),
-    Option(
-        names=("balance_lookahead",),
-        case="above 1, without --balance-data or --use-dynamic-batch-size",
-        support=Support.REFUSED,
-        when=both(above("balance_lookahead", 1), negated(BALANCING)),
-        because="nothing is balanced",
-        remedy="add --balance-data, or set 1",
-    ),
-    Option(
         names=("balance_record",),
         case="without --balance-data or --use-dynamic-batch-size",
         support=Support.REFUSED,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_balance.mcore.options.conditions import above, among, both, either, given, negated
 from megatron_balance.mcore.options.option import Option, Support
 
-_LOOKAHEAD = above("balance_lookahead", 1)
 _DOCUMENTS = both(given("dataloader_inter_document_masking"), negated(given("sft")))
 
 _EVERY_STAGE_LOADS = either(
@@ -26,49 +25,13 @@ TRAINING_LOOP = (
         names=("rampup_batch_size", "step_batch_size_schedule"),
         support=Support.SUPPORTED,
     ),
-    *(
-        Option(
-            first=first,
-            names=(name, "balance_lookahead"),
-            case="with --balance-lookahead above 1",
-            support=Support.REFUSED,
-            when=both(given(name), _LOOKAHEAD),
-            because="look-ahead chooses among global batches of one size",
-            remedy="set --balance-lookahead 1 until the batch has grown",
-        )
-        for name, first in (("rampup_batch_size", (0, 17)), ("step_batch_size_schedule", (0, 18)))
-    ),
     Option(
         names=("iterations_to_skip",),
         support=Support.SUPPORTED,
     ),
     Option(
-        names=("iterations_to_skip", "balance_lookahead"),
-        case="with --balance-lookahead above 1",
-        support=Support.REFUSED,
-        when=both(given("iterations_to_skip"), _LOOKAHEAD),
-        because="the batch that would be skipped was pulled ahead, and a later one would be lost in its place",
-        remedy="set --balance-lookahead 1 for that run",
-    ),
-    Option(
-        names=("phase_transition_iterations", "balance_lookahead"),
-        case="with --balance-lookahead above 1",
-        support=Support.REFUSED,
-        when=both(given("phase_transition_iterations"), _LOOKAHEAD),
-        because="the data of a phase ends with it, while samples wait",
-        remedy="set --balance-lookahead 1",
-    ),
-    Option(
         names=("phase_transition_iterations",),
         support=Support.SUPPORTED,
-    ),
-    Option(
-        names=("non_persistent_save_interval", "balance_lookahead"),
-        case="with --balance-lookahead above 1",
-        support=Support.REFUSED,
-        when=both(given("non_persistent_save_interval"), _LOOKAHEAD),
-        because="samples that wait go with persistent checkpoints alone; a run resumed from another would skip them",
-        remedy="use --save-interval, or set --balance-lookahead 1",
     ),
     Option(
         names=("async_save",),

@@ -44,7 +44,6 @@ class BalanceConfig:
         evaluation: balance evaluation; None for where that leaves its loss as it is.
         unit: `segment` or `sample`.
         unpad: the token id of padding in rows without cu_seqlens, or `attention_mask`; None where rows are packed.
-        lookahead: global batches to choose from.
         deterministic: runs must be reproducible (`--deterministic-mode`): no plan depends on the time of others.
         record: folder of the run's record, or None. Ranks may name it differently.
     """
@@ -65,7 +64,6 @@ class BalanceConfig:
     evaluation: bool | None = None
     unit: str = "segment"
     unpad: int | str | None = None
-    lookahead: int = 1
     deterministic: bool = False
     record: str | None = field(default=None, repr=False)
 
@@ -103,7 +101,6 @@ class BalanceConfig:
             evaluation=args.balance_evaluation,
             unit=args.balance_unit,
             unpad=args.balance_unpad,
-            lookahead=args.balance_lookahead,
             deterministic=bool(getattr(args, "deterministic_mode", False)),
             record=args.balance_record,
         )
@@ -112,11 +109,6 @@ class BalanceConfig:
     def active(self) -> bool:
         """True if a flag asks for balancing."""
         return self.use_dynamic_batch_size or self.balance_data
-
-    @property
-    def effective_unit(self) -> str:
-        """Look-ahead counts rows of a global batch, so rows stay whole."""
-        return "sample" if self.lookahead > 1 else self.unit
 
     @property
     def cost_name(self) -> str:
@@ -135,7 +127,6 @@ class BalanceConfig:
             "--balance-by-flops": self.balance_by_flops,
             "--balance-calibration": self.calibration is not None,
             "--balance-calibrate-online": self.calibrate_online,
-            f"--balance-lookahead {self.lookahead}": self.lookahead > 1,
             f"--balance-shape-bucket {self.shape_bucket}": self.shape_bucket > 1,
             f"--balance-objective {self.objective}": self.objective != "auto",
             f"--balance-algorithm {self.algorithm}": self.algorithm != "auto",

@@ -22,6 +22,7 @@ UNITS = ("segment", "sample")
 EXCHANGES = ("gloo", "nccl")
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
 REMOVED_FLAGS = {
+    "--balance-lookahead": "use --balance-context-parallel, which gives more and keeps the order of the data.",
     "--balance-memory-gib": "give --max-tokens-per-gpu a number; the log says after a few steps what memory allows.",
 }
 """Flags of earlier releases, and what to do instead."""
@@ -141,14 +142,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Take rows without cu_seqlens as samples of their true length and pack them: PADDING is the token id that "
         "rows are filled up with at their end, or attention_mask where the data has one. The model is called with "
         "packed_seq_params.",
-    )
-    group.add_argument(
-        "--balance-lookahead",
-        type=int,
-        default=1,
-        metavar="W",
-        help="Choose each step's samples from W global batches, so that steps are even; a sample waits at most W-1 "
-        "steps. 1 keeps the order of the data. Rows move as a whole.",
     )
     group.add_argument(
         "--balance-exchange",

@@ -61,10 +61,10 @@ def args_of_loop(
     chunks = model if isinstance(model, list) else [model]
     config, inner = get_model_config(chunks[0]), unwrap_model(chunks[0])
     parsed = parse_balance_flags([*_OWN_FLAGS, "--max-tokens-per-gpu", str(max_tokens_per_gpu), *flags])
-    if parsed.balance_lookahead > 1 or parsed.balance_calibrate_online:
-        name = "--balance-lookahead" if parsed.balance_lookahead > 1 else "--balance-calibrate-online"
+    if parsed.balance_calibrate_online:
         raise BalanceError(
-            f"{name} is set in a hand-written loop: its state is saved with the checkpoints of Megatron's own loop; "
+            "--balance-calibrate-online is set in a hand-written loop: its state is saved with the checkpoints of "
+            "Megatron's own loop; "
             "drop it, or train with megatron.training."
         )
     if parsed.balance_evaluation and not eval_iters:

@@ -9,7 +9,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch.distributed as dist
 
 from megatron_balance.calibration.online import CalibrationState
-from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slots
@@ -35,8 +34,7 @@ class PlannedStep:
         cp_rank: context-parallel rank of this one.
         shape_bucket: `--balance-shape-bucket`.
         pin_memory: copy micro-batches to pinned memory.
-        pool: as in BalancedStep, and so are the others.
-        exchange_seconds: so far.
+        exchange_seconds: so far; the others as in BalancedStep.
     """
 
     exchange: PreparedExchange
@@ -49,7 +47,6 @@ class PlannedStep:
     cp_rank: int
     shape_bucket: int
     pin_memory: bool
-    pool: SamplePool | None
     calibration: CalibrationState | None
     plan_seconds: float
     plan_level: int
@@ -96,7 +93,6 @@ class PlannedStep:
             fingerprint=(self.schedule.digest() ^ checksum(self.samples if own.leaves else packs)) & (2**63 - 1),
             cp_sizes=own.cp_sizes if own.leaves else None,
             leaves=own.leaves,
-            pool=self.pool,
             calibration=self.calibration,
             plan_seconds=self.plan_seconds,
             plan_level=self.plan_level,

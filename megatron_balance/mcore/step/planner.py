@@ -1,6 +1,6 @@
 """Turns the samples that ranks loaded into the micro-batches that they run, for one step.
 
-    items → samples → gather lengths → (pool: which samples) → plan → compare → reroute → pack → agree
+    items → samples → gather lengths → plan → compare → reroute → pack → agree
 
 It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
 this one runs. Ranks meet four times: they gather lengths, compare their plans, exchange samples, and agree that all
@@ -27,7 +27,6 @@ import megatron_balance
 from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.device_exchange import DeviceExchange
@@ -71,8 +70,7 @@ class StepPlanner:
             this rank loads no data.
         dp_rank: data-parallel rank of this one, where it has no dp_group.
         cp_rank: context-parallel rank of this one.
-        calibration: learns the seconds of micro-batches and then replaces `cost_model`, or None. A pool keeps
-            `cost_model`, since it compares samples that arrived in different steps.
+        calibration: learns the seconds of micro-batches and then replaces `cost_model`, or None.
         origin: which sample of the data set a row is, or None where that is not known.
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
@@ -110,7 +108,7 @@ class StepPlanner:
         self.cp_rank = cp_rank
         self.calibration = calibration
         self._dp_group = dp_group
-        self._splitter = ItemSplitter(unit=config.effective_unit, unpad=config.unpad, origin=origin)
+        self._splitter = ItemSplitter(unit=config.unit, unpad=config.unpad, origin=origin)
         self.ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
         self._device_exchange = device_exchange
@@ -154,14 +152,13 @@ class StepPlanner:
         fetched: Fetched,
         *,
         num_items: int,
-        pool: SamplePool | None,
         step: int = 0,
         new_iterator: bool = False,
         first_item: int = 0,
     ) -> BalancedStep:
         """One step, made on the training thread; arguments and errors as for `prepare`."""
         planned = self._planned(
-            fetched, num_items=num_items, pool=pool, step=step, new_iterator=new_iterator, first_item=first_item
+            fetched, num_items=num_items, step=step, new_iterator=new_iterator, first_item=first_item
         )
         return planned.receive()
 
@@ -170,7 +167,6 @@ class StepPlanner:
         fetched: Fetched,
         *,
         num_items: int,
-        pool: SamplePool | None,
         step: int = 0,
         first_item: int = 0,
     ) -> BalancedStep | PlannedStep:
@@ -179,7 +175,6 @@ class StepPlanner:
         Args:
             fetched: the items of the data loader, or its error.
             num_items: items that were wanted.
-            pool: samples that wait, left as it is; None without look-ahead.
             step: counted from 0. One that could not be prepared may be made again.
             first_item: of these, counted from the loader's first.
 
@@ -187,9 +182,7 @@ class StepPlanner:
             BalanceError: on every rank of the group.
             AgreedError: the same, on a rank where code raised another error.
         """
-        planned = self._planned(
-            fetched, num_items=num_items, pool=pool, step=step, new_iterator=False, first_item=first_item
-        )
+        planned = self._planned(fetched, num_items=num_items, step=step, new_iterator=False, first_item=first_item)
         return planned.receive() if self._device_exchange is None else planned
 
     def _planned(
@@ -197,7 +190,6 @@ class StepPlanner:
         fetched: Fetched,
         *,
         num_items: int,
-        pool: SamplePool | None,
         step: int,
         new_iterator: bool,
         first_item: int,
@@ -206,8 +198,9 @@ class StepPlanner:
         self.budget.begin_step(step, seconds=started)
         items, failure, samples = fetched.items, fetched.failure, []
         packed = all(isinstance(item, Mapping) and self._splitter.has_lengths(item) for item in items)
-        if failure is None and len(items) < num_items and (pool is None or items):
-            failure = Failure(BalanceError(self._ended(len(items), num_items=num_items)))
+        if failure is None and len(items) < num_items:
+            ended = f"its data ended after {len(items)} of {num_items} items of this step."
+            failure = Failure(BalanceError(ended))
         if failure is None and packed:
             split = self._splitter.split(items, first_item=first_item)
             samples, failure = ([], split) if isinstance(split, Failure) else (split, None)
@@ -231,10 +224,6 @@ class StepPlanner:
         plan_level = self.budget.next_level(gathered.plan_share)
         if not packed:
             raise BalanceError(NOT_PACKED)
-        if pool is not None:
-            pool = pool.copy()
-            pool.add(gathered, samples)
-            gathered, samples = pool.take()
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         plan_started = time.perf_counter()
@@ -273,7 +262,6 @@ class StepPlanner:
             cp_rank=self.cp_rank,
             shape_bucket=self.config.shape_bucket,
             pin_memory=self._pin_memory,
-            pool=pool,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
             plan_level=plan_level,
@@ -301,15 +289,6 @@ class StepPlanner:
                 f"{ranks_where(~uses, group=self.dp_group)} pulled other items for this step than were prepared, and "
                 "the others the same. Pass a new iterator on every rank or on none, or set --no-balance-overlap."
             )
-
-    def _ended(self, num_fetched: int, *, num_items: int) -> str:
-        ended = f"its data ended after {num_fetched} of {num_items} items of this step."
-        if self.config.lookahead == 1:
-            return ended
-        return (
-            f"{ended} --balance-lookahead {self.config.lookahead} takes later batches from the same iterator: where "
-            "every step brings a new one, set --balance-lookahead 1."
-        )
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         whole = len(gathered.segment_lengths) == len(gathered.lengths)

@@ -30,8 +30,6 @@ from typing import Any, NoReturn
 
 from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.lookahead import pool_files
-from megatron_balance.mcore.lookahead.sample_pool import SamplePool
 from megatron_balance.mcore.step.background import BackgroundThread
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.own_slots import Microbatch
@@ -52,7 +50,6 @@ class StepPrefetcher:
     Args:
         planner: makes steps, on ranks that load data.
         replica: the ranks of this model replica; None for this one alone.
-        pool: samples that wait under look-ahead, or None without.
         shares_lengths: ranks that load no data receive `sequence_lengths` as well.
         pack_starts: makes this rank's micro-batches, which say where sequences start, where it loads no data and its
             forward step reads them.
@@ -66,7 +63,6 @@ class StepPrefetcher:
         planner: StepPlanner,
         *,
         replica: Replica | None = None,
-        pool: SamplePool | None = None,
         shares_lengths: bool = False,
         pack_starts: Callable[[BalancedStep], list[Microbatch]] | None = None,
     ) -> None:
@@ -74,9 +70,7 @@ class StepPrefetcher:
         self._shares_lengths = shares_lengths
         self._pack_starts = pack_starts
         self._replica = replica or Replica()
-        self._pool = pool
         self._last: BalancedStep | None = None
-        self._num_batches_to_skip = 0
         self._num_pulled = 0
         self._num_steps = 0
         self._sources = Sources()
@@ -115,7 +109,7 @@ class StepPrefetcher:
             step = self._begun(pulled, prepared=usable, num_microbatches=num_microbatches)
             self._prepared = None
             self._num_steps += 1
-            self._last, self._pool = step, step.pool
+            self._last = step
         return replace(step, exposed_seconds=time.perf_counter() - started, num_left=self._sources.num_left)
 
     def prepare(
@@ -139,16 +133,15 @@ class StepPrefetcher:
         if data_iterator is not None:
             _, ahead = self._sources.of(data_iterator)
             ahead.begin_fetch()
-        pool, step, first_item = self._pool, self._num_steps, self._num_pulled
-        num_items = self._num_items(num_microbatches)
+        step, first_item = self._num_steps, self._num_pulled
 
         def work() -> PreparedStep | None:
             made, items = None, []
             if ahead is not None:
-                fetched = ahead.fetch(num_items)
+                fetched = ahead.fetch(num_microbatches)
                 items = fetched.items
                 made = attempt(
-                    self.planner.prepare, fetched, num_items=num_items, pool=pool, step=step, first_item=first_item
+                    self.planner.prepare, fetched, num_items=num_microbatches, step=step, first_item=first_item
                 )
             try:
                 return PreparedStep(ahead, items, self._shared_ahead(made, step=step))
@@ -161,15 +154,12 @@ class StepPrefetcher:
         self._prepared = self._thread.submit(work)
 
     def save(self, folder: Path) -> None:
-        """Write the state after the newest step: waiting samples and the calibration; nothing without either.
+        """Write the state after the newest step: the calibration; nothing without it.
 
         State of an earlier run in the folder is removed.
         """
         rank = self.planner.dp_rank
-        if self._pool is not None:
-            self._pool.save(folder)
         if rank == 0:
-            pool_files.forget_shares(folder, from_rank=0 if self._pool is None else self.planner.topology.dp_size)
             learned = None if self.planner.calibration is None else self.planner.calibration.state
             if self._last is not None:
                 learned = self._last.calibration  # the thread may have planned a step that is not run yet
@@ -179,25 +169,15 @@ class StepPrefetcher:
                 CalibrationState.forget(folder)
 
     def restore(self, folder: Path) -> None:
-        """Read the state, before the first step. Batches that the pool has loaded already are skipped."""
-        if self._pool is not None and pool_files.has_pool(folder):
-            self._pool.restore(folder)
-            self._num_batches_to_skip = self._pool.num_batches_ahead
+        """Read the state, before the first step."""
         if self.planner.calibration is not None:
             self.planner.calibration.state = CalibrationState.read(folder)
-
-    def _num_items(self, num_microbatches: int) -> int:
-        return num_microbatches * (1 if self._pool is None else self._pool.num_missing_batches)
 
     def _pull(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> Pulled:
         iterator, ahead = self._sources.of(data_iterator)
         new_iterator, self._newest = ahead is not self._newest, ahead
-        num_to_skip, num_items = self._num_batches_to_skip * num_microbatches, self._num_items(num_microbatches)
-        self._num_batches_to_skip = 0
-        self._num_pulled += num_to_skip + num_items
-        skipped = next_items(iterator, num_to_skip)
-        fetched = skipped if skipped.failure is not None else next_items(iterator, num_items)
-        return Pulled(ahead, fetched, new_iterator=new_iterator)
+        self._num_pulled += num_microbatches
+        return Pulled(ahead, next_items(iterator, num_microbatches), new_iterator=new_iterator)
 
     def _begun(
         self, pulled: Pulled | Failure | None, *, prepared: PreparedStep | None, num_microbatches: int
@@ -222,14 +202,12 @@ class StepPrefetcher:
         if prepared is not None:
             assert isinstance(prepared.step, PlannedStep), "nothing else is left to do when a step begins"
             return prepared.step.receive()
-        num_items = self._num_items(num_microbatches)
         return self.planner.make(
             pulled.fetched,
-            num_items=num_items,
-            pool=self._pool,
+            num_items=num_microbatches,
             step=self._num_steps,
             new_iterator=pulled.new_iterator,
-            first_item=self._num_pulled - num_items,
+            first_item=self._num_pulled - num_microbatches,
         )
 
     def _shared_ahead(

@@ -37,7 +37,6 @@ class Figures:
             by several data-parallel ranks.
         moved_fraction_unlabelled: the same, had interchangeable ranks not been exchanged.
         plan_seconds, exchange_seconds, exposed_seconds: see BalancedStep.
-        drift: of the samples that wait under look-ahead.
         calibration_error: median relative error of the online calibration.
         tokens_at_cp: tokens that ran at context-parallel sizes 1, 2, 4 …, over all tokens; none where all micro-batches
             have the run's size.
@@ -55,7 +54,6 @@ class Figures:
     plan_seconds: float = _UNKNOWN
     exchange_seconds: float = _UNKNOWN
     exposed_seconds: float = _UNKNOWN
-    drift: float = _UNKNOWN
     calibration_error: float = _UNKNOWN
     tokens_at_cp: tuple[float, ...] = ()
 
@@ -89,7 +87,6 @@ class Figures:
             plan_seconds=step.plan_seconds,
             exchange_seconds=step.exchange_seconds,
             exposed_seconds=step.exposed_seconds,
-            drift=_UNKNOWN if step.pool is None else step.pool.drift,
             calibration_error=_UNKNOWN if error is None else error,
             tokens_at_cp=_tokens_at_cp(schedule) if schedule.topology.dynamic_cp else (),
         )
@@ -149,7 +146,6 @@ def log_line(figures: Figures) -> str:
         f"{figures.over_bound:.4f} of the bound",
         f"micro-batches {figures.num_microbatches:.4g} ({figures.num_shapes:.0f} shapes so far)",
         *([_sizes(figures)] if figures.tokens_at_cp else []),
-        *([] if math.isnan(figures.drift) else [f"drift {figures.drift:.3f}"]),
         *([] if math.isnan(figures.calibration_error) else [f"calibrated, off by {figures.calibration_error:.1%}"]),
         f"padding {figures.padding_fraction:.1%}",
         *([] if math.isnan(figures.moved_fraction) else [_moved(figures)]),

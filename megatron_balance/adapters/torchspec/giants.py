@@ -1,32 +1,27 @@
-"""Chooses the samples of a pool that leave next: one function for each aim, by name in `CHOICES`.
+"""Chooses the samples of a pool that leave next in the cost of tokens: even batches, but giants leave together.
 
-    gather   even batches, but giants leave together. For packed (thd) trainers.
-    spread   even batches, each with its share of giants. The most even steps.
-
-A *giant* costs more than a rank's even share of a batch: its rank is late in every plan. Giants side by side on
-several ranks cost one wait, giants in different steps one each.
-
-All take the pool (arrival number → cost, more than `count` samples), those that must leave now (at most `count`), the
-size of a batch and the number of ranks, and return `count` arrival numbers in any order. Integers, ties by arrival.
+A *giant* costs more than a rank's even share of a batch: its rank is late in every plan. Giants side by side on several
+ranks cost one wait, giants in different steps one each. Integers, ties by arrival.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
-
-
-class Choice(Protocol):
-    """A function of `CHOICES`."""
-
-    def __call__(self, pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
-        """`count` arrival numbers of the pool, all of `must` among them."""
-        ...
 
 
 def gather_giants(pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
-    """Giants wait until one of them must leave, and then all leave, the oldest first where they pass a batch."""
+    """Giants wait until one of them must leave, and then all leave, the oldest first where they pass a batch.
+
+    Args:
+        pool: arrival number → cost, more than `count` samples.
+        must: those that leave now, at most `count`.
+        count: samples of a batch.
+        dp_size: ranks.
+
+    Returns:
+        `count` arrival numbers in any order.
+    """
     # A cost above total / len(pool) * count / dp_size, without a fraction.
     bar, scale = sum(pool.values()) * count, len(pool) * dp_size
     giants = {arrival: cost for arrival, cost in pool.items() if dp_size > 1 and cost * scale > bar}
@@ -34,10 +29,10 @@ def gather_giants(pool: Mapping[int, int], *, must: Sequence[int], count: int, d
         must = list(dict.fromkeys([*must, *sorted(giants)]))[:count]
     elif len(pool) - len(giants) >= count:
         pool = {arrival: cost for arrival, cost in pool.items() if arrival not in giants}
-    return spread_evenly(pool, must=must, count=count, dp_size=dp_size)
+    return _spread_evenly(pool, must=must, count=count, dp_size=dp_size)
 
 
-def spread_evenly(pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
+def _spread_evenly(pool: Mapping[int, int], *, must: Sequence[int], count: int, dp_size: int) -> list[int]:
     """A batch that looks like the pool: its total cost and its spread of costs.
 
     The pool is sorted by cost and cut into `count` strata. From the costliest on, each gives one sample: the one that
@@ -73,6 +68,3 @@ def _strata_of_must(order: Sequence[int], *, must: frozenset[int], count: int) -
     for index in range(len(strata)):
         strata[index] = min(strata[index], count - len(strata) + index)
     return {stratum: arrival for stratum, (_, arrival) in zip(strata, fixed, strict=True)}
-
-
-CHOICES: dict[str, Choice] = {"gather": gather_giants, "spread": spread_evenly}
