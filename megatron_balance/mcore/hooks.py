@@ -23,7 +23,6 @@ from megatron_balance.mcore.microbatch.router_padding import (
     expert_bias_of_real_tokens,
 )
 from megatron_balance.mcore.packing_scheduler import register
-from megatron_balance.mcore.rl_bins import rl_installation
 from megatron_balance.mcore.wrappers import (
     while_balancing,
     with_backward_timed,
@@ -214,7 +213,6 @@ def install() -> Installation[str]:
         patches = install_hooks(hooks, version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
-        installation.add(rl_installation)  # installed later, by a run that asks for it
         for registration in (register(), replace_dynamic_scheduler()):
             if registration is not None:
                 installation.add(registration)

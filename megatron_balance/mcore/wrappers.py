@@ -15,7 +15,6 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore.checkpoint import forget_state, save_state, state_folder
 from megatron_balance.mcore.current_run import current, run_of_process
-from megatron_balance.mcore.rl_bins import install_where_asked
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.flags import add_balance_args
 
@@ -48,10 +47,7 @@ def with_balanced_schedule(get_forward_backward_func: Function) -> Function:
     def wrapper(*positional: Any, **keywords: Any) -> Function:
         schedule = get_forward_backward_func(*positional, **keywords)
         balanced = run_of_process()
-        if balanced is None:
-            install_where_asked()
-            return schedule
-        return functools.partial(balanced, schedule)
+        return schedule if balanced is None else functools.partial(balanced, schedule)
 
     return wrapper
 

@@ -24,6 +24,7 @@ DOCUMENTS = "--dataloader-inter-document-masking --pipeline-model-parallel-size 
 ALLGATHER = "--moe-token-dispatcher-type allgather --num-experts 4"
 
 REFUSED = [
+    "--perform-rl-step --rl-use-sequence-packing",
     "--tp-comm-overlap",
     "--use-ring-exchange-p2p --pipeline-model-parallel-size 2",
     "--pipeline-model-parallel-comm-backend ucc --pipeline-model-parallel-size 2",
@@ -103,7 +104,6 @@ WITHOUT_BALANCING = ["--balance-shape-bucket 128", "--balance-record r", "--bala
 """Flags that refine balancing, alone."""
 
 STOCK = [
-    "--perform-rl-step --rl-use-sequence-packing",
     "--hybrid-context-parallel",
     "--cuda-graph-impl local",
     "--enable-cuda-graph",

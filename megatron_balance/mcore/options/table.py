@@ -56,10 +56,8 @@ def why_stock(args: Any) -> str | None:
 
 
 def executor_runs_our_plan(args: Any) -> bool:
-    """True if dev's executor of dynamic context parallelism, or Megatron's RL loop, runs this package's plan."""
-    executor = getattr(args, "dynamic_context_parallel", False)
-    bins = getattr(args, "perform_rl_step", False) and getattr(args, "rl_use_sequence_packing", False)
-    return bool((executor or bins) and getattr(args, "balance_data", False))
+    """True if dev's executor of dynamic context parallelism runs this package's plan."""
+    return bool(getattr(args, "dynamic_context_parallel", False) and getattr(args, "balance_data", False))
 
 
 def stock_notice(args: Any, *, reason: str) -> str:
