@@ -36,7 +36,7 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
         for lengths in batches:
             items = [item_of(length) for length in lengths[0].tolist()]
             with _answered(lengths), times.installed():
-                planner.make(Fetched(items), num_items=SAMPLES_PER_RANK, pool=None)
+                planner.make(Fetched(items), num_items=SAMPLES_PER_RANK)
     finally:
         dist.destroy_process_group()
     steps = times.steps[1:]

@@ -34,7 +34,6 @@ from megatron_balance.mcore.setup.groups import (
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
-from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
@@ -107,11 +106,6 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
     loads = loads_here(setup)
     dp_group = data_group(timeout=timeout, loads=loads)
     dp_rank = parallel_state.get_data_parallel_rank()
-    device_exchange = None
-    if config.exchange == "nccl":
-        group = data_group(timeout=timeout, loads=loads, backend="nccl")
-        if group is not None:
-            device_exchange = DeviceExchange(group, device=torch.device("cuda", torch.cuda.current_device()))
     calibration = None
     if config.calibrate_online:
         calibration = _online_calibration(setup.cost_model, timeout=timeout)
@@ -132,7 +126,6 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         ranks_per_node=dp_ranks_per_node(timeout=timeout),
         pin_memory=torch.cuda.is_available(),
         timeout=timeout,
-        device_exchange=device_exchange,
     )
     return prefetcher_of(planner, setup=setup)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.mcore.options.conditions import BALANCING, above, among, both, given, negated, unpads
+from megatron_balance.mcore.options.conditions import BALANCING, above, both, given, negated, unpads
 from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP_FLAGS
 from megatron_balance.mcore.options.option import Option, Support
 
@@ -24,9 +24,6 @@ def _has_cp_sizes(args: Any) -> bool:
 
 def _limits_cp_size(args: Any) -> bool:
     return isinstance(args.balance_context_parallel, int)
-
-
-_OVER_NCCL = among("balance_exchange", "nccl")
 
 
 BALANCE_FLAGS = (
@@ -53,22 +50,6 @@ BALANCE_FLAGS = (
         when=both(given("balance_by_flops"), negated(given("use_dynamic_batch_size"))),
         because="without --use-dynamic-batch-size there is nothing to pack",
         remedy="add --use-dynamic-batch-size and --max-tokens-per-gpu, or drop it",
-    ),
-    Option(
-        names=("balance_exchange",),
-        case="nccl, without --balance-data",
-        support=Support.REFUSED,
-        when=both(_OVER_NCCL, negated(given("balance_data"))),
-        because="no samples move",
-        remedy="add --balance-data, or drop it",
-    ),
-    Option(
-        names=("balance_exchange", "distributed_backend"),
-        case="nccl, with --distributed-backend gloo",
-        support=Support.REFUSED,
-        when=both(_OVER_NCCL, among("distributed_backend", "gloo")),
-        because="training has no NCCL",
-        remedy="set --balance-exchange gloo",
     ),
     Option(
         names=("balance_evaluation",),

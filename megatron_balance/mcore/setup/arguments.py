@@ -40,7 +40,6 @@ class BalanceConfig:
         objective: `auto`, `step`, `microbatch` or `pipeline`.
         algorithm: `auto`, or a name in the planner's `partition.ALGORITHMS`.
         overlap: prepare the next step while this one runs.
-        exchange: `gloo` or `nccl`.
         evaluation: balance evaluation; None for where that leaves its loss as it is.
         unit: `segment` or `sample`.
         unpad: the token id of padding in rows without cu_seqlens, or `attention_mask`; None where rows are packed.
@@ -60,7 +59,6 @@ class BalanceConfig:
     objective: str = "auto"
     algorithm: str = "auto"
     overlap: bool = True
-    exchange: str = "gloo"
     evaluation: bool | None = None
     unit: str = "segment"
     unpad: int | str | None = None
@@ -97,7 +95,6 @@ class BalanceConfig:
             objective=args.balance_objective,
             algorithm=args.balance_algorithm,
             overlap=args.balance_overlap,
-            exchange=args.balance_exchange,
             evaluation=args.balance_evaluation,
             unit=args.balance_unit,
             unpad=args.balance_unpad,

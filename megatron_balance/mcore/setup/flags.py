@@ -19,9 +19,9 @@ from megatron_balance.mcore.setup.one_flag import OFF, fill_in_flags
 from megatron_balance.planner.objectives import objective_names
 
 UNITS = ("segment", "sample")
-EXCHANGES = ("gloo", "nccl")
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
 REMOVED_FLAGS = {
+    "--balance-exchange": "samples move between CPUs while the step before runs, as gloo did; drop it.",
     "--balance-lookahead": "use --balance-context-parallel, which gives more and keeps the order of the data.",
     "--balance-memory-gib": "give --max-tokens-per-gpu a number; the log says after a few steps what memory allows.",
 }
@@ -142,13 +142,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Take rows without cu_seqlens as samples of their true length and pack them: PADDING is the token id that "
         "rows are filled up with at their end, or attention_mask where the data has one. The model is called with "
         "packed_seq_params.",
-    )
-    group.add_argument(
-        "--balance-exchange",
-        choices=EXCHANGES,
-        default="gloo",
-        help="How samples move. gloo: between CPUs, while the step before runs. nccl: between GPUs as a step begins, "
-        "which waits; for payloads that gloo cannot move within a step. Requires --balance-data.",
     )
     group.add_argument(
         "--balance-evaluation",

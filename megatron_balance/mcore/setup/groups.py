@@ -1,7 +1,6 @@
 """Makes the package's own process groups, from this rank's place in Megatron's parallel layout.
 
-They are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo). The
-one over NCCL belongs to the training thread (step/device_exchange.py).
+They are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo).
 
 Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
 the number of groups that the process has made before, also under `use_local_synchronization`. Ranks that have made
@@ -32,19 +31,18 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 """Read by torch (from 2.8) whenever it makes a gloo group."""
 
 
-def data_group(*, timeout: timedelta, loads: bool, backend: str = "gloo") -> dist.ProcessGroup | None:
+def data_group(*, timeout: timedelta, loads: bool) -> dist.ProcessGroup | None:
     """This rank's data-parallel ranks in a new group; None where it loads no data. Every rank of the world calls it.
 
     Args:
         timeout: of its collectives.
         loads: this rank loads data; the same on all of its data-parallel ranks.
-        backend: of the new group.
     """
     from megatron.core import parallel_state
 
     of_data: Any = parallel_state.get_data_parallel_group()
     ranks = dist.get_process_group_ranks(of_data)
-    return _group_of(ranks if loads else [], timeout=timeout, backend=backend)
+    return _group_of(ranks if loads else [], timeout=timeout)
 
 
 def replica_groups(
@@ -73,8 +71,8 @@ def replica_groups(
     )
 
 
-def _group_of(ranks: list[int], *, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup | None:
-    own = split_world(min(ranks, default=None), timeout=timeout, backend=backend)
+def _group_of(ranks: list[int], *, timeout: timedelta) -> dist.ProcessGroup | None:
+    own = split_world(min(ranks, default=None), timeout=timeout)
     assert own is None or dist.get_process_group_ranks(own) == sorted(ranks), "Megatron's ranks agree on their groups"
     return own
 

@@ -55,7 +55,6 @@ def prepare_samples(
     gathered: GatheredLengths,
     dp_group: dist.ProcessGroup,
     cp_rank: int,
-    device: torch.device | None = None,
     buffers: HostBuffers | None = None,
 ) -> PreparedExchange:
     """Write the samples that this rank sends to those that run them. No collective.
@@ -66,7 +65,6 @@ def prepare_samples(
         gathered: lengths of all samples.
         dp_group: ranks that load different samples.
         cp_rank: context-parallel rank of this one. All of a replica's load the same samples.
-        device: where samples are to arrive; None for the CPU.
         buffers: of exchanges between CPUs; what arrives is lost with the next step.
     """
     if schedule.topology.dynamic_cp:
@@ -80,7 +78,6 @@ def prepare_samples(
         destinations=destinations,
         gathered=gathered,
         group=dp_group,
-        device=device,
         buffers=buffers,
     )
 

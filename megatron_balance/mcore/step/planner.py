@@ -6,9 +6,6 @@ It happens on the CPU and over a process group of its own, so that a thread can 
 this one runs. Ranks meet four times: they gather lengths, compare their plans, exchange samples, and agree that all
 have packed theirs. Ranks that exchanged samples by different plans would wait for one another without end.
 
-With `--balance-exchange nccl` the exchange waits for the training thread (`device_exchange.py`), and so do the stages
-after it (`planned_step.py`).
-
 Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
 gathered lengths and flags alone; no step is returned that another rank planned otherwise.
 """
@@ -18,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 
-import numpy as np
 import torch.distributed as dist
 
 import megatron_balance
@@ -29,26 +26,23 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.device_exchange import DeviceExchange
 from megatron_balance.mcore.step.item_splitter import ItemSplitter
-from megatron_balance.mcore.step.own_slots import prepare_samples
+from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slots, prepare_samples
 from megatron_balance.mcore.step.plan_budget import PlanBudget
 from megatron_balance.mcore.step.plan_process import MIN_SAMPLES, PlanProcess
-from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.planner.images import Images
 from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.runtime.collectives import all_gather_row, ranks_where
-from megatron_balance.runtime.failure import Failure, agreeing_on, raise_together
+from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
     NUM_REPORTED,
     GatheredLengths,
-    OutOfStepError,
     gather_sample_lengths,
 )
 from megatron_balance.runtime.host_buffers import HostBuffers
+from megatron_balance.samples.padding import sequence_lengths
 from megatron_balance.topology import Limits, Topology
 
 NOT_PACKED = (
@@ -75,7 +69,6 @@ class StepPlanner:
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
         timeout: of the collectives of `dp_group`; a planning process that takes half that time counts as hanging.
-        device_exchange: moves samples between GPUs on the training thread; None for gloo on any.
         patch_values: numbers of a patch of the model's vision encoder; 0 where that is not known.
 
     Attributes:
@@ -97,7 +90,6 @@ class StepPlanner:
         ranks_per_node: int | None = None,
         pin_memory: bool = False,
         timeout: timedelta = timedelta(minutes=10),
-        device_exchange: DeviceExchange | None = None,
         patch_values: int = 0,
     ) -> None:
         self.config = config
@@ -111,7 +103,6 @@ class StepPlanner:
         self._splitter = ItemSplitter(unit=config.unit, unpad=config.unpad, origin=origin)
         self.ranks_per_node = ranks_per_node
         self._pin_memory = pin_memory
-        self._device_exchange = device_exchange
         # Plans with dynamic context-parallel sizes take no images.
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
         self._patch_values = patch_values if counts_images else None
@@ -138,11 +129,6 @@ class StepPlanner:
         return self._dp_group is not None
 
     @property
-    def prepares_whole_steps(self) -> bool:
-        """False where the training thread moves samples when the step begins; the same on every rank."""
-        return self._device_exchange is None and self.config.exchange == "gloo"
-
-    @property
     def leaf(self) -> int:
         """This rank among data- and context-parallel ranks, context-parallel ones innermost."""
         return self.dp_rank * self.topology.cp_size + self.cp_rank
@@ -156,44 +142,19 @@ class StepPlanner:
         new_iterator: bool = False,
         first_item: int = 0,
     ) -> BalancedStep:
-        """One step, made on the training thread; arguments and errors as for `prepare`."""
-        planned = self._planned(
-            fetched, num_items=num_items, step=step, new_iterator=new_iterator, first_item=first_item
-        )
-        return planned.receive()
-
-    def prepare(
-        self,
-        fetched: Fetched,
-        *,
-        num_items: int,
-        step: int = 0,
-        first_item: int = 0,
-    ) -> BalancedStep | PlannedStep:
-        """One step, as far as a thread beside training can make it: the rest is left to the training thread.
+        """One step, on every rank of the group.
 
         Args:
             fetched: the items of the data loader, or its error.
             num_items: items that were wanted.
             step: counted from 0. One that could not be prepared may be made again.
+            new_iterator: the items come from another iterator than those of the last step.
             first_item: of these, counted from the loader's first.
 
         Raises:
             BalanceError: on every rank of the group.
             AgreedError: the same, on a rank where code raised another error.
         """
-        planned = self._planned(fetched, num_items=num_items, step=step, new_iterator=False, first_item=first_item)
-        return planned.receive() if self._device_exchange is None else planned
-
-    def _planned(
-        self,
-        fetched: Fetched,
-        *,
-        num_items: int,
-        step: int,
-        new_iterator: bool,
-        first_item: int,
-    ) -> PlannedStep:
         started = time.perf_counter()
         self.budget.begin_step(step, seconds=started)
         items, failure, samples = fetched.items, fetched.failure, []
@@ -220,7 +181,6 @@ class StepPlanner:
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
         self._row_values = gathered.next_row_values
-        new_iterator = gathered.new_source
         plan_level = self.budget.next_level(gathered.plan_share)
         if not packed:
             raise BalanceError(NOT_PACKED)
@@ -249,46 +209,42 @@ class StepPlanner:
             gathered=gathered,
             dp_group=self.dp_group,
             cp_rank=self.cp_rank,
-            device=None if self._device_exchange is None else self._device_exchange.device,
             buffers=self._buffers,
         )
-        return PlannedStep(
-            exchange,
-            self.dp_group,
-            self._device_exchange,
+        mine = exchange.run(group=self.dp_group)
+        own = own_slots(
+            mine,
             schedule=schedule,
             gathered=gathered,
-            samples=samples,
+            dp_rank=self.dp_group.rank(),
             cp_rank=self.cp_rank,
             shape_bucket=self.config.shape_bucket,
-            pin_memory=self._pin_memory,
+        )
+        packs = attempt(pack_slots, own, topology=self.topology, schema=gathered.schema, pin_memory=self._pin_memory)
+        raise_together(
+            replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None,
+            group=self.dp_group,
+            what="that all ranks have packed their micro-batches",
+        )
+        assert not isinstance(packs, Failure), "raised"
+        return BalancedStep(
+            num_microbatches=len(own.slots),
+            microbatch_tokens=own.num_tokens,
+            sequence_lengths=[sequence_lengths(slot) for slot in own.slots],
+            step_tokens=own.step_tokens,
+            microbatches=packs,
+            schedule=schedule,
+            # Leaves of a replica run different packs, made from what all of them loaded.
+            fingerprint=(schedule.digest() ^ checksum(samples if own.leaves else packs)) & (2**63 - 1),
+            cp_sizes=own.cp_sizes if own.leaves else None,
+            leaves=own.leaves,
+            reported=gathered.reported,
             calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
             plan_level=plan_level,
             exchange_seconds=time.perf_counter() - planned + plan_started - started,
-            new_iterator=new_iterator,
+            new_iterator=gathered.new_source,
         )
-
-    def agree_to_use(self, prepared: bool) -> None:
-        """Check that all ranks use the step prepared for them, or none, before an exchange that could not end.
-
-        Over gloo, ranks that differ meet in the gather of lengths and learn it there.
-
-        Args:
-            prepared: whether this rank uses it.
-
-        Raises:
-            OutOfStepError: on every rank, where some differ.
-        """
-        if self._device_exchange is None:
-            return
-        row = np.array([prepared], dtype=np.int64)
-        uses = all_gather_row(row, group=self.dp_group, what="whether all ranks use the prepared step")[:, 0] != 0
-        if uses.any() and not uses.all():
-            raise OutOfStepError(
-                f"{ranks_where(~uses, group=self.dp_group)} pulled other items for this step than were prepared, and "
-                "the others the same. Pass a new iterator on every rank or on none, or set --no-balance-overlap."
-            )
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         whole = len(gathered.segment_lengths) == len(gathered.lengths)

@@ -33,7 +33,6 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.background import BackgroundThread
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.own_slots import Microbatch
-from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prepared_step import PreparedStep, Pulled
 from megatron_balance.mcore.step.pull_ahead import PullAhead, Sources, next_items
@@ -140,11 +139,9 @@ class StepPrefetcher:
             if ahead is not None:
                 fetched = ahead.fetch(num_microbatches)
                 items = fetched.items
-                made = attempt(
-                    self.planner.prepare, fetched, num_items=num_microbatches, step=step, first_item=first_item
-                )
+                made = attempt(self.planner.make, fetched, num_items=num_microbatches, step=step, first_item=first_item)
             try:
-                return PreparedStep(ahead, items, self._shared_ahead(made, step=step))
+                return PreparedStep(ahead, items, self._shared(made, step=step))
             except (PeerError, OutOfStepError) as error:
                 on_lost(error)
                 raise
@@ -183,13 +180,13 @@ class StepPrefetcher:
         self, pulled: Pulled | Failure | None, *, prepared: PreparedStep | None, num_microbatches: int
     ) -> BalancedStep:
         """The step from what was prepared, else from what was pulled; None where this rank loads no data."""
-        if prepared is not None and isinstance(prepared.step, BalancedStep):
+        if prepared is not None:
             return prepared.step
         made = None
         if isinstance(pulled, Failure):
             made = pulled
         elif pulled is not None:
-            made = attempt(self._make_now, pulled, prepared=prepared, num_microbatches=num_microbatches)
+            made = attempt(self._make_now, pulled, num_microbatches=num_microbatches)
         try:
             return self._shared(made, step=self._num_steps)
         except AgreedError as error:
@@ -197,11 +194,7 @@ class StepPrefetcher:
         agreed.original.add_note(f"megatron_balance: {agreed}")
         raise agreed.original
 
-    def _make_now(self, pulled: Pulled, *, prepared: PreparedStep | None, num_microbatches: int) -> BalancedStep:
-        self.planner.agree_to_use(prepared is not None)
-        if prepared is not None:
-            assert isinstance(prepared.step, PlannedStep), "nothing else is left to do when a step begins"
-            return prepared.step.receive()
+    def _make_now(self, pulled: Pulled, *, num_microbatches: int) -> BalancedStep:
         return self.planner.make(
             pulled.fetched,
             num_items=num_microbatches,
@@ -209,17 +202,6 @@ class StepPrefetcher:
             new_iterator=pulled.new_iterator,
             first_item=self._num_pulled - num_microbatches,
         )
-
-    def _shared_ahead(
-        self, made: BalancedStep | PlannedStep | Failure | None, *, step: int
-    ) -> BalancedStep | PlannedStep | None:
-        """`_shared`, or only that all ranks of the replica can go on, where samples move when the step begins."""
-        if self.planner.prepares_whole_steps and not isinstance(made, PlannedStep):
-            return self._shared(made, step=step)
-        if isinstance(made, Failure):
-            self._raise(made, step=step)
-        self._replica.share(Share(step, None if made is None else []))
-        return made
 
     def _shared(self, made: BalancedStep | Failure | None, *, step: int) -> BalancedStep:
         """The step as all ranks of the replica run it; None where this rank loads no data. Raises on all or none."""

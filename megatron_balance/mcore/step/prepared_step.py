@@ -7,7 +7,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.planned_step import PlannedStep
 from megatron_balance.mcore.step.pull_ahead import Fetched, PullAhead
 
 
@@ -34,13 +33,12 @@ class PreparedStep:
     Attributes:
         ahead: source of the items; None where this rank loads no data.
         items: items of the step.
-        step: the data, or the plan to receive it by; None where samples move when the step begins and this rank loads
-            none.
+        step: the data.
     """
 
     ahead: PullAhead | None
     items: list[Any]
-    step: BalancedStep | PlannedStep | None
+    step: BalancedStep
 
     def is_of(self, pulled: Pulled) -> bool:
         """True if the step pulled these items from the same iterator; a growing batch size pulls more."""
