@@ -77,7 +77,11 @@ def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
     formatter = parser._get_formatter()
     yield from ("| flag | meaning |", "|---|---|")
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+        actions = [
+            action
+            for action in group._group_actions
+            if not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS
+        ]
         if actions and group.title not in ("positional arguments", "options", "balance"):
             yield f"| **{group.title}** | |"
         for action in actions:

@@ -32,7 +32,7 @@ from training_run import RECORD_STEPS, ROOT, Recorded, largest_difference, train
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.devkit.sft_dataset import SftDataset, builtin_samples
-from megatron_balance.devkit.smoke import ENVIRONMENT, MODEL_FLAGS
+from megatron_balance.devkit.smoke import ENVIRONMENT
 from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
 from megatron_balance.record.run_record import read_record
 from megatron_balance.report.page import write_report
@@ -78,7 +78,7 @@ def main() -> int:
     turns = [_train(first, console=console) for first in range(len(POLICIES))]
     runs = {policy: _under(policy, turns) for policy in POLICIES}
     every_step = _train(None, console=console)
-    calibration = _calibrate(console)
+    calibration = _fitted_costs()
     rest = _seconds_besides_passes(every_step)
     policies = {name: _figures(run, calibration=calibration, rest=rest) for name, run in runs.items()}
     result: dict[str, dict[str, Any]] = {"policies": policies}
@@ -142,13 +142,11 @@ def _under(policy: str, turns: Sequence[Recorded]) -> Recorded:
     return Recorded(steps_of_ranks, output="")
 
 
-def _calibrate(console: Console) -> Calibration:
-    """Measure this machine's seconds for the model, as a user would before training."""
-    path = OUT / "calibration.json"
-    command = [sys.executable, "-m", "megatron_balance", "calibrate", "--device", "cpu", "--out", str(path)]
-    command += ["--max-tokens", str(SEQ_LENGTH), "--", *MODEL_FLAGS.split(), *FLAGS]
-    with console.status("calibrating"):
-        subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+def _fitted_costs() -> Calibration:
+    """The seconds of the recorded run's micro-batches, as a user would fit them to the first steps of a training."""
+    path = OUT / "seconds.json"
+    command = [sys.executable, "-m", "megatron_balance", "fit", str(RECORD), "--out", str(path)]
+    subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
     return Calibration.read(path)
 
 
@@ -259,7 +257,7 @@ def _print_table(policies: dict[str, dict[str, Any]], *, console: Console) -> No
             wall = stock["step_seconds"] / figures["step_seconds"]
             console.print(
                 f"{name} against stock: {wall:.2f}x by the clock, {figures['cpu_speedup']:.2f}x by CPU seconds of the "
-                f"busiest rank, {figures['predicted_speedup']:.2f}x predicted by a calibration of this machine"
+                f"busiest rank, {figures['predicted_speedup']:.2f}x predicted by seconds fitted to the recorded run"
             )
 
 

@@ -10,8 +10,8 @@
 #
 # GPUS=8 GPUs of this node; DRY_RUN=1 prints the command and runs nothing.
 # Measure the GPU first, once, for seconds in place of FLOPs:
-#   megatron-balance calibrate --model Qwen3-4B --max-tokens 16384
-#   scripts/run_sft_megatron.sh … --balance-calibration calibration.json
+#   scripts/run_sft_megatron.sh … --balance-record record --train-iters 20; megatron-balance fit record
+#   scripts/run_sft_megatron.sh … --balance-cost seconds.json
 set -euo pipefail
 
 [[ $# -ge 3 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }

@@ -114,7 +114,7 @@ def test_debug_shows_where_an_error_comes_from() -> None:
         main(["compare", "missing.npy", *BATCH, "--debug"])
 
 
-@pytest.mark.parametrize("command", ["plan", "compare", "calibrate", "report", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "compare", "report", "fit", "doctor"])
 def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

@@ -58,7 +58,7 @@ def write_lengths(folder: Path, *lengths: int) -> Path:
 def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
     # Stock deals 6, 4 to rank 0 and 1, 1 to rank 1; evened out, both ranks have 6.
     file = write_lengths(tmp_path, 6, 1, 4, 1)
-    arguments = [file, "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8, "--lookahead", 1]
+    arguments = [file, "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8]
     policies = figures_of(tmp_path, *arguments)["policies"]
     assert list(policies) == ["stock", "packed", "balance-data"]
     stock, packed, balanced = policies.values()
@@ -101,14 +101,14 @@ def test_no_seconds_are_shown_where_no_speed_is_known(lengths_file: Path, capsys
 
 def test_policies_are_those_that_can_be_judged(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
     def names(*arguments: object) -> list[str]:
-        return list(figures_of(tmp_path, lengths_file, *BATCH, "--lookahead", 2, *arguments)["policies"])
+        return list(figures_of(tmp_path, lengths_file, *BATCH, *arguments)["policies"])
 
     tokens = ["stock", "packed", "balance-data"]
-    assert names() == [*tokens, "balance-data, look-ahead 2"]
-    assert names("--model", "Qwen3-8B") == [*tokens, "by-flops", "by-flops, dynamic CP", "by-flops, look-ahead 2"]
-    assert names("--cost", calibration_file) == [*tokens, "calibrated", "calibrated, look-ahead 2"]
+    assert names() == tokens
+    assert names("--model", "Qwen3-8B") == [*tokens, "by-flops", "by-flops, dynamic CP"]
+    assert names("--cost", calibration_file) == [*tokens, "calibrated"]
     # Sliding windows: training refuses dynamic sizes.
-    assert names("--model", "gpt-oss-20b") == [*tokens, "by-flops", "by-flops, look-ahead 2"]
+    assert names("--model", "gpt-oss-20b") == [*tokens, "by-flops"]
 
 
 def test_training_understands_every_policys_flags(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
@@ -124,9 +124,8 @@ def test_training_understands_every_policys_flags(lengths_file: Path, calibratio
     assert vars(parsed["stock"]) == vars(parser.parse_args(["--calculate-per-token-loss"]))
     assert parsed["packed"].max_tokens_per_gpu == 8192
     assert parsed["by-flops"].balance_by_flops
-    ahead = parsed["calibrated, look-ahead 4"]
-    assert ahead.balance_calibration == str(calibration_file)
-    assert (ahead.balance_lookahead, ahead.balance_objective) == (4, "microbatch")
+    by_seconds = parsed["calibrated"]
+    assert (by_seconds.balance_cost, by_seconds.balance_objective) == (str(calibration_file), "microbatch")
 
 
 @pytest.mark.parametrize(
@@ -235,8 +234,8 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
     folder, dealt = tmp_path / "record", tmp_path / "dealt.npy"
     steps = write_record(folder, run_info(cost_name="tokens", cost_model=CostModel.tokens()), measured=False)
     np.save(dealt, np.concatenate([step.lengths for step in steps]))
-    arguments = ["--global-batch-size", 48, "--max-tokens-per-gpu", 8192, "--lookahead", 1]
-    eight = figures_of(tmp_path, folder, "--dp-size", 8, "--lookahead", 1)["policies"]
+    arguments = ["--global-batch-size", 48, "--max-tokens-per-gpu", 8192]
+    eight = figures_of(tmp_path, folder, "--dp-size", 8)["policies"]
     assert "as it ran" not in eight
     expected = figures_of(tmp_path, dealt, "--dp-size", 8, *arguments)["policies"]
     assert {name: figures["step_imbalance"] for name, figures in eight.items()} == {
@@ -249,7 +248,7 @@ def test_a_sweeps_point_is_what_compare_says_there(lengths_file: Path, tmp_path:
     sweep = figures_of(tmp_path, *arguments, "--sweep", "dp_size=2,8", "--sweep", "cp_size=1,2")["sweep"]
     assert [point["values"] for point in sweep["points"]] == [[2, 1], [2, 2], [8, 1], [8, 2]]
     assert [point["num_gpus"] for point in sweep["points"]] == [2, 4, 8, 16]
-    alone = figures_of(tmp_path, *arguments, "--dp-size", 8, "--cp-size", 2, "--lookahead", 1)["policies"]
+    alone = figures_of(tmp_path, *arguments, "--dp-size", 8, "--cp-size", 2)["policies"]
     for figures in sweep["points"][3]["policies"]:
         assert {**figures, "plan_seconds": 0} == {**alone[figures["name"]], "plan_seconds": 0}
 
@@ -259,13 +258,12 @@ def test_a_sweeps_point_is_what_compare_says_there(lengths_file: Path, tmp_path:
     [
         (["synthetic:gsm8k_sft", *BATCH, "--sweep", "tp_size=2"], "--sweep is 'tp_size=2': it must be NAME="),
         (["synthetic:gsm8k_sft", *BATCH, "--sweep", "dp_size=2,x"], "its values must be integers"),
-        (["synthetic:gsm8k_sft", *BATCH, "--lookahead", "2,0"], "--lookahead is '2,0'"),
         (["synthetic:gsm8k_sft", *BATCH, "--peak-tflops", "989"], "the cost is tokens, not FLOPs: add --model"),
         (["synthetic:gsm8k_sft", *BATCH, "--efficiency", "0.4"], "--peak-tflops, which is missing"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--peak-tflops", "-1"], "--peak-tflops is -1.0"),
         (["tests", *BATCH], "'tests' is no record of a run"),
         (["RECORD", "--global-batch-size", "8"], "steps are fixed"),
-        (["RECORD", "--ep-size", "2"], "add --model, or --cost calibration.json"),
+        (["RECORD", "--ep-size", "2"], "add --model, or --cost seconds.json"),
     ],
 )
 def test_an_error_is_one_line_and_status_2(

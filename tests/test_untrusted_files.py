@@ -188,7 +188,6 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
         calibration(windows=[[1]]),
         calibration(windows=[[float("inf"), 1.0]]),
         calibration(windows=[[0, 1.0]]),
-        calibration(measurements=[{"seconds": {}}]),
         calibration(origin=[1]),
         calibration(held_out_error="<script>"),
     ],

@@ -165,8 +165,7 @@ Four CPU ranks over gloo, fp32, 2 layers of width 64; a step is 31 samples of 12
 policies plan with `--balance-data --balance-by-flops` and one calibration, made before training. Steps take turns
 between the policies in one process group; CPU seconds of the busiest rank, medians; single rounds gain
 {gain["least"]:.2f} to {gain["most"]:.2f} over the better static size. The calibration is off by
-{errors["held_out_error"]:.1%} on micro-batches of one rank that were not fitted, by
-{errors["exchange_held_out_error"]:.1%} on those that ranks share.
+{errors["held_out_error"]:.1%} on micro-batches that were not fitted.
 
 {
         table(

@@ -2,7 +2,7 @@
 
 One sample in 32 has 8,192 tokens, the others 128 to 640. Steps take turns between the policies in one run (`turns.py`);
 each policy also trains by itself, which shows that its turns cost what a run of its own costs, and that all losses are
-equal. `megatron-balance calibrate` measures the same model on the same ranks first: its seconds make every plan, and
+equal. `megatron-balance fit` reads the record of a run on the same ranks first: its seconds make every plan, and
 predict the gain.
 """
 
@@ -23,7 +23,7 @@ from training_run import RECORD_STEPS, ROOT, Recorded, largest_difference, train
 
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step, predicted_cost
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.devkit.smoke import ENVIRONMENT, MODEL_FLAGS
+from megatron_balance.devkit.smoke import ENVIRONMENT
 from megatron_balance.topology import Limits, Topology
 
 NUM_RANKS = 4
@@ -49,7 +49,6 @@ def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     num_turns = len(POLICIES) * (WARM_UP_ROUNDS + rounds)
-    calibration = calibrate(work / "calibration.json")
     write_data(work / "data.jsonl", num_steps=max(num_turns, steps))
 
     def run(name: str, flags: str, *, num_steps: int, script: Path = RECORD_STEPS) -> Recorded:
@@ -58,31 +57,27 @@ def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
             f"{SHAPE_FLAGS} --seq-length {LONG} --max-position-embeddings {LONG} --seed {SEED} "
             f"--train-iters {num_steps} --global-batch-size {GLOBAL_BATCH_SIZE} --data-path {work / 'data.jsonl'} "
             f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP} --balance-data --balance-by-flops "
-            f"--balance-calibration {work / 'calibration.json'} {flags}"
+            f"{flags}"
         )
         return train(work / name, common.split(), num_ranks=NUM_RANKS, script=script, timeout_seconds=1800)
 
-    turns = run("turns", DYNAMIC, num_steps=num_turns, script=TURNS)
-    alone = {name: run(f"alone_{name}", STATIC.get(name, DYNAMIC), num_steps=steps) for name in POLICIES}
-    exchange = calibration.origin["exchange"]["cp_exchange"]
+    seconds = work / "seconds.json"
+    run("recorded", f"{DYNAMIC} --balance-record {work / 'record'}", num_steps=steps)
+    calibration = fitted(work / "record", out=seconds)
+    costs = f"--balance-cost {seconds}"
+    turns = run("turns", f"{DYNAMIC} {costs}", num_steps=num_turns, script=TURNS)
+    alone = {name: run(f"alone_{name}", f"{STATIC.get(name, DYNAMIC)} {costs}", num_steps=steps) for name in POLICIES}
     return {
         "policies": {name: figures(name, turns=turns, alone=alone[name], calibration=calibration) for name in POLICIES},
-        "calibration": {
-            "held_out_error": calibration.held_out_error,
-            "exchange_held_out_error": exchange["held_out_error"],
-            "exchange_held_out_error_without": exchange["held_out_error_without"],
-        },
+        "calibration": {"held_out_error": calibration.held_out_error},
     }
 
 
-def calibrate(path: Path) -> Calibration:
-    """Measure the model on as many ranks as train."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    command += ["-m", "megatron_balance", "calibrate", "--device", "cpu", "--out", str(path)]
-    command += ["--max-tokens", str(CAP), "--layers-per-kind", "1", "--", *MODEL_FLAGS.split()]
-    command += SHAPE_FLAGS.split()
+def fitted(record: Path, *, out: Path) -> Calibration:
+    """The seconds of a recorded run on as many ranks as train."""
+    command = [sys.executable, "-m", "megatron_balance", "fit", str(record), "--out", str(out)]
     subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=sys.stderr)
-    return Calibration.read(path)
+    return Calibration.read(out)
 
 
 def batch_lengths() -> NDArray[np.int64]:

@@ -165,7 +165,7 @@ FLAGS = {
     "no-file": Fault(
         "one rank lacks the calibration file",
         r"rank 1: the calibration .* cannot be read",
-        flags_there=f"{BALANCE} --balance-calibration nowhere.json",
+        flags_there=f"{BALANCE} --balance-cost nowhere.json",
     ),
     "no-hooks": Fault(
         "one rank trains without the package",

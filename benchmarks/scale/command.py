@@ -122,7 +122,8 @@ of two a replica every second rank reads no data.
 
 
 def _of_alone(figures: Mapping[str, Any]) -> str:
-    stages = ("gather", "compare", "write", "exchange", "pack", "agree", "split")
+    known = ("gather", "compare", "write", "exchange", "pack", "agree", "split")
+    stages = [stage for stage in known if all(stage in one["cpu_seconds"] for one in figures["alone"])]
     rows = [
         (
             f"{one['num_ranks']:,}",

@@ -1,6 +1,6 @@
 """One gloo rank without a model that counts its meetings: run by `meetings.py` and by the tests.
 
-Prefetcher, planner, figures and online calibration are the real ones. Collectives are counted where torch.distributed
+Prefetcher, planner and figures are the real ones. Collectives are counted where torch.distributed
 is called, their bytes by the kernel as well.
 """
 
@@ -25,8 +25,6 @@ from benchmarks.scale import traffic
 from benchmarks.scale.counted import counted_collectives
 from benchmarks.scale.samples import item_of
 from benchmarks.scale.traffic import Traffic
-from megatron_balance.calibration.features import NUM_FEATURES
-from megatron_balance.calibration.online import OnlineCalibration, is_refit_step
 from megatron_balance.cost.model import CostModel
 from megatron_balance.lengths.synthetic import synthetic_lengths
 from megatron_balance.mcore.setup.arguments import BalanceConfig
@@ -81,7 +79,7 @@ def meet(world: World) -> dict[str, Any]:
     replica_group = None
     if world.replica_size > 1:
         replica_group = lazy_group([list(range(first, first + world.replica_size)) for first in readers])
-    figures_group, calibration_group = lazy_group([measuring]), lazy_group([readers])
+    figures_group = lazy_group([measuring])
 
     costs = CostModel(linear=1000, quadratic=1)
     config = BalanceConfig(
@@ -93,7 +91,6 @@ def meet(world: World) -> dict[str, Any]:
         limits=Limits(CAP),
         cost_model=costs,
         dp_group=dp_group,
-        calibration=None if calibration_group is None else OnlineCalibration(costs, group=calibration_group),
         timeout=TIMEOUT,
     )
     prefetcher = StepPrefetcher(planner, replica=Replica(tensor=replica_group))
@@ -151,9 +148,6 @@ def _expected(world: World, *, steps: Sequence[BalancedStep], place: int | None)
             total += row_nbytes + messages
             calls.update(all_gather_into_tensor=1, isend=messages.sent, irecv=messages.received)
             exchanged |= {*sent, *received}
-        for _ in range(sum(map(is_refit_step, range(NUM_STEPS)))):
-            total += traffic.calibrate(world.dp_size, rank=replica, num_features=NUM_FEATURES)
-            calls.update(("gather", "broadcast"))
     chosen = Counter[str]()
     if world.replica_size > 1:
         for step in steps:

@@ -9,22 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_balance.mcore.step import planned_step, planner
+from megatron_balance.mcore.step import planner
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.runtime.prepared_exchange import PreparedExchange
 
 STAGES = {
     "gather": (planner, "gather_sample_lengths"),
     "plan": (StepPlanner, "_plan"),
-    "compare": (planner, "raise_together"),
     "write": (planner, "prepare_samples"),
     "exchange": (PreparedExchange, "run"),
-    "pack": (planned_step, "pack_slots"),
-    "agree": (planned_step, "raise_together"),
+    "pack": (planner, "pack_slots"),
+    "agree": (planner, "raise_together"),
 }
 """Stage → where its function is looked up."""
 
-_WHOLE = "make", "prepare"
+_WHOLE = ("make",)
 
 
 class StageTimes:

@@ -166,12 +166,3 @@ def sockets(peers_of_groups: Iterable[set[int]]) -> int:
     all ranks of a group are connected when it is made.
     """
     return sum(1 + len(peers) for peers in peers_of_groups)
-
-
-def calibrate(
-    num_reading: int, *, rank: int, num_features: int, rows_of_rank: int = 512, rows_of_all: int = 16384
-) -> Traffic:
-    """Measurements to the first rank, coefficients to all."""
-    rows = max(4, min(rows_of_rank, rows_of_all // num_reading))
-    measured = gather(num_reading, rank=rank, row_nbytes=FLOAT * rows * (num_features + 1))
-    return measured + broadcast(num_reading, rank=rank, row_nbytes=FLOAT * (num_features + 2))

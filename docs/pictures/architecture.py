@@ -21,7 +21,6 @@ PURPOSE = {
     "mcore": "flags, hooks and a step in Megatron",
     "adapters": "slime, verl, AReaL, TorchSpec, recsys",
     "report": "a run as a page and as a trace",
-    "calibration": "cost models from measured seconds",
     "hooking": "checked, undoable patches",
     "record": "every step of a run, in files",
     "runtime": "gather lengths, move samples",

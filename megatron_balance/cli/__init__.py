@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import NoReturn
 
 from megatron_balance import __version__
-from megatron_balance.cli import calibrate, compare, doctor, plan, report
+from megatron_balance.cli import compare, doctor, fit, plan, report
 from megatron_balance.errors import BalanceError
 
 _COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "compare": compare,
-    "calibrate": calibrate,
     "report": report,
+    "fit": fit,
     "doctor": doctor,
 }
 

@@ -119,6 +119,9 @@ def run(args: argparse.Namespace) -> int:
     most_samples = _most_samples(setting) // num_points(axes)
     batches = _batches(args, record=record, dp_size=topology.dp_size, most_samples=most_samples)
     print(_inputs(batches, cost=question.costs.text(topology)))
+    extrapolation = question.costs.extrapolation(max(int(batch.segment_lengths.max()) for batch in batches))
+    if extrapolation:
+        print(f"Note: {extrapolation}")
 
     content: dict[str, Any] = {
         "topology": asdict(topology),

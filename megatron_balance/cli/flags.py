@@ -107,7 +107,8 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group.add_argument(
         "--cost",
         metavar="COST",
-        help="what a sample costs: tokens, flops, or a calibration.json (default: flops with --model, else tokens)",
+        help="what a sample costs: tokens, flops, or a seconds.json of megatron-balance fit (default: flops with "
+        "--model, else tokens)",
     )
     group.add_argument(
         "--cp-bandwidth",

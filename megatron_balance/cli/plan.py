@@ -153,7 +153,7 @@ def _balanced(question: Question, setting: RunInfo) -> Policy:
     if setting.cost_name == "flops":
         label = f"FLOPs{named} (--balance-data --balance-by-flops)"
     elif setting.cost_name == "seconds":
-        label = f"seconds{named} (--balance-data --balance-by-flops --balance-calibration)"
+        label = f"seconds{named} (--balance-data --balance-by-flops --balance-cost)"
     else:
         # Training flags pack tokens first fit; with --model there is more to even out.
         label = f"tokens{named or ', level packing'} (from Python)"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_balance.cost.calibration import Calibration
 from megatron_balance.errors import BalanceError
 from megatron_balance.record.run_record import RunRecord
 
@@ -18,7 +17,7 @@ examples:
   megatron-balance report plan.json
       what balancing would do, before any training
 
-  megatron-balance report record --calibration calibration.json --trace trace.json
+  megatron-balance report record --trace trace.json
       what it did; record is the folder that --balance-record of the training run names
 
   megatron-balance report record plan.json --iterations 100:200
@@ -41,9 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--trace", type=Path, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well")
     show = parser.add_argument_group("what is shown")
     show.add_argument("--iterations", metavar="A:B", help="only steps A to B, B left out; either may be missing")
-    show.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="calibration.json whose measurements are shown as well"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,9 +51,8 @@ def run(args: argparse.Namespace) -> int:
     record, beforehand = _runs(args.runs)
     if args.iterations is not None:
         record, beforehand = _cut(record, beforehand, iterations=args.iterations)
-    calibration = None if args.calibration is None else Calibration.read(args.calibration)
     figures = run_figures(record, beforehand=beforehand)
-    page = write_page(figures, out=args.out, calibration=calibration)
+    page = write_page(figures, out=args.out)
     print(f"{page}: {len(figures.record.steps)} steps, {page.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
     if args.trace is not None:
         trace = write_trace(figures, out=args.trace)

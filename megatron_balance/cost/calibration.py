@@ -1,4 +1,4 @@
-"""A calibration of a device: measured seconds of micro-batches, kept in calibration.json.
+"""Seconds of micro-batches, fitted to a run and kept in seconds.json.
 
     seconds = per_microbatch + per_sequence*num_sequences + linear*ΣL + quadratic*ΣL² + Σ_w window_w*Σpairs(L, w)
 
@@ -44,8 +44,7 @@ class Calibration:
             node, beyond its part of the computing; None where that was not measured.
         cp_exchange_between_nodes: the same for ranks on several nodes.
         held_out_error: median relative error on micro-batches that were not fitted; None where none were kept.
-        origin: conditions of the measurement: device, clock, versions, shape, command.
-        measurements: one mapping for each measured micro-batch, for reports.
+        origin: conditions of the measurement: device, clock, versions, and `longest_sequence`, the most tokens seen.
 
     Raises:
         BalanceError: a coefficient is negative or not finite, or all are zero.
@@ -62,7 +61,6 @@ class Calibration:
     cp_exchange_between_nodes: float | None = None
     held_out_error: float | None = None
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    measurements: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         seconds = {name: getattr(self, name) for name in _COEFFICIENTS}
@@ -79,6 +77,13 @@ class Calibration:
         """Seconds of one micro-batch of sequences of these lengths, tokens."""
         model = self.cost_model()
         return (model.per_microbatch + sum(model(length) for length in lengths)) / UNITS_PER_SECOND
+
+    def extrapolation(self, longest: int) -> str:
+        """A notice where sequences are longer than those that were measured; empty where they are not."""
+        seen = self.origin.get("longest_sequence")
+        if not isinstance(seen, int) or longest <= seen:
+            return ""
+        return f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
 
     def exchange_seconds(self, *, between_nodes: bool) -> float | None:
         """Seconds to receive a token's keys and values; None if they were not measured.
@@ -114,12 +119,12 @@ class Calibration:
         )
 
     def write(self, path: Path) -> None:
-        """Write calibration.json."""
+        """Write seconds.json."""
         path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
-        """Read calibration.json.
+        """Read seconds.json.
 
         Raises:
             BalanceError: the file is missing or is not one.
@@ -128,29 +133,22 @@ class Calibration:
             content = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BalanceError(
-                f"the calibration {str(path)!r} cannot be read: {error}. Make one with megatron-balance calibrate."
+                f"the calibration {str(path)!r} cannot be read: {error}. Make one with megatron-balance fit."
             ) from error
         if not isinstance(content, dict) or cast("dict[str, Any]", content).get("format") != FORMAT:
             raise BalanceError(
-                f"{str(path)!r} does not say {FORMAT!r}: make it again with this version's megatron-balance calibrate."
+                f"{str(path)!r} does not say {FORMAT!r}: make it again with this version's megatron-balance fit."
             )
         known = {one.name for one in fields(cls)}
         values = {name: value for name, value in cast("dict[str, Any]", content).items() if name in known}
         try:
             values["windows"] = tuple((int(window), seconds) for window, seconds in values.get("windows", ()))
-            values["measurements"] = tuple(_measurement(of_one) for of_one in values.get("measurements", ()))
             values["origin"] = dict(values.get("origin", {}))
             if values.get("held_out_error") is not None:
                 values["held_out_error"] = float(values["held_out_error"])
             return cls(**values)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise BalanceError(f"the calibration {str(path)!r} is damaged: {error}") from error
-
-
-def _measurement(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One measurement of a file."""
-    seconds = {name: float(content[name]) for name in ("seconds", "predicted")}
-    return {**content, **seconds, "held_out": bool(content["held_out"])}
 
 
 _COEFFICIENTS = ("per_microbatch", "per_sequence", "linear", "expert_linear", "quadratic")

@@ -47,11 +47,11 @@ def resolve_cost(
     """Resolves the value of `--cost`.
 
     Args:
-        cost: `tokens`, `flops`, or the path of a calibration.json; by default flops where there is a model, else
+        cost: `tokens`, `flops`, or the path of a seconds.json; by default flops where there is a model, else
             tokens.
         model: the model that FLOPs are of.
         ep_size: expert-parallel ranks, which share the work of routed experts.
-        model_parallel_size: tensor- times context-parallel ranks, for a calibration, which was made on one.
+        model_parallel_size: tensor- times context-parallel ranks, for the seconds of a file, which are those of one.
 
     Raises:
         BalanceError: FLOPs without a model, or another value.
@@ -69,4 +69,4 @@ def resolve_cost(
         return CostModel.from_shape(find_shape(model), ep_size=ep_size, microbatch_tokens=MICROBATCH_TOKENS)
     if cost.endswith(".json"):
         return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
-    raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a calibration.json.")
+    raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")

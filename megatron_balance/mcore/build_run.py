@@ -8,15 +8,11 @@ Invariant: every rank of the world makes the same groups in the same order, thos
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_balance.calibration.online import OnlineCalibration
-from megatron_balance.cost.model import CostModel
-from megatron_balance.mcore.checkpoint import restore_state, state_folder
 from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention
 from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
@@ -28,8 +24,6 @@ from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
 from megatron_balance.mcore.setup.groups import (
     data_group,
     dp_ranks_per_node,
-    is_first_of_tensor_group,
-    split_world,
 )
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog
@@ -63,14 +57,13 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.warn_once(caution)
     setup = run.setup
     config = setup.config
+    if setup.extrapolation:
+        log.warn_once(setup.extrapolation)
     if setup.exchange_source is not None:
         log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     state = MegatronState(args)
     prefetcher = _prefetcher(setup)
-    if setup.resumed_from is not None:
-        folder = state_folder(*setup.resumed_from)
-        restore_state(prefetcher, folder=folder, timeout=setup.timeout)
     context = None
     if config.dynamic_cp:
         groups = make_context_groups(
@@ -106,9 +99,6 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
     loads = loads_here(setup)
     dp_group = data_group(timeout=timeout, loads=loads)
     dp_rank = parallel_state.get_data_parallel_rank()
-    calibration = None
-    if config.calibrate_online:
-        calibration = _online_calibration(setup.cost_model, timeout=timeout)
     origin = None
     if setup.first_sample is not None:
         origin = SampleOrigin(setup.first_sample, setup.micro_batch_size, dp_rank=dp_rank, dp_size=topology.dp_size)
@@ -121,16 +111,9 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         dp_group=dp_group,
         dp_rank=dp_rank,
         cp_rank=parallel_state.get_context_parallel_rank(),
-        calibration=calibration,
         origin=origin,
         ranks_per_node=dp_ranks_per_node(timeout=timeout),
         pin_memory=torch.cuda.is_available(),
         timeout=timeout,
     )
     return prefetcher_of(planner, setup=setup)
-
-
-def _online_calibration(prior: CostModel, *, timeout: timedelta) -> OnlineCalibration | None:
-    """The calibration shared by all ranks that load data; None on the others."""
-    group = split_world(0 if is_first_of_tensor_group() else None, timeout=timeout)
-    return None if group is None else OnlineCalibration(prior, group=group)

@@ -117,7 +117,7 @@ def replace_dynamic_scheduler() -> Replacement | None:
 
 
 def _cost_model() -> CostModel | None:
-    """FLOPs or a calibration's seconds, the exchange of keys and values included; None without --balance-data.
+    """FLOPs or the seconds of --balance-cost, the exchange of keys and values included; None without --balance-data.
 
     The same on every rank: arguments were parsed on all of them or on none.
     """

@@ -35,9 +35,9 @@ from megatron_balance.mcore.wrappers import (
     with_options_checked,
     with_packs_kept,
     with_planned_shapes,
+    with_record_flushed,
     with_router_group_of_the_microbatch,
     with_sequences_told_apart,
-    with_state_saved,
 )
 
 __all__ = ["HOOKS", "SUPPORTED_VERSIONS", "current", "hooks_of", "install", "installation", "supported_version"]
@@ -86,8 +86,8 @@ HOOKS = (
         target="megatron.training.checkpointing:save_checkpoint",
         bound_in=("megatron.training.training",),
         parameters=("iteration", "non_persistent_ckpt"),
-        wrap=with_state_saved,
-        why="keeps what --balance-calibrate-online learned, and the record whole",
+        wrap=with_record_flushed,
+        why="writes the record to its end, which a run that resumes from the checkpoint goes on with",
         until="Megatron's data loaders save a state of their own",
     ),
     Hook(

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
-from megatron_balance.mcore.checkpoint import forget_state, save_state, state_folder
 from megatron_balance.mcore.current_run import current, run_of_process
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.flags import add_balance_args
@@ -71,24 +70,15 @@ def with_balanced_evaluation(evaluate: Function) -> Function:
     return wrapper
 
 
-def with_state_saved(save_checkpoint: Function) -> Function:
-    """Save the package's state and record with a checkpoint, before Megatron calls it complete."""
+def with_record_flushed(save_checkpoint: Function) -> Function:
+    """Write the record to its end with a checkpoint, so that a run that resumes from here finds it whole."""
 
     @functools.wraps(save_checkpoint)
-    def wrapper(iteration: int, *positional: Any, **keywords: Any) -> Any:
-        from megatron.training import get_args
-
-        if not keywords.get("non_persistent_ckpt"):
-            # Before Megatron marks the checkpoint as complete. A run that resumed at its end has had no step yet.
-            args: Any = get_args()
-            balanced, checkpoints = run_of_process(), args.save
-            if checkpoints and balanced is None:
-                forget_state(state_folder(checkpoints, iteration))
-            elif checkpoints and balanced is not None:
-                save_state(balanced.prefetcher, folder=state_folder(checkpoints, iteration))
-            if balanced is not None and balanced.observer is not None:
-                balanced.observer.flush()  # a run that resumes from here finds its record whole
-        return save_checkpoint(iteration, *positional, **keywords)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        balanced = current()
+        if balanced is not None and balanced.observer is not None and not keywords.get("non_persistent_ckpt"):
+            balanced.observer.flush()
+        return save_checkpoint(*positional, **keywords)
 
     return wrapper
 

@@ -1,7 +1,7 @@
 """Converts predicted costs to predicted seconds and tokens per second.
 
     flops        seconds = FLOPs of the model / (peak * efficiency * GPUs that share a sample)
-    calibrated   seconds were measured, on one device; the cost model has them
+    seconds      were measured in a run; the cost model has them
     measured     a recorded run gives the seconds of a unit of cost
     tokens       the seconds of a token are unknown: only ratios are meaningful
 
@@ -66,8 +66,8 @@ def rate_of_tokens(topology: Topology) -> CostRate:
 
 
 def rate_of_calibration() -> CostRate:
-    """The cost is a calibration's, which has taken tensor and context parallelism into account."""
-    return CostRate(1 / UNITS_PER_SECOND, is_absolute=True, source="seconds of a calibration")
+    """The cost is in seconds, which have taken tensor and context parallelism into account."""
+    return CostRate(1 / UNITS_PER_SECOND, is_absolute=True, source="seconds of a run")
 
 
 def rate_of_run(seconds_per_cost: float, *, ran_on: Topology, topology: Topology) -> CostRate:

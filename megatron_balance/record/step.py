@@ -24,8 +24,7 @@ class StepRecord:
         home_ranks: `[num_samples]` int64 rank that loaded each sample.
         cost_grid: `[dp_size, num_microbatches]` int64 predicted costs, in units of `2**cost_shift`.
         cost_shift: see DataSchedule.
-        cost_model: what the step was planned with. Where calibration learns in training it is no longer the run's
-            first, and counts attoseconds.
+        cost_model: what the step was planned with.
         plan_seconds, exchange_seconds, exposed_seconds: spent planning, moving, and waiting for both.
         seconds: `[dp_size, num_microbatches]` measured, forward and backward; NaN where it was not, 0 where a leaf
             has no such slot.

@@ -1,6 +1,6 @@
 """Draws the charts of the page with plotly: imbalance and packing over steps, lengths, predicted against measured.
 
-Invariant: every number drawn is in `RunFigures` or in a calibration; captions say which points are left out.
+Invariant: every number drawn is in `RunFigures`; captions say which points are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.calibration import Calibration
 from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.report.fit import CostFit
 from megatron_balance.report.length_bins import LengthBins
@@ -112,23 +111,6 @@ def fit_chart(fit: CostFit) -> Chart:
         y_title="measured seconds",
     )
     return Chart("fit", "Does the cost model predict the time?", fit.summary, figure)
-
-
-def calibration_chart(calibration: Calibration) -> Chart:
-    """A calibration's own measurements, fitted and held out."""
-    points: dict[str, tuple[Any, Any, str, str]] = {}
-    for name, held_out, colour, symbol in (
-        ("fitted", False, LIGHT["planned"], "circle-open"),
-        ("held out", True, LIGHT["measured"], "diamond"),
-    ):
-        rows = [row for row in calibration.measurements if bool(row["held_out"]) == held_out]
-        points[name] = ([row["predicted"] for row in rows], [row["seconds"] for row in rows], colour, symbol)
-    error = calibration.held_out_error
-    errors = "" if error is None else f" On those held out it is off by {error:.1%} (median)."
-    device = calibration.origin.get("device", "an unnamed device")
-    caption = f"{len(calibration.measurements)} micro-batches measured on {device}, and the fit to them.{errors}"
-    figure = _against(points, x_title="fitted seconds", y_title="measured seconds")
-    return Chart("calibration", "The calibration", caption, figure)
 
 
 def _against(points: dict[str, tuple[Any, Any, str, str]], *, x_title: str, y_title: str) -> Figure:

@@ -13,13 +13,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron_balance.cost.calibration import Calibration
 from megatron_balance.errors import BalanceError
 from megatron_balance.record.plan_file import read_run
 from megatron_balance.record.run_record import RunRecord
 from megatron_balance.report.charts import (
     Chart,
-    calibration_chart,
     fit_chart,
     imbalance_chart,
     lengths_chart,
@@ -50,9 +48,9 @@ def write_report(run: RunRecord | Path, *, out: Path) -> Path:
     return write_page(run_figures(record), out=out)
 
 
-def write_page(figures: RunFigures, *, out: Path, calibration: Calibration | None = None) -> Path:
+def write_page(figures: RunFigures, *, out: Path) -> Path:
     """Write the page of a run that has been judged. Arguments and errors as `write_report`'s."""
-    page = render(figures, calibration=calibration)
+    page = render(figures)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
@@ -61,7 +59,7 @@ def write_page(figures: RunFigures, *, out: Path, calibration: Calibration | Non
     return out
 
 
-def render(figures: RunFigures, *, calibration: Calibration | None = None) -> str:
+def render(figures: RunFigures) -> str:
     """The page as text.
 
     Raises:
@@ -70,7 +68,7 @@ def render(figures: RunFigures, *, calibration: Calibration | None = None) -> st
     plotly = _plotly()
     fit = cost_fit(figures)
     summary = summarize(figures, fit=fit)
-    charts = _charts(figures, fit=fit, calibration=calibration)
+    charts = _charts(figures, fit=fit)
     timelines = timeline_data(figures)
     return Template(_asset("page.html")).substitute(
         title=escape(summary.title),
@@ -91,12 +89,10 @@ def render(figures: RunFigures, *, calibration: Calibration | None = None) -> st
     )
 
 
-def _charts(figures: RunFigures, *, fit: CostFit | None, calibration: Calibration | None) -> list[Chart]:
+def _charts(figures: RunFigures, *, fit: CostFit | None) -> list[Chart]:
     charts = [imbalance_chart(figures), lengths_chart(length_bins(figures))]
     if fit is not None:
         charts.append(fit_chart(fit))
-    if calibration is not None and calibration.measurements:
-        charts.append(calibration_chart(calibration))
     return [*charts, packing_chart(figures)]
 
 

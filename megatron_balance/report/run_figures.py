@@ -16,7 +16,7 @@ from megatron_balance.planner.metrics import ScheduleMetrics
 from megatron_balance.record.judging import costs_of_rows, imbalance, recosted, step_metrics, stock_step
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
-from megatron_balance.report.time_scale import TimeScale, in_one_unit, is_measured, time_scale
+from megatron_balance.report.time_scale import TimeScale, is_measured, time_scale
 from megatron_balance.report.timeline import step_timeline
 
 
@@ -101,7 +101,7 @@ def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> Ru
         raise BalanceError(
             "the run holds no step with samples: a record is written every 64 steps, and when the run ends."
         )
-    record = in_one_unit(RunRecord(record.info, tuple(record.steps[index] for index in kept)))
+    record = RunRecord(record.info, tuple(record.steps[index] for index in kept))
     if beforehand is not None:
         steps = tuple(beforehand.steps[index] for index in kept if index < len(beforehand.steps))
         beforehand = RunRecord(beforehand.info, steps)

@@ -1,10 +1,10 @@
 """Converts predicted costs to the time axis: seconds where they are known, else the cost's own unit.
 
-    costs are seconds (a calibration)      predicted seconds are shown as they are
+    costs are seconds                      predicted seconds are shown as they are
     costs are tokens or FLOPs, measured    scaled by one number, the median over steps of measured / predicted
     costs are tokens or FLOPs, planned     shown in tokens or FLOPs
 
-Measurements are of one pipeline stage, so one stage is shown; a calibration is of the whole model, and is
+Measurements are of one pipeline stage, so one stage is shown; costs in seconds are of the whole model, and are
 scaled to a stage. Where ranks wait for one another inside a micro-batch, only the slowest rank's time is its own.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.planner.metrics import sync_group_size
-from megatron_balance.record.judging import costs_of_rows, recosted
+from megatron_balance.record.judging import costs_of_rows
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 
@@ -30,15 +30,13 @@ class TimeScale:
 
     Attributes:
         unit: `s`, `tokens` or `FLOP`.
-        per_cost: units per unit of the run's first cost model.
-        per_learned_cost: units per unit of a cost model that was learned in training, which counts attoseconds.
+        per_cost: units per unit of the run's cost model.
         fitted: `per_cost` was fitted to measured seconds.
-        info: of the run, with its first cost model.
+        info: of the run.
     """
 
     unit: str
     per_cost: float
-    per_learned_cost: float
     fitted: bool
     info: RunInfo
 
@@ -48,13 +46,7 @@ class TimeScale:
 
     def of_cost(self, step: StepRecord) -> float:
         """Units of one count of the step's cost grid."""
-        scale = self.per_learned_cost if is_learned(step, info=self.info) else self.per_cost
-        return float(2**step.cost_shift) * scale
-
-
-def is_learned(step: StepRecord, *, info: RunInfo) -> bool:
-    """True if calibration in training has changed the cost model before this step."""
-    return step.cost_model != info.cost_model
+        return float(2**step.cost_shift) * self.per_cost
 
 
 def is_measured(step: StepRecord) -> bool:
@@ -62,42 +54,18 @@ def is_measured(step: StepRecord) -> bool:
     return not np.isnan(step.seconds).any()
 
 
-def in_one_unit(record: RunRecord) -> RunRecord:
-    """The record; without any measured step, all costs are recomputed with the first cost model."""
-    if any(is_measured(step) for step in record.steps):
-        return record
-    info = record.info
-    return RunRecord(info, tuple(recosted(step, cost_model=info.cost_model, info=info) for step in record.steps))
-
-
 def time_scale(record: RunRecord) -> TimeScale:
-    """The scale of a record that is `in_one_unit`."""
+    """The scale of a record."""
     info = record.info
     stages = info.topology.pp_size
     in_seconds = info.cost_name == "seconds"
-    exact = 1 / UNITS_PER_SECOND / stages
-    first, learned = (
-        _fitted(
-            [step for step in record.steps if is_measured(step) and is_learned(step, info=info) == wanted], info=info
-        )
-        for wanted in (False, True)
-    )
-    if in_seconds and stages == 1:
-        first = None
-    elif first is None and learned is not None:
-        # Calibration had a fit before the first measured step: its seconds are used for the steps before as well.
-        step = next(step for step in record.steps if is_learned(step, info=info))
-        before = recosted(step, cost_model=info.cost_model, info=info)
-        ratio = (float(step.cost_grid.sum()) * 2.0**step.cost_shift) / (
-            float(before.cost_grid.sum()) * 2.0**before.cost_shift
-        )
-        first = learned * ratio
-    shown_in_seconds = in_seconds or first is not None
+    fitted = None
+    if not in_seconds or stages > 1:
+        fitted = _fitted([step for step in record.steps if is_measured(step)], info=info)
     return TimeScale(
-        unit="s" if shown_in_seconds else _UNITS.get(info.cost_name, "cost"),
-        per_cost=first if first is not None else exact if in_seconds else 1 / stages,
-        per_learned_cost=learned if learned is not None and stages > 1 else 1 / UNITS_PER_SECOND,
-        fitted=first is not None,
+        unit="s" if in_seconds or fitted is not None else _UNITS.get(info.cost_name, "cost"),
+        per_cost=fitted if fitted is not None else (1 / UNITS_PER_SECOND if in_seconds else 1) / stages,
+        fitted=fitted is not None,
         info=info,
     )
 

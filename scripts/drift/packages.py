@@ -11,7 +11,6 @@ from drift.sources import Sources
 from megatron_balance.hooking import Hook
 from megatron_balance.mcore.bridge import BRIDGE_HOOKS
 from megatron_balance.mcore.hooks import HOOKS
-from megatron_balance.mcore.rl_bins import RL_HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
 FINGERPRINTS = ROOT / "patches" / "fingerprints"
@@ -42,13 +41,11 @@ class Package:
         name: under which the registry has it.
         marker: module by which its sources are known.
         hooks: functions that are replaced, in every release.
-        branch_hooks: likewise, where the definition is that a section of relied.txt names.
     """
 
     name: str
     marker: str
     hooks: Sequence[Hook] = ()
-    branch_hooks: Sequence[Hook] = ()
 
     def rows_of(self, version: str) -> list[Row]:
         """Definitions that are relied on in a release."""
@@ -59,7 +56,6 @@ class Package:
         rows: list[Row] = []
         for (name, condition), section in relied().items():
             if name == self.name and condition and sources.find(condition) is not None:
-                rows += [hook for hook in self.branch_hooks if hook.target.split(":")[0] == condition.split(":")[0]]
                 rows += section
         return rows
 
@@ -109,7 +105,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 PACKAGES = (
-    Package("megatron-core", "megatron.core.package_info", hooks=HOOKS, branch_hooks=RL_HOOKS),
+    Package("megatron-core", "megatron.core.package_info", hooks=HOOKS),
     Package("transformer-engine", "transformer_engine.pytorch.attention"),
     Package(
         "megatron-bridge",

@@ -26,10 +26,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlock  # noqa: E402
+from model_config import block_spec_of, transformer_config_of  # noqa: E402
 from small_shapes import DENSE, EXPERTS, LATENT, LAYERS, LENGTHS, SEQUENCES, SHAPES  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from megatron_balance.mcore.calibration.model_config import block_spec_of, transformer_config_of  # noqa: E402
 from megatron_balance.model.layers import Layer  # noqa: E402
 from megatron_balance.model.shape import ModelShape  # noqa: E402
 

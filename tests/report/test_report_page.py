@@ -14,7 +14,6 @@ from recorded_runs import COST_MODEL, run_info, write_record
 
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.cli import main
-from megatron_balance.cost import Calibration
 
 pytest.importorskip("plotly")
 
@@ -159,20 +158,6 @@ def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
     assert kinds == ["measured"] * 64 + ["predicted"] * 2
 
 
-def test_a_calibration_is_drawn_with_its_own_measurements(tmp_path: Path) -> None:
-    write_record(tmp_path / "record", num_steps=1)
-    measurements = tuple(
-        {"lengths": [size], "seconds": 1e-3 * size, "predicted": 1.01e-3 * size, "held_out": size % 2 == 0}
-        for size in range(1, 9)
-    )
-    Calibration(linear=1e-3, held_out_error=0.01, measurements=measurements).write(tmp_path / "calibration.json")
-    page, _ = report(tmp_path, tmp_path / "record", "--calibration", tmp_path / "calibration.json")
-    figures = json.loads(re.findall(r'id="figures">(.*?)</script>', page)[0])
-    (chart,) = [figure for figure in figures if figure["name"] == "calibration"]
-    assert [trace["name"] for trace in chart["figure"]["data"]] == ["equal", "fitted", "held out"]
-    assert "held out it is off by 1.0%" in page
-
-
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     out = tmp_path / "plan.json"
@@ -199,7 +184,6 @@ def test_a_plan_alone_and_a_record_beside_it(plan: Path, tmp_path: Path) -> None
         (["RECORD", "--iterations", "7"], "--iterations is '7': it must be A:B"),
         (["RECORD", "--iterations", "90:"], "the run has steps 1 to 6"),
         (["RECORD", "RECORD"], "give one record, one plan, or one of each"),
-        (["RECORD", "--calibration", "missing.json"], "the calibration 'missing.json' cannot be read"),
         (["RECORD/run.json"], "is no plan: make one with megatron-balance plan --json"),
         (["RECORD", "PLAN"], "the plan is for --dp-size 4, the run had 2"),
     ],

@@ -26,7 +26,7 @@ class SlimeOptions:
     """Options of the plans of rollout batches.
 
     Attributes:
-        cost: `flops`, `tokens` or the path of a calibration.json; by default FLOPs.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default FLOPs.
         model: model whose FLOPs are counted: a preset's name, a Hugging Face config.json or a ModelShape; by
             default the one that slime's arguments describe, or, for a `--spec` that goes beyond them, the
             config.json of `--hf-checkpoint`.

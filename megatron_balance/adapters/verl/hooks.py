@@ -222,7 +222,7 @@ def install(
     Args:
         model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
             `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
-        cost: `flops`, `tokens` or the path of a calibration.json; by default flops where there is a model.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
         keep_minibatch: the trainers always balance inside mini-batches; False to leave it to verl's caller, which
             does not ask for it in verl 0.9.
         dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.

@@ -47,7 +47,7 @@ def choose_workload(model: Model | None = None, *, cost: str | None = None) -> C
 
     Args:
         model: model whose FLOPs count; None for verl's own formula, or for tokens.
-        cost: `flops`, `tokens` or the path of a calibration.json; by default flops where there is a model.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
 
     Raises:
         BalanceError: the model or the cost is not known, or the factor is not a positive integer.

@@ -1,6 +1,6 @@
 """Resolves the cost model of a comparison, and the seconds per unit of cost, from flags or a recorded run.
 
-    --cost tokens | flops | calibration.json     that cost
+    --cost tokens | flops | seconds.json         that cost
     --model                                      its FLOPs
     a recorded run                               the cost that the run planned with
     nothing                                      tokens
@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from megatron_balance.cli.comparison.communication import ASSUMED_LINKS, cp_link, exchange_cost
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.communication import Link
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import find_shape, resolve_cost
@@ -116,7 +118,7 @@ class CostSource:
         if not self.holds_at(topology):
             raise BalanceError(
                 "the recorded run's costs hold for its own context-, tensor- and expert-parallel ranks, and others are "
-                "asked about: add --model, or --cost calibration.json."
+                "asked about: add --model, or --cost seconds.json."
             )
         return self.record.info.cost_model
 
@@ -130,7 +132,7 @@ class CostSource:
         if topology.dynamic_cp:
             return priced
         if self.cost is not None and cost_name == "seconds":
-            # A calibration's costs are those of one rank already: each receives (c-1)/c of a sample.
+            # Fitted costs are those of one rank already: each receives (c-1)/c of a sample.
             received = priced.cp_exchange * (topology.cp_size - 1) // topology.cp_size
             return replace(priced, linear=priced.linear + received, cp_exchange=0)
         return priced.at_cp_size(topology.cp_size)
@@ -143,7 +145,7 @@ class CostSource:
         return exchange_cost(self.shape, topology=topology, link=self.cp_link(topology), cost_name=cost_name)
 
     def _own_exchange(self, topology: Topology, *, cost_name: str) -> int:
-        """The exchange that the recorded run planned with or the calibration measured; 0 without either."""
+        """The exchange that the recorded run planned with or the file has; 0 without either."""
         if self.record is not None and self.cost is None and self.model is None:
             return self.record.info.cost_model.cp_exchange
         return self._chosen(self.cost, topology).cp_exchange if self.cost and cost_name == "seconds" else 0
@@ -159,6 +161,12 @@ class CostSource:
     def shape(self) -> ModelShape | None:
         """The model of `--model`."""
         return None if self.model is None else find_shape(self.model)
+
+    def extrapolation(self, longest: int) -> str:
+        """A notice where sequences are longer than those that `--cost` was measured on; else empty."""
+        if self.cost is None or not self.cost.endswith(".json"):
+            return ""
+        return Calibration.read(Path(self.cost)).extrapolation(longest)
 
     def holds_at(self, topology: Topology) -> bool:
         """True if the cost is known on these ranks; a recorded run's own cost holds for its own ranks only."""
@@ -176,7 +184,7 @@ class CostSource:
         return self._planning_as_judged(topology) if self.cost_name == "flops" else None
 
     def calibrated_model(self, topology: Topology) -> CostModel | None:
-        """The cost model that `--balance-calibration` plans with; None without a calibration."""
+        """The cost model that `--balance-cost` plans with; None without seconds."""
         return self._planning_as_judged(topology) if self.cost_name == "seconds" else None
 
     def _planning_as_judged(self, topology: Topology) -> CostModel:
@@ -208,7 +216,7 @@ class CostSource:
         if self.peak_tflops is not None and self.efficiency is None:
             source += ", an assumption (--efficiency)"
         if not self.rate(topology).is_absolute:
-            source += " (for seconds: --peak-tflops, or --cost calibration.json)"
+            source += " (for seconds: --peak-tflops, or --cost seconds.json)"
         if self.counts_communication and self.exchange(topology, cost_name=self.cost_name) and self.shape is not None:
             stated = f"{self.cp_bandwidth:g} GB/s" if self.cp_bandwidth else f"{ASSUMED_LINKS} (--cp-bandwidth)"
             source += f". Context-parallel ranks receive {stated}"

@@ -20,7 +20,7 @@ examples:
   megatron-balance compare chats.parquet --tokenizer Qwen3-8B/ --text-key messages --save-lengths lengths.npy \\
       --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --model Qwen3-8B
   megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
-      --model Qwen3-8B --cost calibration.json
+      --model Qwen3-8B --cost seconds.json
   megatron-balance compare synthetic:servegen_mlarge:20000 --global-batch-size 256 --dp-size 8 \\
       --max-tokens-per-gpu 16384 --model Qwen3-8B --sweep dp_size=2,4,8,16 --sweep cp_size=1,2 --chart sweep.html
   megatron-balance compare pages.parquet --image-key image_grid_thw --global-batch-size 256 --dp-size 8 \\
@@ -32,13 +32,13 @@ policies (their flags are printed below the table):
   packed        every rank packs the samples it loaded, first fit
   balance-data  samples move, ranks are made even in tokens
   by-flops      samples move, ranks are made even in FLOPs of --model, those of images (--image-key) included
-  calibrated    samples move, ranks are made even in the seconds of --cost calibration.json
+  calibrated    samples move, ranks are made even in the seconds of --cost seconds.json
   dynamic CP    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
                 where training does not refuse it
 
 columns, means over the steps:
   step s         predicted time of a step, forward and backward. Shown where its speed is known: --peak-tflops,
-                 a calibration, or a recorded run that was measured
+                 a seconds.json, or a recorded run that was measured
   tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
   speed          predicted time under stock over this policy's
   no comm.       speed if communication between context-parallel ranks were free; dynamic CP is planned again for it
@@ -61,7 +61,7 @@ size and with dynamic CP; no overlap with attention is assumed, so this is an up
 FLOPs are those this package plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in
 training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} additional tokens on each context-parallel
 rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, differ: choose --efficiency
-for these FLOPs, or better, calibrate.
+for these FLOPs, or better, use fit.
 
 {MODELS_HELP}
 """

@@ -4,7 +4,7 @@ stock          sample i goes to rank i % dp_size, one sample a micro-batch: Mega
 packed         every rank packs the samples it loaded, first fit, up to the token cap
 balance-data   samples move; ranks are made even in tokens, first fit
 by-flops       samples move; ranks are made even in FLOPs, by the chosen algorithm
-calibrated     as by-flops, in seconds of a calibration
+calibrated     as by-flops, in the seconds of --cost seconds.json
 dynamic CP     the last of these, with dynamic context-parallel sizes
 
 Invariant: one cost model judges all policies; each is planned with the cost that its flags select in training.

@@ -199,8 +199,7 @@ class Question:
             policies.append(Policy("by-flops", flags=flags, cost_model=flops, algorithm=self.algorithm))
         calibrated = self.costs.calibrated_model(setting.topology)
         if calibrated is not None:
-            # A run that learnt its costs in training, or from a file.
-            how = f"--balance-calibration {self.costs.cost}" if self.costs.cost else "--balance-calibrate-online"
+            how = f"--balance-cost {self.costs.cost or 'seconds.json'}"  # of a recorded run the file is not known
             policies.append(
                 Policy("calibrated", flags=f"{flags} {how}", cost_model=calibrated, algorithm=self.algorithm)
             )

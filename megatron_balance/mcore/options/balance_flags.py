@@ -76,7 +76,7 @@ BALANCE_FLAGS = (
             because="it refines --balance-by-flops, which is not set",
             remedy="add that, or drop it",
         )
-        for name in ("balance_calibration", "balance_calibrate_online")
+        for name in ("balance_cost",)
     ),
     Option(
         names=("balance_context_parallel",),

@@ -8,7 +8,7 @@ from megatron_balance.mcore.options.option import Option, Support
 _DOCUMENTS = both(given("dataloader_inter_document_masking"), negated(given("sft")))
 
 _EVERY_STAGE_LOADS = either(
-    given("balance_load_every_stage", "balance_calibrate_online"),
+    given("balance_load_every_stage"),
     both(given("mtp_num_layers"), given("pipeline_model_parallel_layout")),
 )
 
@@ -85,7 +85,7 @@ TRAINING_LOOP = (
     ),
     Option(
         names=("dataloader_inter_document_masking", "pipeline_model_parallel_size"),
-        case="above 2, where stages in between load (--balance-load-every-stage, --balance-calibrate-online, "
+        case="above 2, where stages in between load (--balance-load-every-stage, "
         "--mtp-num-layers with --pipeline-model-parallel-layout)",
         support=Support.REFUSED,
         when=both(_DOCUMENTS, above("pipeline_model_parallel_size", 2), _EVERY_STAGE_LOADS),

@@ -35,8 +35,7 @@ class BalanceConfig:
         dynamic_cp: each micro-batch has a context-parallel size of its own.
         max_cp_size: the largest such size, or None for as large as the ranks allow.
         balance_by_flops: FLOPs are the cost.
-        calibration: path of a calibration.json whose seconds are the cost in place of FLOPs, or None.
-        calibrate_online: seconds measured in the run are the cost, once there are some.
+        cost_file: path of a seconds.json whose seconds are the cost in place of FLOPs, or None.
         objective: `auto`, `step`, `microbatch` or `pipeline`.
         algorithm: `auto`, or a name in the planner's `partition.ALGORITHMS`.
         overlap: prepare the next step while this one runs.
@@ -54,8 +53,7 @@ class BalanceConfig:
     dynamic_cp: bool = False
     max_cp_size: int | None = None
     balance_by_flops: bool = False
-    calibration: str | None = None
-    calibrate_online: bool = False
+    cost_file: str | None = None
     objective: str = "auto"
     algorithm: str = "auto"
     overlap: bool = True
@@ -90,8 +88,7 @@ class BalanceConfig:
             dynamic_cp=args.balance_context_parallel is not None,
             max_cp_size=_max_cp_size(args),
             balance_by_flops=bool(args.balance_by_flops),
-            calibration=args.balance_calibration,
-            calibrate_online=args.balance_calibrate_online,
+            cost_file=args.balance_cost,
             objective=args.balance_objective,
             algorithm=args.balance_algorithm,
             overlap=args.balance_overlap,
@@ -112,7 +109,7 @@ class BalanceConfig:
         """The cost at the start of the run: `tokens`, `flops` or `seconds`."""
         if not self.balance_by_flops:
             return "tokens"
-        return "flops" if self.calibration is None else "seconds"
+        return "flops" if self.cost_file is None else "seconds"
 
     @property
     def policy(self) -> str:
@@ -122,8 +119,7 @@ class BalanceConfig:
             "--balance-data": self.balance_data,
             f"--balance-context-parallel {self.max_cp_size or ''}".rstrip(): self.dynamic_cp,
             "--balance-by-flops": self.balance_by_flops,
-            "--balance-calibration": self.calibration is not None,
-            "--balance-calibrate-online": self.calibrate_online,
+            "--balance-cost": self.cost_file is not None,
             f"--balance-shape-bucket {self.shape_bucket}": self.shape_bucket > 1,
             f"--balance-objective {self.objective}": self.objective != "auto",
             f"--balance-algorithm {self.algorithm}": self.algorithm != "auto",
@@ -155,8 +151,16 @@ class BalanceConfig:
 
 
 def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostModel:
-    """Tokens, the FLOPs of the model that the run's own arguments describe, or the seconds of a calibration."""
+    """Tokens, the FLOPs of the model that the run's own arguments describe, or the seconds of --balance-cost."""
     return _costs_of_run(args, config=config).cost_model
+
+
+def extrapolation_from_megatron_args(args: Any, *, config: BalanceConfig) -> str:
+    """A notice where samples may be longer than those that --balance-cost was measured on; else empty."""
+    if config.cost_file is None:
+        return ""
+    notice = Calibration.read(Path(config.cost_file)).extrapolation(args.seq_length)
+    return f"--balance-cost {config.cost_file}: {notice}" if notice else ""
 
 
 def exchange_source(args: Any, *, config: BalanceConfig) -> str | None:
@@ -168,8 +172,8 @@ def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
     if not config.balance_by_flops:
         return ExchangeCost(CostModel.tokens(), "not counted beside tokens: add --balance-by-flops")
     calibration = None
-    if config.calibration is not None:
-        calibration = Calibration.read(Path(config.calibration))
+    if config.cost_file is not None:
+        calibration = Calibration.read(Path(config.cost_file))
         # Where sizes differ, the planner shares a sample's cost among its context-parallel ranks itself.
         cp_size = 1 if config.dynamic_cp else args.context_parallel_size
         costs = calibration.cost_model(
@@ -177,7 +181,7 @@ def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
             model_parallel_size=args.tensor_model_parallel_size * cp_size,
         )
     else:
-        costs = getattr(args, "balance_cost", None) or flops_from_megatron_args(args)
+        costs = getattr(args, "balance_cost_model", None) or flops_from_megatron_args(args)
     if not config.dynamic_cp:
         return ExchangeCost(replace(costs, cp_exchange=0), "")
     return exchange_cost(costs, args=args, max_cp_size=config.max_cp_size, calibration=calibration)
@@ -199,7 +203,7 @@ def flops_from_megatron_args(args: Any) -> CostModel:
 
 def patch_values_from_megatron_args(args: Any, *, cost_model: CostModel) -> int:
     """Numbers of a patch of the model's vision encoder; 0 where images cost nothing or a patch's size is not known."""
-    if not cost_model.image_linear or getattr(args, "balance_cost", None) is not None:
+    if not cost_model.image_linear or getattr(args, "balance_cost_model", None) is not None:
         return 0
     vision = _shape_of_run(args).vision
     return 0 if vision is None else vision.patch_values

@@ -1,4 +1,4 @@
-"""Adds the cost of receiving keys and values to a run's cost model: measured by its calibration, or from a link.
+"""Adds the cost of receiving keys and values to a run's cost model: measured (`--balance-cost`), or from a link.
 
 One value serves a run: that between nodes where a context-parallel group may reach over several, else that within a
 node. Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and torchrun puts
@@ -40,10 +40,10 @@ def exchange_cost(
     """Add the exchange to a run's cost model.
 
     Args:
-        cost_model: FLOPs, or the seconds of the calibration.
+        cost_model: FLOPs, or the seconds of `--balance-cost`.
         args: Megatron's arguments.
         max_cp_size: the largest context-parallel size, None for as large as the ranks allow.
-        calibration: of the run, None where it counts FLOPs.
+        calibration: of `--balance-cost`, None where it counts FLOPs.
 
     Raises:
         BalanceError: the model has layers that are not split by a ring of keys and values.
@@ -51,12 +51,12 @@ def exchange_cost(
     between = spans_nodes(args, max_cp_size=max_cp_size)
     where = "between nodes" if between else "within a node"
     if calibration is not None and calibration.exchange_seconds(between_nodes=between) is not None:
-        # The calibration is of all heads; each tensor-parallel rank receives its own.
+        # The file is of all heads; each tensor-parallel rank receives its own.
         measured = calibration.cost_model(
             model_parallel_size=args.tensor_model_parallel_size, between_nodes=between
         ).cp_exchange
         cost_model = replace(cost_model, cp_exchange=measured)
-        return ExchangeCost(cost_model, f"{_part(cost_model)}, measured {where} by the calibration")
+        return ExchangeCost(cost_model, f"{_part(cost_model)}, measured in the run of --balance-cost")
     shape, link = ModelShape.from_megatron_args(args), BETWEEN_NODES if between else WITHIN_NODE
     how: dict[str, Any] = {
         "bytes_per_number": 2 if args.bf16 or args.fp16 else 4,
@@ -70,8 +70,8 @@ def exchange_cost(
     cost_model = replace(cost_model, cp_exchange=assumed)
     source = (
         f"{_part(cost_model)}, assumed from {link.bytes_per_second / 1e9:g} GB/s {where}"
-        f"{'' if calibration else f' and {link.flops_per_second / 1e12:g} TFLOP/s'}; megatron-balance calibrate, "
-        "started by torchrun, measures it"
+        f"{'' if calibration else f' and {link.flops_per_second / 1e12:g} TFLOP/s'}; megatron-balance fit "
+        "measures it in a run with --balance-context-parallel"
     )
     return ExchangeCost(cost_model, source)
 

@@ -21,8 +21,6 @@ def loads_on_every_stage(args: Any) -> bool:
     Args:
         args: Megatron's validated arguments.
     """
-    if args.balance_calibrate_online:
-        return True  # it is fitted to the micro-batches of every stage, by the plan
     if getattr(args, "mtp_num_layers", None) and getattr(args, "pipeline_model_parallel_layout", None):
         return True  # a layout may put the layers of multi-token prediction, which read tokens, on any stage
     if args.balance_load_every_stage is not None:

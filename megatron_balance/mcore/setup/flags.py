@@ -21,6 +21,8 @@ from megatron_balance.planner.objectives import objective_names
 UNITS = ("segment", "sample")
 ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
 REMOVED_FLAGS = {
+    "--balance-calibration": "give --balance-cost a file of megatron-balance fit.",
+    "--balance-calibrate-online": "record a few steps, and give --balance-cost the file of megatron-balance fit.",
     "--balance-exchange": "samples move between CPUs while the step before runs, as gloo did; drop it.",
     "--balance-lookahead": "use --balance-context-parallel, which gives more and keeps the order of the data.",
     "--balance-memory-gib": "give --max-tokens-per-gpu a number; the log says after a few steps what memory allows.",
@@ -103,17 +105,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "in place of first-fit. Requires --use-dynamic-batch-size.",
     )
     group.add_argument(
-        "--balance-calibration",
+        "--balance-cost",
         metavar="FILE",
         default=None,
-        help="Count the seconds of a calibration.json (megatron-balance calibrate) in place of FLOPs. Refines "
-        "--balance-by-flops.",
-    )
-    group.add_argument(
-        "--balance-calibrate-online",
-        action="store_true",
-        help="Measure the run's own micro-batches and count the seconds they show, fitted anew after 4, 8, 16, 32 and "
-        "every 64 steps, the same on every rank, kept with the checkpoint. Refines --balance-by-flops.",
+        help="Count the seconds of a seconds.json (megatron-balance fit), not FLOPs. Refines --balance-by-flops.",
     )
     group.add_argument(
         "--balance-objective",

@@ -61,12 +61,6 @@ def args_of_loop(
     chunks = model if isinstance(model, list) else [model]
     config, inner = get_model_config(chunks[0]), unwrap_model(chunks[0])
     parsed = parse_balance_flags([*_OWN_FLAGS, "--max-tokens-per-gpu", str(max_tokens_per_gpu), *flags])
-    if parsed.balance_calibrate_online:
-        raise BalanceError(
-            "--balance-calibrate-online is set in a hand-written loop: its state is saved with the checkpoints of "
-            "Megatron's own loop; "
-            "drop it, or train with megatron.training."
-        )
     if parsed.balance_evaluation and not eval_iters:
         raise BalanceError(
             "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
@@ -83,7 +77,7 @@ def args_of_loop(
         )
     vars(args).update(_parallel_sizes(parallel_state, num_chunks=len(chunks)))
     vars(args).update(_of_model(chunks[0], inner=text))
-    args.balance_cost = cost if isinstance(cost, CostModel) else None
+    args.balance_cost_model = cost if isinstance(cost, CostModel) else None
     args.balance_shape = cost if isinstance(cost, ModelShape) else None
     if text is not inner:
         vars(args).update(_of_llava(inner, args=args))
@@ -107,7 +101,7 @@ def _of_llava(model: Any, *, args: Namespace) -> dict[str, Any]:
             f"pipeline_model_parallel_size is {args.pipeline_model_parallel_size}: LLaVAModel pads each micro-batch to "
             "language_max_sequence_length then, which packed sequences do not survive. Train it without a pipeline."
         )
-    if args.balance_by_flops and args.balance_cost is None and args.balance_shape is None:
+    if args.balance_by_flops and args.balance_cost_model is None and args.balance_shape is None:
         raise BalanceError(
             "LLaVAModel has an encoder, which is not read from its modules: give cost, a ModelShape with vision, "
             "or the flag --no-balance-by-flops."

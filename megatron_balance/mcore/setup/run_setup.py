@@ -24,6 +24,7 @@ from megatron_balance.mcore.setup.arguments import (
     BalanceConfig,
     cost_model_from_megatron_args,
     exchange_source,
+    extrapolation_from_megatron_args,
     patch_values_from_megatron_args,
     topology_from_megatron_args,
 )
@@ -66,6 +67,7 @@ class RunSetup:
         cost_model: of a sample.
         patch_values: numbers of a patch of the vision encoder; 0 where that is not known.
         exchange_source: where its cost of context-parallel exchange comes from, or None where all sizes are the same.
+        extrapolation: a notice where samples may be longer than those that costs were measured on; else empty.
         timeout: of collectives.
         micro_batch_size: samples of an item.
         eval_micro_batch_size: samples of an item in evaluation.
@@ -90,6 +92,7 @@ class RunSetup:
     cost_model: CostModel
     patch_values: int
     exchange_source: str | None
+    extrapolation: str
     timeout: timedelta
     micro_batch_size: int
     eval_micro_batch_size: int
@@ -128,7 +131,7 @@ class RunSetup:
         """Reads validated arguments.
 
         Raises:
-            BalanceError: a calibration that cannot be read, or a model whose FLOPs are not known.
+            BalanceError: a file of --balance-cost that cannot be read, or a model whose FLOPs are not known.
         """
         topology = topology_from_megatron_args(args)
         cost_model = cost_model_from_megatron_args(args, config=config)
@@ -139,6 +142,7 @@ class RunSetup:
             cost_model=cost_model,
             patch_values=patch_values_from_megatron_args(args, cost_model=cost_model),
             exchange_source=exchange_source(args, config=config),
+            extrapolation=extrapolation_from_megatron_args(args, config=config),
             timeout=timeout_of(args),
             micro_batch_size=args.micro_batch_size,
             # Megatron's from 0.18 on; a hand-written loop has none either.
@@ -234,8 +238,8 @@ def _settings(local: _LocalDecision, *, args: Any) -> Mapping[str, str]:
     settings |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}
     settings |= {field.name: str(getattr(setup.config, field.name)) for field in fields(setup.config)}
     settings["record"] = "off" if setup.config.record is None else "on"  # ranks may name the folder differently
-    if setup.config.calibration is not None:
-        settings["calibration"] = "a file"  # ranks may name the file differently; its content is in the cost model
+    if setup.config.cost_file is not None:
+        settings["cost_file"] = "a file"  # ranks may name the file differently; its content is in the cost model
     settings |= {name: str(getattr(args, name, None)) for name in MEGATRON_SETTINGS}
     settings["balanced evaluation"] = str(setup.balances_evaluation)
     settings |= {"topology": str(setup.topology), "cost model": str(setup.cost_model)}

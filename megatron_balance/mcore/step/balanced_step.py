@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.mcore.step.own_slots import Microbatch
 from megatron_balance.planner.schedule import DataSchedule
@@ -26,7 +25,6 @@ class BalancedStep:
         microbatches: packed, or None on a rank that reads no data.
         schedule: the plan, or None on a rank that reads no data.
         fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
-        calibration: what online calibration knew when this step was planned, or None without it.
         plan_seconds: spent planning.
         plan_level: of the plans after this one (`plan_budget.py`), the same on every rank.
         exchange_seconds: spent splitting, gathering, rerouting, packing and agreeing.
@@ -46,7 +44,6 @@ class BalancedStep:
     microbatches: list[Microbatch] | None = None
     schedule: DataSchedule | None = None
     fingerprint: int = 0
-    calibration: CalibrationState | None = None
     plan_seconds: float = 0.0
     plan_level: int = 0
     exchange_seconds: float = 0.0

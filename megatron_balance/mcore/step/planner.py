@@ -21,7 +21,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import megatron_balance
-from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
@@ -64,7 +63,6 @@ class StepPlanner:
             this rank loads no data.
         dp_rank: data-parallel rank of this one, where it has no dp_group.
         cp_rank: context-parallel rank of this one.
-        calibration: learns the seconds of micro-batches and then replaces `cost_model`, or None.
         origin: which sample of the data set a row is, or None where that is not known.
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
@@ -85,7 +83,6 @@ class StepPlanner:
         dp_group: dist.ProcessGroup | None,
         dp_rank: int = 0,
         cp_rank: int = 0,
-        calibration: OnlineCalibration | None = None,
         origin: SampleOrigin | None = None,
         ranks_per_node: int | None = None,
         pin_memory: bool = False,
@@ -98,7 +95,6 @@ class StepPlanner:
         self.cost_model = cost_model
         self.dp_rank = dp_rank if dp_group is None else dp_group.rank()
         self.cp_rank = cp_rank
-        self.calibration = calibration
         self._dp_group = dp_group
         self._splitter = ItemSplitter(unit=config.unit, unpad=config.unpad, origin=origin)
         self.ranks_per_node = ranks_per_node
@@ -107,7 +103,6 @@ class StepPlanner:
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
         self._patch_values = patch_values if counts_images else None
         self._buffers = HostBuffers()
-        self._calibrated_step = -1
         self._plans = PlanProcess(timeout=timeout / 2)
         has_levels = config.balance_data and config.partition_algorithm in ("auto", "level_packing")
         self.budget = PlanBudget(fixed=config.deterministic or topology.dynamic_cp or not has_levels)
@@ -187,11 +182,6 @@ class StepPlanner:
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         plan_started = time.perf_counter()
-        if self.calibration is not None:
-            if step > self._calibrated_step:
-                self.calibration.begin_step()
-                self._calibrated_step = step
-            self.cost_model = self.calibration.cost_model
         schedule = self._plan(gathered)
         planned = time.perf_counter()
         if len(gathered.lengths) >= MIN_SAMPLES:  # smaller plans take milliseconds at any level
@@ -239,7 +229,6 @@ class StepPlanner:
             cp_sizes=own.cp_sizes if own.leaves else None,
             leaves=own.leaves,
             reported=gathered.reported,
-            calibration=None if self.calibration is None else self.calibration.state,
             plan_seconds=planned - plan_started,
             plan_level=plan_level,
             exchange_seconds=time.perf_counter() - planned + plan_started - started,

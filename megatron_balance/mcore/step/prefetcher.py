@@ -25,10 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_balance.calibration.online import CalibrationState
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.background import BackgroundThread
 from megatron_balance.mcore.step.balanced_step import BalancedStep
@@ -149,26 +147,6 @@ class StepPrefetcher:
                 return None  # on every rank: `balance` makes the step again, and raises if that fails too
 
         self._prepared = self._thread.submit(work)
-
-    def save(self, folder: Path) -> None:
-        """Write the state after the newest step: the calibration; nothing without it.
-
-        State of an earlier run in the folder is removed.
-        """
-        rank = self.planner.dp_rank
-        if rank == 0:
-            learned = None if self.planner.calibration is None else self.planner.calibration.state
-            if self._last is not None:
-                learned = self._last.calibration  # the thread may have planned a step that is not run yet
-            if learned is not None:
-                learned.write(folder)
-            else:
-                CalibrationState.forget(folder)
-
-    def restore(self, folder: Path) -> None:
-        """Read the state, before the first step."""
-        if self.planner.calibration is not None:
-            self.planner.calibration.state = CalibrationState.read(folder)
 
     def _pull(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> Pulled:
         iterator, ahead = self._sources.of(data_iterator)

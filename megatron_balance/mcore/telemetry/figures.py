@@ -37,7 +37,6 @@ class Figures:
             by several data-parallel ranks.
         moved_fraction_unlabelled: the same, had interchangeable ranks not been exchanged.
         plan_seconds, exchange_seconds, exposed_seconds: see BalancedStep.
-        calibration_error: median relative error of the online calibration.
         tokens_at_cp: tokens that ran at context-parallel sizes 1, 2, 4 …, over all tokens; none where all micro-batches
             have the run's size.
     """
@@ -54,7 +53,6 @@ class Figures:
     plan_seconds: float = _UNKNOWN
     exchange_seconds: float = _UNKNOWN
     exposed_seconds: float = _UNKNOWN
-    calibration_error: float = _UNKNOWN
     tokens_at_cp: tuple[float, ...] = ()
 
     @property
@@ -75,7 +73,6 @@ class Figures:
         if schedule.home_ranks is not None and not schedule.topology.dynamic_cp:
             moved = int(schedule.lengths[schedule.destinations() != schedule.home_ranks].sum()) / max(tokens, 1)
         unlabelled = schedule.moved_tokens_before_relabel
-        error = None if step.calibration is None else step.calibration.error
         planned = slowest_over_mean(schedule.cost_grid, objective=schedule.objective, topology=schedule.topology)
         return cls(
             planned_imbalance=planned,
@@ -87,7 +84,6 @@ class Figures:
             plan_seconds=step.plan_seconds,
             exchange_seconds=step.exchange_seconds,
             exposed_seconds=step.exposed_seconds,
-            calibration_error=_UNKNOWN if error is None else error,
             tokens_at_cp=_tokens_at_cp(schedule) if schedule.topology.dynamic_cp else (),
         )
 
@@ -146,7 +142,6 @@ def log_line(figures: Figures) -> str:
         f"{figures.over_bound:.4f} of the bound",
         f"micro-batches {figures.num_microbatches:.4g} ({figures.num_shapes:.0f} shapes so far)",
         *([_sizes(figures)] if figures.tokens_at_cp else []),
-        *([] if math.isnan(figures.calibration_error) else [f"calibrated, off by {figures.calibration_error:.1%}"]),
         f"padding {figures.padding_fraction:.1%}",
         *([] if math.isnan(figures.moved_fraction) else [_moved(figures)]),
         f"plan {figures.plan_seconds * 1e3:.1f} ms",

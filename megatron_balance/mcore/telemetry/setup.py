@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_balance.calibration.features import is_slowest, slot_features
-from megatron_balance.calibration.online import OnlineCalibration
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.groups import is_first_of_replica, is_first_of_tensor_group, split_world
@@ -23,7 +21,7 @@ from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.telemetry.device_memory import DeviceMemory
-from megatron_balance.mcore.telemetry.observer import RunObserver, TimedStep, Watcher
+from megatron_balance.mcore.telemetry.observer import RunObserver, Watcher
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
 from megatron_balance.mcore.telemetry.scalars import flush_scalars
@@ -71,8 +69,6 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
         )
         if recording is not None:
             watchers.append(recording)
-    if planner.calibration is not None:
-        watchers.append(CalibrationWatcher(planner.calibration, dp_rank=dp_rank))
     if planner.loads_data:
         watchers.append(DeviceMemory(planner, log=log))
     times_passes = measures and not setup.overlaps_passes
@@ -85,29 +81,6 @@ def _flush_at_exit(observer: RunObserver) -> None:
     with contextlib.suppress(PeerError):  # the run has ended; if by an error, by that of the lost peer
         observer.flush()
     flush_scalars()
-
-
-class CalibrationWatcher(Watcher):
-    """Feeds this rank's measured micro-batches to the online calibration.
-
-    Args:
-        calibration: is fitted to them.
-        dp_rank: of this rank.
-    """
-
-    def __init__(self, calibration: OnlineCalibration, *, dp_rank: int) -> None:
-        self._calibration = calibration
-        self._dp_rank = dp_rank
-
-    def measured(self, timed: TimedStep) -> None:
-        """Add the micro-batches that waited for no other rank."""
-        assert timed.schedule is not None, "with online calibration every stage plans"
-        features = slot_features(timed.schedule, rank=self._dp_rank, cost_model=self._calibration.prior)
-        own = is_slowest(timed.schedule, rank=self._dp_rank)
-        if len(timed.seconds) != timed.num_microbatches:
-            # Several model chunks: only the step as a whole is known.
-            features, own = features.sum(axis=0, keepdims=True), own.all(keepdims=True)
-        self._calibration.add(features[own], seconds=timed.seconds[own])
 
 
 def _recording(

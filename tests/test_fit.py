@@ -1,0 +1,132 @@
+"""`megatron-balance fit`: known coefficients come back, on one size and on sizes of their own, and limits are said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.cli import main
+from megatron_balance.cost import Calibration
+from megatron_balance.record.run_record import RunInfo
+from megatron_balance.record.step import StepRecord
+from megatron_balance.record.writers import PlanWriter, SecondsWriter
+
+FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
+TRUTH = {"per_microbatch": 3e-3, "per_sequence": 2e-4, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-6}
+
+
+def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: float = 0.0, longest: int = 4000) -> Path:
+    """A run whose micro-batches take TRUTH, planned for real; every rank computes its part of shared samples."""
+    info = RunInfo(
+        topology=topology, limits=Limits(4096), cost_model=FLOPS, cost_name="flops", objective="step", policy="by FLOPs"
+    )
+    rng = np.random.default_rng(7)
+    plans = PlanWriter(folder, info=info)
+    num_rows = topology.num_leaves if topology.dynamic_cp else topology.dp_size
+    writers = [SecondsWriter(folder, dp_rank=rank) for rank in range(num_rows)]
+    for iteration in range(1, num_steps + 1):
+        lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, longest)
+        schedule = build_data_schedule(lengths, cost_model=FLOPS, topology=topology, limits=info.limits)
+        plans.add(StepRecord.of_schedule(schedule, iteration=iteration))
+        for rank, writer in enumerate(writers):
+            sizes = schedule.cp_sizes[rank] if topology.dynamic_cp else [1] * schedule.num_microbatches
+            seconds = [
+                seconds_of(lengths[list(slot)], topology=topology, size=size) * max(rng.normal(1, noise), 0.1)
+                for slot, size in zip(schedule.ranks[rank], sizes, strict=True)
+            ]
+            writer.add(iteration, seconds=np.array(seconds))
+    for writer in (plans, *writers):
+        writer.flush()
+    return folder
+
+
+def seconds_of(lengths: np.ndarray, *, topology: Topology, size: int) -> float:
+    padded = (topology.at_cp_size(size) if topology.dynamic_cp else topology).padded_seq_len(lengths)
+    tokens, squares = padded.sum() / size, (padded.astype(float) ** 2).sum() / size
+    return (
+        TRUTH["per_microbatch"]
+        + TRUTH["per_sequence"] * len(padded)
+        + TRUTH["per_token"] * tokens
+        + TRUTH["per_core"] * squares
+        + TRUTH["per_received"] * tokens * (size - 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [
+        pytest.param(Topology(4), 1, id="one-size"),
+        pytest.param(Topology(2, cp_size=2, tp_size=2), 4, id="model-parallel"),
+        pytest.param(Topology(4, dynamic_cp=True), 1, id="sizes-of-their-own"),
+    ],
+)
+def test_known_seconds_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], topology: Topology, ranks: int
+) -> None:
+    longest = 16000 if topology.dynamic_cp else 4000
+    record = write_record(tmp_path / "record", topology, num_steps=6, noise=0.01, longest=longest)
+    assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
+    costs = Calibration.read(tmp_path / "seconds.json")
+    assert costs.linear == pytest.approx(TRUTH["per_token"] * ranks, rel=0.1)
+    assert costs.quadratic == pytest.approx(TRUTH["per_core"] * ranks, rel=0.1)
+    assert costs.per_microbatch == pytest.approx(TRUTH["per_microbatch"], rel=0.2)
+    if topology.dynamic_cp:
+        assert costs.cp_exchange == pytest.approx(TRUTH["per_received"], rel=0.2)
+    assert costs.held_out_error is not None
+    assert costs.held_out_error < 0.02
+    printed = capsys.readouterr().out
+    assert f"it is off by {costs.held_out_error:.1%} (median)" in printed
+    assert "Longer ones are extrapolated" in printed
+
+
+def test_three_steps_are_enough_and_two_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num_steps in (3, 2):
+        record = write_record(tmp_path / f"record{num_steps}", Topology(4), num_steps=num_steps)
+        status = main(["fit", str(record), "--out", str(tmp_path / "seconds.json")])
+        assert status == (0 if num_steps == 3 else 2)
+    assert "measured micro-batches in 2 steps: 3 steps" in capsys.readouterr().err
+
+
+def test_noise_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = write_record(tmp_path / "record", Topology(4), num_steps=4, noise=0.8)
+    assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
+    assert "Warning: that is much." in capsys.readouterr().out
+
+
+def test_compare_says_where_costs_are_extrapolated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = write_record(tmp_path / "record", Topology(4), num_steps=3, longest=1000)
+    costs = tmp_path / "seconds.json"
+    assert main(["fit", str(record), "--out", str(costs)]) == 0
+    lengths = tmp_path / "lengths.npy"
+    for longest in (1000, 3000):
+        np.save(lengths, np.array([100, 200, longest, 300] * 4))
+        batch = ["--global-batch-size", "8", "--dp-size", "2", "--max-tokens-per-gpu", "4096"]
+        assert main(["compare", str(lengths), *batch, "--cost", str(costs)]) == 0
+        said = capsys.readouterr().out
+        assert ("sequences of up to 1000 tokens: up to 3000 is extrapolated" in said) == (longest == 3000)
+
+
+def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = write_record(tmp_path / "record", Topology(2), num_steps=3)
+    assert main(["fit", str(record), "--out", str(tmp_path / "nowhere" / "seconds.json")]) == 2
+    assert "--out is" in capsys.readouterr().err
+    assert main(["fit", str(tmp_path)]) == 2
+    assert "is no record of a run" in capsys.readouterr().err
+    for file in (record).glob("seconds_*.npz"):
+        file.unlink()
+    assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 2
+    assert "no measured micro-batch" in capsys.readouterr().err
+
+
+def test_old_costs_are_read(tmp_path: Path) -> None:
+    """Files of the first release hold the measurements too, which are no longer read."""
+    path = tmp_path / "calibration.json"
+    Calibration(linear=1e-6).write(path)
+    content = json.loads(path.read_text()) | {"measurements": [{"seconds": 1.0, "predicted": 1.0, "held_out": True}]}
+    path.write_text(json.dumps(content))
+    assert Calibration.read(path) == replace(Calibration(linear=1e-6))
