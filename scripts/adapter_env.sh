@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv-NAME: the real packages of one adapter's system, on top of .venv, in an environment of their own so that
-# no two systems' pins clash. What .venv has (torch, pytest, this package) is seen through a .pth file and not
-# installed twice; what NAME's requirements.txt pins comes first.
+# Makes .venv-NAME on top of .venv, in an environment of its own so that no two systems' pins clash: what .venv has
+# (torch, pytest, this package) is seen through a .pth file and not installed twice; what the requirements pin comes first.
 #
-#   scripts/adapter_env.sh NAME [REQUIREMENTS]     NAME: a folder of tests/adapters, or any name for a file given
+#   scripts/adapter_env.sh NAME [REQUIREMENTS [--with-dependencies]]
+#
+# NAME: a folder of tests/adapters, or any name for a file given. Without dependencies, what the packages need beyond
+# .venv is listed in the file, one by one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,6 +24,7 @@ echo "import site; site.addsitedir('$(site_packages .venv/bin/python)')" \
 if grep -q '^torch==' "$requirements"; then
     cp -rs "$(site_packages .venv/bin/python)/nvidia" "$(site_packages ".venv-$name/bin/python")"
 fi
-# Without their dependencies: what they need beyond .venv is listed, one by one; torch only where .venv's does not do.
-".venv-$name/bin/python" -m pip install --quiet --no-deps --requirement "$requirements"
+dependencies=(--no-deps)
+[[ ${3-} != --with-dependencies ]] || dependencies=()
+".venv-$name/bin/python" -m pip install --quiet ${dependencies[@]+"${dependencies[@]}"} --requirement "$requirements"
 touch "$stamp"

@@ -1,6 +1,6 @@
 """A pytest plugin: AReaL's own tests with the adapter on. `pytest -p areal_plugin` from a checkout of AReaL.
 
-AReaL's redistribution test asks for GPUs and starts `torchrun` with NCCL. It runs on CPU: check_areal.sh puts a
+AReaL's redistribution test asks for GPUs and starts `torchrun` with NCCL. It runs on CPU: check.sh puts a
 `torchrun` on PATH whose ranks begin with areal_on_gloo.py, and here the platform claims as many devices as it asks for.
 """
 

@@ -11,50 +11,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fbgemm_gpu  # noqa: F401  # registers the operators
 import recsys_gloo
 import torch
+from any_module import stand_in_for
 from torch.cuda import nvtx
 from torch.overrides import TorchFunctionMode
-
-
-class _Anything(types.ModuleType):
-    """A module in which every name is an empty class."""
-
-    __path__: Sequence[str] = ()
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {})
-        setattr(self, name, made)
-        return made
-
-
-class _Finder:
-    """Finds `dynamicemb` and all below it."""
-
-    @staticmethod
-    def find_spec(fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        del path, target
-        if fullname.partition(".")[0] != "dynamicemb":
-            return None
-        return importlib.machinery.ModuleSpec(fullname, _Finder, is_package=True)  # type: ignore[arg-type]
-
-    @staticmethod
-    def create_module(spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Anything(spec.name)
-
-    @staticmethod
-    def exec_module(module: types.ModuleType) -> None:
-        """Nothing to run."""
 
 
 class CudaIsCpu(TorchFunctionMode):
@@ -74,7 +41,7 @@ class CudaIsCpu(TorchFunctionMode):
 def stand_in(examples: Path) -> None:
     """Makes the modules of a checkout importable and its tests run, in this process for good."""
     sys.path[:0] = [str(examples), str(examples / "hstu"), str(examples / "tests/commons")]
-    sys.meta_path.append(_Finder)  # type: ignore[arg-type]
+    stand_in_for("dynamicemb")
     library = torch.library.Library("fbgemm", "IMPL")
     library.impl("keyed_jagged_index_select_dim1", _keyed_jagged_index_select_dim1, "CPU")
     # The registration lasts as long as the library object does.

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import pytest
-import slime_cpu
+from any_module import stand_in_for
 
 from megatron_balance.adapters import slime
 from megatron_balance.adapters.slime.hooks import installation
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before a test module is collected: it binds build_dp_schedule by value.
-    slime_cpu.stand_in_for_sglang()
+    stand_in_for("sglang")  # slime imports its engine, and starts it where there are GPUs
     slime.install()
 
 

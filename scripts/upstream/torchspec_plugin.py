@@ -26,14 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--balance-approach", default="A", help="A, B or C")
     group.addoption("--balance-window", type=int, default=2, help="dispatches' worth of samples to choose among")
     group.addoption("--balance-cost", default="padded", help="padded or tokens")
-    group.addoption("--local-queues", action="store_true", help="queues of this process in place of Ray's: faster")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--local-queues"):
-        import ray.util.queue
+    import ray.util.queue
 
-        ray.util.queue.Queue = queue.Queue
+    ray.util.queue.Queue = queue.Queue  # of this process: Ray's take minutes and are not what is tested
     sys.meta_path.insert(0, HookedController(_settings(config)))
 
 
@@ -43,8 +41,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    where = "in this process" if config.getoption("--local-queues") else "Ray's"
-    return f"megatron_balance: TorchSpec's controller is hooked with {_settings(config)}; queues are {where}"
+    return f"megatron_balance: TorchSpec's controller is hooked with {_settings(config)}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

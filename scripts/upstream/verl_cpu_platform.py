@@ -5,6 +5,7 @@ VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu_platform PYTHONPATH=scripts
 
 from types import ModuleType
 
+import numpy as np
 import torch
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
@@ -50,3 +51,6 @@ class PlatformCPU(PlatformCUDA):
 if not hasattr(torch.cpu, "set_device"):
     # verl's own tests call it on the device module.
     torch.cpu.set_device = lambda device_index: None  # pyright: ignore[reportAttributeAccessIssue]
+
+# verl's tests draw lengths from numpy's generator and seed only torch's.
+np.random.seed(0)  # noqa: NPY002

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-EXTERNAL_MODULES = "verl_cpu_platform,verl_seed,megatron_balance.adapters.verl.plugin"
+EXTERNAL_MODULES = "verl_cpu_platform,megatron_balance.adapters.verl.plugin"
 
 
 def pytest_configure(config: pytest.Config) -> None:

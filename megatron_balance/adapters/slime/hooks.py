@@ -20,7 +20,7 @@ from megatron_balance.hooking.patches import Hook, Patches
 from megatron_balance.hooking.patches import install as install_hooks
 
 SUPPORTED_VERSIONS = ("0.3",)
-"""slime releases whose own tests pass with the adapter on (scripts/upstream/check_slime.sh)."""
+"""slime releases whose own tests pass with the adapter on (scripts/check upstream)."""
 
 
 def hooks_for(options: SlimeOptions) -> tuple[Hook, ...]:

@@ -1,8 +1,4 @@
-"""Replaces `sglang`, which slime imports and this machine lacks, by a package that has every name.
-
-slime's RolloutManager imports SGLang's engine, which it starts only where there are GPUs. Ray's workers import
-it too: `ray.init(runtime_env={"worker_process_setup_hook": "slime_cpu.stand_in_for_sglang"})`.
-"""
+"""Stands in for a package that an upstream imports and this machine lacks: it has every module, and every name."""
 
 from __future__ import annotations
 
@@ -28,10 +24,13 @@ class _Anything(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, package: str) -> None:
+        self._package = package
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "sglang":
+        if fullname.partition(".")[0] != self._package:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -42,7 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run."""
 
 
-def stand_in_for_sglang() -> None:
-    """Makes `import sglang` and its submodules work, unless the real one is installed."""
-    if importlib.util.find_spec("sglang") is None:
-        sys.meta_path.append(_Finder())
+def stand_in_for(package: str) -> None:
+    """Make `import PACKAGE` and its submodules work, unless the real one is installed."""
+    if importlib.util.find_spec(package) is None:
+        sys.meta_path.append(_Finder(package))
