@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,18 +145,3 @@ def test_a_terminal_gets_the_same_cells(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "─" in printed
     assert "…" not in printed
     assert all(cell in printed for cell in first.split()[:-1])  # the last is the time it took
-
-
-def test_the_shell_is_told_what_may_follow(tmp_path: Path) -> None:
-    pytest.importorskip("argcomplete")
-    line = "megatron-balance compare --max"
-    answer = tmp_path / "answer"
-    environment = {
-        **os.environ,
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-    }
-    subprocess.run([sys.executable, "-m", "megatron_balance"], env=environment, check=True, capture_output=True)
-    assert answer.read_text().split() == ["--max-tokens-per-gpu"]

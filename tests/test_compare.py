@@ -243,21 +243,9 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
     }
 
 
-def test_a_sweeps_point_is_what_compare_says_there(lengths_file: Path, tmp_path: Path) -> None:
-    arguments = [lengths_file, "--global-batch-size", 64, "--max-tokens-per-gpu", 8192, "--model", "Qwen3-8B"]
-    sweep = figures_of(tmp_path, *arguments, "--sweep", "dp_size=2,8", "--sweep", "cp_size=1,2")["sweep"]
-    assert [point["values"] for point in sweep["points"]] == [[2, 1], [2, 2], [8, 1], [8, 2]]
-    assert [point["num_gpus"] for point in sweep["points"]] == [2, 4, 8, 16]
-    alone = figures_of(tmp_path, *arguments, "--dp-size", 8, "--cp-size", 2)["policies"]
-    for figures in sweep["points"][3]["policies"]:
-        assert {**figures, "plan_seconds": 0} == {**alone[figures["name"]], "plan_seconds": 0}
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["synthetic:gsm8k_sft", *BATCH, "--sweep", "tp_size=2"], "--sweep is 'tp_size=2': it must be NAME="),
-        (["synthetic:gsm8k_sft", *BATCH, "--sweep", "dp_size=2,x"], "its values must be integers"),
         (["synthetic:gsm8k_sft", *BATCH, "--peak-tflops", "989"], "the cost is tokens, not FLOPs: add --model"),
         (["synthetic:gsm8k_sft", *BATCH, "--efficiency", "0.4"], "--peak-tflops, which is missing"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--peak-tflops", "-1"], "--peak-tflops is -1.0"),

@@ -16,7 +16,6 @@ import ast
 import doctest
 import importlib
 import itertools
-import json
 import pkgutil
 import re
 import shlex
@@ -29,9 +28,6 @@ import numpy as np
 import pytest
 from make_pages import PAGES as MADE_PAGES
 from recorded_runs import run_info, write_record
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 import megatron_balance
 import megatron_balance.planner
@@ -77,12 +73,6 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "lengths.npz", length=np.clip(rng.lognormal(6.5, 1.1, 600).astype(np.int64), 16, 7900))
-    text = [{"messages": [{"role": "user", "content": "word " * count}]} for count in rng.integers(1, 900, 100)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text))
-    tokenizer = Tokenizer(WordLevel({"word": 0, "?": 1}, unk_token="?"))
-    tokenizer.pre_tokenizer = Whitespace()
-    (tmp_path / "tokenizer").mkdir()
-    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
     info = run_info(cost_model=CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B")))
     write_record(tmp_path / "record", info, num_steps=5, num_samples=24)
     return tmp_path

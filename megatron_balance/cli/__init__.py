@@ -35,9 +35,6 @@ _EPILOG = """\
 start here:
   megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --model Qwen3-8B
   megatron-balance COMMAND --help
-
-completion of commands and flags, with the package argcomplete (pip install 'megatron-balance[completion]'):
-  eval "$(register-python-argcomplete megatron-balance)"
 """
 
 
@@ -74,14 +71,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell's request for completions; argcomplete then ends the process."""
-    if "_ARGCOMPLETE" in os.environ:
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
@@ -94,7 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         parser = build_parser()
-        _complete(parser)
         args = parser.parse_args(arguments)
         status = args.run(args)
         sys.stdout.flush()

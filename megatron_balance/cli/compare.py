@@ -28,15 +28,7 @@ from megatron_balance.cli.comparison.cost_source import DEFAULT_EFFICIENCY, Cost
 from megatron_balance.cli.comparison.help import EPILOG, MAX_SAMPLES
 from megatron_balance.cli.comparison.recommendation import Recommendation, recommend
 from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question, as_it_ran
-from megatron_balance.cli.comparison.sweep import (
-    SWEPT,
-    Axis,
-    num_points,
-    parse_sweeps,
-    run_sweep,
-)
-from megatron_balance.cli.comparison.sweep_chart import write_sweep_chart
-from megatron_balance.cli.comparison.table import print_policies, print_sweep
+from megatron_balance.cli.comparison.table import print_policies
 from megatron_balance.cli.flags import (
     add_batch_flags,
     add_cost_flags,
@@ -57,14 +49,12 @@ from megatron_balance.topology import Limits, Topology
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `compare`."""
     parser.epilog = EPILOG
-    parser.add_argument(
-        "lengths", metavar="LENGTHS", help="file of sample lengths, synthetic:NAME[:N], a text data set, or a record"
-    )
+    parser.add_argument("lengths", metavar="LENGTHS", help="file of sample lengths, synthetic:NAME[:N], or a record")
     add_lengths_flags(parser)
     add_batch_flags(
         parser,
         required=False,
-        steps_default=f"all, but at most {MAX_SAMPLES['step']} samples over all points of a sweep, or "
+        steps_default=f"all, but at most {MAX_SAMPLES['step']} samples, or "
         f"{MAX_SAMPLES['slots']} where ranks meet in every micro-batch or in a pipeline, or {MAX_SAMPLES['groups']} "
         "where several expert-parallel groups do",
     )
@@ -85,38 +75,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dynamic_cp_help="the policy dynamic CP is compared anyway; SIZE is the largest context-parallel size of a "
         "micro-batch (default: all data- and context-parallel ranks)",
     )
-    sweep = parser.add_argument_group("sweep")
-    sweep.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="NAME=V,…",
-        help=f"compare at several sizes, throughput per GPU; twice for a grid. NAME: {', '.join(SWEPT)}",
-    )
-    sweep.add_argument("--chart", type=Path, metavar="OUT.html", help="draw the sweep (needs plotly)")
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write all figures to a file")
-    output.add_argument("--save-lengths", type=Path, metavar="OUT.npy", help="write the lengths, to count texts once")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare or sweep, print, and write the files asked for."""
+    """Compare, print, and write the file asked for."""
     started, cpu_started = time.perf_counter(), time.process_time()
-    axes = parse_sweeps(args.sweep)
-    if args.chart is not None and not axes:
-        raise BalanceError(f"--chart {args.chart} draws a sweep, and there is none: add --sweep dp_size=2,4,8.")
     record = read_record(Path(args.lengths)) if is_record(args.lengths) else None
-    topology, limits = _ranks_and_cap(args, record=record, axes=axes)
+    topology, limits = _ranks_and_cap(args, record=record)
     question = Question(
         costs=CostSource.from_flags(args, record=record),
-        objective=args.objective or (None if record is None or axes else record.info.objective),
+        objective=args.objective or (None if record is None else record.info.objective),
         algorithm=args.algorithm,
         max_cp_size=max_cp_size(args),
         has_images=args.image_key is not None,
     )
     # Wrong flags are reported before long work.
     rate, setting = question.costs.rate(topology), question.setting(topology, limits=limits)
-    most_samples = _most_samples(setting) // num_points(axes)
+    most_samples = _most_samples(setting)
     batches = _batches(args, record=record, dp_size=topology.dp_size, most_samples=most_samples)
     print(_inputs(batches, cost=question.costs.text(topology)))
     extrapolation = question.costs.extrapolation(max(int(batch.segment_lengths.max()) for batch in batches))
@@ -133,46 +110,26 @@ def run(args: argparse.Namespace) -> int:
     }
     num_policies = len(question.policies(setting))
     with progress_bar("planning") as progress:
-        after_step = _counter(progress, total=num_points(axes) * num_policies * len(batches))
-        if axes:
-            points = run_sweep(
-                axes, batches, question=question, topology=topology, limits=limits, after_step=after_step
-            )
-        else:
-            points = []
-            comparison = question.compare(batches, topology=topology, limits=limits, after_step=after_step)
-    if axes:
-        print_sweep(points, axes=axes, is_absolute=rate.is_absolute)
-        content["sweep"] = {"axes": [asdict(axis) for axis in axes], "points": [asdict(point) for point in points]}
-        if args.chart is not None:
-            caption = f"Predicted by imbalance alone, from {question.costs.text(topology)}; global batch unchanged."
-            write_sweep_chart(args.chart, points, axes=axes, is_absolute=rate.is_absolute, caption=caption)
-            print(f"The chart is in {args.chart}.")
-    else:
-        shown, advice = _conclude(comparison, question=question, record=record, topology=topology)
-        content["policies"] = [asdict(figures) for figures in shown]
-        content["measured_imbalance"] = question.costs.measured_imbalance
-        content["recommendation"] = asdict(advice)
+        after_step = _counter(progress, total=num_policies * len(batches))
+        comparison = question.compare(batches, topology=topology, limits=limits, after_step=after_step)
+    shown, advice = _conclude(comparison, question=question, record=record, topology=topology)
+    content["policies"] = [asdict(figures) for figures in shown]
+    content["measured_imbalance"] = question.costs.measured_imbalance
+    content["recommendation"] = asdict(advice)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     content |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
     if args.json is not None:
         write_json(args.json, content, indent=1)
         print(f"All figures are in {args.json}.")
-    where = f" at {num_points(axes)} points" if axes else ""
     print(
-        f"Compared {num_policies} policies{where} on {content['num_samples']} samples in {seconds:.1f} s "
+        f"Compared {num_policies} policies on {content['num_samples']} samples in {seconds:.1f} s "
         f"({cpu_seconds:.1f} s of CPU)."
     )
     return 0
 
 
-def _ranks_and_cap(
-    args: argparse.Namespace, *, record: RunRecord | None, axes: Sequence[Axis]
-) -> tuple[Topology, Limits]:
-    """Those of the flags, else of the record; a swept one starts at its first value."""
-    for axis in axes:
-        if getattr(args, axis.name) is None:
-            setattr(args, axis.name, axis.values[0])
+def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
+    """Those of the flags, else of the record."""
     if record is None:
         wanted = ("--global-batch-size", "--dp-size", "--max-tokens-per-gpu")
         missing = [flag for flag in wanted if getattr(args, flag[2:].replace("-", "_")) is None]
@@ -206,14 +163,6 @@ def _batches(
             raise BalanceError(f"{args.lengths!r} holds no step with samples: the run wrote none yet.")
         return batches
     samples = read_flagged_samples(args, global_batch_size=args.global_batch_size)
-    if args.save_lengths is not None:
-        try:
-            with args.save_lengths.open("wb") as file:
-                np.save(file, samples.segment_lengths)
-        except OSError as error:
-            raise BalanceError(
-                f"--save-lengths is {str(args.save_lengths)!r}: it cannot be written ({error.strerror})."
-            ) from error
     most = max(most_samples // args.global_batch_size, 1)
     batches = cut(samples, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=most)
     num_steps = samples.num_samples // args.global_batch_size

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import SYNTHETIC_LENGTHS
-from megatron_balance.lengths.text import TOKENS_PER_MESSAGE
 from megatron_balance.mcore.setup.arguments import ALL_RANKS
 from megatron_balance.mcore.setup.flags import context_parallel_limit
 from megatron_balance.mcore.setup.one_flag import OFF
@@ -22,8 +21,7 @@ from megatron_balance.topology import Topology
 LENGTHS_HELP = f"""\
 lengths:
   FILE.npy .npz .jsonl .csv .txt .parquet, in the order of training; or synthetic:NAME[:N], drawn with --seed:
-  {", ".join(SYNTHETIC_LENGTHS)}
-  or a data set in text (.jsonl, .parquet) with --tokenizer"""
+  {", ".join(SYNTHETIC_LENGTHS)}"""
 
 MODELS_HELP = f"""\
 models:
@@ -40,24 +38,6 @@ def add_lengths_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="field or column (.jsonl, .parquet) that holds a sample's images: a list of their patches, or of grids "
         "[frames, rows, columns] (image_grid_thw); the vision encoder of --model runs them",
-    )
-    group.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="LENGTHS is a data set in text: count its tokens with this Hugging Face tokenizer.json, or the folder "
-        "that holds it",
-    )
-    group.add_argument(
-        "--text-key",
-        metavar="NAME",
-        help="field of the text, or of a conversation's messages (default: messages, conversations or text)",
-    )
-    group.add_argument(
-        "--tokens-per-message",
-        type=int,
-        default=TOKENS_PER_MESSAGE,
-        metavar="N",
-        help=f"added to each message for its role and marks (default: {TOKENS_PER_MESSAGE}, as in ChatML)",
     )
     group.add_argument("--shuffle", action="store_true", help="shuffle the lengths before cutting them into batches")
     group.add_argument(

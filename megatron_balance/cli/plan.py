@@ -54,8 +54,6 @@ _EPILOG = f"""\
 examples:
   megatron-balance plan synthetic:servegen_mlarge:4096 --global-batch-size 256 --dp-size 8 \\
       --max-tokens-per-gpu 16384 --model Qwen3-8B --json plan.json
-  megatron-balance plan chats.jsonl --tokenizer Qwen3-8B/ --global-batch-size 256 --dp-size 8 \\
-      --max-tokens-per-gpu 16384 --model Qwen3-8B/config.json
   megatron-balance plan synthetic:servegen_mlarge:4096 --global-batch-size 256 --dp-size 8 --cp-size 4 \\
       --max-tokens-per-gpu 4096 --model Qwen3-8B --balance-context-parallel
 

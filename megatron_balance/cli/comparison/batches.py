@@ -14,10 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cli.comparison.image_file import read_image_patches
-from megatron_balance.cli.progress import progress_bar
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import read_lengths, synthetic_lengths
-from megatron_balance.lengths.text import count_text_tokens
 from megatron_balance.record.run_record import RunRecord
 from megatron_balance.record.step import StepRecord
 
@@ -65,7 +63,7 @@ class GlobalBatch:
 
 
 def read_flagged_samples(args: argparse.Namespace, *, global_batch_size: int) -> GlobalBatch:
-    """All samples as one batch: lengths from a file, counted in text or drawn, by the flags; images from a file."""
+    """All samples as one batch: lengths from a file, or drawn, by the flags; images from a file."""
     if args.seed < 0:
         raise BalanceError(f"--seed is {args.seed}: it must be 0 or more.")
     source: str = args.lengths
@@ -75,15 +73,6 @@ def read_flagged_samples(args: argparse.Namespace, *, global_batch_size: int) ->
             raise BalanceError(f"LENGTHS is {source!r}: it must be synthetic:NAME or synthetic:NAME:N.")
         num_samples = int(counts[0]) if counts else (args.steps or SYNTHETIC_STEPS) * global_batch_size
         lengths = synthetic_lengths(name, num_samples=num_samples, seed=args.seed)
-    elif args.tokenizer is not None:
-        with progress_bar("counting tokens") as progress:
-            lengths = count_text_tokens(
-                source,
-                tokenizer=args.tokenizer,
-                key=args.text_key,
-                tokens_per_message=args.tokens_per_message,
-                progress=progress,
-            )
     else:
         lengths = read_lengths(source, key=args.key)
     images = None if args.image_key is None else _read_images(args, num_samples=lengths.size)
@@ -95,7 +84,7 @@ def read_flagged_samples(args: argparse.Namespace, *, global_batch_size: int) ->
 
 
 def _read_images(args: argparse.Namespace, *, num_samples: int) -> list[list[int]]:
-    if args.lengths.startswith("synthetic:") or args.tokenizer is not None:
+    if args.lengths.startswith("synthetic:"):
         raise BalanceError(
             "--image-key is given and LENGTHS is not a file of lengths: give a .jsonl or .parquet file that has both."
         )

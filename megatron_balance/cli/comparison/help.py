@@ -6,7 +6,7 @@ from megatron_balance.cli.flags import LENGTHS_HELP, MODELS_HELP
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 
 MAX_SAMPLES = {"step": 2**17, "slots": 2**14, "groups": 2**12}
-"""Samples planned without --steps, over all points of a sweep together, so that planning takes seconds. Planning takes
+"""Samples planned without --steps, so that planning takes seconds. Planning takes
 longer if ranks meet in every slot or in a pipeline, and longest if several groups of ranks do.
 """
 
@@ -17,12 +17,8 @@ EPILOG = f"""\
 examples:
   megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
       --model Qwen3-8B --peak-tflops 989 --efficiency 0.4
-  megatron-balance compare chats.parquet --tokenizer Qwen3-8B/ --text-key messages --save-lengths lengths.npy \\
-      --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --model Qwen3-8B
   megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
       --model Qwen3-8B --cost seconds.json
-  megatron-balance compare synthetic:servegen_mlarge:20000 --global-batch-size 256 --dp-size 8 \\
-      --max-tokens-per-gpu 16384 --model Qwen3-8B --sweep dp_size=2,4,8,16 --sweep cp_size=1,2 --chart sweep.html
   megatron-balance compare pages.parquet --image-key image_grid_thw --global-batch-size 256 --dp-size 8 \\
       --max-tokens-per-gpu 24576 --model Qwen2.5-VL-7B
   megatron-balance compare runs/record --model Qwen3-8B

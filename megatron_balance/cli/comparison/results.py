@@ -1,4 +1,4 @@
-"""Compares policies over the same steps, with the figures that tables, charts and the recommendation show.
+"""Compares policies over the same steps, with the figures that the table and the recommendation show.
 
 Invariant: every figure comes from plans of these very batches, judged by one cost model.
 """
@@ -61,14 +61,6 @@ class PolicyMeans:
     num_microbatches: float
     plan_seconds: float
     mean_cp_size: float
-
-    def imbalance(self, waiting: str) -> float:
-        """The imbalance that the predicted time follows. `waiting`: see `Comparison.waiting`."""
-        return {
-            "step": self.step_imbalance,
-            "microbatch": self.microbatch_imbalance,
-            "pipeline": self.pipeline_imbalance,
-        }[waiting]
 
 
 @dataclass(frozen=True, eq=False)

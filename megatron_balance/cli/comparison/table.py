@@ -1,11 +1,10 @@
-"""Prints comparisons and sweeps as text; `compare --help` explains the columns."""
+"""Prints comparisons as text; `compare --help` explains the columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megatron_balance.cli.comparison.results import Comparison, PolicyMeans
-from megatron_balance.cli.comparison.sweep import Axis, SweepPoint, best_point, relative_to
 from megatron_balance.cli.table import print_table
 
 
@@ -51,35 +50,3 @@ def _cells(figures: PolicyMeans, comparison: Comparison) -> list[str]:
         f"{figures.num_microbatches:.1f}",
         f"{figures.plan_seconds * 1e3:.1f}",
     ]
-
-
-def print_sweep(points: Sequence[SweepPoint], *, axes: Sequence[Axis], is_absolute: bool) -> None:
-    """A row a point: throughput per GPU of each policy, then figures of the best."""
-    scale = 1.0 if is_absolute else relative_to(points)
-    digits = 0 if is_absolute else 3
-    names = [figures.name for figures in points[0].policies]
-    rows = [
-        [
-            *map(str, point.values),
-            str(point.num_gpus),
-            *(f"{figures.tokens_per_second_per_gpu / scale:.{digits}f}" for figures in point.policies),
-            f"{point.best.speedup:.2f}x",
-            f"{point.best.imbalance(point.waiting):.3f}",
-            f"{point.best.cap_headroom:.1%}",
-            f"{point.best.num_microbatches:.1f}",
-            f"{point.floor_worst:.2f}x",
-        ]
-        for point in points
-    ]
-    unit = "tokens/s per GPU" if is_absolute else "throughput per GPU, stock at the first point = 1"
-    print(f"Of each policy: {unit}. Of the fastest: speed over stock, imbalance, headroom, micro-batches.")
-    columns = [*(axis.name for axis in axes), "GPUs", *names, "speed", "imbalance", "headroom", "micro-batches"]
-    best = best_point(points)
-    print_table([*columns, "worst floor"], rows, emphasized=points.index(best))
-    where = ", ".join(f"{axis.name} {value}" for axis, value in zip(axes, best.values, strict=True))
-    counted = any(figures.free_speedup is not None for point in points for figures in point.policies)
-    communication = "with that of context-parallel ranks" if counted else "without communication"
-    print(
-        f"Most tokens per GPU, predicted {communication}: {where} with {best.best.name} "
-        f"({best.best.speedup:.2f}x stock there)."
-    )
