@@ -175,7 +175,10 @@ def _came(store: Store, key: str, *, deadline: float) -> bool:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
         try:
             store.wait([key], min(SLICE, left))
-        except dist.DistStoreError:
+        except RuntimeError as error:
+            # A file store raises no DistStoreError. Any other error is of a store that is gone.
+            if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
+                raise
             if time.monotonic() >= deadline:
                 return store.check([key])
         else:

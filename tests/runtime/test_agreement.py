@@ -11,12 +11,13 @@ from megatron_balance import BalanceError
 from megatron_balance.runtime import Meeting, PeerError, agree
 
 
-def meet(settings, *, seconds=20.0, problems=None, store=None, missing=()):
-    """The answer to each rank that comes, "" where it may go on."""
+def meet(settings, *, seconds=20.0, problems=None, store=None, missing=(), late=()):
+    """The answer to each rank that comes, "" where it may go on; late ranks come seconds after the others."""
     store = store or dist.HashStore()
     heard = {}
 
     def be(rank):
+        time.sleep(2.5 * (rank in late))
         meeting = Meeting(store, rank, num_ranks=len(settings), timeout=timedelta(seconds=seconds))
         try:
             agree(settings[rank], meeting=meeting, topic="flags", problem=(problems or {}).get(rank))
@@ -36,6 +37,12 @@ def test_equal_ranks_go_on_as_often_as_they_meet():
     store = dist.HashStore()
     for _ in range(3):
         assert meet([{"cap": "4096"}] * 4, store=store) == [""] * 4
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_wait_for_a_late_one_in_a_file_too(tmp_path, late):
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    assert meet([{}, {}], store=store, late=(late,)) == ["", ""]
 
 
 def test_what_differs_is_named_with_its_ranks_on_every_rank():
