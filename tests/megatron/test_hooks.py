@@ -22,6 +22,9 @@ def test_install_and_undo_restore_the_very_functions() -> None:
     installed.undo()
     assert (arguments.add_megatron_arguments, training.get_forward_backward_func) == before
     installed.undo()  # nor does undoing twice
+    hooks.install()
+    assert training.get_forward_backward_func is not before[1]
+    installed.undo()
 
 
 @pytest.mark.parametrize("core_first", [True, False])

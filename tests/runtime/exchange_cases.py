@@ -247,6 +247,12 @@ def share_in_replica(kinds: list[str]) -> list[int] | str:
         return str(error)
 
 
+def share_many(count: int) -> bool:
+    """Rank 0 plans more numbers than one message holds; whether this rank has all of them."""
+    own = Share(3, list(range(count))) if dist.get_rank() == 0 else Share(3)
+    return Replica(firsts=world()).share(own).numbers == list(range(count))
+
+
 def schemas_differ(kind: str) -> str:
     """Rank 1's samples are of another kind."""
     group = world()

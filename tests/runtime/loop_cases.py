@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -207,7 +208,8 @@ def stages_that_read_other_lengths() -> str:
     Samples stay where they are, so that both stages of the first pipeline run the same packs: only the plan of their
     data-parallel groups tells them that they do not make the same step.
     """
-    step_of = balanced("pp", flags=("--no-balance-data", "--no-balance-by-flops"), cap=8)
+    flags = ("--no-balance-data", "--no-balance-by-flops")
+    step_of = balanced("pp", flags=flags, cap=8, timeout=timedelta(minutes=1))
     lengths_of_rank = {0: (4, 4, 4, 4), 1: (3, 5, 2, 6), 2: (4, 4, 4, 4), 3: (3, 6, 5, 2)}[dist.get_rank()]
     try:
         step_of(iter([row(length) for length in lengths_of_rank]), num_items=4)
@@ -223,6 +225,21 @@ def ranks_that_cost_otherwise() -> str:
         balanced(cost=cost)(iter([row(3), row(5)]))
     except BalanceError as error:
         return str(error)
+    return "a step"
+
+
+def plans_differ() -> str:
+    """The error where numpy sorts otherwise on rank 1, so that it plans otherwise."""
+    step_of = balanced("dp", cap=16, timeout=timedelta(minutes=1))
+    argsort = np.argsort
+    if dist.get_rank() == 1:
+        np.argsort = lambda values, *rest, **how: argsort(values, *rest, **how)[::-1]  # type: ignore[assignment]
+    try:
+        step_of(iter([row(9, 2, 3), row(6, 3, 1)]))
+    except BalanceError as error:
+        return str(error)
+    finally:
+        np.argsort = argsort
     return "a step"
 
 

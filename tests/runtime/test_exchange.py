@@ -136,6 +136,11 @@ def test_ranks_of_a_replica_go_on_alike(world2: Any, kinds: list[str], expected:
     assert ours == expected if isinstance(expected, list) else expected in ours
 
 
+@pytest.mark.parametrize("count", [100, 1000])
+def test_numbers_of_any_count_reach_a_rank_that_listens(world2: Any, count: int) -> None:
+    assert world2.run("share_many", count=count) == [True, True]
+
+
 def test_different_schedules_raise_on_every_rank(world4: Any) -> None:
     assert same(world4.run("schedules_differ")).startswith("ranks 1, 3 planned another schedule")
 

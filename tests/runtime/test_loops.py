@@ -142,6 +142,11 @@ def test_ranks_with_other_costs_do_not_begin(world2: Any) -> None:
     assert "quadratic" in ours
 
 
+def test_ranks_with_other_plans_make_no_step(world2: Any) -> None:
+    for error in world2.run("plans_differ"):
+        assert "rank 1 planned another schedule than rank 0: " in error
+
+
 @pytest.mark.parametrize("num_items", [2, 80])  # 80 items a rank are planned in a process of their own
 def test_samples_that_move_arrive_once(world2: Any, num_items: int) -> None:
     of_ranks = world2.run("plans_of_steps", num_items=num_items, num_steps=3)

@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
 
 CASE_SECONDS = 200
 """Far more than a case takes: machines are shared."""
+
+
+MORE_SECONDS = 10
 
 
 class World:
@@ -51,12 +55,31 @@ class World:
             self.start()
         for connection in self.connections:
             connection.send((case, arguments))
-        outcomes = [_outcome(connection, seconds=seconds) for connection in self.connections]
-        failures = [f"rank {rank}: {value}" for rank, (state, value) in enumerate(outcomes) if state == "failed"]
+        outcomes = self._outcomes(seconds)
+        failures = [f"rank {rank}: {value}" for rank, (state, value) in sorted(outcomes.items()) if state == "failed"]
         if failures:
             self.stop()
             pytest.fail("\n".join(failures), pytrace=False)
-        return [value for _, value in outcomes]
+        return [outcomes[rank][1] for rank in range(self.num_ranks)]
+
+    def _outcomes(self, seconds: float) -> dict[int, tuple[str, Any]]:
+        """Of every rank; where one has failed the others, which may wait for it, get a few seconds more."""
+        outcomes: dict[int, tuple[str, Any]] = {}
+        until = time.monotonic() + seconds
+        while len(outcomes) < self.num_ranks:
+            waiting = [connection for rank, connection in enumerate(self.connections) if rank not in outcomes]
+            answered = wait(waiting, timeout=max(until - time.monotonic(), 0))
+            if not answered:
+                return dict.fromkeys(range(self.num_ranks), ("failed", "no answer")) | outcomes
+            for connection in answered:
+                try:
+                    outcome = connection.recv()
+                except EOFError:
+                    outcome = ("failed", "the process ended")
+                outcomes[self.connections.index(connection)] = outcome
+                if outcome[0] == "failed":
+                    until = min(until, time.monotonic() + MORE_SECONDS)
+        return outcomes
 
     def stop(self) -> None:
         for process, connection in zip(self.processes, self.connections, strict=True):
@@ -72,12 +95,3 @@ def _serve(*arguments: Any) -> None:
     import rank_main  # loaded there already
 
     rank_main.serve(*arguments)
-
-
-def _outcome(connection: Connection, *, seconds: float) -> tuple[str, Any]:
-    if not connection.poll(seconds):
-        return "failed", f"no answer in {seconds} s"
-    try:
-        return connection.recv()
-    except EOFError:
-        return "failed", "the process ended"
