@@ -59,13 +59,13 @@ def over_mean(of_ranks: np.ndarray) -> float:
 
 
 def test_the_table_holds_what_was_planned_and_measured(tmp_path: Path) -> None:
-    """Stock gives samples to ranks in turn and runs one a micro-batch."""
+    """In stock every rank runs what it has loaded, twelve neighbours, one a micro-batch."""
     steps = write_record(tmp_path / "record")
     page, _ = report(tmp_path, tmp_path / "record")
     stock, planned, measured = [], [], []
     for step in steps:
         costs = np.array([COST_MODEL(length) for length in step.lengths.tolist()], dtype=float)
-        stock.append(costs.reshape(-1, 4).sum(axis=0))
+        stock.append(costs.reshape(4, -1).sum(axis=1))
         planned.append(step.cost_grid.sum(axis=1) * 2.0**step.cost_shift)
         measured.append(step.seconds.sum(axis=1))
     row = re.search(r'<th scope="row">imbalance \(slowest / mean\), mean</th>(.*?)</tr>', page)

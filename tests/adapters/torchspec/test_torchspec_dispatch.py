@@ -75,6 +75,20 @@ def test_it_waits_for_the_window_while_prompts_are_to_come(install, make_control
     assert status["batches_dispatched"] == 1
 
 
+def test_none_leaves_later_than_the_bound(install, make_controller, results_of):
+    """Each oldest sample comes with seven of its length: others of the first dispatch would wait eight turns."""
+    install("B", window=2)
+    controller = make_controller(dp_size=2, micro_batch_size=4)
+    controller.prompt_buffer.append("more")
+    of_their_own = [2**index for index in range(9)]
+    controller.push_inference_results(results_of([*of_their_own, *[of_their_own[0]] * 7]))
+    for turn in range(1, 9):
+        assert controller.try_dispatch_batch()
+        controller.push_inference_results(results_of([2 ** (turn + 8), *[2**turn] * 7], start=8 + 8 * turn))
+    status = controller.get_status()
+    assert status["balance_max_delay_dispatches"] == status["balance_delay_limit_dispatches"] == 4
+
+
 def test_all_whole_dispatches_leave_at_the_end_of_data(install, make_controller, results_of):
     install("B", window=4)
     controller = make_controller(dp_size=2, micro_batch_size=2)
