@@ -1,21 +1,25 @@
-"""A world of gloo ranks; hooks taken out after every test."""
+"""Gloo ranks; hooks taken out after every test."""
 
 import sys
 from pathlib import Path
 
+import gloo_ranks
 import pytest
 
 from megatron_balance.adapters import areal
 
 sys.path.insert(0, str(Path(__file__).parent))
-from areal_world import World
 
 
 @pytest.fixture(scope="session")
 def world():
-    world = World(4, modules=("areal_cases",))
-    yield world
-    world.stop()
+    """Runs a function of areal_cases.py on four ranks; importing AReaL takes seconds."""
+    gloo_ranks.preload(["areal_cases"])
+
+    def run(case, **arguments):
+        return gloo_ranks.run_ranks(4, f"areal_cases:{case}", **arguments)
+
+    return run
 
 
 @pytest.fixture

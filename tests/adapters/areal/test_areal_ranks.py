@@ -34,20 +34,20 @@ def test_four_ranks_hold_any_numbers(world, counts):
     """R54, R56. AReaL raises where lists differ in length, and for 15 trajectories."""
     rng = np.random.default_rng(sum(counts))
     lengths = [random_lengths(rng, num_trajectories=count) for count in counts]
-    check_moved(world.run("areal_cases:move", lengths=lengths), lengths)
+    check_moved(world("move", lengths=lengths), lengths)
 
 
 def test_tokens_come_out_even(world):
     """R44. One rank has all long ones: 32 trajectories of 1 to 2048 tokens, 30 times as many tokens on one rank."""
     rng = np.random.default_rng(0)
     lengths = [[[int(length)] for length in rng.integers(low, high, 8)] for low, high in [(1500, 2048), (1, 99)] * 2]
-    _, tokens = check_moved(world.run("areal_cases:move", lengths=lengths), lengths)
+    _, tokens = check_moved(world("move", lengths=lengths), lengths)
     assert max(tokens) <= 1.02 * min(tokens)
 
 
 def test_everything_on_every_rank_where_asked(world):
     lengths = [[[3, 5], [2]], [], [[7]], [[1, 1, 1], [4]]]
-    results = world.run("areal_cases:move", lengths=lengths, gather_all=True)
+    results = world("move", lengths=lengths, gather_all=True)
     expected, _ = check_moved(results, lengths)
     assert all(result["everything"] == expected for result in results)
 
@@ -65,11 +65,11 @@ def test_everything_on_every_rank_where_asked(world):
 )
 def test_what_is_wrong_on_one_rank_raises_on_all(world, fault, text):
     lengths = [[[3], [4]], [[5], [6]], [[2], [7]], [[1], [9]]]
-    assert text in same_error(world.run("areal_cases:refuse", lengths=lengths, fault=fault, at_fault=2))
+    assert text in same_error(world("refuse", lengths=lengths, fault=fault, at_fault=2))
 
 
 def test_fewer_trajectories_than_ranks_raise_on_all(world):
-    results = world.run("areal_cases:refuse", lengths=[[[3]], [[4]], [], [[5]]], fault="none", at_fault=0)
+    results = world("refuse", lengths=[[[3]], [[4]], [], [[5]]], fault="none", at_fault=0)
     message = same_error(results)
     assert "3 trajectories" in message
     assert "4 data-parallel ranks" in message
@@ -79,7 +79,7 @@ def test_fewer_trajectories_than_ranks_raise_on_all(world):
 def test_scatter_from_the_rank_that_loads(world, source):
     """R43, R54: exactly n/dp rows each, padded again to the rank's own longest, bits kept."""
     lengths = [[int(length)] for length in np.random.default_rng(3).integers(1, 60, 32)]
-    results = world.run("areal_cases:scatter", lengths=lengths, source=source)
+    results = world("scatter", lengths=lengths, source=source)
     for result in results:
         assert result["shapes"]["attention_mask"] == (8, result["longest"])
         assert result["shapes"]["hidden"] == (8, result["longest"], 8)
@@ -90,12 +90,12 @@ def test_scatter_from_the_rank_that_loads(world, source):
 
 def test_a_load_may_take_longer_than_the_group_waits(world):
     """R43, R56: the other ranks load nothing and do not time out."""
-    results = world.run("areal_cases:wait_longer_than_the_group", seconds=2.5, group_seconds=1, source=1)
+    results = world("wait_longer_than_the_group", seconds=2.5, group_seconds=1, source=1)
     assert results == [([], 2), ([1], 2), ([], 2), ([], 2)]
 
 
 def test_a_load_that_fails_raises_on_all_and_the_next_one_works(world):
-    results = world.run("areal_cases:load_that_fails", source=1)
+    results = world("load_that_fails", source=1)
     for rank, (first, second, third) in enumerate(results):
         if rank == 1:
             assert first == ("KeyError", "'prompt 0'")
@@ -108,7 +108,7 @@ def test_a_load_that_fails_raises_on_all_and_the_next_one_works(world):
 
 @pytest.mark.parametrize("ranks", [[], [0, 2]])
 def test_exactly_one_rank_loads(world, ranks):
-    message = same_error(world.run("areal_cases:ranks_that_all_load", ranks=ranks))
+    message = same_error(world("ranks_that_all_load", ranks=ranks))
     assert f"the ranks that load are {ranks}" in message
 
 
@@ -126,7 +126,7 @@ def test_the_coordinator_gives_every_head_its_share(world, method, counts, singl
     Without it numbers may differ among the heads: AReaL raises.
     """
     lengths = lengths_of_heads(*counts)
-    results = world.run("areal_cases:coordinate", lengths=lengths, method=method, single_rank_load=single)
+    results = world("coordinate", lengths=lengths, method=method, single_rank_load=single)
     assert [result["calls"] for result in results] == [[method], [], [] if single else [method], []]
     sources = [0] if single else [0, 2]
     rolled_out = {100 * rank + number: rows for rank in sources for number, rows in enumerate(lengths[rank])}
@@ -141,8 +141,8 @@ def test_the_coordinator_gives_every_head_its_share(world, method, counts, singl
 
 
 def test_a_rollout_that_fails_raises_on_every_rank(world):
-    results = world.run(
-        "areal_cases:coordinate",
+    results = world(
+        "coordinate",
         lengths=lengths_of_heads(4, 4),
         method="prepare_batch",
         single_rank_load=True,
@@ -157,8 +157,8 @@ def test_a_rollout_that_fails_raises_on_every_rank(world):
 
 
 def test_what_one_head_finds_wrong_raises_on_ranks_without_data_too(world):
-    results = world.run(
-        "areal_cases:coordinate",
+    results = world(
+        "coordinate",
         lengths=lengths_of_heads(4, 4),
         method="rollout_batch",
         single_rank_load=False,
@@ -172,7 +172,7 @@ def test_what_one_head_finds_wrong_raises_on_ranks_without_data_too(world):
 def test_the_result_is_areals(world, gather_all):
     lengths = [[[3, 5]], [[2], [9]], [[7]], [[1, 1, 1]]]
     ids = [0, 100, 101, 200, 300]
-    results = world.run("areal_cases:redistribute_as_areal_does", lengths=lengths, gather_all=gather_all)
+    results = world("redistribute_as_areal_does", lengths=lengths, gather_all=gather_all)
     assert sorted(index for part in results[0]["group_indices"] for index in part) == [0, 1, 2, 3, 4]
     for rank, result in enumerate(results):
         own = results[0]["group_indices"][rank]
@@ -185,7 +185,7 @@ def test_the_result_is_areals(world, gather_all):
 def test_a_padded_batch_is_split_alike_on_every_rank(world):
     rng = np.random.default_rng(2)
     lengths = [rng.integers(1, 100, count).tolist() for count in (30, 12, 21, 16)]
-    results = world.run("areal_cases:micro_batches", lengths=lengths, max_tokens=400, n_mbs_divisor=2)
+    results = world("micro_batches", lengths=lengths, max_tokens=400, n_mbs_divisor=2)
     assert len({len(slots) for slots, _ in results}) == 1
     for (slots, tokens), of_rank in zip(results, lengths, strict=True):
         assert sorted(row for slot in slots for row in slot) == list(range(len(of_rank)))
@@ -203,5 +203,5 @@ def test_a_padded_batch_is_split_alike_on_every_rank(world):
 )
 def test_a_batch_that_one_rank_cannot_split_raises_on_all(world, lengths, text):
     """In AReaL it raises alone, and its peers hang in the collective that follows."""
-    message = same_error(world.run("areal_cases:micro_batches", lengths=lengths, max_tokens=400))
+    message = same_error(world("micro_batches", lengths=lengths, max_tokens=400))
     assert re.search(text, message)

@@ -2,8 +2,9 @@
 
 What does not run: Transformer Engine's layers (Megatron's local ones with packed attention take their place), and what
 `absent_packages.py` stands in for. The variable BRIDGE holds the arguments of `config_of` as JSON, and `install`, those
-of `install_bridge` in a balanced run. Each rank records its steps. Below the public names it imports the packed attention
-of the CPU kit: users train with Transformer Engine's.
+of `install_bridge` in a balanced run. Each rank records its steps.
+
+The CPU's packed attention is imported below the public names: users train with Transformer Engine's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Program of a rank in a test: it makes a batch whose values name their origin, and shuffles it."""
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -28,12 +27,6 @@ class SmallBatch:
     names: list[str] = field(default_factory=list)
     item_feature_name: str = "item"
     history_feature_name: str = "item"
-
-
-def join(rank, num_ranks, folder):
-    torch.set_num_threads(1)
-    store = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30))
 
 
 def make_batch(item_lengths, *, rank, batch_size, length_dtype=torch.int32):

@@ -1,13 +1,11 @@
 """The template: two ranks with very different data run nearly the same number of tokens, every sequence once."""
 
-import multiprocessing
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import toy_balance
 import toy_host
+from gloo_ranks import preload, run_ranks
 
 from megatron_balance import BalanceError
 
@@ -15,29 +13,22 @@ LENGTHS = ([16, 15, 14, 13], [1, 2, 3, 4])
 CAP = 20
 
 
-def _run_rank(rank: int, folder: str, results: multiprocessing.Queue) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(LENGTHS))
+def run_rank() -> list[list[list[int]]]:
+    """The tokens of each micro-batch of this rank."""
     toy_balance.install(max_tokens=CAP)
-    loader = toy_host.Loader([torch.full((length,), length) for length in LENGTHS[rank]])
+    loader = toy_host.Loader([torch.full((length,), length) for length in LENGTHS[dist.get_rank()]])
     slots = toy_host.train_step(loader, dist.group.WORLD)
-    results.put((rank, [[sequence.tolist() for sequence in slot] for slot in slots]))
-    dist.destroy_process_group()
+    return [[sequence.tolist() for sequence in slot] for slot in slots]
 
 
-def test_samples_move_by_plan_and_each_runs_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_run_rank, args=(rank, str(tmp_path), results)) for rank in range(len(LENGTHS))]
-    for process in ranks:
-        process.start()
-    slots_of = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
-    runs = [sequence for slots in slots_of.values() for slot in slots for sequence in slot]
+def test_samples_move_by_plan_and_each_runs_once() -> None:
+    preload([])
+    slots_of = run_ranks(2, "test_template_adapter:run_rank")
+    runs = [sequence for slots in slots_of for slot in slots for sequence in slot]
     assert sorted(runs) == sorted([length] * length for lengths in LENGTHS for length in lengths)
-    assert len({len(slots) for slots in slots_of.values()}) == 1
-    assert all(sum(map(len, slot)) <= CAP for slots in slots_of.values() for slot in slots)
-    tokens_of = [sum(len(sequence) for slot in slots for sequence in slot) for slots in slots_of.values()]
+    assert len({len(slots) for slots in slots_of}) == 1
+    assert all(sum(map(len, slot)) <= CAP for slots in slots_of for slot in slots)
+    tokens_of = [sum(len(sequence) for slot in slots for sequence in slot) for slots in slots_of]
     assert tokens_of == [34, 34]
 
 

@@ -1,13 +1,12 @@
 """verl's `rearrange_micro_batches` with the adapter in it: alone, and on two gloo ranks that need the same count."""
 
-from datetime import timedelta
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import preload, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from verl.utils import seqlen_balancing
@@ -119,26 +118,23 @@ ON_TWO_RANKS = {
 """Lengths of two data-parallel ranks, and arguments: of both, or one each."""
 
 
-def _rank_main(rank, init_file, results):
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{init_file}", world_size=2, rank=rank, timeout=timeout)
-    found = {}
+def pack_on_ranks():
+    """What this rank gets of each call."""
+    rank, found = dist.get_rank(), {}
     for name, (lengths, arguments) in ON_TWO_RANKS.items():
         of_rank = {key: value[rank] if isinstance(value, tuple) else value for key, value in arguments.items()}
         try:
             found[name] = pack(lengths[rank], **{"max_token_len": 100, "dp_group": dist.group.WORLD} | of_rank)
         except BalanceError as error:
             found[name] = str(error)
-    torch.save(found, f"{results}.{rank}")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
+def on_ranks():
     """For each call `(what rank 0 got, what rank 1 got)`."""
-    folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(_rank_main, args=(str(folder / "init"), str(folder / "results")), nprocs=2)
-    ranks = [torch.load(f"{folder}/results.{rank}") for rank in range(2)]
+    preload(["test_verl_micro_batches"])
+    ranks = run_ranks(2, "test_verl_micro_batches:pack_on_ranks")
     return {name: [of_rank[name] for of_rank in ranks] for name in ON_TWO_RANKS}
 
 
