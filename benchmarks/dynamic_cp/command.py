@@ -162,10 +162,10 @@ def _of_gain(gain: Mapping[str, Any]) -> str:
     return f"""### Measured gain
 
 Four CPU ranks over gloo, fp32, 2 layers of width 64; a step is 31 samples of 128 to 640 tokens and one of 8,192. All
-policies plan with `--balance-data --balance-by-flops` and one calibration, made before training. Steps take turns
-between the policies in one process group; CPU seconds of the busiest rank, medians; single rounds gain
-{gain["least"]:.2f} to {gain["most"]:.2f} over the better static size. The calibration is off by
-{errors["held_out_error"]:.1%} on micro-batches that were not fitted.
+policies plan with `--balance-data --balance-by-flops` and one fit of seconds, made before. Steps take turns between the
+policies in one process group; CPU seconds of the busiest rank, medians; single rounds gain {gain["least"]:.2f} to
+{gain["most"]:.2f} over the better static size. The seconds are off by {errors["held_out_error"]:.1%} on micro-batches
+that were not fitted.
 
 {
         table(

@@ -14,7 +14,6 @@ from forked_runs import train
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.scale.simulated import Layout, num_meetings
 from megatron_balance.mcore.setup.groups import is_first_of_replica, ranks_of_tensor_rank
 
 FLAGS = (
@@ -162,17 +161,18 @@ def test_groups_are_made_in_two_places_by_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "layout"),
+    ("parallel", "num_ranks", "num_meetings"),
+    # Flags, ranks of a node, and one for each kind of group of two ranks or more.
     [
-        pytest.param("", Layout(2, replica_size=1), id="DP2"),
-        pytest.param("--tensor-model-parallel-size 2", Layout(4, replica_size=2), id="TP2"),
-        pytest.param("--pipeline-model-parallel-size 2", Layout(4, replica_size=2, readers=2), id="PP2"),
+        pytest.param("", 2, 4, id="DP2"),
+        pytest.param("--tensor-model-parallel-size 2", 4, 5, id="TP2"),
+        pytest.param("--pipeline-model-parallel-size 2", 4, 5, id="PP2"),
     ],
 )
-def test_meetings_in_the_store_before_a_run_are_those_of_the_model(
-    tmp_path: Path, parallel: str, layout: Layout
+def test_meetings_in_the_store_before_a_run_are_counted(
+    tmp_path: Path, parallel: str, num_ranks: int, num_meetings: int
 ) -> None:
     flags = f"{FLAGS} {parallel} {BALANCED} --num-layers 2 --train-iters 2".split()
-    ran = train(tmp_path, flags, num_ranks=layout.num_ranks, module="store_meetings")
+    ran = train(tmp_path, flags, num_ranks=num_ranks, module="store_meetings")
     for steps in ran.ranks:
-        assert [len(step["topics"]) for step in steps] == [num_meetings(layout)] * 2
+        assert [len(step["topics"]) for step in steps] == [num_meetings] * 2

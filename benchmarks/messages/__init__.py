@@ -1,1 +1,0 @@
-"""Messages between pipeline stages, counted in training runs."""
