@@ -1,4 +1,4 @@
-"""The command line: `megatron-balance plan`, help, and what every command says about wrong input."""
+"""The command line: the plan of a policy, help, and what every command says about wrong input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lengths_file(tmp_path: Path) -> Path:
 def test_json_is_a_valid_plan_of_the_lengths_in_file_order(lengths_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     arguments = ["--model", "Qwen3-8B", "--cp-size", "2", "--microbatch-multiple", "2"]
-    assert main(["plan", str(lengths_file), *BATCH, *arguments, "--json", str(out)]) == 0
+    assert main(["compare", str(lengths_file), *BATCH, *arguments, "--policy", "by-flops", "--json", str(out)]) == 0
     content = json.loads(out.read_text())
     topology = Topology(**content["topology"])
     assert (topology.dp_size, topology.cp_size, topology.microbatch_multiple) == (4, 2, 2)
@@ -53,7 +53,7 @@ def test_json_is_a_valid_plan_of_the_lengths_in_file_order(lengths_file: Path, t
 def test_a_plan_with_sizes_of_their_own_is_written_whole(lengths_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     arguments = [*BATCH[:-1], "1024", "--model", "Qwen3-8B", "--cp-size", "2", "--balance-context-parallel", "4"]
-    assert main(["plan", str(lengths_file), *arguments, "--json", str(out)]) == 0
+    assert main(["compare", str(lengths_file), *arguments, "--policy", "dynamic-cp", "--json", str(out)]) == 0
     content = json.loads(out.read_text())
     topology = Topology(**content["topology"])
     assert (topology.dynamic_cp, topology.max_cp_size) == (True, 4)
@@ -72,7 +72,7 @@ def test_a_plan_with_sizes_of_their_own_is_written_whole(lengths_file: Path, tmp
 def test_seed_and_shuffle_decide_the_order(lengths_file: Path, tmp_path: Path) -> None:
     def lengths_of(*arguments: str) -> list[list[int]]:
         out = tmp_path / "plan.json"
-        assert main(["plan", str(lengths_file), *BATCH, *arguments, "--json", str(out)]) == 0
+        assert main(["compare", str(lengths_file), *BATCH, *arguments, "--policy", "stock", "--json", str(out)]) == 0
         return [step["lengths"] for step in json.loads(out.read_text())["steps"]]
 
     assert lengths_of("--shuffle", "--seed", "1") == lengths_of("--shuffle", "--seed", "1")
@@ -80,7 +80,6 @@ def test_seed_and_shuffle_decide_the_order(lengths_file: Path, tmp_path: Path) -
     assert lengths_of("--seed", "1") == lengths_of()
 
 
-@pytest.mark.parametrize("command", ["plan", "compare"])
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -96,12 +95,11 @@ def test_seed_and_shuffle_decide_the_order(lengths_file: Path, tmp_path: Path) -
         (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "six"], "invalid int value: 'six'"),
         (["synthetic:gsm8k_sft", *BATCH, "--json", "no/such/folder/plan.json"], "--json is"),
         (["synthetic:gsm8k_sft"], "--global-batch-size"),
+        (["synthetic:gsm8k_sft", *BATCH, "--policy", "fastest"], "it must be one of stock, packed, balance-data"),
     ],
 )
-def test_an_error_is_one_line_and_status_2(
-    command: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, *arguments]) == 2
+def test_an_error_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *arguments]) == 2
     message = capsys.readouterr().err
     assert message.startswith("megatron-balance: ")
     assert message.count("\n") == 1
@@ -113,7 +111,7 @@ def test_debug_shows_where_an_error_comes_from() -> None:
         main(["compare", "missing.npy", *BATCH, "--debug"])
 
 
-@pytest.mark.parametrize("command", ["plan", "compare", "report", "fit", "doctor"])
+@pytest.mark.parametrize("command", ["compare", "report", "fit", "doctor"])
 def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

@@ -14,11 +14,10 @@ from types import ModuleType
 from typing import NoReturn
 
 from megatron_balance import __version__
-from megatron_balance.cli import compare, doctor, fit, plan, report
+from megatron_balance.cli import compare, doctor, fit, report
 from megatron_balance.errors import BalanceError
 
 _COMMANDS: dict[str, ModuleType] = {
-    "plan": plan,
     "compare": compare,
     "report": report,
     "fit": fit,

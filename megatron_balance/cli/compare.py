@@ -25,6 +25,7 @@ from megatron_balance.cli.comparison.batches import (
     recorded_batches,
 )
 from megatron_balance.cli.comparison.cost_source import DEFAULT_EFFICIENCY, CostSource
+from megatron_balance.cli.comparison.detail import named_policy, plan_file, print_plan
 from megatron_balance.cli.comparison.help import EPILOG, MAX_SAMPLES
 from megatron_balance.cli.comparison.recommendation import Recommendation, recommend
 from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question, as_it_ran
@@ -53,12 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lengths_flags(parser)
     add_batch_flags(
         parser,
-        required=False,
         steps_default=f"all, but at most {MAX_SAMPLES['step']} samples, or "
         f"{MAX_SAMPLES['slots']} where ranks meet in every micro-batch or in a pipeline, or {MAX_SAMPLES['groups']} "
         "where several expert-parallel groups do",
     )
-    add_rank_flags(parser, required=False)
+    add_rank_flags(parser)
     cost = add_cost_flags(parser)
     cost.add_argument(
         "--peak-tflops", type=float, metavar="P", help="dense TFLOPS of one GPU in training precision: gives seconds"
@@ -76,7 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "micro-batch (default: all data- and context-parallel ranks)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="OUT", help="write all figures to a file")
+    output.add_argument(
+        "--policy", metavar="NAME", help="show this policy's plan: its first step; with --json, all steps"
+    )
+    output.add_argument(
+        "--json", type=Path, metavar="OUT", help="write all figures to a file; with --policy, its plan, for report"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,15 +121,17 @@ def run(args: argparse.Namespace) -> int:
     content["policies"] = [asdict(figures) for figures in shown]
     content["measured_imbalance"] = question.costs.measured_imbalance
     content["recommendation"] = asdict(advice)
+    num_samples = content["num_samples"]
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     content |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
+    if args.policy is not None:
+        result = named_policy(comparison.results, name=args.policy)
+        print_plan(result)
+        content = plan_file(result, batches)
     if args.json is not None:
         write_json(args.json, content, indent=1)
-        print(f"All figures are in {args.json}.")
-    print(
-        f"Compared {num_policies} policies on {content['num_samples']} samples in {seconds:.1f} s "
-        f"({cpu_seconds:.1f} s of CPU)."
-    )
+        print(f"{'All figures are' if args.policy is None else 'The plan of every step is'} in {args.json}.")
+    print(f"Compared {num_policies} policies on {num_samples} samples in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU).")
     return 0
 
 

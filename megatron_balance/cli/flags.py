@@ -1,4 +1,4 @@
-"""Flags that several commands share: lengths, batch, ranks, cost, planning. Declared once, read once.
+"""Flags of `compare`: lengths, batch, ranks, cost, planning. Declared once, read once.
 
 Invariant: a flag that was not given is None (or empty), so that a recorded run's own value can stand in for it.
 """
@@ -45,24 +45,23 @@ def add_lengths_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_batch_flags(parser: argparse.ArgumentParser, *, required: bool, steps_default: str) -> None:
+def add_batch_flags(parser: argparse.ArgumentParser, *, steps_default: str) -> None:
     """Flags for the sizes of global batches and micro-batches, and the number of steps."""
     group = parser.add_argument_group("batch")
-    group.add_argument("--global-batch-size", type=int, required=required, metavar="N", help="samples a step")
+    group.add_argument("--global-batch-size", type=int, metavar="N", help="samples a step")
     group.add_argument(
         "--max-tokens-per-gpu",
         type=int,
-        required=required,
         metavar="T",
         help="tokens a GPU may hold in a micro-batch; longer samples run alone",
     )
     group.add_argument("--steps", type=int, metavar="K", help=f"global batches to plan (default: {steps_default})")
 
 
-def add_rank_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_rank_flags(parser: argparse.ArgumentParser) -> None:
     """Flags for the ranks of the run."""
     group = parser.add_argument_group("ranks, as in Megatron")
-    group.add_argument("--dp-size", type=int, required=required, metavar="D", help="data-parallel ranks")
+    group.add_argument("--dp-size", type=int, metavar="D", help="data-parallel ranks")
     group.add_argument("--cp-size", type=int, metavar="C", help="context-parallel ranks (default: 1)")
     group.add_argument("--tp-size", type=int, metavar="P", help="tensor-parallel ranks (default: 1)")
     group.add_argument("--pp-size", type=int, metavar="P", help="pipeline stages (default: 1)")
@@ -127,11 +126,6 @@ def max_cp_size(args: argparse.Namespace) -> int | None:
     """The largest context-parallel size of `--balance-context-parallel`; None for all ranks."""
     limit = args.balance_context_parallel
     return None if limit in (None, ALL_RANKS, OFF) else limit
-
-
-def asks_for_dynamic_cp(args: argparse.Namespace) -> bool:
-    """True if `--balance-context-parallel` is given, and not `off`."""
-    return args.balance_context_parallel not in (None, OFF)
 
 
 def topology_from_flags(args: argparse.Namespace, *, base: Topology | None = None) -> Topology:

@@ -13,7 +13,8 @@ from megatron_balance.record.run_record import RunRecord
 
 _EPILOG = """\
 examples:
-  megatron-balance plan lengths.npy --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --json plan.json
+  megatron-balance compare lengths.npy --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
+      --policy balance-data --json plan.json
   megatron-balance report plan.json
       what balancing would do, before any training
 
@@ -31,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `report`."""
     parser.epilog = _EPILOG
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a record, file of plan --json, or one of each"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a record, file of compare --policy NAME --json, or one of each",
     )
     output = parser.add_argument_group("output")
     output.add_argument(

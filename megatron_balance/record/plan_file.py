@@ -1,4 +1,4 @@
-"""Reads the file of `megatron-balance plan --json` as a run that was planned and not measured.
+"""Reads the file of `megatron-balance compare --policy NAME --json` as a run that was planned and not measured.
 
 Invariant: costs are computed again by the file's cost model, so that the plan compares with any other record.
 """
@@ -37,7 +37,7 @@ def read_plan(path: Path) -> RunRecord:
     """A plan as a record without measurements; step i of the file has iteration i + 1.
 
     Raises:
-        BalanceError: the file cannot be read, or `plan --json` did not write it.
+        BalanceError: the file cannot be read, or `compare --policy` did not write it.
     """
     try:
         content: Any = parse_json(path.read_text(encoding="utf-8"))
@@ -48,7 +48,8 @@ def read_plan(path: Path) -> RunRecord:
         steps = tuple(_step(step, iteration=index + 1, info=info) for index, step in enumerate(content["steps"]))
     except (ArithmeticError, AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
         raise BalanceError(
-            f"{str(path)!r} is no plan: make one with megatron-balance plan --json ({type(error).__name__}: {error})."
+            f"{str(path)!r} is no plan: make one with megatron-balance compare --policy NAME --json "
+            f"({type(error).__name__}: {error})."
         ) from error
     return RunRecord(info, steps)
 
@@ -64,7 +65,7 @@ def _info(content: Mapping[str, Any]) -> RunInfo:
         cost_model=cost_model,
         cost_name=str(content["cost_name"]),
         objective=resolve_objective(content["steps"][0]["metrics"]["objective"], topology=topology),
-        policy="megatron-balance plan",
+        policy="megatron-balance compare",
     )
 
 

@@ -35,7 +35,7 @@ def write_report(run: RunRecord | Path, *, out: Path) -> Path:
     """Write the report of one run.
 
     Args:
-        run: a record, its folder, or the file that `plan --json` wrote.
+        run: a record, its folder, or the file that `compare --policy NAME --json` wrote.
         out: file to write.
 
     Returns:

@@ -163,13 +163,13 @@ def plan(tmp_path: Path) -> Path:
     out = tmp_path / "plan.json"
     batch = ["--global-batch-size", "48", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
     lengths = "synthetic:gsm8k_sft:192"
-    assert main(["plan", lengths, *batch, "--model", "Qwen3-8B", "--json", str(out)]) == 0
+    assert main(["compare", lengths, *batch, "--model", "Qwen3-8B", "--policy", "by-flops", "--json", str(out)]) == 0
     return out
 
 
 def test_a_plan_alone_and_a_record_beside_it(plan: Path, tmp_path: Path) -> None:
     page, events = report(tmp_path, plan)
-    assert "megatron-balance plan" in page
+    assert "megatron-balance compare" in page
     assert len(slices(events, 0)) == 4
     write_record(tmp_path / "record")
     page, events = report(tmp_path, tmp_path / "record", plan, "--iterations", "2:4")
@@ -184,7 +184,7 @@ def test_a_plan_alone_and_a_record_beside_it(plan: Path, tmp_path: Path) -> None
         (["RECORD", "--iterations", "7"], "--iterations is '7': it must be A:B"),
         (["RECORD", "--iterations", "90:"], "the run has steps 1 to 6"),
         (["RECORD", "RECORD"], "give one record, one plan, or one of each"),
-        (["RECORD/run.json"], "is no plan: make one with megatron-balance plan --json"),
+        (["RECORD/run.json"], "is no plan: make one with megatron-balance compare --policy NAME --json"),
         (["RECORD", "PLAN"], "the plan is for --dp-size 4, the run had 2"),
     ],
 )

@@ -40,7 +40,7 @@ def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    assert main(["plan", "synthetic:gsm8k_sft:8", *FLAGS, "--json", str(path)]) == 0
+    assert main(["compare", "synthetic:gsm8k_sft:8", *FLAGS, "--policy", "balance-data", "--json", str(path)]) == 0
     return path
 
 

@@ -43,14 +43,6 @@ DEFAULT_EFFICIENCY = 0.4
 """Default fraction of a GPU's peak: often reached, and shown as an assumption."""
 
 
-def check_cp_bandwidth(args: argparse.Namespace) -> None:
-    """Raises if `--cp-bandwidth` is given without `--model`."""
-    if args.cp_bandwidth is not None and args.model is None:
-        raise BalanceError(
-            "--cp-bandwidth is given without --model, whose keys and values ranks receive: add it, or drop it."
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class CostSource:
     """The cost of a sample on any number of ranks.
@@ -62,8 +54,6 @@ class CostSource:
         peak_tflops: of one GPU, or None.
         efficiency: fraction of the peak that is reached, or None for the default.
         cp_bandwidth: `--cp-bandwidth`, GB/s, or None for the assumed one.
-        counts_communication: costs include the exchange between context-parallel ranks, if it is known; False for the
-            costs that training plans with at one size.
     """
 
     cost: str | None
@@ -72,7 +62,6 @@ class CostSource:
     peak_tflops: float | None = None
     efficiency: float | None = None
     cp_bandwidth: float | None = None
-    counts_communication: bool = True
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, *, record: RunRecord | None) -> CostSource:
@@ -82,7 +71,10 @@ class CostSource:
             BalanceError: a speed is given for a cost other than FLOPs, or a bandwidth without a model.
         """
         source = cls(args.cost, args.model, record, args.peak_tflops, args.efficiency, args.cp_bandwidth)
-        check_cp_bandwidth(args)
+        if args.cp_bandwidth is not None and args.model is None:
+            raise BalanceError(
+                "--cp-bandwidth is given without --model, whose keys and values ranks receive: add it, or drop it."
+            )
         if args.efficiency is not None and args.peak_tflops is None:
             raise BalanceError("--efficiency is a part of --peak-tflops, which is missing: give both or neither.")
         if args.peak_tflops is not None and source.cost_name != "flops":
@@ -125,7 +117,7 @@ class CostSource:
     def _with_communication(
         self, cost_model: CostModel, *, topology: Topology, cost_name: str, free: bool = False
     ) -> CostModel:
-        exchange = self.exchange(topology, cost_name=cost_name) if self.counts_communication else None
+        exchange = self.exchange(topology, cost_name=cost_name)
         if exchange is None:
             return replace(cost_model, cp_exchange=0)
         priced = replace(cost_model, cp_exchange=0 if free else exchange)
@@ -217,7 +209,7 @@ class CostSource:
             source += ", an assumption (--efficiency)"
         if not self.rate(topology).is_absolute:
             source += " (for seconds: --peak-tflops, or --cost seconds.json)"
-        if self.counts_communication and self.exchange(topology, cost_name=self.cost_name) and self.shape is not None:
+        if self.exchange(topology, cost_name=self.cost_name) and self.shape is not None:
             stated = f"{self.cp_bandwidth:g} GB/s" if self.cp_bandwidth else f"{ASSUMED_LINKS} (--cp-bandwidth)"
             source += f". Context-parallel ranks receive {stated}"
         return source

@@ -4,7 +4,7 @@
     2. stock, if that gains nothing
     3. dynamic CP, if it gains DYNAMIC_WORTH more; with the reasons
     4. if samples run alone above the cap: a cap or a context-parallel size that holds the longest
-    5. if one sample bounds the step: the changes that lower this floor, with the gain planned for them
+    5. if one sample bounds the step: that it does
 
 Invariant: every number comes from a plan.
 """
@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_balance.cli.comparison.batches import GlobalBatch
 from megatron_balance.cli.comparison.policies import PolicyResult
 from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question
-from megatron_balance.planner.floor_advice import FloorAdvice, floor_advice
-from megatron_balance.topology import Limits, Topology
 
 WORTH = 0.01
 """A policy must gain at least this fraction to be worth its flags."""
@@ -37,9 +34,6 @@ CAP_MULTIPLE = 256
 MOST_CAP_GROWTH = 2
 """Largest recommended cap, as a multiple of the present one."""
 
-PLANNED_AGAIN = 8
-"""Steps that are planned again to measure the gain of an advice."""
-
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -54,8 +48,6 @@ class Recommendation:
         speedup_over_packed: over packing what each rank loaded.
         floor_worst: single-sample floor of the worst step.
         floor_mean: mean single-sample floor over the steps.
-        cp_size: context-parallel size that lowers the floor on the same GPUs; None if there is none or no need.
-        cp_speedup: additional gain of that size; None if it was not planned.
         dynamic_cp_speedup: dynamic CP over the best policy at one size; None if it was not planned.
         sentences: the recommendation as text.
     """
@@ -68,8 +60,6 @@ class Recommendation:
     speedup_over_packed: float
     floor_worst: float
     floor_mean: float
-    cp_size: int | None
-    cp_speedup: float | None
     dynamic_cp_speedup: float | None
     sentences: tuple[str, ...]
 
@@ -98,15 +88,8 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
     sentences = [_use(figures, objective=setting.objective, cap=cap, over_packed=over_packed), *on_cap]
     if chosen is not fixed:
         sentences.append(_on_dynamic(comparison, chosen=chosen, fixed=fixed, floor=max(floors)))
-    advice, cp_size, cp_speedup = _floor_advice(comparison, floors, chosen=fixed, question=question)
-    if advice is not None:
-        sentences += _on_floor(
-            advice,
-            floor_mean=math.fsum(floors) / len(floors),
-            cp_speedup=cp_speedup,
-            at_one_size=chosen is not fixed,
-            counted=comparison.counts_communication,
-        )
+    if max(floors) > NOTABLE_FLOOR and not question.has_images:
+        sentences.append(_on_floor(floors, at_one_size=chosen is not fixed))
     if comparison.setting.cost_name == "tokens":
         sentences.append("By tokens alone; with --model, --balance-by-flops can be judged as well.")
     return Recommendation(
@@ -118,8 +101,6 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
         speedup_over_packed=over_packed,
         floor_worst=max(floors),
         floor_mean=math.fsum(floors) / len(floors),
-        cp_size=cp_size,
-        cp_speedup=cp_speedup,
         dynamic_cp_speedup=gain,
         sentences=tuple(sentences),
     )
@@ -173,77 +154,10 @@ def _cap(comparison: Comparison) -> tuple[int, list[str]]:
     return present, [f"{runs}: without memory for it, CP {cp_size} holds it under the cap, or cut it at {held} tokens."]
 
 
-def _floor_advice(
-    comparison: Comparison, floors: list[float], *, chosen: PolicyResult, question: Question
-) -> tuple[FloorAdvice | None, int | None, float | None]:
-    """Advice for the step with the largest floor, its context-parallel size, and the gain of that size.
-
-    `chosen`: the best policy at one size.
-    """
-    setting = comparison.setting
-    worst = max(range(len(floors)), key=lambda step: floors[step])
-    if floors[worst] <= NOTABLE_FLOOR or question.has_images:
-        # The advice is to share or cut sequences, which moves no image.
-        return None, None, None
-    advice = floor_advice(chosen.steps[worst].segment_lengths, cost_model=setting.cost_model, topology=setting.topology)
-    if advice.cp_size is None or advice.cp_size == setting.topology.cp_size:
-        return advice, None, None
-    gain = _gain_of_cp(comparison, cp_size=advice.cp_size, chosen=chosen, question=question)
-    return advice, advice.cp_size, gain
-
-
-def _gain_of_cp(comparison: Comparison, *, cp_size: int, chosen: PolicyResult, question: Question) -> float | None:
-    """Speed with more context parallelism on the same GPUs over that without; None where it cannot be planned."""
-    topology = comparison.setting.topology
-    other = replace(topology, dp_size=topology.dp_size * topology.cp_size // cp_size, cp_size=cp_size)
-    if other.dp_size % other.ep_span or not question.costs.holds_at(other):
-        return None
-    num_steps = min(PLANNED_AGAIN, len(comparison.batches))
-    batches = [replace(batch, loaded_by=None) for batch in comparison.batches[:num_steps]]
-    now, then = (
-        _seconds(question, batches, topology=ranks, limits=comparison.setting.limits, name=chosen.policy.name)
-        for ranks in (topology, other)
+def _on_floor(floors: Sequence[float], *, at_one_size: bool) -> str:
+    """The cost of the largest sample. `at_one_size`: dynamic CP is recommended, which the floor does not bound."""
+    return (
+        f"One sample outweighs a rank's share, {max(floors):.2f}x in the worst step and "
+        f"{math.fsum(floors) / len(floors):.2f}x on average, and no plan {'at one size ' * at_one_size}goes below "
+        "that: share it by context parallelism, cut it, or take more samples a step."
     )
-    return now / then if then else None
-
-
-def _seconds(
-    question: Question, batches: Sequence[GlobalBatch], *, topology: Topology, limits: Limits, name: str
-) -> float:
-    setting = question.setting(topology, limits=limits)
-    policy = next(policy for policy in question.policies(setting) if policy.name == name)
-    comparison = question.compare(batches, topology=topology, limits=limits, policies=[policy])
-    return comparison.seconds(comparison.results[0])
-
-
-def _on_floor(
-    advice: FloorAdvice, *, floor_mean: float, cp_speedup: float | None, at_one_size: bool, counted: bool
-) -> list[str]:
-    """Sentences on the single-sample floor: its cost, and the ways to lower it.
-
-    Args:
-        advice: for the worst step.
-        floor_mean: mean over the steps.
-        cp_speedup: of more context parallelism for all samples.
-        at_one_size: dynamic CP is recommended, which the floor does not bound.
-        counted: `cp_speedup` includes communication.
-    """
-    plans = "no plan at one size" if at_one_size else "no plan"
-    sentences = [
-        f"One sample outweighs a rank's share, {advice.floor:.2f}x in the worst step and {floor_mean:.2f}x on average, "
-        f"and {plans} goes below that."
-    ]
-    ways: list[str] = []
-    if cp_speedup is not None:
-        ways.append(
-            f"CP {advice.cp_size} on the same GPUs would lift the floor: {cp_speedup:.2f}x on top, "
-            f"its communication {'' if counted else 'not '}counted"
-        )
-    elif advice.cp_size is not None:
-        ways.append(f"CP {advice.cp_size} would lift the floor")
-    if advice.fitting_tokens is not None:
-        ways.append(f"so would cutting samples at {advice.fitting_tokens} tokens ({advice.num_longer} in that step)")
-    if not ways:
-        ways.append("more samples a step, or fewer ranks, would lift it")
-    text = "; ".join(ways)
-    return [*sentences, text[0].upper() + text[1:] + "."]
