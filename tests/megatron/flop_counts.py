@@ -1,0 +1,110 @@
+"""Counts the FLOPs of small GPTModels as torch sees them and as we do, in a process of its own; prints them as JSON.
+
+The shim makes `cuda` mean the CPU for the whole process, which is why tests do not do this in theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
+
+enable_cpu()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from megatron_balance import ModelShape, calculate_fwd_flops  # noqa: E402
+
+LENGTHS = (32, 96)
+VOCABULARY = 96
+DENSE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "kv_channels": 8,
+    "ffn_hidden_size": 80,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 6,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_token_dispatcher_type": "alltoall",
+}
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,  # as kv_channels: Megatron's local attention takes its output for that wide
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "grouped queries, output gate": DENSE
+    | {"num_query_groups": 2, "gated_linear_unit": False, "attention_output_gate": True},
+    "experts in every second layer": DENSE | EXPERTS | {"num_query_groups": 2, "moe_layer_freq": [0, 1]},
+    "latent attention": DENSE | LATENT,
+    "latent attention without q-LoRA, experts": DENSE | LATENT | EXPERTS | {"q_lora_rank": None},
+    "multi-token prediction": DENSE | {"mtp_num_layers": 1},
+}
+
+
+def take_channels(init: Any) -> Any:
+    """Megatron's local attention is not told the channels of latent attention, and needs none to multiply."""
+    return lambda self, *rest, k_channels=None, v_channels=None, **others: init(self, *rest, **others)
+
+
+def counts(model: dict[str, Any]) -> dict[str, list[int]]:
+    """torch's and our FLOPs of one forward pass over a sequence of each length."""
+    kind = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
+    config = kind(**model)
+    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    mtp: Any = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    built = GPTModel(
+        config, spec, VOCABULARY, max_sequence_length=LENGTHS[-1], position_embedding_type="rope", mtp_block_spec=mtp
+    )
+    shape = ModelShape.from_transformer_config(config, padded_vocab_size=VOCABULARY)
+    seen = []
+    for length in LENGTHS:
+        tokens = torch.arange(length).unsqueeze(0)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            built(tokens, tokens, mask, labels=tokens)
+        seen.append(counter.get_total_flops())
+    return {"torch": seen, "ours": [calculate_fwd_flops([length], shape) for length in LENGTHS]}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'rendezvous'}", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        patch_megatron()
+        model_parallel_cuda_manual_seed(1)
+        DotProductAttention.__init__ = take_channels(DotProductAttention.__init__)
+        print(json.dumps({name: counts(model) for name, model in MODELS.items()}))
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
