@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing goes wrong, hovering lists samples, readable wide and narrow, light and dark."""
+"""The page in a real browser: nothing goes wrong, readable wide and narrow, light and dark."""
 
 from __future__ import annotations
 
@@ -75,44 +75,6 @@ def test_page_is_readable(browser: Chrome, page: Path, width: int, scheme: str) 
         script = f"return getComputedStyle(document.querySelector('{selector}'))['{name}']"
         front = luminance(browser.execute_script(script))
         assert (max(front, back) + 0.05) / (min(front, back) + 0.05) >= least, selector
-
-
-def test_hovering_tells_samples_and_lengths(browser: Chrome, page: Path) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    show(browser, page)
-    # The longest bar of the second timeline, the plan's; waiting is drawn before the micro-batches.
-    find = """
-      const bars = document.querySelectorAll('#timeline .subplot.xy2 .trace.bars:last-child .point path');
-      const widest = [...bars].sort((a, b) => b.getBBox().width - a.getBBox().width)[0];
-      widest.scrollIntoView({block: 'center'});
-      return widest;
-    """
-    ActionChains(browser).move_to_element(browser.execute_script(find)).perform()
-    shown = (By.CSS_SELECTOR, "#timeline .hovertext text")
-    text = WebDriverWait(browser, 20).until(lambda chrome: " ".join(each.text for each in chrome.find_elements(*shown)))
-    assert all(word in text for word in ("micro-batch", "tokens", "sample"))
-    timelines = browser.execute_script("return JSON.parse(document.getElementById('timelines').textContent)")
-    step = timelines["steps"][timelines["first"]]
-    assert any(f"{length:,}" in text for length in step["batches"][0])
-
-
-def test_picker_walks_through_the_steps(browser: Chrome, page: Path) -> None:
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import Select
-
-    show(browser, page)
-    select = Select(browser.find_element(By.ID, "step"))
-    assert len(select.options) == 6
-    summary = browser.find_element(By.ID, "step-summary")
-    select.select_by_index(0)
-    assert (summary.get_attribute("textContent") or "").startswith("Step 1. Before: stock sampler")
-    assert not browser.find_element(By.ID, "previous").is_enabled()
-    browser.find_element(By.ID, "next").click()
-    assert (summary.get_attribute("textContent") or "").startswith("Step 2.")
-    assert browser.get_log("browser") == []
 
 
 def test_a_plan_without_seconds(browser: Chrome, tmp_path: Path) -> None:

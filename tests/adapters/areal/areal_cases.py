@@ -36,13 +36,12 @@ def error_of(function):
         return {"error": f"{type(error).__name__}: {error}", "ranks": int(everyone)}
 
 
-def move(lengths, gather_all=False):
+def move(lengths):
     own = own_trajectories(lengths)
-    moved = areal.redistribute(own, group=dist.group.WORLD, cost_model=CostModel.tokens(), gather_all=gather_all)
+    moved = areal.redistribute(own, group=dist.group.WORLD, cost_model=CostModel.tokens())
     return {
         "ids_per_rank": moved.ids_per_rank,
         "digests": [trajectory_digest(trajectory) for trajectory in moved.trajectories],
-        "everything": [trajectory_digest(trajectory) for trajectory in moved.everything or ()],
     }
 
 

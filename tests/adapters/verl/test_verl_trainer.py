@@ -71,13 +71,6 @@ def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
     assert metrics["global_seqlen/balanced_max"] < metrics["global_seqlen/max"]
 
 
-def test_verls_own_mixes_the_mini_batches_that_it_is_asked_to_keep():
-    """Stock verl fails what the test above asserts: the reason for the hook."""
-    rows, _ = balance(trainer_of(ppo_mini_batch_size=16), keep_minibatch=True)
-    first = slices_of(rows, minibatch_rows=16)[0]
-    assert set(first.reshape(-1)) != set(range(16))
-
-
 def test_rows_may_change_their_mini_batch_where_no_one_keeps_them():
     with installed(keep_minibatch=False):
         trainer = trainer_of(ppo_mini_batch_size=16)
