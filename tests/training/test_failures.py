@@ -14,7 +14,8 @@ from test_matrix import run_of
 from megatron_balance.record import read_record
 
 SAVED_AT = 2
-TIMEOUTS = "--distributed-timeout-minutes 5 --distributed-timeout-seconds-after-init 20"
+DEATH = "--distributed-timeout-minutes 5 --distributed-timeout-seconds-after-init 40"
+"""Ranks that do not talk to a dead one themselves wait so long."""
 
 
 def killed_run(train: KeptRuns, balance: str, *, num_ranks: int = 2) -> Run:
@@ -135,7 +136,7 @@ FAULTS = {
 )
 def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
     fault = FAULTS[name]
-    row = f"{ROWS[0].stock} {fault.layout} {TIMEOUTS} {fault.balance}"
+    row = f"{ROWS[0].stock} {fault.layout} {DEATH if fault.dead else ''} {fault.balance}"
     run = train(row, num_ranks=fault.num_ranks, stand_ins=fault.stand_ins, fails=True)
     for rank, errors in enumerate(run.of_kind("error")):
         if rank not in fault.dead:
