@@ -202,11 +202,17 @@ def _strike(watch: Watch, *, step: int, ranks: list[int], act: Any) -> None:
     watch.before_step.append(strike)
 
 
-def other_sorting(watch: Watch, *, ranks: list[int]) -> None:
-    """A numpy on these ranks that sorts in another order."""
-    if int(os.environ["RANK"]) in ranks:
-        stock = np.lexsort
-        np.lexsort = lambda keys, axis=-1: stock(keys, axis)[::-1]
+def other_ties(watch: Watch, *, ranks: list[int]) -> None:
+    """A numpy on these ranks that sorts equal elements in another order."""
+    if int(os.environ["RANK"]) not in ranks:
+        return
+    lexsort, argsort = np.lexsort, np.argsort
+
+    def last_first(order: Any) -> Any:
+        return len(order) - 1 - order
+
+    np.lexsort = lambda keys: last_first(lexsort([np.asarray(key)[::-1] for key in keys]))
+    np.argsort = lambda of, **keywords: last_first(argsort(np.asarray(of)[::-1], **keywords))
 
 
 def flags_there(watch: Watch, *, ranks: list[int], flags: str, instead_of: str = "") -> None:

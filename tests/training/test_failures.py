@@ -120,7 +120,7 @@ FAULTS = {
         flags(1, flags=OTHER_COSTS), "Ranks were started differently: cost model is", slow=False
     ),
     "a-stage-plans-otherwise": Fault(
-        (("stand_ins:other_sorting", {"ranks": [2, 3]}),),
+        (("stand_ins:other_ties", {"ranks": [2, 3]}),),
         "the data of this step differs within a model replica",
         layout=PP2,
         num_ranks=4,
