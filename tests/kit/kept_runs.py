@@ -150,10 +150,20 @@ class KeptRuns:
         return None
 
 
-def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int) -> None:
-    """A jsonl file of random tokens, most rows short and some as long as may be; a third of each is not learned."""
+def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int, few: bool = False) -> None:
+    """A jsonl file of random tokens, of which a third of each row is not learned.
+
+    Args:
+        path: the file.
+        first_tokens: of each row.
+        longest: tokens of a row; most are far shorter, and some as long.
+        seed: of the draw.
+        few: only two lengths, `longest` and half of it.
+    """
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1.1, len(first_tokens)).astype(int), 8, longest)
+    if few:
+        lengths = np.where(lengths > np.median(lengths), longest, longest // 2)
     with path.open("w") as out:
         for first, length in zip(first_tokens, lengths.tolist(), strict=True):
             tokens = [first, *rng.integers(1, 257, length).tolist()]  # the last is a label only; 0 pads

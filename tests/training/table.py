@@ -64,6 +64,7 @@ LAYOUTS = {
     "CP2": ("--context-parallel-size 2", 4),
     "CP2-documents": ("--context-parallel-size 2 --dataloader-inter-document-masking", 4),
     "EP2": ("--expert-model-parallel-size 2", 2),
+    "EP2-DP4": ("--expert-model-parallel-size 2", 4),
     "CP2-EP2": ("--context-parallel-size 2 --expert-model-parallel-size 2", 4),
     "TP2-PP2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
 }
@@ -247,6 +248,17 @@ ROWS = [
     Row("dynamic-cp", "CP2", f"{DYNAMIC_CP} {RECORDED}", cap=CAP // 2, dynamic=True),
     Row("dynamic-cp", "DP4", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),
     Row("dynamic-cp", "CP2-EP2", DYNAMIC_CP, "moe", cap=CAP // 2, dynamic=True, slow=True),
+    # A micro-batch has room for one sample of either length, as in stock runs: 48 tokens on one rank, 96 on two.
+    Row(
+        "router-losses-dynamic-cp",
+        "EP2-DP4",
+        DYNAMIC_CP.replace(f"{CAP // 2}", "64"),
+        "moe",
+        f"{ROUTER_LOSSES} --train-data-path {{data}}/two-lengths.jsonl",
+        cap=64,
+        dynamic=True,
+        slow=True,
+    ),
     Row("dynamic-cp-recomputed", "CP2", f"{DYNAMIC_CP} {RECOMPUTED}", cap=CAP // 2, dynamic=True, slow=True),
     Row("dynamic-cp-documents", "CP2-documents", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),
     Row(
