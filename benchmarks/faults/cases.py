@@ -16,7 +16,6 @@ START_MINUTES = 5
 """Of process groups until then: several runs may share the machine."""
 
 BALANCE = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --balance-by-flops"
-NO_OVERLAP = "--no-balance-overlap"
 PP2 = "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
@@ -79,7 +78,6 @@ DATA = {
     "other-dtype": Fault(
         "one rank yields another dtype", r"on rank 1 'loss_mask' is float64 \[original_seq_len\]", "other-dtype"
     ),
-    "other-keys": Fault("one rank yields another key", r"on rank 1 'advantages' is float32", "other-keys"),
     "no-cu-seqlens": Fault(
         "one rank's rows have no cu_seqlens", r"Rows of rank 1 have no cu_seqlens, and those of rank 0", "no-cu-seqlens"
     ),
@@ -91,14 +89,6 @@ DATA = {
         num_ranks=4,
         flags=TP2,
     ),
-    "ends-early-cp2": Fault(
-        "the same, in one of two context-parallel ranks",
-        r"rank 3: its data ended after 3 of 4 items of this step",
-        "ends-early",
-        ranks=(3,),
-        num_ranks=4,
-        flags=CP2,
-    ),
     "no-cu-seqlens-anywhere": Fault(
         "no rank's rows have cu_seqlens", _NOT_PACKED, "no-cu-seqlens", ranks=(0, 1), flags=TP2
     ),
@@ -109,7 +99,6 @@ DATA = {
         "a sample's labels are too few", _SAMPLE + "labels has shape .* must be of one length", "short-labels"
     ),
     "nan-mask": Fault("a sample's loss_mask is NaN", _SAMPLE + "Row 0: loss_mask holds NaN", "nan-mask"),
-    "floating-tokens": Fault("a sample's tokens are floats", _SAMPLE + r"tokens is torch\.float32", "floating-tokens"),
     "negative-token": Fault("a sample has a token below 0", _SAMPLE + "Row 0: tokens holds -7", "negative-token"),
     "other-data-pp2": Fault(
         "one pipeline stage reads another data set",
@@ -136,25 +125,9 @@ FLAGS = {
         num_ranks=4,
         flags_there=BALANCE.replace("512", "1024"),
     ),
-    "other-cap-pp2": Fault(
-        "a pipeline stage has another objective",
-        r"objective is auto on ranks 0, 1 and step on ranks 2, 3",
-        ranks=(2, 3),
-        num_ranks=4,
-        flags=PP2,
-        flags_there=f"{BALANCE} --balance-objective step",
-    ),
     "no-flags": Fault(
         "one rank has no balance flag",
         r"balancing is on on rank 0 and off \(no balance flag\) on rank 1",
-        flags_there="",
-    ),
-    "no-flags-tp2": Fault(
-        "one tensor-parallel rank has no balance flag",
-        r"balancing is on on ranks 0, 1, 2 and off \(no balance flag\) on rank 3",
-        ranks=(3,),
-        num_ranks=4,
-        flags=TP2,
         flags_there="",
     ),
     "other-version": Fault(
@@ -187,9 +160,6 @@ DEATHS = {
         ("computing", "while it computes", rf"{_LOST_AHEAD}|{_MEGATRON}"),
     )
 } | {
-    "killed-before-exchange-now": Fault(
-        "the same without overlap", _GATHER, "killed-before-exchange", flags=NO_OVERLAP, num_ranks=4, dies=True
-    ),
     "killed-before-exchange-tp2": Fault(
         "the same, with ranks that read no data",
         rf"{_GATHER}|waited for the plans? .*of this model replica|{_MEGATRON}",
@@ -199,22 +169,10 @@ DEATHS = {
         flags=TP2,
         dies=True,
     ),
-    "killed-before-exchange-pp2": Fault(
-        "the same, with pipeline stages",
-        rf"{_GATHER}|waited for the plans? .*of this model replica|{_MEGATRON}",
-        "killed-before-exchange",
-        ranks=(2,),
-        num_ranks=4,
-        flags=PP2,
-        dies=True,
-    ),
 }
 
 ENDS = {
     "interrupted": Fault("Ctrl-C, heard by every rank", "KeyboardInterrupt", "interrupted", ranks=(0, 1)),
-    "interrupted-one": Fault(
-        "Ctrl-C, heard by one rank", rf"KeyboardInterrupt|{_LOST_AHEAD}|{_MEGATRON}", "interrupted"
-    ),
     "terminated": Fault("SIGTERM to one rank", rf"{_LOST_AHEAD}|{_MEGATRON}", "terminated", dies=True),
     "exit-signal": Fault(
         "SIGTERM under --exit-signal-handler",
@@ -229,18 +187,10 @@ ENDS = {
         flags=f"--exit-interval {STEP}",
         goes_on=True,
     ),
-    "exit-duration": Fault(
-        "--exit-duration-in-mins ends the run",
-        "exiting program after .* minutes",
-        "time-is-up",
-        ranks=(0, 1),
-        goes_on=True,
-    ),
 }
 
 ERRORS = {
     "loader-raises": Fault("one rank's loader raises, in the thread", f"rank 1: {_LOADER}", "loader-raises"),
-    "loader-raises-now": Fault("the same without overlap", f"rank 1: {_LOADER}", "loader-raises", flags=NO_OVERLAP),
     "loader-raises-pp2": Fault(
         "the same in a pipeline stage, in the thread",
         f"rank 3: {_LOADER}",
@@ -249,14 +199,6 @@ ERRORS = {
         num_ranks=4,
         flags=PP2,
     ),
-    "loader-raises-pp2-now": Fault(
-        "the same without overlap",
-        f"rank 3: {_LOADER}",
-        "loader-raises",
-        ranks=(3,),
-        num_ranks=4,
-        flags=f"{PP2} {NO_OVERLAP}",
-    ),
     "loader-raises-tp2": Fault(
         "the same, with a rank that reads no data",
         f"rank 2: {_LOADER}",
@@ -264,11 +206,6 @@ ERRORS = {
         ranks=(2,),
         num_ranks=4,
         flags=TP2,
-    ),
-    "loader-raises-its-own": Fault(
-        "an exception of a class of the loader's own",
-        r"rank 1: fetching item 3 of this step: \S+CorruptShardError: checksum of shard 7",
-        "loader-raises-its-own",
     ),
     "bug-in-splitting": Fault(
         "an unforeseen error while samples are split, in the thread",
@@ -281,16 +218,7 @@ ERRORS = {
         "bug-in-packing",
     ),
     "planner-killed": Fault("one rank's planning process is killed", _PLANNER, "planner-killed"),
-    "planner-killed-now": Fault("the same without overlap", _PLANNER, "planner-killed", flags=NO_OVERLAP),
     "other-iterator": Fault("one rank's loop comes with another iterator", _DISAGREE, "other-iterator"),
-    "other-iterator-pp2": Fault(
-        "the same in a pipeline stage",
-        rf"{_DISAGREE}|{_GATHER}|{_LOST_AHEAD}|{_MEGATRON}",
-        "other-iterator",
-        ranks=(3,),
-        num_ranks=4,
-        flags=PP2,
-    ),
 }
 
 KINDS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from forked import fork_rank, free_port, rank_environment
 
-from benchmarks.faults.cases import FAULTS, GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
+from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
 from megatron_balance.devkit import pretrain_sft
 from megatron_balance.devkit.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
 from megatron_balance.errors import BalanceError
@@ -93,12 +93,6 @@ def run_with(fault: Fault, *, folder: Path) -> Outcome:
         for rank in range(fault.num_ranks)
     ]
     return Outcome(ends, wrong=[what for rank in sorted(waited_for) for what in _wrong(ends[rank], rank, fault)])
-
-
-def problems_with(name: str, *, folder: str) -> list[str]:
-    """Problems of the run of a fault, then the last output of each rank; empty without problems."""
-    outcome = run_with(FAULTS[name], folder=Path(folder))
-    return [*outcome.wrong, *(end.output[-2000:] for end in outcome.ends)] if outcome.wrong else []
 
 
 def _wrong(end: RankEnd, rank: int, fault: Fault) -> list[str]:

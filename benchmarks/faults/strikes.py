@@ -93,10 +93,6 @@ def _other_dtype(strike: Strike) -> None:
     _of_rows(lambda row: row.update(loss_mask=row["loss_mask"].double()))
 
 
-def _other_keys(strike: Strike) -> None:
-    _of_rows(lambda row: row.update(advantages=row["loss_mask"]))
-
-
 def _no_cu_seqlens(strike: Strike) -> None:
     _of_rows(lambda row: row.pop("cu_seqlens"))
 
@@ -112,10 +108,6 @@ def _short_labels(strike: Strike) -> None:
 
 def _nan_mask(strike: Strike) -> None:
     _of_rows(lambda row: row["loss_mask"].fill_(float("nan")), of_sample=strike.sample)
-
-
-def _floating_tokens(strike: Strike) -> None:
-    _of_rows(lambda row: row.update(tokens=row["tokens"].float()), of_sample=strike.sample)
 
 
 def _negative_token(strike: Strike) -> None:
@@ -185,17 +177,6 @@ def _loader_raises(strike: Strike) -> None:
     _of_rows(fail, of_sample=strike.sample)
 
 
-def _loader_raises_its_own(strike: Strike) -> None:
-    class CorruptShardError(Exception):
-        """Stands for an error class of another package's loader."""
-
-    def fail(row: dict[str, Any]) -> None:
-        strike.note()
-        raise CorruptShardError("checksum of shard 7:\nexpected 12, read 13")
-
-    _of_rows(fail, of_sample=strike.sample)
-
-
 def _bug(name: str, *, module: Any) -> Callable[[Strike], None]:
     """Fails while a step is made, also when that is repeated."""
 
@@ -251,24 +232,13 @@ def _planner_killed(strike: Strike) -> None:
     plan_process.PlanProcess.plan = plan  # type: ignore[method-assign]
 
 
-def _time_is_up(strike: Strike) -> None:
-    def end() -> None:
-        from megatron.training import get_args
-
-        get_args().exit_duration_in_mins = 1e-6  # the flag takes whole minutes
-
-    _at_call(StepPrefetcher, "prepare", call=strike.step, after=end)
-
-
 STRIKES: dict[str, Callable[[Strike], None]] = {
     "ends-early": _ends_early,
     "other-dtype": _other_dtype,
-    "other-keys": _other_keys,
     "no-cu-seqlens": _no_cu_seqlens,
     "falling-cu-seqlens": _falling_cu_seqlens,
     "short-labels": _short_labels,
     "nan-mask": _nan_mask,
-    "floating-tokens": _floating_tokens,
     "negative-token": _negative_token,
     "other-data": _other_data,
     "other-version": _other_version,
@@ -283,10 +253,8 @@ STRIKES: dict[str, Callable[[Strike], None]] = {
     "interrupted": _while_computing(signal.SIGINT),
     "terminated": _while_computing(signal.SIGTERM),
     "loader-raises": _loader_raises,
-    "loader-raises-its-own": _loader_raises_its_own,
     "bug-in-splitting": _bug("split_packed", module=item_splitter),
     "bug-in-packing": _bug("pack_microbatch", module=own_slots),
     "other-iterator": _other_iterator,
     "planner-killed": _planner_killed,
-    "time-is-up": _time_is_up,
 }

@@ -17,7 +17,6 @@ LONG_TIMEOUT_SECONDS = 60
 AFTER_STEP = 3
 """The link changes once every rank has done this number of steps."""
 
-DELAY_MILLISECONDS = 50
 AWAY_SECONDS = 3
 MBIT_PER_SECOND = 2
 
@@ -37,14 +36,12 @@ class Case:
         link: what becomes of the link, for people.
         parallel: Megatron's flags of the layout.
         change: makes it so, after AFTER_STEP steps; None where the link stays as it is.
-        delay_milliseconds: of the link, from the beginning.
         timeout_seconds: of process groups where every rank must end with an error; None where the run must go on.
     """
 
     link: str
     parallel: str = DP4
     change: Callable[[Network], None] | None = None
-    delay_milliseconds: int = 0
     timeout_seconds: int | None = None
 
     @property
@@ -72,7 +69,6 @@ CASES: dict[str, Case] = {
     "whole": Case("whole"),
     "whole-tp2": Case("whole", parallel=TP2),
     "whole-pp2": Case("whole", parallel=PP2),
-    "delayed": Case(f"{DELAY_MILLISECONDS} ms each way", delay_milliseconds=DELAY_MILLISECONDS),
     "narrow": Case(f"{MBIT_PER_SECOND} Mbit/s from step {AFTER_STEP}", change=_narrow),
     "away": Case(f"down for {AWAY_SECONDS} s", change=_away),
     "down": Case("down", change=Network.take_down, timeout_seconds=SHORT_TIMEOUT_SECONDS),

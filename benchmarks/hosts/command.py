@@ -100,7 +100,7 @@ def _on_one_host(case: Case, *, folder: Path) -> list[dict[str, Any]]:
 def _on_two_hosts(case: Case, *, folder: Path) -> TwoHostRun:
     goes_on = case.timeout_seconds is None
     change = case.change
-    with two_hosts(delay_milliseconds=case.delay_milliseconds) as network:
+    with two_hosts() as network:
         return run_on(
             network,
             folder=folder,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,20 +57,15 @@ class Network:
 
 
 @contextmanager
-def two_hosts(*, delay_milliseconds: int = 0) -> Iterator[Network]:
+def two_hosts() -> Iterator[Network]:
     """Make them; they are gone afterwards."""
     processes = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in ADDRESSES]
     try:
         network = Network([process.pid for process in processes])
         for process in processes:
             _wait_for_namespace(process.pid)
-        if delay_milliseconds:
-            holders = [str(process.pid) for process in processes]
-            command = [sys.executable, "-m", "benchmarks.hosts.delayed_link", str(delay_milliseconds), *holders]
-            processes.append(_started(command))
-        else:
-            first, second = (f"{INTERFACE} netns {process.pid}" for process in processes)
-            subprocess.run(f"ip link add {first} type veth peer name {second}".split(), check=True)
+        first, second = (f"{INTERFACE} netns {process.pid}" for process in processes)
+        subprocess.run(f"ip link add {first} type veth peer name {second}".split(), check=True)
         for host, address in enumerate(ADDRESSES):
             network.run(host, "ip link set lo up")
             network.run(host, f"ip address add {address}/24 dev {INTERFACE}")
@@ -81,15 +75,6 @@ def two_hosts(*, delay_milliseconds: int = 0) -> Iterator[Network]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process that says a line when it is ready."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    if not process.stdout.readline():
-        raise RuntimeError(f"{' '.join(command)} ended with {process.wait()}")
-    return process
 
 
 def _wait_for_namespace(pid: int) -> None:

@@ -26,7 +26,6 @@ from benchmarks.planner.setups import (
     lengths_folder,
     lengths_said,
 )
-from benchmarks.planner.speed import speed_ratios
 from benchmarks.publish import Measured, table
 
 TITLE = "Planner"
@@ -50,8 +49,7 @@ def measure(args: argparse.Namespace) -> Measured:
             row = asdict(measure_row(planner, setup=setup, batches=batches))
             _announce(f"    {planner:50} {row['mean_over_bound']} {row['note']}")
             rows.append(row)
-    _announce("speed against verl, losses of cost models")
-    ratios = speed_ratios(num_samples=512, num_ranks=8) if args.quick else speed_ratios()
+    _announce("losses of cost models")
     gc.unfreeze()  # measure.py froze what was imported
     losses = measure_losses(QUICK_SETUPS if args.quick else ABLATED_SETUPS, lengths_folder=folder)
     figures = {
@@ -59,7 +57,6 @@ def measure(args: argparse.Namespace) -> Measured:
         "wheels": {name: _version(name) for name in ("verl", "areal")},
         "setups": {setup.name: _described(setup) for setup in setups},
         "plans": _plans(rows),
-        "speed": [asdict(ratio) for ratio in ratios],
         "losses": _losses([asdict(loss) for loss in losses]),
     }
     return Measured(figures, raw=rows)
@@ -121,13 +118,6 @@ after another.
 
 {table(f"{columns} | over cap", [_plan(*row, setups) for row in figures["plans"].items()])}
 
-### Speed against verl
-
-One batch of {figures["speed"][0]["num_samples"]} samples on {figures["speed"][0]["num_ranks"]} ranks, all timed in one
-run. verl's ranks rearrange side by side; here every rank plans all.
-
-{table("against | its CPU ms | our CPU ms | times faster", [_speed(row) for row in figures["speed"]])}
-
 ### Cost models
 
 Plans made with each cost model, timed by assumed devices that run attention at twice, once, half and a third of the
@@ -142,10 +132,6 @@ def _plan(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> 
     over_cap = max((cell[2] for cell in known if not isinstance(cell, str)), default=0.0)
     shown = [cell if isinstance(cell, str) else f"{cell[0]:.4f}, {cell[3]:.1f}" for cell in known]
     return [planner, *shown, f"≤ {over_cap:.0%}" if over_cap else "none"]
-
-
-def _speed(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return row["against"], f"{row['other_cpu_ms']:.0f}", f"{row['ours_cpu_ms']:.1f}", f"{row['ratio']:.1f}"
 
 
 def _of_losses(figures: Mapping[str, Any]) -> list[str]:

@@ -112,19 +112,6 @@ QUICK_SETUPS = (
 """Seconds in all: for tests and a first look."""
 
 
-def timed_setup(name: str, *, dp_size: int, cap: int, num_samples: int) -> Setup:
-    """One global batch for a dense model, planned to measure the time of planning."""
-    return Setup(
-        name,
-        model="Qwen3-8B",
-        topology=Topology(dp_size),
-        max_tokens_per_gpu=cap,
-        global_batch_size=num_samples,
-        length_names=("servegen_mlarge",),
-        num_batches=1,
-    )
-
-
 def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDArray[np.int64]]:
     """The global batches of a setup, set by set.
 
