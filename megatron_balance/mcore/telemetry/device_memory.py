@@ -53,8 +53,10 @@ class DeviceMemory(Watcher):
 
     def _read(self) -> tuple[int, int, int]:
         """Peaks allocated and reserved in bytes, and the cap; between steps, weights and optimizer are allocated."""
+        if not torch.cuda.is_available():
+            return 0, 0, 0
         peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory  # 0 on a CPU
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory  # 0 under devkit/cpu.py
         if not total:
             return 0, 0, 0
         room = max(total * (1 - LEFT_FREE) - kept, 0)
