@@ -19,7 +19,6 @@ from megatron_balance.cli.comparison.batches import (
     GlobalBatch,
     check_counts,
     cut,
-    images_text,
     is_record,
     read_flagged_samples,
     recorded_batches,
@@ -94,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
         objective=args.objective or (None if record is None else record.info.objective),
         algorithm=args.algorithm,
         max_cp_size=max_cp_size(args),
-        has_images=args.image_key is not None,
     )
     # Wrong flags are reported before long work.
     rate, setting = question.costs.rate(topology), question.setting(topology, limits=limits)
@@ -127,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     if args.policy is not None:
         result = named_policy(comparison.results, name=args.policy)
         print_plan(result)
-        content = plan_file(result, batches)
+        content = plan_file(result)
     if args.json is not None:
         write_json(args.json, content, indent=1)
         print(f"{'All figures are' if args.policy is None else 'The plan of every step is'} in {args.json}.")
@@ -163,8 +161,6 @@ def _batches(
     """The steps to plan."""
     check_counts(args.global_batch_size or 1, steps=args.steps)
     if record is not None:
-        if args.image_key is not None:
-            raise BalanceError("--image-key is given with a recorded run, which holds no images: drop it.")
         batches = recorded_batches(record, dp_size=dp_size)[: args.steps]
         if not batches:
             raise BalanceError(f"{args.lengths!r} holds no step with samples: the run wrote none yet.")
@@ -205,7 +201,7 @@ def _inputs(batches: Sequence[GlobalBatch], *, cost: str) -> str:
     steps = "step" if len(batches) == 1 else "steps"
     return (
         f"{len(batches)} {steps} of {size} samples. Lengths: mean {lengths.mean():.0f}, median "
-        f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. {images_text(batches)}Cost: {cost}."
+        f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: {cost}."
     )
 
 

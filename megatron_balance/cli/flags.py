@@ -33,12 +33,6 @@ def add_lengths_flags(parser: argparse.ArgumentParser) -> None:
     """Flags for the source of lengths; each command declares LENGTHS itself."""
     group = parser.add_argument_group("lengths")
     group.add_argument("--key", metavar="NAME", help="array, column or field of the file that holds the lengths")
-    group.add_argument(
-        "--image-key",
-        metavar="NAME",
-        help="field or column (.jsonl, .parquet) that holds a sample's images: a list of their patches, or of grids "
-        "[frames, rows, columns] (image_grid_thw); the vision encoder of --model runs them",
-    )
     group.add_argument("--shuffle", action="store_true", help="shuffle the lengths before cutting them into batches")
     group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="of --shuffle and of synthetic lengths (default: 0)"

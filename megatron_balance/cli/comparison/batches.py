@@ -6,14 +6,12 @@ Invariant: batches are in the order of training; samples keep the rank that load
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cli.comparison.image_file import read_image_patches
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths.read import read_lengths, synthetic_lengths
 from megatron_balance.record.run_record import RunRecord
@@ -31,14 +29,12 @@ class GlobalBatch:
         segment_lengths: `[sum(num_segments)]` int64 original tokens of each sequence.
         num_segments: `[num_samples]` int64 sequences of each sample; None where each is one.
         loaded_by: `[num_samples]` int64 rank that loaded each sample; None for Megatron's own sampler.
-        image_patches: `[num_samples]` patches of each image of a sample; None for no images.
     """
 
     segment_lengths: NDArray[np.int64]
     _: KW_ONLY
     num_segments: NDArray[np.int64] | None = None
     loaded_by: NDArray[np.int64] | None = None
-    image_patches: Sequence[Sequence[int]] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -63,7 +59,7 @@ class GlobalBatch:
 
 
 def read_flagged_samples(args: argparse.Namespace, *, global_batch_size: int) -> GlobalBatch:
-    """All samples as one batch: lengths from a file, or drawn, by the flags; images from a file."""
+    """All samples as one batch: lengths from a file, or drawn, by the flags."""
     if args.seed < 0:
         raise BalanceError(f"--seed is {args.seed}: it must be 0 or more.")
     source: str = args.lengths
@@ -75,31 +71,9 @@ def read_flagged_samples(args: argparse.Namespace, *, global_batch_size: int) ->
         lengths = synthetic_lengths(name, num_samples=num_samples, seed=args.seed)
     else:
         lengths = read_lengths(source, key=args.key)
-    images = None if args.image_key is None else _read_images(args, num_samples=lengths.size)
     if args.shuffle:
-        order = np.random.default_rng(args.seed).permutation(lengths.size)
-        lengths = lengths[order]
-        images = None if images is None else [images[sample] for sample in order.tolist()]
-    return GlobalBatch(lengths, image_patches=images)
-
-
-def _read_images(args: argparse.Namespace, *, num_samples: int) -> list[list[int]]:
-    if args.lengths.startswith("synthetic:"):
-        raise BalanceError(
-            "--image-key is given and LENGTHS is not a file of lengths: give a .jsonl or .parquet file that has both."
-        )
-    images = read_image_patches(args.lengths, key=args.image_key)
-    assert len(images) == num_samples, "lengths and images are of the same lines"
-    return images
-
-
-def images_text(batches: Sequence[GlobalBatch]) -> str:
-    """A sentence on the images of the batches; empty where they have none."""
-    if batches[0].image_patches is None:
-        return ""
-    sizes = [size for batch in batches for patches in batch.image_patches or () for size in patches]
-    mean = f", mean {sum(sizes) / len(sizes):.0f} patches" if sizes else ""
-    return f"Images: {len(sizes)}{mean}. "
+        lengths = lengths[np.random.default_rng(args.seed).permutation(lengths.size)]
+    return GlobalBatch(lengths)
 
 
 def check_counts(global_batch_size: int, *, steps: int | None) -> None:
@@ -119,7 +93,7 @@ def cut(samples: GlobalBatch, *, global_batch_size: int, steps: int | None, max_
         steps: number of steps; None for all full batches, at most `max_steps`.
         max_steps: limit if `steps` is None.
     """
-    lengths, images = samples.segment_lengths, samples.image_patches
+    lengths = samples.segment_lengths
     num_full = lengths.size // global_batch_size
     num_steps = min(num_full, max_steps) if steps is None else steps
     if num_steps > num_full or num_full == 0:
@@ -128,9 +102,7 @@ def cut(samples: GlobalBatch, *, global_batch_size: int, steps: int | None, max_
             f"{max(num_steps, 1) * global_batch_size} lengths, but there are {lengths.size}: lower one of them."
         )
     of_steps = [slice(step * global_batch_size, (step + 1) * global_batch_size) for step in range(num_steps)]
-    return [
-        GlobalBatch(lengths[of_step], image_patches=None if images is None else images[of_step]) for of_step in of_steps
-    ]
+    return [GlobalBatch(lengths[of_step]) for of_step in of_steps]
 
 
 def recorded_batches(record: RunRecord, *, dp_size: int) -> list[GlobalBatch]:

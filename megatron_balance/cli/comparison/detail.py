@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.cli.comparison.batches import GlobalBatch
 from megatron_balance.cli.comparison.policies import PolicyResult
 from megatron_balance.cli.table import print_table
 from megatron_balance.errors import BalanceError
@@ -59,7 +58,7 @@ def print_plan(result: PolicyResult) -> None:
     print_table(["rank", "micro-batches", "samples", "tokens", "longest", "cost over mean"], rows, emphasized=-1)
 
 
-def plan_file(result: PolicyResult, batches: Sequence[GlobalBatch]) -> dict[str, Any]:
+def plan_file(result: PolicyResult) -> dict[str, Any]:
     """The plan of every step, for `report`; with dynamic sizes ranks are leaves."""
     setting = result.setting
     return {
@@ -70,13 +69,12 @@ def plan_file(result: PolicyResult, batches: Sequence[GlobalBatch]) -> dict[str,
         "steps": [
             {
                 "lengths": step.segment_lengths.tolist(),
-                **({} if batch.image_patches is None else {"image_patches": batch.image_patches}),
                 "num_microbatches": step.num_microbatches,
                 "ranks": samples_of_ranks(step),
                 **_cp_sizes(step),
                 "metrics": asdict(metrics),
             }
-            for step, metrics, batch in zip(result.steps, result.metrics, batches, strict=True)
+            for step, metrics in zip(result.steps, result.metrics, strict=True)
         ],
     }
 

@@ -19,15 +19,13 @@ examples:
       --model Qwen3-8B --peak-tflops 989 --efficiency 0.4
   megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
       --model Qwen3-8B --cost seconds.json
-  megatron-balance compare pages.parquet --image-key image_grid_thw --global-batch-size 256 --dp-size 8 \\
-      --max-tokens-per-gpu 24576 --model Qwen2.5-VL-7B
   megatron-balance compare runs/record --model Qwen3-8B
 
 policies (their flags are printed below the table):
   stock         Megatron's own sampler: sample i on rank i % dp_size, one sample a micro-batch
   packed        every rank packs the samples it loaded, first fit
   balance-data  samples move, ranks are made even in tokens
-  by-flops      samples move, ranks are made even in FLOPs of --model, those of images (--image-key) included
+  by-flops      samples move, ranks are made even in FLOPs of --model
   calibrated    samples move, ranks are made even in the seconds of --cost seconds.json
   dynamic CP    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
                 where training does not refuse it

@@ -20,8 +20,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from megatron_balance.cli.comparison.batches import GlobalBatch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, schedule_metrics
-from megatron_balance.record.judging import assigned_step, samples_of_ranks, step_metrics, stock_slots
+from megatron_balance.planner.metrics import ScheduleMetrics, schedule_metrics
+from megatron_balance.record.judging import assigned_step, step_metrics, stock_slots
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord
 
@@ -137,7 +137,6 @@ def _planned(batch: GlobalBatch, policy: Policy, *, setting: RunInfo, iteration:
     schedule = build_data_schedule(
         batch.segment_lengths,
         num_segments=batch.num_segments,
-        image_patches=batch.image_patches,
         cost_model=policy.cost_model,
         topology=setting.topology,
         limits=setting.limits,
@@ -164,18 +163,4 @@ def _stock(batch: GlobalBatch, _: Policy, *, setting: RunInfo, iteration: int) -
         info=setting,
     )
 
-    def judge(cost_model: CostModel) -> ScheduleMetrics:
-        if batch.image_patches is None:
-            return step_metrics(replace(step, cost_model=cost_model), info=setting)
-        return assignment_metrics(
-            samples_of_ranks(step),
-            lengths=batch.segment_lengths,
-            image_patches=batch.image_patches,
-            cost_model=cost_model,
-            topology=setting.topology,
-            limits=setting.limits,
-            objective=setting.objective,
-            home_ranks=homes,
-        )
-
-    return step, judge
+    return step, lambda cost_model: step_metrics(replace(step, cost_model=cost_model), info=setting)

@@ -88,7 +88,7 @@ def recommend(comparison: Comparison, *, question: Question, results: Sequence[P
     sentences = [_use(figures, objective=setting.objective, cap=cap, over_packed=over_packed), *on_cap]
     if chosen is not fixed:
         sentences.append(_on_dynamic(comparison, chosen=chosen, fixed=fixed, floor=max(floors)))
-    if max(floors) > NOTABLE_FLOOR and not question.has_images:
+    if max(floors) > NOTABLE_FLOOR:
         sentences.append(_on_floor(floors, at_one_size=chosen is not fixed))
     if comparison.setting.cost_name == "tokens":
         sentences.append("By tokens alone; with --model, --balance-by-flops can be judged as well.")

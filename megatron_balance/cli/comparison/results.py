@@ -17,7 +17,6 @@ from megatron_balance.cli.comparison.policies import (
     plan_policy,
     token_policies,
 )
-from megatron_balance.errors import BalanceError
 from megatron_balance.planner.objectives import is_makespan, resolve_objective
 from megatron_balance.planner.throughput import CostRate, num_gpus, step_seconds
 from megatron_balance.record.judging import recosted, step_metrics
@@ -148,29 +147,17 @@ class Question:
         objective: `--objective`; None for auto.
         algorithm: of the policies that balance by FLOPs or seconds.
         max_cp_size: largest context-parallel size under dynamic CP; None for all ranks.
-        has_images: samples have images, which a vision encoder runs.
     """
 
     costs: CostSource
     objective: str | None
     algorithm: str
     max_cp_size: int | None = None
-    has_images: bool = False
 
     def setting(self, topology: Topology, *, limits: Limits) -> RunInfo:
-        """Ranks, limits, objective and the cost that judges.
-
-        Raises:
-            BalanceError: there are images, and they cost nothing.
-        """
-        cost_model = self.costs.cost_model(topology)
-        if self.has_images and not (cost_model.image_linear or cost_model.image_quadratic):
-            raise BalanceError(
-                f"--image-key is given, and by {self.costs.cost_name} of {self.costs.model or 'no model'} images cost "
-                "nothing: give --model a model whose vision encoder is known, as Qwen2.5-VL-7B, and no other --cost."
-            )
+        """Ranks, limits, objective and the cost that judges."""
         return RunInfo(
-            cost_model=cost_model,
+            cost_model=self.costs.cost_model(topology),
             cost_name=self.costs.cost_name,
             topology=topology,
             limits=limits,
@@ -203,8 +190,6 @@ class Question:
     def why_not_dynamic(self, setting: RunInfo) -> str | None:
         """The reason why dynamic CP cannot be compared or trained with, or None."""
         there = self.dynamic_topology(setting.topology)
-        if self.has_images:
-            return "an image runs whole on the rank of its sample (--image-key)"
         if setting.objective != resolve_objective("auto", topology=setting.topology) or self.algorithm != "auto":
             return "--balance-context-parallel has one algorithm, and its objective follows from the ranks"
         refusal = dynamic_cp_refusal(self.costs.shape, topology=there)

@@ -66,8 +66,12 @@ def args_of_loop(
             "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
             "drop it, or train with megatron.training."
         )
-    text = getattr(inner, "language_model", inner)  # of a LLaVAModel
-    vocab_size = getattr(text, "vocab_size", None)
+    if hasattr(inner, "language_model"):
+        raise BalanceError(
+            f"{type(inner).__name__} has an encoder beside its language model, and this package packs no images into "
+            "its forward step: train it without balancing."
+        )
+    vocab_size = getattr(inner, "vocab_size", None)
     args = args_of_transformer_config(config, padded_vocab_size=vocab_size)
     vars(args).update(vars(parsed))
     if args.balance_by_flops and cost is None and vocab_size is None:
@@ -76,11 +80,9 @@ def args_of_loop(
             "CostModel), or the flag --no-balance-by-flops."
         )
     vars(args).update(_parallel_sizes(parallel_state, num_chunks=len(chunks)))
-    vars(args).update(_of_model(chunks[0], inner=text))
+    vars(args).update(_of_model(chunks[0], inner=inner))
     args.balance_cost_model = cost if isinstance(cost, CostModel) else None
     args.balance_shape = cost if isinstance(cost, ModelShape) else None
-    if text is not inner:
-        vars(args).update(_of_llava(inner, args=args))
     args.balance_reads_on_every_rank = True
     args.train_iters, args.curr_iteration, args.iteration = num_steps, 0, 0
     args.micro_batch_size, args.global_batch_size = 1, 0  # the loop's own affair
@@ -92,24 +94,6 @@ def args_of_loop(
     args.distributed_timeout_minutes = timeout / timedelta(minutes=1)
     fill_in_flags(args)
     return args
-
-
-def _of_llava(model: Any, *, args: Namespace) -> dict[str, Any]:
-    """The parts of a LLaVAModel that are frozen."""
-    if args.pipeline_model_parallel_size > 1:
-        raise BalanceError(
-            f"pipeline_model_parallel_size is {args.pipeline_model_parallel_size}: LLaVAModel pads each micro-batch to "
-            "language_max_sequence_length then, which packed sequences do not survive. Train it without a pipeline."
-        )
-    if args.balance_by_flops and args.balance_cost_model is None and args.balance_shape is None:
-        raise BalanceError(
-            "LLaVAModel has an encoder, which is not read from its modules: give cost, a ModelShape with vision, "
-            "or the flag --no-balance-by-flops."
-        )
-    return {
-        "freeze_ViT": not any(weight.requires_grad for weight in model.vision_model.parameters()),
-        "freeze_LM": not any(weight.requires_grad for weight in model.language_model.parameters()),
-    }
 
 
 def _parallel_sizes(state: Any, *, num_chunks: int) -> dict[str, int | None]:
