@@ -53,11 +53,9 @@ class DeviceMemory(Watcher):
 
     def _read(self) -> tuple[int, int, int]:
         """Peaks allocated and reserved in bytes, and the cap; between steps, weights and optimizer are allocated."""
-        if not torch.cuda.is_available():
-            return 0, 0, 0
         peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory  # 0 under devkit/cpu.py
-        if not total:
+        if not kept:  # a CPU, which has no properties to ask for
             return 0, 0, 0
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         room = max(total * (1 - LEFT_FREE) - kept, 0)
         return peak, torch.cuda.max_memory_reserved(), int(self._tokens * room / max(peak - kept, 1)) // 128 * 128
