@@ -9,5 +9,5 @@ algorithm of its own. Each has the same files, where it needs them:
     transport.py  moves samples between ranks
 
 Importing one patches nothing: `install()` does, after checking every target, and what it returns has `undo()`.
-tests/adapters/template is one to copy.
+The repository has a template to copy.
 """
