@@ -243,7 +243,6 @@ ROWS = [
     Row("stock-evaluation", "DP2", f"{BY_FLOPS} --no-balance-evaluation", flags="--eval-micro-batch-size 2"),
     Row("sizes-of-evaluation", "DP2", flags="--eval-global-batch-size 24 --eval-micro-batch-size 2", slow=True),
     Row("sft", "DP2", flags="--sft", slow=True),
-    Row("only-evaluation", "DP2", flags="--skip-train", slow=True),
     # Context-parallel sizes of their own.
     Row("dynamic-cp", "CP2", f"{DYNAMIC_CP} {RECORDED}", cap=CAP // 2, dynamic=True),
     Row("dynamic-cp", "DP4", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),

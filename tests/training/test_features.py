@@ -11,7 +11,7 @@ import pytest
 from kept_runs import KeptRuns, Run
 from rounding import assert_equal
 from steps import cp_sizes, microbatches, samples
-from table import BY_FLOPS, NUM_STEPS, ROWS, Row
+from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS, Row
 from test_matrix import run_of
 
 from megatron_balance.record import read_record
@@ -107,7 +107,17 @@ def test_under_sft_a_flag_has_sums_divided(train: KeptRuns) -> None:
     assert ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in stock.losses()]
     means = run_of(train, sft)
     assert means.log(0).count("evaluation is Megatron's own: under --sft its loss is a mean of means") == 1
-    assert means.losses() != [pytest.approx(losses, rel=1e-4) for losses in stock.losses()]
+    assert means.losses() != [pytest.approx(losses, rel=1e-5) for losses in stock.losses()]
+
+
+@pytest.mark.slow
+def test_a_run_that_only_evaluates(train: KeptRuns) -> None:
+    stock, ours = (train(f"{COMMON} --skip-train {balance}") for balance in ("", BY_FLOPS))
+    assert ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in stock.losses()]
+    assert samples(ours, "evaluation") == samples(stock, "evaluation")
+    assert len(ours.of_kind("evaluation")[0][0]["microbatches"]) < len(
+        stock.of_kind("evaluation")[0][0]["microbatches"]
+    )
 
 
 @pytest.mark.parametrize(
