@@ -1,4 +1,4 @@
-"""The SFT data set: what a row shows, where it is cut, and what a broken file gets."""
+"""The SFT data set that tests train on: what a row shows, where it is cut, what a broken file gets. No public name."""
 
 from __future__ import annotations
 
