@@ -1,6 +1,6 @@
 """Fits seconds as a non-negative combination of a micro-batch's features, by robust least squares.
 
-    minimise  Σ_i w_i (known_i + Σ_k coefficients_k*features_ik - seconds_i)² / seconds_i,   coefficients >= 0
+    minimise  Σ_i w_i (Σ_k coefficients_k*features_ik - seconds_i)² / seconds_i,   coefficients >= 0
 
 The variance of a measurement is taken to grow with its seconds, as it does where disturbances come at a steady
 rate. A step is a sum of micro-batches, and this division also makes the least error in sums: relative residuals
@@ -32,15 +32,12 @@ _LEAST_SCALE = 1e-9
 """A relative error this small is rounding, not disturbance."""
 
 
-def fit_seconds(
-    features: NDArray[np.float64], *, seconds: NDArray[np.float64], known: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
+def fit_seconds(features: NDArray[np.float64], *, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Fits the coefficients that predict the seconds of micro-batches from their features.
 
     Args:
         features: `[num_measurements, num_features]`, not negative, e.g. 1, sequences, tokens, squared tokens.
         seconds: `[num_measurements]`, above zero.
-        known: `[num_measurements]` the part of the seconds that is not to be fitted; 0 by default.
 
     Returns:
         `[num_features]` seconds per unit of each feature, none negative.
@@ -66,7 +63,7 @@ def fit_seconds(
     scales[scales == 0] = 1.0
     mean = float(seconds.mean())
     roots = np.sqrt(seconds / mean)
-    target = (seconds if known is None else seconds - known) / mean / roots
+    target = seconds / mean / roots
     rows = features / scales / roots[:, None]
     weights = np.ones(num_measurements)
     coefficients = np.zeros(num_features)

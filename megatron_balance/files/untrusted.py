@@ -57,12 +57,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 @contextmanager
-def opened_archive(path: Path, *, unbounded: bool = False) -> Generator[Mapping[str, NDArray[Any]], None, None]:
+def opened_archive(path: Path) -> Generator[Mapping[str, NDArray[Any]], None, None]:
     """The arrays of an `.npz` file, each read on access.
 
     Args:
         path: the file.
-        unbounded: no limit on its size: for files that a training run wrote itself.
 
     Raises:
         ValueError: it is damaged, is no archive, lacks a requested array, or unpacks to more than
@@ -72,7 +71,7 @@ def opened_archive(path: Path, *, unbounded: bool = False) -> Generator[Mapping[
     with readable_arrays():
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
-        if unpacked > MAX_ARCHIVE_BYTES and not unbounded:
+        if unpacked > MAX_ARCHIVE_BYTES:
             raise ValueError(f"it unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_BYTES} are read")
         with np.load(path, allow_pickle=False) as arrays:
             yield arrays

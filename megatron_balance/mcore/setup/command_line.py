@@ -11,7 +11,6 @@ from typing import NoReturn
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import add_flags
 from megatron_balance.mcore.setup.one_flag import fill_in_flags
-from megatron_balance.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,6 @@ def parse_balance_flags(flags: Sequence[str]) -> argparse.Namespace:
     parser = _OneLineParser(allow_abbrev=False, add_help=False)
     add_flags(parser)
     return parser.parse_args(list(flags))
-
-
-def shape_from_command_line(flags: Sequence[str]) -> ModelShape:
-    """The model that a training script's flags describe. Flags that are not Megatron's are ignored.
-
-    Raises:
-        BalanceError: a flag that the model's FLOPs depend on is missing, or a flag's value is wrong.
-    """
-    return ModelShape.from_megatron_args(parse_command_line(flags).args)
 
 
 class _OneLineParser(argparse.ArgumentParser):
