@@ -8,6 +8,8 @@ from forked_runs import train
 from rounding import assert_equal
 
 from megatron_balance.cli import main
+from megatron_balance.cost import Calibration
+from megatron_balance.record import read_record
 
 FLAGS = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
@@ -21,8 +23,10 @@ def test_a_record_is_fitted_and_the_next_run_plans_by_seconds(tmp_path: Path) ->
     record, costs = tmp_path / "record", tmp_path / "seconds.json"
     recorded = train(tmp_path / "first", f"{BALANCED} --balance-record {record}".split(), num_ranks=2)
     assert main(["fit", str(record), "--out", str(costs)]) == 0
-    by_seconds = train(tmp_path / "second", f"{BALANCED} --balance-cost {costs}".split(), num_ranks=2)
+    flags = f"{BALANCED} --balance-cost {costs} --balance-record {tmp_path / 'by_seconds'}"
+    by_seconds = train(tmp_path / "second", flags.split(), num_ranks=2)
     for ours in (recorded, by_seconds):
         assert_equal(ours, reference=stock)
-    plans = [[step["ranks"] for step in run.ranks[0]] for run in (recorded, by_seconds)]
-    assert plans[0] != plans[1]  # other costs, other plans
+    planned = read_record(tmp_path / "by_seconds").info
+    assert planned.cost_name == "seconds"
+    assert planned.cost_model == Calibration.read(costs).cost_model()
