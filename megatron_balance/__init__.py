@@ -8,8 +8,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.flops import calculate_fwd_flops
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule, balance, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 __version__ = "0.1.0"
@@ -22,6 +21,7 @@ __all__ = [
     "ModelShape",
     "Topology",
     "__version__",
+    "balance",
     "build_data_schedule",
     "calculate_fwd_flops",
 ]

@@ -66,7 +66,7 @@ def test_a_plan_with_sizes_of_their_own_is_written_whole(lengths_file: Path, tmp
         assert written["ranks"] == [[list(ids) for ids in slots] for slots in schedule.ranks]
         assert written["cp_sizes"] == [list(sizes) for sizes in schedule.cp_sizes]
         assert np.array_equal(step.cost_grid, schedule.cost_grid)
-        assert np.array_equal(step.cp_sizes, schedule.cp_size_grid())
+        assert np.array_equal(step.cp_sizes, schedule.cp_size_grid)
 
 
 def test_seed_and_shuffle_decide_the_order(lengths_file: Path, tmp_path: Path) -> None:

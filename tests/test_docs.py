@@ -41,7 +41,7 @@ README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
 ADAPTERS = sorted((DOCS / "adapters").glob("*.md"))
 
-NOT_RUN = {"quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1}
+NOT_RUN = {"quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1, "planner.md": 1}
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU."""
 
 LANGUAGES = {"python", "bash", "text", "python no-run", "bash no-run"}
@@ -199,10 +199,10 @@ def test_flags_page_has_every_flag_of_every_command() -> None:
 def test_plans_in_pictures_are_todays(monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib writes a title as text; its figure is in the words beside the picture too."""
     monkeypatch.syspath_prepend(str(DOCS / "pictures"))
-    dynamic_cp, objectives = (importlib.import_module(name) for name in ("dynamic_cp", "objectives"))
+    dynamic_cp, planner = (importlib.import_module(name) for name in ("dynamic_cp", "planner"))
     drawn = [(dynamic_cp.PICTURE, DOCS / "dynamic-cp.md", dynamic_cp.panels())]
-    for one in objectives.pictures():
-        drawn.append((DOCS / "pictures" / f"objective_{one.name}.svg", DOCS / "objectives.md", one.panels))
+    for one in planner.pictures():
+        drawn.append((DOCS / "pictures" / f"objective_{one.name}.svg", DOCS / "planner.md", one.panels))
     for picture, page, panels in drawn:
         figures = [panel.title.rsplit(" ", 1)[1] for panel in panels]
         for panel, figure in zip(panels, figures, strict=True):

@@ -69,7 +69,7 @@ def test_known_seconds_come_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], topology: Topology, ranks: int
 ) -> None:
     longest = 16000 if topology.dynamic_cp else 4000
-    record = write_record(tmp_path / "record", topology, num_steps=6, noise=0.01, longest=longest)
+    record = write_record(tmp_path / "record", topology, num_steps=24, noise=0.01, longest=longest)
     assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
     costs = Calibration.read(tmp_path / "seconds.json")
     assert costs.linear == pytest.approx(TRUTH["per_token"] * ranks, rel=0.1)

@@ -36,6 +36,7 @@ def test_public_names_exist_and_are_few() -> None:
         "ModelShape",
         "Topology",
         "__version__",
+        "balance",
         "build_data_schedule",
         "calculate_fwd_flops",
     }

@@ -14,9 +14,7 @@ from benchmarks.dynamic_cp.dev_scheduler import Rows
 from benchmarks.dynamic_cp.setups import OBJECTIVES, DynamicSetup, cost_model
 from benchmarks.planner.measure import median_timing, timed
 from megatron_balance import build_data_schedule
-from megatron_balance.planner.dynamic_cp.samples import SizedSamples
-from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
-from megatron_balance.planner.filling import fill_dummies
+from megatron_balance.planner import DataSchedule, SizedBatch, fill_dummies
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,14 @@ class PlanningTime:
     over_bound: float
 
 
-def plan(batch: NDArray[np.int64], *, setup: DynamicSetup, exchange: float, objective: str) -> DynamicCpSchedule:
+def plan(batch: NDArray[np.int64], *, setup: DynamicSetup, exchange: float, objective: str) -> DataSchedule:
     """This package's plan."""
-    schedule = build_data_schedule(
+    return build_data_schedule(
         batch,
         cost_model=cost_model(exchange),
         topology=replace(setup.topology, **OBJECTIVES[objective]),
         limits=setup.limits,
     )
-    assert isinstance(schedule, DynamicCpSchedule)
-    return schedule
 
 
 def measure_cell(
@@ -75,7 +71,8 @@ def measure_cell(
     num_over_cap = 0
     for batch, rows in planned:
         schedule = plan(batch, setup=setup, exchange=exchange, objective=objective).check()
-        samples = schedule.samples()
+        samples = schedule.batch()
+        assert isinstance(samples, SizedBatch)
         ideal = sum(cost_model(0)(length) for length in batch.tolist()) / samples.num_leaves
         ideal /= 1 << schedule.cost_shift
         level = setup.topology.cp_size.bit_length() - 1
@@ -85,8 +82,8 @@ def measure_cell(
         fixed.append((int(samples.costs[level].sum()) << level) / samples.num_leaves / ideal)
         if rows is not None:
             devs.append(time_of_rows(rows, samples=samples, objective=objective) / ideal)
-        levels = schedule.cp_groups.levels[schedule.cp_groups.group_of]
-        sizes.append(float((batch << levels).sum() / batch.sum()))
+        of_samples = schedule.cp_size_grid.reshape(-1)[schedule.slot_of]
+        sizes.append(float((batch * of_samples).sum() / batch.sum()))
         num_over_cap += over_cap(schedule)
     return Cell(
         setup.name,
@@ -103,17 +100,14 @@ def measure_cell(
     )
 
 
-def over_cap(schedule: DynamicCpSchedule) -> int:
+def over_cap(schedule: DataSchedule) -> int:
     """Micro-batches of several samples whose ranks hold more tokens than the cap."""
     counts, tokens = schedule.slot_counts(), schedule.slot_tokens()
-    sizes = np.zeros((schedule.topology.num_leaves, schedule.num_microbatches), dtype=np.int64)
-    for leaf, of_leaf in enumerate(schedule.cp_sizes):
-        sizes[leaf, : len(of_leaf)] = of_leaf
     cap = schedule.limits.max_tokens_per_gpu or 0
-    return int(((counts > 1) & (tokens > cap * sizes.reshape(-1))).sum())
+    return int(((counts > 1) & (tokens > cap * schedule.cp_size_grid.reshape(-1))).sum())
 
 
-def time_of_rows(rows: Rows, *, samples: SizedSamples, objective: str) -> int:
+def time_of_rows(rows: Rows, *, samples: SizedBatch, objective: str) -> int:
     """Time of rows in which a sample's size is the number of ranks that hold it.
 
     Under `step` the fullest rank's work: waiting inside groups, of which these rows have some, is not counted.

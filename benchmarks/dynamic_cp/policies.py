@@ -13,10 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.sizing import size_samples
-from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
+from megatron_balance.planner import DataSchedule, SizedPlan, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 POLICIES: Mapping[str, int | None] = {"CP4": 4, "CP2": 2, "dynamic": None}
@@ -39,12 +36,11 @@ def plan(
     limits: Limits,
     num_segments: NDArray[np.int64] | None = None,
     home_ranks: NDArray[np.int64] | None = None,
-) -> DynamicCpSchedule:
+) -> DataSchedule:
     """This package's plan of a batch, checked; arguments as for `build_data_schedule`."""
     shared: dict[str, Any] = {"limits": limits, "num_segments": num_segments}
     if cp_size is None:
         own = build_data_schedule(lengths, cost_model=cost_model, topology=topology, home_ranks=home_ranks, **shared)
-        assert isinstance(own, DynamicCpSchedule)
         return own.check()
     fixed = build_data_schedule(
         lengths,
@@ -52,29 +48,15 @@ def plan(
         topology=replace(topology.at_cp_size(cp_size), dp_size=topology.num_leaves // cp_size),
         **shared,
     )
-    samples, shift = size_samples(lengths, cost_model=cost_model, topology=topology, **shared)
-    micro_batches, group_of = np.unique(fixed.slot_of, return_inverse=True)
-    groups = Groups(
-        group_of,
-        np.full(micro_batches.size, cp_size.bit_length() - 1),
-        micro_batches // fixed.num_microbatches * cp_size,
-        micro_batches % fixed.num_microbatches,
-        np.full(topology.num_leaves, fixed.num_microbatches),
+    own = build_data_schedule(
+        lengths, cost_model=cost_model, topology=topology, objective="step", home_ranks=home_ranks, **shared
     )
-    return DynamicCpSchedule.of_groups(
-        groups,
-        lengths=lengths,
-        num_segments=num_segments,
-        home_ranks=home_ranks,
-        samples=samples,
-        cost_shift=shift,
-        objective="step",
-        algorithm=f"CP{cp_size}",
-        lower_bound=0,
-        topology=topology,
-        limits=limits,
-        cost_model=cost_model,
-    ).check()
+    rank, slot = np.divmod(fixed.slot_of, fixed.num_microbatches)
+    sizes = np.ones((topology.num_leaves, fixed.num_microbatches), dtype=np.int64)
+    for of_rank, of_slot in zip(rank.tolist(), slot.tolist(), strict=True):
+        sizes[of_rank * cp_size : (of_rank + 1) * cp_size, of_slot] = cp_size
+    made = own.with_plan(SizedPlan(rank * cp_size * fixed.num_microbatches + slot, sizes))
+    return replace(made, algorithm=f"CP{cp_size}", lower_bound=0).check()
 
 
 def shared_cost(cost_model: CostModel, *, cp_size: int) -> CostModel:
@@ -88,6 +70,6 @@ def shared_cost(cost_model: CostModel, *, cp_size: int) -> CostModel:
     )
 
 
-def predicted_cost(schedule: DynamicCpSchedule) -> int:
+def predicted_cost(schedule: DataSchedule) -> int:
     """Time of a plan, in the cost model's units."""
     return schedule.predicted_cost << schedule.cost_shift

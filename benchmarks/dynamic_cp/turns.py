@@ -17,7 +17,7 @@ import record_steps
 
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step
 from megatron_balance.mcore.step import plan_process
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule
 
 _STEPS = itertools.count()
 

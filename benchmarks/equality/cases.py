@@ -75,8 +75,6 @@ POLICIES = {
     "objective microbatch": f"{_BY_FLOPS} --balance-objective microbatch",
     "objective pipeline": f"{_BY_FLOPS} --balance-objective pipeline",
     "Karmarkar-Karp": f"{_BY_FLOPS} --balance-algorithm karmarkar_karp",
-    "greedy": f"{_BY_FLOPS} --balance-algorithm greedy",
-    "first-fit": f"{_BY_FLOPS} --balance-algorithm first_fit",
 }
 
 TORCHRUN = "by FLOPs, started by torchrun"

@@ -54,7 +54,7 @@ GROUPS = {
     "one a micro-batch": ("moved, one a micro-batch",),
     "in place": ("packed in place", "by FLOPs in place"),
     "objectives": ("objective step", "objective microbatch", "objective pipeline"),
-    "algorithms": ("Karmarkar-Karp", "greedy", "first-fit"),
+    "algorithms": ("Karmarkar-Karp",),
 }
 """Columns of the table, and the policies of each."""
 

@@ -8,7 +8,7 @@ originals, where they are installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,38 @@ from numpy.typing import NDArray
 from benchmarks.planner.setups import Setup
 from benchmarks.planner.wheels import LINEAR, areal_wheel, verl_wheel
 from megatron_balance import build_data_schedule
-from megatron_balance.planner.partition import first_fit, greedy, karmarkar_karp
+from megatron_balance.planner import karmarkar_karp
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """For every rank, for every slot: sample ids."""
 
 Baseline = Callable[[NDArray[np.int64], Setup], Ranks]
+
+
+def first_fit(tokens: Sequence[int], *, capacity: int, decreasing: bool = False) -> list[list[int]]:
+    """Each item into the first bin that has room for it, in arrival or by falling size; a larger one fills a bin."""
+    order = sorted(range(len(tokens)), key=lambda item: -tokens[item]) if decreasing else range(len(tokens))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in order:
+        found = next((index for index, left in enumerate(room) if left >= tokens[item]), len(bins))
+        if found == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[found].append(item)
+        room[found] -= tokens[item]
+    return bins
+
+
+def greedy(costs: Sequence[int], *, num_parts: int) -> list[list[int]]:
+    """The costliest first to the part with the least cost so far."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0, part) for part in range(num_parts)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        load, part = heap[0]
+        parts[part].append(item)
+        heapreplace(heap, (load + costs[item], part))
+    return [sorted(items) for items in parts]
 
 
 def round_robin(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:

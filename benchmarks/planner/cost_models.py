@@ -22,7 +22,7 @@ from benchmarks.planner.wheels import LINEAR
 from megatron_balance import CostModel, DataSchedule, ModelShape, build_data_schedule
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS
-from megatron_balance.planner.metrics import schedule_metrics
+from megatron_balance.planner import schedule_metrics
 
 ABLATED_SETUPS = SETUPS[:6]
 """The four of slime's pull request, and 32 ranks with and without experts over them."""

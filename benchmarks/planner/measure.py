@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.planner.baselines import BASELINES, Ranks
 from benchmarks.planner.setups import Setup
-from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics
+from megatron_balance.planner import ScheduleMetrics, assignment_metrics
 
 REPEATED_BELOW_SECONDS = 0.25
 """Plans quicker than this are made three times: the median of their times is less noisy."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.lengths.read import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
-from megatron_balance.planner.objectives import resolve_objective
+from megatron_balance.planner import resolve_objective
 
 SFT_LENGTHS = ("alpaca_eval", "code_files", "gsm8k_sft", "tau_airline")
 RL_LENGTHS = ("azure_conv", "reasoning_gym", "servegen_mlarge")

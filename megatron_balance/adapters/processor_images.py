@@ -15,7 +15,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, find_shape
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import VisionEncoder, patches_of_grids
-from megatron_balance.planner.images import Images
+from megatron_balance.planner import Images
 
 _VISUAL_KEYS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 

@@ -41,7 +41,7 @@ from megatron_balance.cli.flags import (
 from megatron_balance.cli.json_file import write_json
 from megatron_balance.cli.progress import Progress, progress_bar
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.objectives import OBJECTIVES
+from megatron_balance.planner import is_makespan
 from megatron_balance.record.run_record import RunInfo, RunRecord, read_record
 from megatron_balance.topology import Limits, Topology
 
@@ -176,8 +176,7 @@ def _batches(
 
 def _most_samples(setting: RunInfo) -> int:
     """Samples to plan without `--steps`."""
-    objective = OBJECTIVES[setting.objective]
-    if not objective.waits_in_slots() and not objective.is_makespan(setting.topology):
+    if setting.objective != "microbatch" and not is_makespan(setting.objective, topology=setting.topology):
         return MAX_SAMPLES["step"]
     in_groups = 1 < setting.topology.ep_span < setting.topology.dp_size
     return MAX_SAMPLES["groups" if in_groups else "slots"]

@@ -15,7 +15,7 @@ from megatron_balance.mcore.setup.arguments import ALL_RANKS
 from megatron_balance.mcore.setup.flags import context_parallel_limit
 from megatron_balance.mcore.setup.one_flag import OFF
 from megatron_balance.model.presets import PRESETS
-from megatron_balance.planner.objectives import objective_names
+from megatron_balance.planner import objective_names
 from megatron_balance.topology import Topology
 
 LENGTHS_HELP = f"""\

@@ -23,7 +23,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.packing_scheduler import MOVED_ON, SEAM, check_num_samples
 from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
-from megatron_balance.planner.rank_lists import RankLists, plan_rank_lists
+from megatron_balance.planner import RankLists, plan_rank_lists
 from megatron_balance.topology import Topology
 
 REPLACED = "default_dynamic_cp"

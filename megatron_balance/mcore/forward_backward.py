@@ -35,7 +35,6 @@ from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.telemetry.observer import RunObserver
-from megatron_balance.planner.problem import CHEAPEST_LEVEL
 from megatron_balance.runtime.peers import annotate_peer_loss, with_step_context
 
 Schedule = Callable[..., Any]
@@ -136,12 +135,6 @@ class BalancedForwardBackward:
         self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: RunObserver | None
     ) -> Any:
         """Megatron's schedule on the micro-batches of a step."""
-        if step.plan_level:
-            self._log.warn_once(
-                f"planning takes more than a tenth of a step: later ones are planned at level {step.plan_level} of "
-                f"{CHEAPEST_LEVEL}, with less effort (docs/scale.md, Planning). --deterministic-mode keeps level 0.",
-                topic=f"plan level {step.plan_level}",
-            )
         forward_step = self._for_each_microbatch(
             arguments["forward_step_func"], step, model=arguments["model"], observer=observer
         )

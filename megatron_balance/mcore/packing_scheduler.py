@@ -24,7 +24,7 @@ from typing import Any
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import flops_from_megatron_args
-from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner import build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 NAME = "megatron_balance"

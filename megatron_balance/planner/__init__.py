@@ -1,51 +1,75 @@
-"""The planner: lengths in, the rank and the micro-batch of every sample out. `build.py` tells the steps.
+"""The planner: lengths in, the rank and the micro-batch of every sample out. `build.py` tells the steps, `plan.py` how.
 
 The names below are what other rooms and the tests use; everything else in this room may change in any release.
 """
 
 from __future__ import annotations
 
-from megatron_balance.planner.build import build_data_schedule
+from megatron_balance.planner.batch import Batch
+from megatron_balance.planner.bounds import lower_bound
+from megatron_balance.planner.build import ALGORITHMS, balance, build_data_schedule
+from megatron_balance.planner.dynamic_cp import SizedBatch
+from megatron_balance.planner.dynamic_plan import SizedPlan
 from megatron_balance.planner.filling import fill_dummies
+from megatron_balance.planner.fixed_ranks import partition_items
+from megatron_balance.planner.inputs import Images, as_integers, number_groups, sum_segments
+from megatron_balance.planner.karmarkar_karp import karmarkar_karp
+from megatron_balance.planner.locality import Homes, keep_local
 from megatron_balance.planner.metrics import (
     ScheduleMetrics,
     assignment_metrics,
+    plan_metrics,
     schedule_metrics,
     slowest_over_mean,
     sync_group_size,
 )
-from megatron_balance.planner.partition import karmarkar_karp
+from megatron_balance.planner.plan import plan as plan_batch
 from megatron_balance.planner.rank_lists import RankLists, plan_rank_lists
-from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.planner.selection.bucketing import bucketed_order
-from megatron_balance.planner.selection.rollout import split_rollout
-from megatron_balance.planner.throughput import (
-    num_gpus,
-    rate_of_calibration,
-    rate_of_flops,
-    rate_of_run,
-    rate_of_tokens,
-    step_seconds,
+from megatron_balance.planner.schedule import DataSchedule, Ranks, batch_of
+from megatron_balance.planner.times import (
+    OBJECTIVES,
+    is_makespan,
+    mountain_order,
+    objective_names,
+    pipeline_makespans,
+    resolve_objective,
+    waiting,
 )
 
 __all__ = [
+    "ALGORITHMS",
+    "Batch",
     "DataSchedule",
+    "Homes",
+    "Images",
+    "OBJECTIVES",
     "RankLists",
+    "Ranks",
     "ScheduleMetrics",
+    "SizedBatch",
+    "SizedPlan",
+    "as_integers",
     "assignment_metrics",
-    "bucketed_order",
+    "balance",
+    "batch_of",
     "build_data_schedule",
     "fill_dummies",
+    "is_makespan",
     "karmarkar_karp",
-    "num_gpus",
+    "keep_local",
+    "lower_bound",
+    "mountain_order",
+    "number_groups",
+    "objective_names",
+    "partition_items",
+    "pipeline_makespans",
+    "plan_batch",
+    "plan_metrics",
     "plan_rank_lists",
-    "rate_of_calibration",
-    "rate_of_flops",
-    "rate_of_run",
-    "rate_of_tokens",
+    "resolve_objective",
     "schedule_metrics",
     "slowest_over_mean",
-    "split_rollout",
-    "step_seconds",
+    "sum_segments",
     "sync_group_size",
+    "waiting",
 ]

@@ -17,44 +17,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.samples import SizedSamples
-from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
-from megatron_balance.planner.objectives import OBJECTIVES
+from megatron_balance.planner.dynamic_cp import SizedBatch
+from megatron_balance.planner.dynamic_plan import SizedPlan, plan_in_rows
+from megatron_balance.planner.schedule import DataSchedule
 
 
-def fill_dummies(schedule: DynamicCpSchedule, *, other_slots: int = 0) -> DynamicCpSchedule:
+def fill_dummies(schedule: DataSchedule, *, other_slots: int = 0) -> DataSchedule:
     """The plan with samples in place of dummies, as far as possible.
 
     Args:
-        schedule: a plan.
+        schedule: a plan with context-parallel sizes of its own.
         other_slots: additional slots of every leaf; the total is a multiple of `microbatch_multiple`.
     """
-    samples, topology = schedule.samples(), schedule.topology
-    objective = OBJECTIVES[schedule.objective]
-    filled = _fill(schedule, schedule.cp_groups, samples=samples, other_slots=other_slots)
-    if filled.predicted_cost == schedule.predicted_cost or not _adds_up(schedule):
+    batch = schedule.batch()
+    assert isinstance(batch, SizedBatch), "plans at one size have no dummies to fill"
+    own = SizedPlan(schedule.slot_of, schedule.cp_size_grid)
+    filled = _fill(schedule, own, batch=batch, other_slots=other_slots)
+    if filled.predicted_cost == schedule.predicted_cost or schedule.objective != "step" or not batch.num_samples:
         return filled
-    floor = objective.groups_floor(samples, topology=topology)
-    rows = OBJECTIVES["microbatch"].place_groups(samples, topology=topology, floor=floor)
-    in_rows = _fill(schedule, rows, samples=samples, other_slots=other_slots)
+    rows = plan_in_rows(batch, floor=batch.least_work())
+    in_rows = _fill(schedule, rows, batch=batch, other_slots=other_slots)
     return min(filled, in_rows, key=lambda plan: (int((plan.slot_counts() == 0).sum()), plan.predicted_cost))
 
 
-def _fill(schedule: DynamicCpSchedule, groups: Groups, *, samples: SizedSamples, other_slots: int) -> DynamicCpSchedule:
-    """The schedule with these groups, filled."""
-    multiple = schedule.topology.microbatch_multiple
-    num_slots = int(groups.num_slots.max()) + other_slots
-    filling = _Filling(samples, groups, -(-num_slots // multiple) * multiple - other_slots)
-    filling.move_samples(own_leaf_first=_adds_up(schedule))
+def _fill(schedule: DataSchedule, plan: SizedPlan, *, batch: SizedBatch, other_slots: int) -> DataSchedule:
+    """The schedule with these micro-batches, filled."""
+    num_slots = plan.cp_sizes.shape[1] + other_slots
+    filling = _Filling(batch, plan, -(-num_slots // batch.multiple) * batch.multiple - other_slots)
+    filling.move_samples(own_leaf_first=schedule.objective == "step")
     filling.grow_groups()
-    return schedule.with_groups(filling.groups(), samples=samples)
-
-
-def _adds_up(schedule: DynamicCpSchedule) -> bool:
-    """True if the time is the sum over a leaf: no slots in which leaves meet, and no pipeline."""
-    objective = OBJECTIVES[schedule.objective]
-    return not (objective.waits_in_slots() or objective.is_makespan(schedule.topology))
+    return schedule.with_plan(filling.plan())
 
 
 @dataclass(eq=False)
@@ -73,25 +65,25 @@ class _Pack:
 class _Filling:
     """The micro-batches of every slot while empty places are being filled."""
 
-    def __init__(self, samples: SizedSamples, groups: Groups, num_slots: int) -> None:
-        self._samples = samples
-        self._num_leaves = groups.num_slots.size
-        levels: list[int] = groups.levels.tolist()
-        firsts: list[int] = groups.first_leaves.tolist()
-        of_samples: list[int] = groups.group_of.tolist()
-        packs = [_Pack(level, first, []) for level, first in zip(levels, firsts, strict=True)]
-        self._pack_of = [packs[group] for group in of_samples]
-        for sample, pack in enumerate(self._pack_of):
-            pack.ids.append(sample)
+    def __init__(self, batch: SizedBatch, plan: SizedPlan, num_slots: int) -> None:
+        self._batch = batch
+        self._num_leaves, most = plan.cp_sizes.shape
         self._slots: list[list[_Pack]] = [[] for _ in range(num_slots)]
-        of_packs: list[int] = groups.slots.tolist()
-        for pack, slot in zip(packs, of_packs, strict=True):
-            self._slots[slot].append(pack)
+        packs: dict[int, _Pack] = {}
+        self._pack_of: list[_Pack] = []
+        sizes: list[int] = plan.cp_sizes.reshape(-1).tolist()
+        places: list[int] = plan.slot_of.tolist()
+        for sample, place in enumerate(places):
+            if place not in packs:
+                packs[place] = _Pack(sizes[place].bit_length() - 1, place // most, [])
+                self._slots[place % most].append(packs[place])
+            packs[place].ids.append(sample)
+            self._pack_of.append(packs[place])
 
     def move_samples(self, *, own_leaf_first: bool) -> None:
         """Gives empty places single samples that fit one leaf, cheapest first."""
-        (small,) = np.nonzero(self._samples.least_levels == 0)
-        order: list[int] = small[np.argsort(self._samples.costs[0, small], kind="stable")].tolist()
+        small = np.flatnonzero(self._batch.least_levels == 0)
+        order: list[int] = small[np.argsort(self._batch.costs[0, small], kind="stable")].tolist()
         of_leaves: list[list[int]] = [[] for _ in range(self._num_leaves)]
         for sample in order if own_leaf_first else ():
             if self._pack_of[sample].level == 0:
@@ -157,24 +149,19 @@ class _Filling:
         return False
 
     def _cost(self, pack: _Pack) -> int:
-        return int(self._samples.costs[pack.level, pack.ids].sum())
+        return int(self._batch.costs[pack.level, pack.ids].sum())
 
     def _may_double(self, pack: _Pack) -> bool:
         level = pack.level + 1
-        return (
-            level < self._samples.num_levels
-            and int(self._samples.tokens[level, pack.ids].sum()) <= self._samples.capacity
-        )
+        return level < self._batch.num_levels and int(self._batch.tokens[level, pack.ids].sum()) <= self._batch.cap
 
-    def groups(self) -> Groups:
-        packs = [pack for packs in self._slots for pack in packs]
-        group_of = np.zeros(self._samples.num_samples, dtype=np.int64)
-        for group, pack in enumerate(packs):
-            group_of[pack.ids] = group
-        return Groups(
-            group_of=group_of,
-            levels=np.array([pack.level for pack in packs], dtype=np.int64),
-            first_leaves=np.array([pack.first for pack in packs], dtype=np.int64),
-            slots=np.repeat(np.arange(len(self._slots)), [len(packs) for packs in self._slots]),
-            num_slots=np.full(self._num_leaves, len(self._slots), dtype=np.int64),
-        )
+    def plan(self) -> SizedPlan:
+        """The micro-batches as a plan; what is still empty is a dummy."""
+        num_slots = len(self._slots)
+        slot_of = np.zeros(self._batch.num_samples, dtype=np.int64)
+        sizes = np.ones((self._num_leaves, num_slots), dtype=np.int64)
+        for slot, packs in enumerate(self._slots):
+            for pack in packs:
+                sizes[pack.first : pack.end, slot] = 1 << pack.level
+                slot_of[pack.ids] = pack.first * num_slots + slot
+        return SizedPlan(slot_of, sizes)

@@ -21,8 +21,8 @@ from itertools import compress
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.dynamic_cp_schedule import DynamicCpSchedule
 from megatron_balance.planner.filling import fill_dummies
+from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
 RankLists = list[list[list[int]]]
@@ -75,7 +75,6 @@ def plan_rank_lists(
             topology=blocks,
             limits=Limits(max_tokens_per_gpu * min_cp_size),
         )
-        assert isinstance(schedule, DynamicCpSchedule)
         filled = fill_dummies(schedule, other_slots=len(on_all))
         slots = _lists(filled, ids=[sample for sample, _ in rest], min_cp_size=min_cp_size)
     if not all(ranks[0] for ranks in slots) or (len(on_all) + len(slots)) % multiple:
@@ -106,7 +105,7 @@ def _of_blocks(cost_model: CostModel, *, min_cp_size: int) -> CostModel:
     )
 
 
-def _lists(schedule: DynamicCpSchedule, *, ids: Sequence[int], min_cp_size: int) -> RankLists:
+def _lists(schedule: DataSchedule, *, ids: Sequence[int], min_cp_size: int) -> RankLists:
     """Rank lists of a plan over blocks. In a slot that still has dummies all ranks share all samples."""
     slots: RankLists = []
     for of_leaves in zip(*schedule.ranks, strict=True):

@@ -1,50 +1,55 @@
 """The plan of one global batch, and the invariants that hold for every plan.
 
+A micro-batch is a first rank, its ranks and a slot. At one context-parallel size its rank is a data-parallel rank. With
+`Topology.dynamic_cp` ranks are the `dp_size * cp_size` leaves, leaf `dp_rank * cp_size + cp_rank`, and a micro-batch
+has as many neighbouring leaves as its size says.
+
     placed once     every sample is in exactly one micro-batch
-    even slots      every rank has num_microbatches micro-batches, a multiple of microbatch_multiple
-    cap             a micro-batch over the cap holds one single over-long sample
-    no empty slot   an empty micro-batch, run as a masked dummy, exists only where there are fewer samples than
-                    slots: over all ranks, or on that rank where samples or groups are bound to ranks
+    aligned         a micro-batch of s leaves starts at a multiple of s, and all its leaves run it in the same slot: the
+                    order of slots is the order in which leaves meet, so none wait for one another in a circle
+    even slots      every rank has num_microbatches micro-batches, a multiple of microbatch_multiple; leaves that meet
+                    outside of groups only at the end of the step may have fewer, at least one
+    last slot       a micro-batch is in the last slot of all its leaves or of none
+    cap             a micro-batch over the cap holds one single over-long sample, at the largest size
+    no empty slot   at one size an empty micro-batch, run as a masked dummy, exists only where there are fewer samples
+                    than slots: over all ranks, or on that rank where samples or groups are bound to ranks
     home            where samples may not move, every one is on its home rank
     groups          where groups are kept on a rank, every one is on one rank
     honest costs    cost_grid and predicted_cost follow from the placement, and lower_bound is not above
-
-Sample ids ascend in a micro-batch by construction: a schedule stores the slot of each sample.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.grouping import groups_that_split
-from megatron_balance.planner.images import Images
-from megatron_balance.planner.inputs import sum_segments
-from megatron_balance.planner.objectives import OBJECTIVES
-from megatron_balance.planner.problem import Problem, build_problem
+from megatron_balance.planner.batch import Batch, make_batch, sums
+from megatron_balance.planner.dynamic_cp import SizedBatch, make_sized_batch
+from megatron_balance.planner.dynamic_plan import SizedPlan
+from megatron_balance.planner.inputs import Images, Ints, groups_that_split, padded_at, sum_segments
 from megatron_balance.topology import Limits, Topology
 
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """For every rank, for every slot: sample ids, which are positions in the global batch."""
 
 
-_DYNAMIC = ("dynamic_cp", "max_cp_size")
-"""Fields of a topology that differ only with dynamic context-parallel sizes, which the digest includes."""
-
-
 @dataclass(frozen=True, eq=False)
 class DataSchedule:
     """The plan of one global batch. Two plans are the same where their `digest()` is.
 
+    With `Topology.dynamic_cp` a rank is a leaf, `slot_of` names the first leaf of a sample's micro-batch, and
+    `cost_grid` is 0 where a leaf has no such slot.
+
     Attributes:
         slot_of: `[num_samples]` int64 `rank * num_microbatches + slot` of each sample.
-        num_microbatches: slots of every rank.
-        cost_grid: `[dp_size, num_microbatches]` int64: the costs of a micro-batch's samples, plus
+        num_microbatches: slots of every rank; the most of a leaf.
+        cp_size_grid: `[num_ranks, num_microbatches]` int64 ranks that share each micro-batch by context parallelism; of
+            leaves 1 for a dummy, 0 where a leaf has no such slot.
+        cost_grid: `[num_ranks, num_microbatches]` int64: the costs of a micro-batch's samples, plus
             `per_microbatch` for every slot, plus an even share of its expert-parallel group's work.
         cost_shift: costs here are in units of `2**cost_shift` of the cost model's.
         predicted_cost: the objective's value. `step`: the largest row sum; `microbatch`: the sum over slots
@@ -54,12 +59,12 @@ class DataSchedule:
         objective: `step`, `microbatch` or `pipeline`.
         algorithm: name of the algorithm that made the plan.
         lengths: `[num_samples]` int64 original tokens.
-        padded_lengths: `[num_samples]` int64 padded tokens.
+        padded_lengths: `[num_samples]` int64 padded tokens, at the size that each sample runs at.
         num_segments: `[num_samples]` int64 segments of each sample, or None where each is one.
         segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
         images: those of the samples, or None where there are none.
         oversized: ids of the samples longer than the cap; each runs alone.
-        home_ranks: `[num_samples]` rank that loaded each sample, or None where it is not known.
+        home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None where it is not known.
         move_samples: True if samples may leave their home rank.
         moved_tokens_before_relabel: original tokens off their home rank before ranks were exchanged, or None.
         ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
@@ -69,66 +74,100 @@ class DataSchedule:
         cost_model: cost of a sample.
     """
 
-    slot_of: NDArray[np.int64]
+    slot_of: Ints
     num_microbatches: int
-    cost_grid: NDArray[np.int64]
+    cp_size_grid: Ints
+    cost_grid: Ints
     cost_shift: int
     predicted_cost: int
     lower_bound: int
     objective: str
     algorithm: str
-    lengths: NDArray[np.int64]
-    padded_lengths: NDArray[np.int64]
-    num_segments: NDArray[np.int64] | None
-    segment_lengths: NDArray[np.int64] | None
+    lengths: Ints
+    padded_lengths: Ints
+    num_segments: Ints | None
+    segment_lengths: Ints | None
     images: Images | None
     oversized: tuple[int, ...]
-    home_ranks: NDArray[np.int64] | None
+    home_ranks: Ints | None
     move_samples: bool
     moved_tokens_before_relabel: int | None
     ranks_per_node: int | None
-    groups: NDArray[np.int64] | None
+    groups: Ints | None
     topology: Topology
     limits: Limits
     cost_model: CostModel
 
     @cached_property
     def ranks(self) -> Ranks:
-        """`ranks[dp_rank][slot]` are the sample ids of that micro-batch, ascending; made when first asked for."""
-        ids, ends = self.sample_ids().tolist(), np.cumsum(self.slot_counts()).tolist()
-        slots = [tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        """`ranks[rank][slot]` are the sample ids of that micro-batch, ascending; the same for all that share it."""
+        ids: list[int] = self.sample_ids().tolist()
+        ends: list[int] = np.cumsum(self._counts()).tolist()
+        held = [tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        places: list[list[int]] = self.places().tolist()
+        exists: list[list[bool]] = (self.cp_size_grid > 0).tolist()
         return tuple(
-            tuple(slots[first : first + self.num_microbatches]) for first in range(0, len(slots), self.num_microbatches)
+            tuple(held[place] for place, there in zip(of_rank, slots, strict=True) if there)
+            for of_rank, slots in zip(places, exists, strict=True)
         )
 
     @property
     def cp_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """`cp_sizes[dp_rank][slot]`: ranks that share a micro-batch by context parallelism."""
-        sizes: list[list[int]] = self.cp_size_grid().tolist()
+        """`cp_sizes[rank][slot]`: ranks that share a micro-batch by context parallelism."""
+        sizes: list[list[int]] = self.cp_size_grid.tolist()
         return tuple(tuple(size for size in slots if size) for slots in sizes)
 
-    def cp_size_grid(self) -> NDArray[np.int64]:
-        """The same as an array, `[dp_size, num_microbatches]`; 0 where a rank has no such slot."""
-        return np.full((self.topology.dp_size, self.num_microbatches), self.topology.cp_size)
+    def destinations(self) -> Ints:
+        """The data-parallel rank that runs each sample, `[num_samples]`; with dynamic sizes that of its first leaf."""
+        width = self.topology.cp_size if self.topology.dynamic_cp else 1
+        return self.slot_of // (self.num_microbatches * width)
 
-    def destinations(self) -> NDArray[np.int64]:
-        """The rank that runs each sample, `[num_samples]`."""
-        return self.slot_of // self.num_microbatches
+    def copies(self, *, cp_rank: int = 0) -> tuple[Ints, Ints]:
+        """Where samples are sent among the data-parallel ranks of one context-parallel rank, which load each once.
 
-    def slot_counts(self) -> NDArray[np.int64]:
-        """Samples in each micro-batch, `[dp_size * num_microbatches]`, rank by rank."""
-        return np.bincount(self.slot_of, minlength=self.topology.dp_size * self.num_microbatches)
+        Returns:
+            Sample ids, ascending, and the data-parallel rank that each goes to: `[num_copies]` both. At one size every
+            sample once; with dynamic sizes as often as its micro-batch has leaves with this context-parallel rank.
+        """
+        if not self.topology.dynamic_cp:
+            return np.arange(self.lengths.size), self.destinations()
+        places = self.places()[cp_rank :: self.topology.cp_size]
+        exists = self.cp_size_grid[cp_rank :: self.topology.cp_size] > 0
+        dp_rank, slot = np.nonzero(exists)
+        place = places[dp_rank, slot]
+        counts, order = self._counts(), self.sample_ids()
+        held = counts[place]
+        first = (np.cumsum(counts) - counts)[place]
+        index = np.repeat(first - (np.cumsum(held) - held), held) + np.arange(int(held.sum()))
+        samples, ranks = order[index], np.repeat(dp_rank, held)
+        by_sample = np.lexsort((ranks, samples))
+        return samples[by_sample], ranks[by_sample]
 
-    def slot_tokens(self) -> NDArray[np.int64]:
-        """Padded tokens of each micro-batch, before it is filled up, `[dp_size * num_microbatches]`, rank by rank."""
-        tokens = np.zeros(self.topology.dp_size * self.num_microbatches, dtype=np.int64)
-        np.add.at(tokens, self.slot_of, self.padded_lengths)
-        return tokens
+    def slot_counts(self) -> Ints:
+        """Samples in each micro-batch, `[num_ranks * num_microbatches]`, rank by rank."""
+        return self._counts()[self.places()].reshape(-1)
 
-    def sample_ids(self) -> NDArray[np.int64]:
-        """All sample ids, rank by rank and slot by slot, `[num_samples]`."""
+    def slot_tokens(self) -> Ints:
+        """Padded tokens of each micro-batch, over all its ranks and before it is filled up, as `slot_counts`."""
+        return sums(self.padded_lengths, self.slot_of, self.cp_size_grid.size)[self.places()].reshape(-1)
+
+    def sample_ids(self) -> Ints:
+        """All sample ids, rank by rank and slot by slot, each once, `[num_samples]`."""
         # A stable sort leaves the ids of a slot ascending.
         return np.argsort(self.slot_of, kind="stable")
+
+    def _counts(self) -> Ints:
+        return np.bincount(self.slot_of, minlength=self.cp_size_grid.size)
+
+    def _widths(self) -> Ints:
+        """Ranks of this schedule that share each micro-batch, 0 where there is no such slot."""
+        return self.cp_size_grid if self.topology.dynamic_cp else np.ones_like(self.cp_size_grid)
+
+    def places(self) -> Ints:
+        """`first_rank * num_microbatches + slot` of every rank's micro-batches, `[num_ranks, num_microbatches]`."""
+        ranks = np.arange(len(self.cp_size_grid))[:, None]
+        first = ranks - ranks % np.maximum(self._widths(), 1)
+        return first * self.num_microbatches + np.arange(self.num_microbatches)
 
     def check(self) -> DataSchedule:
         """Asserts the invariants of this module.
@@ -139,71 +178,156 @@ class DataSchedule:
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        check_invariants(self)
+        _check_places(self)
+        _check_cap(self)
+        _check_bonds(self)
+        _check_costs(self)
         return self
 
     def digest(self) -> int:
         """A number of 63 bits that is the same on every platform for the same plan: compare it across ranks."""
-        header = [self.topology.dp_size, self.num_microbatches, self.lengths.size]
-        header += [int(value) for name, value in vars(self.topology).items() if name not in _DYNAMIC]
-        parts = [np.array(header, dtype=np.int64), self.slot_counts(), self.sample_ids()]
+        ranks = [getattr(self.topology, field.name) for field in fields(self.topology)]
+        header = [self.lengths.size, *self.cp_size_grid.shape, *(int(value or 0) for value in ranks)]
+        parts = [np.array(header, dtype=np.int64), self.cp_size_grid, self.slot_of]
         canonical = b"".join(part.astype("<i8").tobytes() for part in parts)
         return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") >> 1
 
-    def problem(self) -> Problem:
-        """The planning problem that the schedule solves."""
-        padded = self.padded_lengths
-        if self.segment_lengths is not None:
-            padded = self.topology.padded_seq_len(self.segment_lengths)
-        return build_problem(
-            padded,
+    def with_plan(self, plan: SizedPlan) -> DataSchedule:
+        """The same samples in other micro-batches, with dynamic sizes."""
+        batch, lengths = self.batch(), self.lengths if self.segment_lengths is None else self.segment_lengths
+        sizes = plan.cp_sizes.reshape(-1)[plan.slot_of]
+        return replace(
+            self,
+            slot_of=plan.slot_of,
+            num_microbatches=plan.cp_sizes.shape[1],
+            cp_size_grid=plan.cp_sizes,
+            cost_grid=batch.cost_grid(plan.slot_of, plan.cp_sizes),
+            predicted_cost=batch.time(plan.slot_of, plan.cp_sizes),
+            padded_lengths=padded_at(lengths, num_segments=self.num_segments, topology=self.topology, sizes=sizes),
+        )
+
+    def batch(self) -> Batch | SizedBatch:
+        """The planning problem that the schedule solves, in integers."""
+        return batch_of(
+            self.lengths if self.segment_lengths is None else self.segment_lengths,
             cost_model=self.cost_model,
             topology=self.topology,
             limits=self.limits,
-            objective=OBJECTIVES[self.objective],
+            objective=self.objective,
             num_segments=self.num_segments,
             images=self.images,
         )
 
 
-def check_invariants(schedule: DataSchedule) -> None:
-    """Asserts the invariants of this module, also under `python -O`.
+def batch_of(
+    lengths: Ints,
+    *,
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str,
+    num_segments: Ints | None = None,
+    images: Images | None = None,
+) -> Batch | SizedBatch:
+    """A global batch in integers, at one size or at all of `topology`; arguments as for `build_data_schedule`, checked.
 
-    Raises:
-        AssertionError: names the invariant that is broken.
+    Args:
+        lengths: `[sum(num_segments)]` original tokens.
+        cost_model: cost of a sample.
+        topology: the ranks.
+        limits: of a micro-batch.
+        objective: resolved.
+        num_segments: `[num_samples]` segments of each sample, or None where each is one.
+        images: those of the samples, at one size.
     """
-    dp_size, num_samples = schedule.topology.dp_size, schedule.lengths.size
-    num_microbatches, slot_of = schedule.num_microbatches, schedule.slot_of
+    if topology.dynamic_cp:
+        return make_sized_batch(
+            lengths,
+            cost_model=cost_model,
+            topology=topology,
+            limits=limits,
+            objective=objective,
+            num_segments=num_segments,
+        )
+    return make_batch(
+        topology.padded_seq_len(lengths),
+        cost_model=cost_model,
+        topology=topology,
+        limits=limits,
+        objective=objective,
+        num_segments=num_segments,
+        images=images,
+    )
 
-    # Slots before samples: a sample's slot is meaningless until their number is right.
-    divisible = num_microbatches > 0 and num_microbatches % schedule.topology.microbatch_multiple == 0
-    require(divisible, "even slots", f"{num_microbatches} is no multiple of microbatch_multiple")
-    even = schedule.cost_grid.shape == (dp_size, num_microbatches)
-    require(even, "even slots", f"cost_grid has shape {schedule.cost_grid.shape}")
 
-    num_slots = dp_size * num_microbatches
-    known = slot_of.shape == (num_samples,) and bool(((slot_of >= 0) & (slot_of < num_slots)).all())
+def _check_places(schedule: DataSchedule) -> None:
+    """`placed once`, `aligned`, `even slots`, `last slot`."""
+    topology, sizes, slot_of = schedule.topology, schedule.cp_size_grid, schedule.slot_of
+    num_ranks = topology.num_leaves if topology.dynamic_cp else topology.dp_size
+    shape = (num_ranks, schedule.num_microbatches)
+    require(sizes.shape == schedule.cost_grid.shape == shape, "even slots", f"the grids have no shape {shape}")
+    num_slots = (sizes > 0).sum(axis=1)
+    in_front = bool(((np.arange(shape[1]) < num_slots[:, None]) == (sizes > 0)).all()) and bool((num_slots > 0).all())
+    require(in_front, "even slots", "a rank has no micro-batch, or a gap between them")
+    if not topology.dynamic_cp or topology.has_even_slots or schedule.objective != "step":
+        even = bool((num_slots == shape[1]).all()) and shape[1] % topology.microbatch_multiple == 0
+        require(even, "even slots", "ranks have different numbers of slots, or no multiple of microbatch_multiple")
+
+    known = slot_of.shape == schedule.lengths.shape and bool(((slot_of >= 0) & (slot_of < sizes.size)).all())
     require(known, "placed once", "a sample is missing, or its slot does not exist")
-    counts = np.bincount(slot_of, minlength=num_slots)
+    is_first = sizes.reshape(-1)[slot_of] > 0
+    is_first &= schedule.places().reshape(-1)[slot_of] == slot_of
+    require(bool(is_first.all()), "placed once", "a sample is not on the first rank of a micro-batch")
 
-    cap = schedule.limits.max_tokens_per_microbatch(schedule.topology)
-    if cap is None:
-        held, cap = counts, schedule.limits.micro_batch_size or 0
+    if not topology.dynamic_cp:
+        require(bool((sizes == topology.cp_size).all()), "aligned", "a size is not that of the topology")
+        return
+    require(bool(np.isin(sizes, [0, *topology.dynamic_cp_sizes]).all()), "aligned", "a size is none of the topology's")
+    first = schedule.places() // shape[1]
+    ends = first + np.maximum(sizes, 1)
+    slots = np.broadcast_to(np.arange(shape[1]), shape)
+    together = bool((ends <= num_ranks).all()) and bool(
+        ((sizes[first, slots] == sizes) & (sizes[np.minimum(ends, num_ranks) - 1, slots] == sizes))[sizes > 0].all()
+    )
+    members = sums(np.ones(sizes.size, dtype=np.int64), schedule.places().reshape(-1), sizes.size).reshape(shape)
+    together = together and bool((members[first, slots] == np.maximum(sizes, 1))[sizes > 0].all())
+    require(together, "aligned", "leaves disagree on the micro-batch that they share")
+    filled = schedule.slot_counts().reshape(shape) > 0
+    require(bool(filled[sizes > 1].all()), "placed once", "a micro-batch of several leaves holds no sample")
+    is_last = slots == num_slots[:, None] - 1
+    require(
+        bool((is_last == is_last[first, slots])[sizes > 0].all()), "last slot", "it is the last of some leaves only"
+    )
+
+
+def _check_cap(schedule: DataSchedule) -> None:
+    topology, limits = schedule.topology, schedule.limits
+    counts = schedule.slot_counts()
+    if limits.max_tokens_per_gpu is None:
+        held, cap = counts, np.array(limits.micro_batch_size)
     else:
-        held = schedule.slot_tokens()
-    over = np.flatnonzero((held > cap) & (counts > 1))
-    require(not over.size, "cap", f"micro-batches {over[:4].tolist()} (rank by rank) hold more than {cap}")
-    alone = bool((counts[slot_of[list(schedule.oversized)]] == 1).all())
+        held, cap = schedule.slot_tokens(), limits.max_tokens_per_gpu * schedule.cp_size_grid.reshape(-1)
+    over = (held > cap) & (counts > 1)
+    require(not over.any(), "cap", f"micro-batches {np.flatnonzero(over)[:4].tolist()} (rank by rank) hold too much")
+    slots = schedule.slot_of[list(schedule.oversized)]
+    alone = bool((counts[slots] == 1).all())
     require(alone, "cap", "an over-long sample does not run alone")
+    largest = schedule.cp_size_grid.reshape(-1) == topology.dynamic_cp_sizes[-1]
+    require(bool((largest | (held <= cap)).all()), "cap", "an over-long sample does not run at the largest size")
 
+
+def _check_bonds(schedule: DataSchedule) -> None:
+    """`no empty slot`, `home`, `groups`: of plans at one size."""
+    if schedule.topology.dynamic_cp:
+        return
+    counts, num_microbatches = schedule.slot_counts(), schedule.num_microbatches
     if schedule.move_samples and schedule.groups is None:
-        full = num_samples < num_slots or bool((counts > 0).all())
+        full = schedule.lengths.size < counts.size or bool((counts > 0).all())
     else:
-        of_ranks = counts.reshape(dp_size, -1)
+        of_ranks = counts.reshape(-1, num_microbatches)
         full = bool(((of_ranks > 0).all(axis=1) | (of_ranks.sum(axis=1) < num_microbatches)).all())
     require(full, "no empty slot", "a micro-batch is empty although there are enough samples")
-
-    ranks = slot_of // num_microbatches
+    ranks = schedule.slot_of // num_microbatches
     if not schedule.move_samples:
         at_home = schedule.home_ranks is not None and bool((ranks == schedule.home_ranks).all())
         require(at_home, "home", "a sample left its home rank")
@@ -211,14 +335,14 @@ def check_invariants(schedule: DataSchedule) -> None:
         split = groups_that_split(schedule.groups, ranks=ranks)
         require(not split.size, "groups", f"groups {split[:4].tolist()} are on more than one rank")
 
+
+def _check_costs(schedule: DataSchedule) -> None:
     if schedule.segment_lengths is not None:
-        sums = sum_segments(schedule.segment_lengths, num_segments=schedule.num_segments)
-        require(bool((sums == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
-    problem = schedule.problem()
-    grid = problem.cost_grid(slot_of, num_microbatches=num_microbatches)
-    image_grid = problem.image_grid(slot_of, num_microbatches=num_microbatches)
-    predicted = problem.predicted_cost(grid, image_grid=image_grid)
-    honest = bool((grid == schedule.cost_grid).all()) and predicted == schedule.predicted_cost
+        totals = sum_segments(schedule.segment_lengths, num_segments=schedule.num_segments)
+        require(bool((totals == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
+    batch, sizes = schedule.batch(), schedule.cp_size_grid
+    honest = np.array_equal(batch.cost_grid(schedule.slot_of, sizes), schedule.cost_grid)
+    honest = honest and batch.time(schedule.slot_of, sizes) == schedule.predicted_cost
     require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the placement")
     require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
 

@@ -15,11 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.dynamic_cp.sizing import size_samples
-from megatron_balance.planner.metrics import ScheduleMetrics, assignment_metrics, group_metrics, slowest_over_mean
-from megatron_balance.planner.objectives import OBJECTIVES
-from megatron_balance.planner.problem import build_problem
+from megatron_balance.planner import ScheduleMetrics, assignment_metrics, batch_of, plan_metrics, slowest_over_mean
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord, unmeasured
 from megatron_balance.topology import Topology
@@ -40,24 +36,18 @@ def assigned_step(
     """A step whose costs are those of a cost model. Arguments are the fields of StepRecord."""
     if cp_sizes is None:
         topology, at_one_size = _at_one_size(info.topology, cost_model)
-        problem = build_problem(
-            topology.padded_seq_len(segment_lengths),
-            cost_model=at_one_size,
-            topology=topology,
-            limits=info.limits,
-            objective=OBJECTIVES[info.objective],
-            num_segments=num_segments,
-        )
-        grid, shift = problem.cost_grid(slot_of, num_microbatches=num_microbatches), problem.cost_shift
+        sizes = np.full((topology.dp_size, num_microbatches), topology.cp_size, dtype=np.int64)
     else:
-        samples, shift = size_samples(
-            segment_lengths,
-            cost_model=cost_model,
-            topology=info.topology,
-            limits=info.limits,
-            num_segments=num_segments,
-        )
-        grid = Groups.of_slots(slot_of, cp_sizes=cp_sizes).cost_grid(samples)
+        topology, at_one_size, sizes = info.topology, cost_model, cp_sizes
+    batch = batch_of(
+        segment_lengths,
+        cost_model=at_one_size,
+        topology=topology,
+        limits=info.limits,
+        objective=info.objective,
+        num_segments=num_segments,
+    )
+    grid = batch.cost_grid(slot_of, sizes)
     return StepRecord(
         iteration=iteration,
         num_microbatches=num_microbatches,
@@ -66,7 +56,7 @@ def assigned_step(
         slot_of=slot_of,
         home_ranks=home_ranks,
         cost_grid=grid,
-        cost_shift=shift,
+        cost_shift=batch.shift,
         cost_model=cost_model,
         plan_seconds=0.0,
         exchange_seconds=0.0,
@@ -161,14 +151,18 @@ def samples_of_ranks(step: StepRecord) -> list[list[list[int]]]:
 def step_metrics(step: StepRecord, *, info: RunInfo) -> ScheduleMetrics:
     """Metrics of a step by its own cost model."""
     if step.cp_sizes is not None:
-        return group_metrics(
-            Groups.of_slots(step.slot_of, cp_sizes=step.cp_sizes),
+        return plan_metrics(
+            step.slot_of,
+            step.cp_sizes,
             of_segments=step.segment_lengths,
             num_segments=step.num_segments,
+            images=None,
             cost_model=step.cost_model,
             topology=info.topology,
             limits=info.limits,
             objective=info.objective,
+            home_ranks=None,
+            ranks_per_node=None,
         )
     topology, cost_model = _at_one_size(info.topology, step.cost_model)
     return assignment_metrics(

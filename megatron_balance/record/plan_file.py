@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import parse_json
-from megatron_balance.planner.inputs import as_integers
-from megatron_balance.planner.objectives import resolve_objective
+from megatron_balance.planner import as_integers, resolve_objective
 from megatron_balance.record.judging import assigned_step, samples_of_ranks
 from megatron_balance.record.run_record import RunInfo, RunRecord, read_record
 from megatron_balance.record.step import StepRecord

@@ -4,7 +4,7 @@
     plans_00000.npz              of many steps: lengths, slots of samples, predicted costs, time spent planning
     seconds_rank00003_00000.npz  seconds of the micro-batches of one data-parallel rank
 
-With dynamic context-parallel sizes ranks are leaves (`DynamicCpSchedule`), and plans have the array `cp_sizes`.
+With dynamic context-parallel sizes ranks are leaves (`DataSchedule`), and plans have the array `cp_sizes`.
 
 One rank writes the plans, every rank its own seconds, without communication. From a record a run can be
 planned again under another policy, and drawn.
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import opened_archive, parse_json
-from megatron_balance.planner.objectives import resolve_objective
+from megatron_balance.planner import resolve_objective
 from megatron_balance.record.step import StepRecord, unmeasured
 from megatron_balance.record.step_checks import check_seconds, check_step, cut
 from megatron_balance.topology import Limits, Topology

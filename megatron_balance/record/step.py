@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class StepRecord:
             has no such slot.
         cp_sizes: `[num_leaves, num_microbatches]` int64 leaves that share each micro-batch, 1 for a dummy, 0 where a
             leaf has no such slot; None where all have the run's size. With sizes, cost_grid and seconds have a row a
-            leaf too, and slot_of holds the first leaf of a sample's group as its rank (DynamicCpSchedule).
+            leaf too, and slot_of holds the first leaf of a sample's group as its rank (DataSchedule).
     """
 
     _: KW_ONLY
@@ -61,7 +61,7 @@ class StepRecord:
     ) -> StepRecord:
         """A step as it was planned, not measured yet."""
         num_samples = schedule.slot_of.size
-        cp_sizes = schedule.cp_size_grid() if schedule.topology.dynamic_cp else None
+        cp_sizes = schedule.cp_size_grid if schedule.topology.dynamic_cp else None
         lengths, counts, homes = schedule.segment_lengths, schedule.num_segments, schedule.home_ranks
         return cls(
             iteration=iteration,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.objectives import OBJECTIVES
 from megatron_balance.report.run_figures import RunFigures
 from megatron_balance.report.time_scale import TimeScale, is_measured, is_slowest
 
@@ -60,7 +59,7 @@ def cost_fit(figures: RunFigures) -> CostFit | None:
 def _about_scale(scale: TimeScale) -> str:
     of_what = (
         " Where ranks wait for one another inside a micro-batch, only the costliest of them is compared."
-        if OBJECTIVES[scale.info.objective].waits_in_slots()
+        if scale.info.objective == "microbatch"
         else ""
     )
     if scale.fitted:

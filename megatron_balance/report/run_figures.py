@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.metrics import ScheduleMetrics
+from megatron_balance.planner import ScheduleMetrics
 from megatron_balance.record.judging import costs_of_rows, imbalance, recosted, step_metrics, stock_step
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.planner.metrics import ScheduleMetrics
-from megatron_balance.planner.objectives import OBJECTIVES
+from megatron_balance.planner import ScheduleMetrics
 from megatron_balance.report.fit import CostFit
 from megatron_balance.report.run_figures import PolicyFigures, RunFigures
 
@@ -175,7 +174,7 @@ def _notes(figures: RunFigures) -> tuple[str, ...]:
         )
     if figures.is_measured:
         notes.append("Micro-batches are measured: a measured step is the busiest rank's sum of them.")
-    if OBJECTIVES[figures.info.objective].waits_in_slots():
+    if figures.info.objective == "microbatch":
         notes.append(
             "Ranks meet in every micro-batch: slots are drawn aligned, waiting inside each. Measured seconds of a "
             "micro-batch include waiting for the others, so the measured imbalance looks smaller than it is."

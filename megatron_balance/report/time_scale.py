@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
-from megatron_balance.planner.metrics import sync_group_size
+from megatron_balance.planner import sync_group_size
 from megatron_balance.record.judging import costs_of_rows
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner.makespan import pipeline_makespans
-from megatron_balance.planner.metrics import sync_group_size
-from megatron_balance.planner.objectives import OBJECTIVES, is_makespan
+from megatron_balance.planner import is_makespan, pipeline_makespans, sync_group_size
 from megatron_balance.record.run_record import RunInfo
 
 _WHOLE = 2**40
@@ -66,10 +64,7 @@ def step_timeline(durations: NDArray[np.float64], *, info: RunInfo, with_bubble:
 
 def _makespan(durations: NDArray[np.float64], *, info: RunInfo) -> float:
     topology = info.topology
-    shares_work = bool(info.cost_model.expert_linear)
-    span = OBJECTIVES[info.objective].sync_group_size(topology, shares_work=shares_work)
-    if topology.dynamic_cp:
-        span = sync_group_size(info.objective, topology=topology)
+    span = sync_group_size(info.objective, topology=topology)
     of_groups = durations.reshape(-1, span, durations.shape[1]).max(axis=1)
     longest = float(of_groups.sum(axis=1).max())
     # The cost of a micro-batch over all stages is its cost on one stage times their number.

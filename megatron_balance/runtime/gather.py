@@ -26,10 +26,8 @@ from megatron_balance.runtime.image_patches import image_patches
 from megatron_balance.runtime.peers import MAX_RANKS_NAMED
 from megatron_balance.samples.sample import Sample, SampleSchema
 
-NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE, PLAN_SHARE = (
-    range(10)
-)
-REPORTED = 10
+NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE = range(9)
+REPORTED = 9
 NUM_REPORTED = 3
 """Numbers of a rank that travel along and decide nothing, such as the memory that its device took."""
 
@@ -52,7 +50,6 @@ def gather_sample_lengths(
     new_source: bool = False,
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
-    plan_share: int = 0,
     reported: Sequence[int] = (0,) * NUM_REPORTED,
     patch_values: int | None = None,
     device: torch.device | str = "cpu",
@@ -81,7 +78,6 @@ def gather_sample_lengths(
         new_source=new_source,
         problem=problem,
         row_values=row_values,
-        plan_share=plan_share,
         reported=reported,
         image_patches=patches,
         device=device,
@@ -101,7 +97,6 @@ def gather_lengths(
     new_source: bool = False,
     problem: str | None = None,
     row_values: int = INLINE_LENGTHS,
-    plan_share: int = 0,
     reported: Sequence[int] = (0,) * NUM_REPORTED,
     image_patches: NDArray[np.int64] | None = None,
     device: torch.device | str = "cpu",
@@ -121,7 +116,6 @@ def gather_lengths(
         problem: an error in this rank's data. It is raised here, on every rank.
         row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
             `next_row_values` of the last gather that all of them completed.
-        plan_share: thousandths of a step that this rank's plans took; 0 for not known.
         reported: `[NUM_REPORTED]` numbers for the other ranks.
         image_patches: `[num_local_samples, 2]`, as `image_patches` counts them; None on every rank or on none.
         device: where the collective's buffers live: `cuda` for NCCL.
@@ -156,7 +150,6 @@ def gather_lengths(
     header[UNPACKED] = not packed
     header[STEP] = step
     header[NEW_SOURCE] = new_source
-    header[PLAN_SHARE] = plan_share
     header[REPORTED:HEADER_FIELDS] = reported
     inline = values[:row_values]
     header[HEADER_FIELDS : HEADER_FIELDS + len(inline)] = inline
@@ -206,7 +199,6 @@ def gather_lengths(
         padded, num_values=num_values - num_samples_per_rank * num_columns, num_samples=num_samples_per_rank
     )
     starts = np.cumsum(all_counts) - all_counts
-    shares = headers[:, PLAN_SHARE]
     return GatheredLengths(
         lengths=np.add.reduceat(segment_lengths, starts) if len(starts) else segment_lengths,
         home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_samples_per_rank),
@@ -216,7 +208,6 @@ def gather_lengths(
         num_segments=all_counts,
         segment_lengths=segment_lengths,
         new_source=bool(headers[:, NEW_SOURCE].any()),
-        plan_share=int(shares.max()) if shares.all() else 0,
         reported=headers[:, REPORTED:HEADER_FIELDS],
         next_row_values=_row_values_for(int(num_values.max())),
         ragged_lengths=of_samples[:, :num_ragged] if num_ragged else None,

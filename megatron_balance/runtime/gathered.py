@@ -33,7 +33,6 @@ class GatheredLengths:
         segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
         new_source: True if some rank's samples come from another source than its last ones.
         next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
-        plan_share: largest of the ranks', as each of them sent it; 0 until all know theirs.
         reported: int64 `[dp_size, NUM_REPORTED]`, the numbers that each rank sent along.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order; None where
             it has none.
@@ -49,7 +48,6 @@ class GatheredLengths:
     segment_lengths: NDArray[np.int64]
     new_source: bool = False
     next_row_values: int = INLINE_LENGTHS
-    plan_share: int = 0
     reported: NDArray[np.int64] | None = None
     ragged_lengths: NDArray[np.int64] | None = None
     image_patches: NDArray[np.int64] | None = None

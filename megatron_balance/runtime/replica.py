@@ -29,7 +29,7 @@ KIND, NUM_NUMBERS, DIGEST, STEP, NEW_SOURCE, NUM_BYTES = range(6)
 LISTENS, PLANNED, FAILED, LOST = range(4)
 """Kinds of ranks."""
 
-OUTCOME_FIELDS = 4
+OUTCOME_FIELDS = 3
 INLINE_NUMBERS = 124
 """Sent with the outcome in its one KiB."""
 
@@ -74,7 +74,6 @@ class Share:
         numbers: what it planned; None where it loads no data, or has a problem.
         digest: of everything else that must be equal, in [0, 2**63).
         new_source: whether the data comes from another source than that of the last step.
-        plan_level: of later plans, as the rank's data-parallel group agreed. The replica's first rank decides.
         problem: error of this rank, raised on every rank of the replica; None without one.
         lost: the step cannot be made again either.
     """
@@ -83,7 +82,6 @@ class Share:
     numbers: list[int] | None = None
     digest: int = 0
     new_source: bool = False
-    plan_level: int = 0
     problem: str | None = None
     lost: bool = False
 
@@ -110,12 +108,10 @@ class Shared:
     Attributes:
         numbers: planned by the replica's first rank.
         new_source: whether some rank's data comes from another source than that of the last step.
-        plan_level: of later plans.
     """
 
     numbers: list[int]
     new_source: bool
-    plan_level: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,6 @@ class _Outcome:
     status: _Status
     numbers: list[int]
     new_source: bool = False
-    plan_level: int = 0
 
     @classmethod
     def of_error(cls, text: str, *, lost: bool) -> _Outcome:
@@ -133,7 +128,7 @@ class _Outcome:
 
     def shared(self) -> Shared:
         if self.status == _Status.AGREED:
-            return Shared(self.numbers, self.new_source, self.plan_level)
+            return Shared(self.numbers, self.new_source)
         text = bytes(self.numbers).decode()
         raise ReplicaError(text) if self.status == _Status.LOST else BalanceError(text)
 
@@ -185,7 +180,7 @@ class Replica:
             if own.problem is not None:
                 return _Outcome.of_error(own.problem, lost=own.lost)
             assert own.numbers is not None, "the first rank of a replica loads data"
-            return _Outcome(_Status.AGREED, own.numbers, own.new_source, own.plan_level)
+            return _Outcome(_Status.AGREED, own.numbers, own.new_source)
         rows = gather_row(own.row(), group=group, what="the plans of this model replica (compare)")
         outcome = _passed_on(None if rows is None else _judged(rows, first=own, group=group), group=group)
         if outcome.status in (_Status.FAILED_ELSEWHERE, _Status.LOST_ELSEWHERE):
@@ -249,7 +244,7 @@ def _judged(rows: NDArray[np.int64], *, first: Share, group: dist.ProcessGroup) 
         return _Outcome.of_error(text, lost=False)
     assert first.numbers is not None, "the first rank of a replica loads data"
     numbers = [] if planned.all() else first.numbers
-    return _Outcome(_Status.AGREED, numbers, bool(rows[:, NEW_SOURCE].any()), first.plan_level)
+    return _Outcome(_Status.AGREED, numbers, bool(rows[:, NEW_SOURCE].any()))
 
 
 def _passed_on(outcome: _Outcome | None, *, group: dist.ProcessGroup | None) -> _Outcome:
@@ -259,12 +254,12 @@ def _passed_on(outcome: _Outcome | None, *, group: dist.ProcessGroup | None) -> 
         return outcome
     row = np.zeros(OUTCOME_FIELDS + INLINE_NUMBERS, dtype=np.int64)
     if outcome is not None:
-        row[:OUTCOME_FIELDS] = outcome.status, outcome.new_source, outcome.plan_level, len(outcome.numbers)
+        row[:OUTCOME_FIELDS] = outcome.status, outcome.new_source, len(outcome.numbers)
         inline = outcome.numbers[:INLINE_NUMBERS]
         row[OUTCOME_FIELDS : OUTCOME_FIELDS + len(inline)] = inline
     what = "the plan from the first rank of this model replica (broadcast)"
     row = broadcast_row(row, group=group, what=what)
-    status, new_source, plan_level, num_numbers = row[:OUTCOME_FIELDS].tolist()
+    status, new_source, num_numbers = row[:OUTCOME_FIELDS].tolist()
     numbers: list[int] = row[OUTCOME_FIELDS:][:num_numbers].tolist()
     num_more = num_numbers - INLINE_NUMBERS
     if num_more > 0:
@@ -272,4 +267,4 @@ def _passed_on(outcome: _Outcome | None, *, group: dist.ProcessGroup | None) -> 
         if outcome is not None:
             more[:] = outcome.numbers[INLINE_NUMBERS:]
         numbers += broadcast_row(more, group=group, what=what).tolist()
-    return _Outcome(_Status(status), numbers, bool(new_source), plan_level)
+    return _Outcome(_Status(status), numbers, bool(new_source))

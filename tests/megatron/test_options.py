@@ -92,7 +92,7 @@ REFUSED = [
     f"--use-torch-fsdp2 {SIZED}",
     f"--balance-objective step {SIZED}",
     f"--balance-shape-bucket 3 {SIZED}",
-    f"--balance-algorithm greedy {SIZED}",
+    f"--balance-algorithm karmarkar_karp {SIZED}",
     "--balance-by-flops",
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",
     "--max-tokens-per-gpu -5 --use-dynamic-batch-size",

@@ -270,7 +270,8 @@ def test_one_size_for_all_is_said_in_the_same_words():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"algorithm": "greedy"}, "algorithm"),
+        ({"algorithm": "karmarkar_karp"}, "algorithm"),
+        ({"ranks_per_node": 2}, "ranks_per_node"),
         ({"home_ranks": [0, 1], "move_samples": False}, "move_samples"),
         ({"groups": [0, 0]}, "keep_groups"),
         ({"limits": Limits(micro_batch_size=2)}, "max_tokens_per_gpu"),
@@ -291,9 +292,13 @@ def test_a_limit_on_sizes_needs_sizes_to_choose_from():
         Topology(2, dynamic_cp=True, max_cp_size=0)
 
 
-def test_what_names_one_rank_a_sample_is_refused():
-    with pytest.raises(BalanceError, match="destinations"):
-        plan([5, 6], topology=Topology(2, dynamic_cp=True)).destinations()
+def test_a_sample_is_sent_to_all_ranks_that_share_it():
+    schedule = plan([512, 6, 5], topology=Topology(2, cp_size=2, dynamic_cp=True), cap=128)
+    for cp_rank in range(2):
+        lane = schedule.ranks[cp_rank::2]
+        wanted = sorted((sample, rank) for rank, slots in enumerate(lane) for ids in slots for sample in ids)
+        assert list(zip(*map(list, schedule.copies(cp_rank=cp_rank)), strict=True)) == wanted
+    assert schedule.destinations()[0] == 0
 
 
 def test_broken_plans_are_named():

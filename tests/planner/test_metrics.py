@@ -5,19 +5,16 @@ import pytest
 from plan_judge import makespan
 
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost import Calibration
-from megatron_balance.planner import (
-    assignment_metrics,
+from megatron_balance.cli.comparison.throughput import (
     num_gpus,
     rate_of_calibration,
     rate_of_flops,
     rate_of_run,
     rate_of_tokens,
-    schedule_metrics,
-    slowest_over_mean,
     step_seconds,
-    sync_group_size,
 )
+from megatron_balance.cost import Calibration
+from megatron_balance.planner import assignment_metrics, schedule_metrics, slowest_over_mean, sync_group_size
 
 TOKENS = CostModel.tokens()
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
-from megatron_balance.planner import split_rollout
+from megatron_balance.adapters.rollout import split_rollout
 
 
 @st.composite

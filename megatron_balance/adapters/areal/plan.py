@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.images import Images
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule, Images, build_data_schedule
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import KeySpec, SampleSchema
 from megatron_balance.topology import Limits, Topology

@@ -25,7 +25,7 @@ from torch.nn import functional
 from megatron_balance.adapters.processor_images import images_of_samples
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import VisionEncoder
-from megatron_balance.planner.images import Images
+from megatron_balance.planner import Images
 
 MASK = "attention_mask"
 

@@ -37,7 +37,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import VisionEncoder
-from megatron_balance.planner.images import Images
+from megatron_balance.planner import Images
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema

@@ -13,12 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.bounds.time import lower_bound
-from megatron_balance.planner.locality.relabel import Homes, keep_local
-from megatron_balance.planner.objectives import OBJECTIVES
-from megatron_balance.planner.packing.search import GOOD_ENOUGH
-from megatron_balance.planner.partition import greedy, refine
-from megatron_balance.planner.problem import build_problem
+from megatron_balance.planner import Batch, Homes, batch_of, keep_local, plan_batch
 from megatron_balance.topology import Limits, Topology
 
 
@@ -45,28 +40,17 @@ def plan_rows(
     if not workloads.size:
         return np.zeros(0, dtype=np.int64)
     # Workloads take the place of lengths: the planner scales sums that would leave int64.
-    problem = build_problem(
+    batch = batch_of(
         workloads,
         cost_model=CostModel.tokens(),
         topology=Topology(dp_size),
         limits=Limits(micro_batch_size=batch_size),
-        objective=OBJECTIVES["step"],
+        objective="step",
     )
-    ranks = np.empty(workloads.size, dtype=np.int64)
-    for rank, rows in enumerate(greedy(problem.costs, num_parts=dp_size, max_count=batch_size)):
-        ranks[rows] = rank
-    bound = lower_bound(problem)
-    ranks = refine(
-        problem.costs,
-        weights=problem.weights,
-        capacity=problem.capacity,
-        bin_of=ranks,
-        num_groups=dp_size,
-        bins_per_group=1,
-        target=bound + bound // GOOD_ENOUGH,
-    )
+    assert isinstance(batch, Batch)
+    ranks = plan_batch(batch, rows=1).slot_of
     homes = Homes(home_ranks, tokens=nbytes, ranks_per_node=None)
-    return keep_local(problem, ranks, num_microbatches=1, homes=homes)
+    return keep_local(batch, ranks, num_microbatches=1, homes=homes)
 
 
 def rows_of_batches(

@@ -23,15 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.adapters.rollout import split_rollout
 from megatron_balance.adapters.slime.masked_copies import MaskedCopy
 from megatron_balance.adapters.slime.settings import SlimeOptions, limits_from_slime, topology_from_slime
 from megatron_balance.cost.model import CostModel
 from megatron_balance.hooking.patches import Function
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.inputs import as_integers
-from megatron_balance.planner.objectives import is_makespan
-from megatron_balance.planner.schedule import DataSchedule
-from megatron_balance.planner.selection.rollout import split_rollout
+from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
 from megatron_balance.topology import Limits, Topology
 
 CAP_STEPS = 128

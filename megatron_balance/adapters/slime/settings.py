@@ -31,7 +31,7 @@ class SlimeOptions:
             default the one that slime's arguments describe, or, for a `--spec` that goes beyond them, the
             config.json of `--hf-checkpoint`.
         objective: `auto` (from the parallel sizes), `step`, `microbatch` or `pipeline`.
-        algorithm: `auto`, or a name in `planner.partition.ALGORITHMS`.
+        algorithm: `auto` or `karmarkar_karp`.
         strict_cap: never more than `--max-tokens-per-gpu` × context-parallel size tokens in a micro-batch of
             several samples. False counts micro-batches as slime does, by total tokens over the cap; where the
             samples do not fit into that many, it raises the cap by the smallest step that makes them fit: fewer

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.adapters.torchspec.bucketing import bucketed_order
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.grouping import partition_items
-from megatron_balance.planner.selection.bucketing import bucketed_order
+from megatron_balance.planner import partition_items
 
 
 def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int = 0) -> list[list[int]]:

@@ -22,7 +22,7 @@ from megatron_balance.adapters.verl.settings import installation
 from megatron_balance.adapters.verl.workload import Model, choose_encoder, choose_workload, nested_lengths
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import VisionEncoder
-from megatron_balance.planner.images import Images
+from megatron_balance.planner import Images
 
 MULTI_MODAL = "multi_modal_inputs"
 """verl's column of a processor's outputs, a dict a row."""

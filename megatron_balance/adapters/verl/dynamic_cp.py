@@ -15,7 +15,7 @@ from dataclasses import replace
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.cost.model import CostModel
 from megatron_balance.hooking.patches import Function
-from megatron_balance.planner.rank_lists import RankLists, plan_rank_lists
+from megatron_balance.planner import RankLists, plan_rank_lists
 from megatron_balance.topology import Topology
 
 EXCHANGE_PERCENT = {True: 1, False: 8}

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.hooking.patches import Function
-from megatron_balance.planner.images import Images
+from megatron_balance.planner import Images
 
 TAG = "image_patches"
 """The sum over a row's images of their patches, and of their squared patches."""

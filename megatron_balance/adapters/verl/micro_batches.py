@@ -22,10 +22,7 @@ from megatron_balance.adapters.verl.plan import balanced_partitions
 from megatron_balance.adapters.verl.workload import workloads
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.images import Images
-from megatron_balance.planner.makespan import mountain_order
-from megatron_balance.planner.schedule import DataSchedule, Ranks
+from megatron_balance.planner import DataSchedule, Images, Ranks, build_data_schedule, mountain_order
 from megatron_balance.topology import Limits, Topology
 
 if TYPE_CHECKING:

@@ -22,10 +22,7 @@ from numpy.typing import NDArray
 from megatron_balance.adapters.verl.workload import workloads
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.grouping import partition_items
-from megatron_balance.planner.images import Images
-from megatron_balance.planner.inputs import number_groups
-from megatron_balance.planner.makespan import mountain_order
+from megatron_balance.planner import Images, mountain_order, number_groups, partition_items
 
 
 def balanced_partitions(

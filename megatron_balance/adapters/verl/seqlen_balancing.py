@@ -12,7 +12,7 @@ from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.adapters.verl.workload import tensor_workloads
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
-from megatron_balance.planner.images import Images
+from megatron_balance.planner import Images
 
 
 def count_workload(stock: Function) -> Function:

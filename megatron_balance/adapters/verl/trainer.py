@@ -18,15 +18,14 @@ import torch
 from numpy.typing import NDArray
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from megatron_balance.adapters.rollout import split_rollout
 from megatron_balance.adapters.verl.data_proto import row_images, row_lengths
 from megatron_balance.adapters.verl.image_tags import tagged_images
 from megatron_balance.adapters.verl.plan import RowOrder, group_balanced_partitions, minibatches_in_order, order_rows
 from megatron_balance.adapters.verl.settings import Settings, while_active
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
-from megatron_balance.planner.images import Images
-from megatron_balance.planner.inputs import number_groups
-from megatron_balance.planner.selection.rollout import split_rollout
+from megatron_balance.planner import Images, number_groups
 
 
 def balance_data_proto_batch(stock: Function) -> Function:

@@ -26,7 +26,7 @@ from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.model.vision import VisionEncoder
-from megatron_balance.planner.images import Images
+from megatron_balance.planner import Images
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
+from megatron_balance.cli.comparison.throughput import num_gpus
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.cost.communication import (
     BETWEEN_NODES,
@@ -21,7 +22,6 @@ from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP
 from megatron_balance.mcore.options.option import Support
 from megatron_balance.mcore.setup.arguments import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.throughput import num_gpus
 from megatron_balance.topology import Topology
 
 GPUS_PER_NODE = 8

@@ -21,19 +21,19 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.cli.comparison.communication import ASSUMED_LINKS, cp_link, exchange_cost
-from megatron_balance.cost.calibration import Calibration
-from megatron_balance.cost.communication import Link
-from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import find_shape, resolve_cost
-from megatron_balance.errors import BalanceError
-from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.throughput import (
+from megatron_balance.cli.comparison.throughput import (
     CostRate,
     rate_of_calibration,
     rate_of_flops,
     rate_of_run,
     rate_of_tokens,
 )
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.communication import Link
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import find_shape, resolve_cost
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.shape import ModelShape
 from megatron_balance.record.judging import imbalance, recosted
 from megatron_balance.record.run_record import RunRecord
 from megatron_balance.report.time_scale import is_measured, time_scale

@@ -11,8 +11,7 @@ import numpy as np
 from megatron_balance.cli.comparison.policies import PolicyResult
 from megatron_balance.cli.table import print_table
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.dynamic_cp.groups import Groups
-from megatron_balance.planner.metrics import ScheduleMetrics
+from megatron_balance.planner import ScheduleMetrics
 from megatron_balance.record.judging import samples_of_ranks
 from megatron_balance.record.step import StepRecord
 
@@ -96,14 +95,14 @@ def _print_groups(step: StepRecord, *, metrics: ScheduleMetrics, steps_metrics: 
         steps_metrics: those of all steps.
     """
     assert step.cp_sizes is not None, "one size needs no table"
-    groups = Groups.of_slots(step.slot_of, cp_sizes=step.cp_sizes)
-    lengths, sizes = step.lengths, 1 << groups.levels
+    places, group_of = np.unique(step.slot_of, return_inverse=True)
+    lengths, sizes = step.lengths, step.cp_sizes.reshape(-1)[places]
     shown = sorted(set(sizes.tolist()), reverse=True)
     rows: list[list[str]] = []
     for slot in range(min(step.num_microbatches, MAX_SLOTS)):
-        here = np.flatnonzero(groups.slots == slot)
+        here = np.flatnonzero(places % step.num_microbatches == slot)
         counts = [int((sizes[here] == size).sum()) for size in shown]
-        samples = lengths[np.isin(groups.group_of, here)]
+        samples = lengths[np.isin(group_of, here)]
         running = int(sizes[here].sum())
         rows.append(
             [

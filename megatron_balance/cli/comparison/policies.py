@@ -19,8 +19,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from megatron_balance.cli.comparison.batches import GlobalBatch
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.metrics import ScheduleMetrics, schedule_metrics
+from megatron_balance.planner import ScheduleMetrics, build_data_schedule, schedule_metrics
 from megatron_balance.record.judging import assigned_step, step_metrics, stock_slots
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord
@@ -91,8 +90,8 @@ def token_policies(*, max_tokens_per_gpu: int | None) -> list[Policy]:
     tokens = CostModel.tokens()
     return [
         STOCK,
-        Policy("packed", flags=pack, cost_model=tokens, algorithm="first_fit", move_samples=False),
-        Policy("balance-data", flags=f"{pack} --balance-data", cost_model=tokens, algorithm="first_fit"),
+        Policy("packed", flags=pack, cost_model=tokens, move_samples=False),
+        Policy("balance-data", flags=f"{pack} --balance-data", cost_model=tokens),
     ]
 
 

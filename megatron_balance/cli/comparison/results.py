@@ -17,8 +17,8 @@ from megatron_balance.cli.comparison.policies import (
     plan_policy,
     token_policies,
 )
-from megatron_balance.planner.objectives import is_makespan, resolve_objective
-from megatron_balance.planner.throughput import CostRate, num_gpus, step_seconds
+from megatron_balance.cli.comparison.throughput import CostRate, num_gpus, step_seconds
+from megatron_balance.planner import is_makespan, resolve_objective
 from megatron_balance.record.judging import recosted, step_metrics
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.topology import Limits, Topology

@@ -37,7 +37,7 @@ class BalanceConfig:
         balance_by_flops: FLOPs are the cost.
         cost_file: path of a seconds.json whose seconds are the cost in place of FLOPs, or None.
         objective: `auto`, `step`, `microbatch` or `pipeline`.
-        algorithm: `auto`, or a name in the planner's `partition.ALGORITHMS`.
+        algorithm: `auto` or `karmarkar_karp`.
         overlap: prepare the next step while this one runs.
         evaluation: balance evaluation; None for where that leaves its loss as it is.
         unit: `segment` or `sample`.
@@ -140,14 +140,6 @@ class BalanceConfig:
             shape_bucket=self.shape_bucket,
             flag="--balance-shape-bucket",
         )
-
-    @property
-    def partition_algorithm(self) -> str:
-        """The planner's algorithm: level packing by FLOPs, first fit by tokens, unless one is named."""
-        if self.algorithm != "auto":
-            return self.algorithm
-        by_level = self.balance_by_flops or self.dynamic_cp or not self.use_dynamic_batch_size
-        return "auto" if by_level else "first_fit"
 
 
 def cost_model_from_megatron_args(args: Any, *, config: BalanceConfig) -> CostModel:

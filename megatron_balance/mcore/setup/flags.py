@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 from megatron_balance.mcore.setup.arguments import ALL_RANKS, BalanceConfig
 from megatron_balance.mcore.setup.one_flag import OFF, fill_in_flags
-from megatron_balance.planner.objectives import objective_names
+from megatron_balance.planner import objective_names
 
 UNITS = ("segment", "sample")
-ALGORITHMS = ("auto", "karmarkar_karp", "greedy", "first_fit")
+ALGORITHMS = ("auto", "karmarkar_karp")
 REMOVED_FLAGS = {
     "--balance-calibration": "give --balance-cost a file of megatron-balance fit.",
     "--balance-calibrate-online": "record a few steps, and give --balance-cost the file of megatron-balance fit.",
@@ -121,7 +121,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--balance-algorithm",
         choices=ALGORITHMS,
         default="auto",
-        help="auto: level packing with --balance-by-flops, else first-fit.",
+        help="auto: level packing. karmarkar_karp: largest differencing over ranks, then over their micro-batches.",
     )
     group.add_argument(
         "--balance-unit",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule
 
 
 class RunLog:

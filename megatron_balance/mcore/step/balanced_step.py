@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.mcore.step.own_slots import Microbatch
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class BalancedStep:
         schedule: the plan, or None on a rank that reads no data.
         fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
         plan_seconds: spent planning.
-        plan_level: of the plans after this one (`plan_budget.py`), the same on every rank.
         exchange_seconds: spent splitting, gathering, rerouting, packing and agreeing.
         exposed_seconds: spent waiting for all that when the step began; the rest ran during the step before.
         new_iterator: whether some rank of the data-parallel group read it from another iterator than its last step.
@@ -45,7 +44,6 @@ class BalancedStep:
     schedule: DataSchedule | None = None
     fingerprint: int = 0
     plan_seconds: float = 0.0
-    plan_level: int = 0
     exchange_seconds: float = 0.0
     exposed_seconds: float = 0.0
     new_iterator: bool = False

@@ -14,10 +14,9 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.mcore.setup.shape_buckets import filled_tokens
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule
 from megatron_balance.runtime.gathered import GatheredLengths
 
 
@@ -57,7 +56,7 @@ def tokens_of_leaves(schedule: DataSchedule, *, shape_bucket: int) -> list[list[
         schedule: the plan.
         shape_bucket: `--balance-shape-bucket`.
     """
-    sizes = schedule.cp_size_grid()
+    sizes = schedule.cp_size_grid
     tokens = schedule.slot_tokens().reshape(len(sizes), -1)
     for size in np.unique(sizes[sizes > 0]).tolist():
         here, topology = sizes == size, schedule.topology.at_cp_size(size)
@@ -81,24 +80,6 @@ def leaf_slots(schedule: DataSchedule, *, leaf: int, num_tokens: list[int], gath
         num_tokens=num_tokens,
         sequence_lengths=[_sequence_lengths(slot, gathered=gathered) for slot in slots],
     )
-
-
-def copies_of_lane(schedule: DataSchedule, *, cp_rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The data-parallel ranks that each sample is sent to, among those of one context-parallel rank.
-
-    These ranks together load every sample once.
-
-    Args:
-        schedule: the plan.
-        cp_rank: context-parallel rank of these ranks.
-
-    Returns:
-        Sample ids, ascending, and the data-parallel rank that each goes to: `[num_copies]` both.
-    """
-    lane = schedule.ranks[cp_rank :: schedule.topology.cp_size]
-    pairs = sorted((sample, dp_rank) for dp_rank, slots in enumerate(lane) for slot in slots for sample in slot)
-    flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return flat[:, 0], flat[:, 1]
 
 
 def _sequence_lengths(sample_ids: Sequence[int], *, gathered: GatheredLengths) -> list[int]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.mcore.setup.shape_buckets import filled_tokens
-from megatron_balance.mcore.step.leaf_slots import LeafSlots, copies_of_lane, leaf_slots, tokens_of_leaves
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.mcore.step.leaf_slots import LeafSlots, leaf_slots, tokens_of_leaves
+from megatron_balance.planner import DataSchedule
 from megatron_balance.runtime.exchange import checked_destinations
 from megatron_balance.runtime.gathered import GatheredLengths
 from megatron_balance.runtime.host_buffers import HostBuffers
@@ -68,7 +68,7 @@ def prepare_samples(
         buffers: of exchanges between CPUs; what arrives is lost with the next step.
     """
     if schedule.topology.dynamic_cp:
-        sample_ids, destinations = copies_of_lane(schedule, cp_rank=cp_rank)
+        sample_ids, destinations = schedule.copies(cp_rank=cp_rank)
     else:
         destinations = checked_destinations(schedule.destinations(), gathered=gathered, group_size=dp_group.size())
         sample_ids = np.arange(destinations.size, dtype=np.int64)

@@ -28,8 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.runtime.failure import Failure
 
 _MAIN = "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; run_module({!r}, run_name='__main__')"

@@ -27,12 +27,10 @@ from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.item_splitter import ItemSplitter
 from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slots, prepare_samples
-from megatron_balance.mcore.step.plan_budget import PlanBudget
-from megatron_balance.mcore.step.plan_process import MIN_SAMPLES, PlanProcess
+from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.pull_ahead import Fetched
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
-from megatron_balance.planner.images import Images
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule, Images
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
@@ -104,8 +102,6 @@ class StepPlanner:
         self._patch_values = patch_values if counts_images else None
         self._buffers = HostBuffers()
         self._plans = PlanProcess(timeout=timeout / 2)
-        has_levels = config.balance_data and config.partition_algorithm in ("auto", "level_packing")
-        self.budget = PlanBudget(fixed=config.deterministic or topology.dynamic_cp or not has_levels)
         self._row_values = INLINE_LENGTHS
         self.reported: tuple[int, ...] = (0,) * NUM_REPORTED
         # Ranks that were started with different flags or versions would plan differently: they find out here.
@@ -151,7 +147,6 @@ class StepPlanner:
             AgreedError: the same, on a rank where code raised another error.
         """
         started = time.perf_counter()
-        self.budget.begin_step(step, seconds=started)
         items, failure, samples = fetched.items, fetched.failure, []
         packed = all(isinstance(item, Mapping) and self._splitter.has_lengths(item) for item in items)
         if failure is None and len(items) < num_items:
@@ -170,13 +165,11 @@ class StepPlanner:
                 new_source=new_iterator,
                 problem=None if failure is None else failure.problem,
                 row_values=self._row_values,
-                plan_share=self.budget.share,
                 reported=self.reported,
                 patch_values=self._patch_values,
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
         self._row_values = gathered.next_row_values
-        plan_level = self.budget.next_level(gathered.plan_share)
         if not packed:
             raise BalanceError(NOT_PACKED)
         if gathered.schema is None:
@@ -184,8 +177,6 @@ class StepPlanner:
         plan_started = time.perf_counter()
         schedule = self._plan(gathered)
         planned = time.perf_counter()
-        if len(gathered.lengths) >= MIN_SAMPLES:  # smaller plans take milliseconds at any level
-            self.budget.add_plan(planned - plan_started)
         raise_together(
             # A rank whose planning process has failed has planned this step itself, so that all ranks come here.
             self._plans.failure,
@@ -230,7 +221,6 @@ class StepPlanner:
             leaves=own.leaves,
             reported=gathered.reported,
             plan_seconds=planned - plan_started,
-            plan_level=plan_level,
             exchange_seconds=time.perf_counter() - planned + plan_started - started,
             new_iterator=gathered.new_source,
         )
@@ -246,9 +236,8 @@ class StepPlanner:
             topology=self.topology,
             limits=self.limits,
             objective=self.config.objective,
-            algorithm=self.config.partition_algorithm,
+            algorithm=self.config.algorithm,
             home_ranks=gathered.home_ranks,
             move_samples=self.config.balance_data,
-            ranks_per_node=self.ranks_per_node,
-            level=self.budget.level,
+            ranks_per_node=None if self.topology.dynamic_cp else self.ranks_per_node,
         )

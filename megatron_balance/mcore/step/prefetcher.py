@@ -202,11 +202,9 @@ class StepPrefetcher:
                 numbers,
                 digest=made.fingerprint,
                 new_source=made.new_iterator,
-                plan_level=made.plan_level,
             )
             shared = self._replica.share(own)
-        self.planner.budget.use(shared.plan_level)
-        return replace(made, new_iterator=shared.new_source, plan_level=shared.plan_level)
+        return replace(made, new_iterator=shared.new_source)
 
     def _raise(self, failure: Failure, *, step: int) -> NoReturn:
         """Raise it here once the replica's other ranks have received it."""

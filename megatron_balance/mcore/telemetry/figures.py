@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.planner.metrics import slowest_over_mean
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule, slowest_over_mean
 
 _UNKNOWN = float("nan")
 
@@ -127,7 +126,7 @@ def _mean_of_known(values: Sequence[float]) -> float:
 
 
 def _tokens_at_cp(schedule: DataSchedule) -> tuple[float, ...]:
-    sizes = schedule.cp_size_grid().ravel()[schedule.slot_of]
+    sizes = schedule.cp_size_grid.ravel()[schedule.slot_of]
     total = max(int(schedule.lengths.sum()), 1)
     return tuple(int(schedule.lengths[sizes == size].sum()) / total for size in schedule.topology.dynamic_cp_sizes)
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule
 from megatron_balance.runtime.timing import StepTimer
 
 MAX_UNREAD_STEPS = 8

@@ -25,7 +25,7 @@ from megatron_balance.mcore.telemetry.observer import RunObserver, Watcher
 from megatron_balance.mcore.telemetry.recording import RunRecording
 from megatron_balance.mcore.telemetry.run_metrics import RunMetrics
 from megatron_balance.mcore.telemetry.scalars import flush_scalars
-from megatron_balance.planner.objectives import resolve_objective
+from megatron_balance.planner import resolve_objective
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.runtime.environment import device_kind, environment
 from megatron_balance.runtime.failure import Failure, raise_together

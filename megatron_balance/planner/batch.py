@@ -1,0 +1,197 @@
+"""One global batch in integers: what each sample costs, the room it takes, and which ranks wait for one another.
+
+All that the planner knows of a run is in `Batch`: no lengths, no model, no names. The time of any plan follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.inputs import Images, Ints, sum_segments
+from megatron_balance.planner.times import Waiting, waiting
+from megatron_balance.topology import Limits, Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A global batch at one context-parallel size.
+
+    Attributes:
+        costs: `[num_parts, num_samples]` cost on a sample's own rank: one part, or, where ranks meet between the two,
+            vision encoder and language model.
+        shared: `[num_samples]` cost that the expert-parallel group of its rank shares.
+        weights: `[num_samples]` room in a micro-batch: padded tokens, or 1 where samples are counted. An over-long
+            sample weighs `cap + 1`: it runs alone.
+        cap: room of a micro-batch.
+        num_ranks: data-parallel ranks.
+        waiting: which of them wait for one another.
+        expert_span: neighbouring ranks that share the work of experts.
+        launch: fixed cost of a micro-batch, an empty one included.
+        multiple: the number of micro-batches is a multiple of this.
+        shift: costs are in units of `2**shift` of the cost model's.
+    """
+
+    costs: Ints
+    _: KW_ONLY
+    shared: Ints
+    weights: Ints
+    cap: int
+    num_ranks: int
+    waiting: Waiting
+    expert_span: int = 1
+    launch: int = 0
+    multiple: int = 1
+    shift: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the global batch."""
+        return self.weights.size
+
+    @property
+    def span(self) -> int:
+        """Ranks of a group: those that wait for one another in every micro-batch."""
+        return self.waiting.span
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks that meet."""
+        return self.num_ranks // self.span
+
+    @cached_property
+    def own(self) -> Ints:
+        """`[num_samples]` cost on its own rank; at least 1, so that samples that cost nothing are spread as well."""
+        return np.maximum(self.costs.sum(axis=0), 1)
+
+    @cached_property
+    def oversized(self) -> Ints:
+        """Ids of the samples longer than the cap."""
+        return np.flatnonzero(self.weights > self.cap)
+
+    def take(self, ids: Ints) -> Batch:
+        """Some of the samples, in the order of `ids`."""
+        return replace(self, costs=self.costs[:, ids], shared=self.shared[ids], weights=self.weights[ids])
+
+    def heights(self, bin_of: Ints, rows: int) -> Ints:
+        """Cost of every bin without `launch`, with its even share of the work of its expert-parallel group, rounded up.
+
+        Args:
+            bin_of: `[num_samples]` `(group * rows + row) * span + column` of each sample.
+            rows: of each group.
+
+        Returns:
+            `[num_parts, num_groups, rows, span]`.
+        """
+        num_bins, cells = self.num_ranks * rows, (self.num_groups, rows, self.span)
+        heights = np.stack([sums(part, bin_of, num_bins).reshape(cells) for part in self.costs])
+        if self.expert_span > 1:
+            work = sums(self.shared, bin_of, num_bins).reshape(cells).swapaxes(0, 1).reshape(rows, -1, self.expert_span)
+            share = -(-work.sum(axis=2) // self.expert_span).repeat(self.expert_span, axis=1)
+            heights[-1] += share.reshape(rows, self.num_groups, self.span).swapaxes(0, 1)
+        return heights
+
+    def row_times(self, bin_of: Ints, rows: int) -> Ints:
+        """`[num_groups, rows]`: a row lasts as long as its highest bin, of each part."""
+        return self.heights(bin_of, rows).max(axis=3).sum(axis=0) + self.launch
+
+    def cost_grid(self, slot_of: Ints, cp_sizes: Ints) -> Ints:
+        """Cost of every micro-batch, `[num_ranks, num_microbatches]`.
+
+        Args:
+            slot_of: `[num_samples]` `rank * num_microbatches + slot` of each sample.
+            cp_sizes: `[num_ranks, num_microbatches]`, all the same: only their shape matters.
+        """
+        return self._parts(slot_of, cp_sizes.shape[1]).sum(axis=0) + self.launch
+
+    def time(self, slot_of: Ints, cp_sizes: Ints) -> int:
+        """Predicted time of the step, in the units of the costs; arguments as for `cost_grid`."""
+        num_microbatches = cp_sizes.shape[1]
+        of_groups = self._parts(slot_of, num_microbatches).reshape(len(self.costs), -1, self.span, num_microbatches)
+        return int(self.waiting.times(of_groups.max(axis=2).sum(axis=0) + self.launch).max())
+
+    def _parts(self, slot_of: Ints, num_microbatches: int) -> Ints:
+        """`[num_parts, num_ranks, num_microbatches]`."""
+        alone = replace(self, waiting=replace(self.waiting, span=1))
+        return alone.heights(slot_of, num_microbatches)[..., 0]
+
+    def check_total(self, *, num_microbatches: int) -> None:
+        """Raises BalanceError if the costs of all micro-batches exceed int64."""
+        num_slots = self.num_ranks * num_microbatches
+        total = int(self.costs.sum()) + int(self.shared.sum()) + num_slots * (self.launch + 1)
+        if total >= MAX_TOTAL_COST:
+            raise BalanceError(
+                f"CostModel.per_microbatch is {self.launch}: with {num_slots} micro-batches the costs sum to {total}, "
+                "which must stay below 2**62. Divide all coefficients by the same number."
+            )
+
+
+def sums(values: Ints, index: Ints, size: int) -> Ints:
+    """`[size]` sums of the values of each index."""
+    out = np.zeros(size, dtype=np.int64)
+    np.add.at(out, index, values)
+    return out
+
+
+def make_batch(
+    padded_lengths: Ints,
+    *,
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str,
+    num_segments: Ints | None = None,
+    images: Images | None = None,
+) -> Batch:
+    """Turns lengths, a cost model, ranks and limits into integers.
+
+    Args:
+        padded_lengths: `[num_samples]` int64, tokens; with `num_segments`, of every segment.
+        cost_model: cost of a sample.
+        topology: the ranks.
+        limits: token or sample cap of a micro-batch.
+        objective: `step`, `microbatch` or `pipeline`.
+        num_segments: `[num_samples]` int64 segments of each sample, whose tokens and cost are sums over them.
+        images: those of the samples, whose costs are added to theirs; None for none. They take no room in a
+            micro-batch beside the tokens that they become.
+
+    Raises:
+        BalanceError: expert-parallel groups do not divide the data-parallel ranks.
+    """
+    expert_span = topology.ep_span
+    if topology.dp_size % expert_span:
+        raise BalanceError(
+            f"ep_size is {topology.ep_size}: expert-parallel groups of {expert_span} data-parallel ranks "
+            f"do not divide dp_size {topology.dp_size}."
+        )
+    scaled = cost_model.sample_costs(padded_lengths, image_patches=None if images is None else images.sums)
+    own = sum_segments(scaled.costs, num_segments=num_segments)
+    shared = sum_segments(scaled.expert_costs, num_segments=num_segments)
+    tokens = sum_segments(padded_lengths, num_segments=num_segments)
+    if expert_span == 1:
+        # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
+        own, shared = own + shared, np.zeros_like(shared)
+    costs = own[None]
+    where = waiting(objective, topology=topology)
+    if images is not None:
+        meets_between = where.in_slots and where.span > 1 and where.pp_size == 1
+        costs = np.stack([scaled.image_costs, own]) if meets_between else (own + scaled.image_costs)[None]
+    cap = limits.max_tokens_per_microbatch(topology)
+    weights = np.ones_like(tokens) if cap is None else np.minimum(tokens, cap + 1)
+    launch = cost_model.per_microbatch
+    return Batch(
+        costs,
+        shared=shared,
+        weights=weights,
+        cap=cap or limits.micro_batch_size or 1,
+        num_ranks=topology.dp_size,
+        waiting=where,
+        expert_span=expert_span,
+        launch=max(launch >> scaled.shift, 1) if launch else 0,
+        multiple=topology.microbatch_multiple,
+        shift=scaled.shift,
+    )

@@ -1,0 +1,265 @@
+"""Plans in which every micro-batch has a context-parallel size of its own.
+
+The `dp_size * cp_size` ranks are the leaves of a binary tree, or a forest if their number is no power of two. A
+micro-batch stands on a node, and the `2**level` leaves below it share its samples. The cost of a sample of L tokens on
+each of c = 2**level ranks is, rounded up,
+
+    (linear*L + quadratic*L² + ...) / c  +  cp_exchange * L * (c - 1) / c  +  per_sequence
+
+with L padded for that size: a larger size means less computation and more exchange on each rank.
+
+    1. A limit gives every sample its size: the smallest with room whose ranks pay at most the limit.
+    2. `step`: samples go to nodes from the root down, costliest first to the node with the least full leaf, within a
+       target that halving makes the least; one that does not fit takes the next larger size.
+    3. `microbatch`, `pipeline`: all leaves meet in a row of micro-batches. The sizes in turn are poured into packs,
+       beside giants first; then packs of like cost make rows, and leaves that are left widen the costliest.
+
+`dynamic_plan.py` has these steps; this file the samples at every size, the time of a plan, and a bound on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.batch import sums
+from megatron_balance.planner.inputs import Ints, sum_segments
+from megatron_balance.planner.times import Waiting, pipeline_makespans, waiting
+from megatron_balance.topology import Limits, Topology
+
+NEVER = int(np.iinfo(np.int64).max)
+
+
+@dataclass(frozen=True, eq=False)
+class SizedBatch:
+    """A global batch, each sample shared by 1, 2, 4 … ranks.
+
+    Attributes:
+        costs: `[num_levels, num_samples]` int64, cost on each of the `2**level` ranks that share a sample.
+        tokens: `[num_levels, num_samples]` int64, padded tokens on each of them.
+        cap: tokens that a rank holds in one micro-batch.
+        launch: fixed cost of a micro-batch on each of its ranks.
+        num_leaves: ranks that micro-batches are spread over.
+        waiting: which leaves wait for one another, beside those that share a micro-batch.
+        even: all leaves have the same number of slots, a multiple of `multiple`.
+        multiple: see `even`.
+        shift: costs are in units of `2**shift` of the cost model's.
+    """
+
+    costs: Ints
+    _: KW_ONLY
+    tokens: Ints
+    cap: int
+    launch: int
+    num_leaves: int
+    waiting: Waiting
+    even: bool
+    multiple: int
+    shift: int
+
+    @property
+    def num_levels(self) -> int:
+        """Sizes to choose from: 1, 2, 4 … `2**(num_levels - 1)` ranks."""
+        return self.costs.shape[0]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the global batch."""
+        return self.costs.shape[1]
+
+    @cached_property
+    def least_levels(self) -> Ints:
+        """The smallest size with room for a sample alone, `[num_samples]`; the largest size for over-long ones."""
+        return np.minimum((self.tokens > self.cap).sum(axis=0), self.num_levels - 1)
+
+    @cached_property
+    def oversized(self) -> Ints:
+        """Ids of the samples longer than the ranks of the largest size hold: each runs alone."""
+        return np.flatnonzero(self.tokens[-1] > self.cap)
+
+    @cached_property
+    def cheapest(self) -> Ints:
+        """The size with room at which a sample costs its ranks least, `[num_samples]`."""
+        has_room = np.arange(self.num_levels)[:, None] >= self.least_levels
+        return np.where(has_room, self.costs, NEVER).argmin(axis=0)
+
+    def at(self, table: Ints, levels: Ints) -> Ints:
+        """`[num_samples]` of `costs` or `tokens`, where each sample has a level of its own."""
+        return table[levels, np.arange(self.num_samples)]
+
+    def levels_within(self, limit: int) -> Ints:
+        """The smallest size with room whose ranks pay at most `limit`, `[num_samples]`; else the cheapest."""
+        levels = self.least_levels.copy()
+        high = np.flatnonzero(self.at(self.costs, levels) > limit)
+        costs = self.costs[:, high]
+        within = (np.arange(self.num_levels)[:, None] >= levels[high]) & (costs <= limit)
+        levels[high] = np.where(within.any(axis=0), within.argmax(axis=0), self.cheapest[high])
+        return levels
+
+    def least_rows(self) -> int:
+        """Lower bound on the micro-batches of the busiest rank, from tokens; at least one."""
+        return max(1, -(-self._room_needed() // (self.cap * self.num_leaves)))
+
+    def cost_grid(self, slot_of: Ints, cp_sizes: Ints) -> Ints:
+        """Cost of every leaf's micro-batches, `[num_leaves, num_microbatches]`: dummies cost `launch`, no slot 0.
+
+        Args:
+            slot_of: `[num_samples]` `first_leaf * num_microbatches + slot` of each sample's micro-batch.
+            cp_sizes: `[num_leaves, num_microbatches]` leaves that share each micro-batch: 1 for a dummy, 0 for no slot.
+        """
+        levels = (1 << np.arange(self.num_levels)).searchsorted(cp_sizes.reshape(-1)[slot_of])
+        of_first = sums(self.at(self.costs, levels), slot_of, cp_sizes.size).reshape(cp_sizes.shape)
+        grid = of_first[first_leaves(cp_sizes), np.arange(cp_sizes.shape[1])] + self.launch
+        grid[cp_sizes == 0] = 0
+        return grid
+
+    def time(self, slot_of: Ints, cp_sizes: Ints) -> int:
+        """Predicted time of a plan: of the slowest leaf, or of all if they wait in every slot.
+
+        In a pipeline without that, a stage runs its micro-batches in slot order, each once all its leaves are free.
+        """
+        costs, first = self.cost_grid(slot_of, cp_sizes), first_leaves(cp_sizes)
+        if self.waiting.in_slots:
+            return int(self.waiting.times(costs.max(axis=0, keepdims=True))[0])
+
+        def meet(times: Ints, slots: Ints) -> Ints:
+            together, columns = np.zeros_like(times), np.arange(slots.size)
+            np.maximum.at(together, (first[:, slots], columns), times)
+            return together[first[:, slots], columns]
+
+        where = self.waiting
+        return int(pipeline_makespans(costs, pp_size=where.pp_size, vpp_size=where.vpp_size, meet=meet).max())
+
+    def least_work(self) -> int:
+        """Lower bound on the work of the fullest leaf.
+
+        In a time T a sample runs at a size with room for its tokens at which its cost on each rank is at most T. Its
+        total cost is least at the smallest such size, because every further rank adds communication. So T is possible
+        only if these costs fit on the ranks, and for every size those of this size and larger ones fit on the ranks
+        that micro-batches of this size cover. The least such T is found by halving.
+        """
+        if not self.num_samples:
+            return self.launch
+        least_slots = self.num_leaves
+        if self.even:
+            least_slots *= self.least_rows()
+        else:
+            least_slots = max(least_slots, self._room_needed() // self.cap)
+        cheapest = self.at(self.costs, self.least_levels)
+        low, high = 0, int(self.costs[0].sum()) + int(cheapest.sum()) + self.launch * (least_slots + 1)
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_possible(middle, least_slots=least_slots):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _is_possible(self, time: int, *, least_slots: int) -> bool:
+        """False where no plan ends within `time`. `least_slots`: micro-batches, each counted once a rank."""
+        levels = self.levels_within(time - self.launch)
+        costs = self.at(self.costs, levels)
+        if int(costs.max()) > time - self.launch:
+            return False
+        areas = sums(costs << levels, levels, self.num_levels)
+        of_larger: list[int] = np.cumsum(areas[::-1])[::-1].tolist()
+        if of_larger[0] + self.launch * least_slots > time * self.num_leaves:
+            return False
+        return all(area <= time * (self.num_leaves >> level << level) for level, area in enumerate(of_larger))
+
+    def _room_needed(self) -> int:
+        """Tokens of all samples at their smallest size, over all ranks; an over-long one fills its ranks."""
+        held = np.minimum(self.at(self.tokens, self.least_levels), self.cap)
+        return int((held << self.least_levels).sum())
+
+
+def first_leaves(cp_sizes: Ints) -> Ints:
+    """The first leaf of every leaf's micro-batches, a multiple of their size, `[num_leaves, num_microbatches]`."""
+    leaves = np.arange(len(cp_sizes))[:, None]
+    return leaves - leaves % np.maximum(cp_sizes, 1)
+
+
+def make_sized_batch(
+    lengths: Ints,
+    *,
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str,
+    num_segments: Ints | None = None,
+) -> SizedBatch:
+    """Computes padded tokens and cost of every sample at every size.
+
+    Expert layers that an expert-parallel group shares are counted as if each rank computed its own tokens', which is
+    an upper bound on the time of a micro-batch.
+
+    Args:
+        lengths: `[num_samples]` original tokens; with `num_segments`, of every segment.
+        cost_model: cost of a sample.
+        topology: the ranks, with dynamic context-parallel sizes.
+        limits: tokens that a GPU holds.
+        objective: `step`, `microbatch` or `pipeline`.
+        num_segments: `[num_samples]` segments of each sample.
+
+    Raises:
+        BalanceError: micro-batches are limited by samples instead of tokens.
+    """
+    if limits.max_tokens_per_gpu is None:
+        raise BalanceError(
+            f"Limits.micro_batch_size is {limits.micro_batch_size} with Topology.dynamic_cp: sizes follow from a token "
+            "cap, so set max_tokens_per_gpu instead."
+        )
+    sizes = topology.dynamic_cp_sizes
+    unique, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    padded = [topology.at_cp_size(size).padded_seq_len(unique) for size in sizes]
+    work = [_work(of_size, size=size, cost_model=cost_model) for of_size, size in zip(padded, sizes, strict=True)]
+    num_samples = lengths.size if num_segments is None else num_segments.size
+    # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
+    most = sum(cost * count for cost, count in zip(work[-1].tolist(), counts.tolist(), strict=True))
+    most += cost_model.per_microbatch * (num_samples + 1) * topology.num_leaves
+    shift = max(0, most.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
+
+    def on_each_rank(costs: NDArray[Any], size: int) -> Ints:
+        per_rank = np.where(costs > 0, np.maximum(-(-costs // size) >> shift, 1), 0).astype(np.int64)
+        return sum_segments(per_rank[inverse], num_segments=num_segments)
+
+    def tokens_of(tokens: Ints, size: int) -> Ints:
+        return -(-sum_segments(tokens[inverse], num_segments=num_segments) // size)
+
+    return SizedBatch(
+        np.stack([on_each_rank(costs, size) for costs, size in zip(work, sizes, strict=True)]),
+        tokens=np.stack([tokens_of(tokens, size) for tokens, size in zip(padded, sizes, strict=True)]),
+        cap=limits.max_tokens_per_gpu,
+        launch=max(cost_model.per_microbatch >> shift, 1) if cost_model.per_microbatch else 0,
+        num_leaves=topology.num_leaves,
+        waiting=waiting(objective, topology=topology),
+        even=topology.has_even_slots or objective != "step",
+        multiple=topology.microbatch_multiple,
+        shift=shift,
+    )
+
+
+def _work(lengths: Ints, *, size: int, cost_model: CostModel) -> NDArray[Any]:
+    """Exact unscaled cost of sequences over all ranks that share them: int64, or Python integers if too large.
+
+    Args:
+        lengths: `[num_lengths]` padded tokens.
+        size: ranks that share a sequence.
+        cost_model: cost of a sequence.
+    """
+    per_token = cost_model.linear + cost_model.expert_linear + cost_model.cp_exchange * (size - 1)
+    longest = int(lengths.max(initial=0))
+    highest = cost_model(longest) + per_token * longest + cost_model.per_sequence * size
+    exact: NDArray[Any] = lengths if highest < MAX_TOTAL_COST else lengths.astype(object)
+    squares = exact * exact
+    cost = per_token * exact + cost_model.quadratic * squares + cost_model.per_sequence * size
+    for window, coefficient in cost_model.windows:
+        pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), squares)
+        cost = cost + coefficient * pairs
+    return cost

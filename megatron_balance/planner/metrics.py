@@ -1,0 +1,323 @@
+"""Figures of a plan: imbalance, padding, room under the cap, samples moved, context-parallel sizes.
+
+A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs), and an assignment
+that is no schedule at all, such as the stock order, can be judged beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.batch import Batch, sums
+from megatron_balance.planner.bounds import lower_bound, single_sample_floor
+from megatron_balance.planner.dynamic_cp import SizedBatch
+from megatron_balance.planner.inputs import (
+    Images,
+    Ints,
+    as_home_ranks,
+    as_integers,
+    as_num_segments,
+    padded_at,
+    sum_segments,
+)
+from megatron_balance.planner.locality import Homes
+from megatron_balance.planner.schedule import DataSchedule, batch_of
+from megatron_balance.planner.times import pipeline_makespans, resolve_objective, waiting
+from megatron_balance.topology import Limits, Topology
+
+
+@dataclass(frozen=True)
+class ScheduleMetrics:
+    """Figures of one plan.
+
+    Attributes:
+        objective: `step`, `microbatch` or `pipeline`.
+        predicted_cost: the objective's value, in units of the cost model (`2**cost_shift` taken back in). A rank is
+            `cp_size` GPUs; with dynamic context-parallel sizes it is one of the `dp_size * cp_size` leaves, here and
+            below.
+        lower_bound: a cost that no plan can beat, same units.
+        over_bound: predicted_cost / lower_bound; 1.0 is perfect.
+        single_sample_floor: no plan brings step_imbalance below it, because of its largest sample.
+        step_imbalance: costliest rank over the mean rank.
+        microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
+            over the sum of the means.
+        pipeline_imbalance: longest makespan over that of the same number of equal micro-batches, so that their
+            bubble is not counted; step_imbalance where there is one stage.
+        padding_fraction: padding over padded tokens.
+        peak_tokens: padded tokens of the fullest micro-batch; with dynamic sizes of a leaf's part of it.
+        cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
+        num_over_cap: micro-batches of two samples or more over the cap (tokens or samples); 0 in a schedule.
+        num_microbatches: slots of a rank; with dynamic sizes the most of a leaf.
+        num_dummies: empty micro-batches, run as masked dummies.
+        moved_tokens: original tokens of samples off their home rank; None where homes are not known.
+        moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
+        moved_tokens_before_relabel: moved_tokens before interchangeable ranks and slots were exchanged; None where
+            they were not, or homes are not known.
+        mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
+        tokens_by_cp_size: pairs of a context-parallel size and the original tokens that run at it, sizes rising.
+    """
+
+    objective: str
+    predicted_cost: int
+    lower_bound: int
+    over_bound: float
+    single_sample_floor: float
+    step_imbalance: float
+    microbatch_imbalance: float
+    pipeline_imbalance: float
+    padding_fraction: float
+    peak_tokens: int
+    cap_headroom: float | None
+    num_over_cap: int
+    num_microbatches: int
+    num_dummies: int
+    moved_tokens: int | None
+    moved_off_node_tokens: int | None
+    moved_tokens_before_relabel: int | None
+    mean_cp_size: float
+    tokens_by_cp_size: tuple[tuple[int, int], ...]
+
+
+def schedule_metrics(
+    schedule: DataSchedule, *, cost_model: CostModel | None = None, objective: str | None = None
+) -> ScheduleMetrics:
+    """Figures of a schedule.
+
+    Args:
+        schedule: the plan.
+        cost_model: judge by this one instead of the plan's own.
+        objective: judge by this one instead of the plan's own; slots stay in their order.
+    """
+    figures = plan_metrics(
+        schedule.slot_of,
+        schedule.cp_size_grid,
+        of_segments=schedule.lengths if schedule.segment_lengths is None else schedule.segment_lengths,
+        num_segments=schedule.num_segments,
+        images=schedule.images,
+        cost_model=cost_model or schedule.cost_model,
+        topology=schedule.topology,
+        limits=schedule.limits,
+        objective=resolve_objective(objective or schedule.objective, topology=schedule.topology),
+        home_ranks=schedule.home_ranks,
+        ranks_per_node=schedule.ranks_per_node,
+    )
+    return replace(figures, moved_tokens_before_relabel=schedule.moved_tokens_before_relabel)
+
+
+def assignment_metrics(
+    ranks: Sequence[Sequence[Sequence[int]]],
+    *,
+    lengths: Sequence[int] | NDArray[Any],
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str = "auto",
+    num_segments: Sequence[int] | NDArray[Any] | None = None,
+    image_patches: Sequence[Sequence[int]] | None = None,
+    home_ranks: Sequence[int] | NDArray[Any] | None = None,
+    ranks_per_node: int | None = None,
+) -> ScheduleMetrics:
+    """Figures of any assignment of all samples, a valid schedule or not.
+
+    Args:
+        ranks: `ranks[dp_rank][slot]` are sample ids. A rank with fewer slots than others idles through
+            dummies at its end.
+        lengths: `[num_samples]` original tokens, or of every segment, as for `build_data_schedule`.
+        cost_model: cost of a sample.
+        topology: the ranks.
+        limits: of a micro-batch; violations are counted, and the lower bound uses them.
+        objective: as for `build_data_schedule`.
+        num_segments: `[num_samples]` segments of each sample.
+        image_patches: `[num_samples]` for each sample the patches of each of its images.
+        home_ranks: `[num_samples]` rank that loaded each sample.
+        ranks_per_node: data-parallel ranks of one node.
+
+    Raises:
+        BalanceError: the ranks are not `dp_size`, or a sample is missing, doubled or unknown.
+    """
+    if topology.dynamic_cp:
+        raise BalanceError(
+            "Topology.dynamic_cp is set: the figures of an assignment are those of one context-parallel size. Judge it "
+            "at Topology.at_cp_size(cp_size), or a schedule by schedule_metrics."
+        )
+    of_segments = as_integers(lengths, name="lengths")
+    counts = None if num_segments is None else as_num_segments(num_segments, num_lengths=of_segments.size)
+    num_samples = of_segments.size if counts is None else counts.size
+    homes = None
+    if home_ranks is not None:
+        homes = as_home_ranks(home_ranks, num_samples=num_samples, dp_size=topology.dp_size)
+    if len(ranks) != topology.dp_size:
+        raise BalanceError(f"the assignment has {len(ranks)} ranks: it must have dp_size {topology.dp_size}.")
+    num_microbatches = max(1, *(len(slots) for slots in ranks))
+    return plan_metrics(
+        _slot_of(ranks, num_samples=num_samples, num_microbatches=num_microbatches),
+        np.full((topology.dp_size, num_microbatches), topology.cp_size, dtype=np.int64),
+        of_segments=of_segments,
+        num_segments=counts,
+        images=None if image_patches is None else Images.of(image_patches, num_samples=num_samples),
+        cost_model=cost_model,
+        topology=topology,
+        limits=limits,
+        objective=resolve_objective(objective, topology=topology),
+        home_ranks=homes,
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def plan_metrics(
+    slot_of: Ints,
+    cp_sizes: Ints,
+    *,
+    of_segments: Ints,
+    num_segments: Ints | None,
+    images: Images | None,
+    cost_model: CostModel,
+    topology: Topology,
+    limits: Limits,
+    objective: str,
+    home_ranks: Ints | None,
+    ranks_per_node: int | None,
+) -> ScheduleMetrics:
+    """Figures of samples in micro-batches, at one context-parallel size or at sizes of their own.
+
+    Args:
+        slot_of: `[num_samples]`, as of a DataSchedule.
+        cp_sizes: `[num_ranks, num_microbatches]`, as `cp_size_grid` of a DataSchedule.
+        of_segments: `[sum(num_segments)]` original tokens of every segment.
+        num_segments: `[num_samples]` segments of each sample, or None where each is one.
+        images: those of the samples, or None.
+        cost_model: cost of a sample.
+        topology: the ranks.
+        limits: of a micro-batch.
+        objective: resolved.
+        home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None.
+        ranks_per_node: data-parallel ranks of one node, or None.
+    """
+    batch = batch_of(
+        of_segments,
+        cost_model=cost_model,
+        topology=topology,
+        limits=limits,
+        objective=objective,
+        num_segments=num_segments,
+        images=images,
+    )
+    grid, predicted, bound = batch.cost_grid(slot_of, cp_sizes), batch.time(slot_of, cp_sizes), lower_bound(batch)
+    step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
+
+    original, sizes = sum_segments(of_segments, num_segments=num_segments), cp_sizes.reshape(-1)[slot_of]
+    padded = padded_at(of_segments, num_segments=num_segments, topology=topology, sizes=sizes)
+    counts = np.bincount(slot_of, minlength=cp_sizes.size)
+    # With sizes of their own the cap is a leaf's, else that of all context-parallel ranks together.
+    held = sums(padded, slot_of, cp_sizes.size)
+    cap = limits.max_tokens_per_microbatch(topology)
+    if topology.dynamic_cp:
+        held, cap = held // np.maximum(cp_sizes.reshape(-1), 1), limits.max_tokens_per_gpu
+    over = counts > (limits.micro_batch_size or 0) if cap is None else (held > cap) & (counts > 1)
+    peak = int(held.max())
+    widths = cp_sizes if topology.dynamic_cp else np.minimum(cp_sizes, 1)
+    run = int(widths.reshape(-1)[counts > 0].sum())
+
+    moved: int | None = None
+    off_node: int | None = None
+    if home_ranks is not None and not topology.dynamic_cp:
+        homes, ranks = Homes(home_ranks, tokens=original, ranks_per_node=ranks_per_node), slot_of // cp_sizes.shape[1]
+        moved = homes.moved_tokens(ranks)
+        off_node = None if ranks_per_node is None else homes.moved_off_node_tokens(ranks)
+    of_size = sums(original, sizes, int(sizes.max(initial=topology.cp_size)) + 1)
+    return ScheduleMetrics(
+        objective=objective,
+        predicted_cost=predicted << batch.shift,
+        lower_bound=bound << batch.shift,
+        over_bound=predicted / bound if bound else 1.0,
+        single_sample_floor=single_sample_floor(batch),
+        step_imbalance=step_imbalance,
+        microbatch_imbalance=slowest_over_mean(grid, objective="microbatch", topology=topology),
+        pipeline_imbalance=(
+            step_imbalance
+            if topology.pp_size == 1
+            else _pipeline_imbalance(slot_of, cp_sizes, grid=grid, batch=batch, topology=topology)
+        ),
+        padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
+        peak_tokens=peak,
+        cap_headroom=None if cap is None else 1 - peak / cap,
+        num_over_cap=int(over.sum()),
+        num_microbatches=cp_sizes.shape[1],
+        num_dummies=int((cp_sizes > 0).sum()) - run,
+        moved_tokens=moved,
+        moved_off_node_tokens=off_node,
+        moved_tokens_before_relabel=None,
+        mean_cp_size=(
+            int((original * sizes).sum()) / max(int(original.sum()), 1)
+            if topology.dynamic_cp
+            else float(topology.cp_size)
+        ),
+        tokens_by_cp_size=tuple(
+            (size, int(of_size[size]))
+            for size in (np.unique(sizes).tolist() if topology.dynamic_cp else [topology.cp_size])
+        ),
+    )
+
+
+def slowest_over_mean(grid: Ints | NDArray[np.float64], *, objective: str, topology: Topology) -> float:
+    """The slowest over the mean, of costs or of measured seconds.
+
+    Args:
+        grid: `[num_ranks, num_microbatches]`, of data-parallel ranks; of leaves with dynamic context-parallel sizes.
+        objective: `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one
+            another there, and `pipeline` with experts spread over ranks too; else sums of ranks are compared.
+        topology: the ranks.
+
+    Returns:
+        1.0 where all are equal or 0.
+    """
+    span = sync_group_size(objective, topology=topology)
+    of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)
+    mean = float(grid.sum()) / len(grid)
+    return float(of_groups.max()) / mean if mean else 1.0
+
+
+def sync_group_size(objective: str, *, topology: Topology) -> int:
+    """Neighbouring ranks that wait for one another in every micro-batch; 1 where ranks meet once a step.
+
+    With dynamic context-parallel sizes they are all leaves: expert-parallel groups meet through the groups that
+    reach over several.
+    """
+    return waiting(objective, topology=topology).span
+
+
+def _pipeline_imbalance(
+    slot_of: Ints, cp_sizes: Ints, *, grid: Ints, batch: Batch | SizedBatch, topology: Topology
+) -> float:
+    """See ScheduleMetrics. `grid`: `[num_ranks, num_microbatches]`."""
+    mean = np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size))
+    even = int(pipeline_makespans(mean, pp_size=topology.pp_size, vpp_size=topology.vpp_size)[0])
+    # With experts spread over ranks these meet on every stage; with sizes of their own all leaves do.
+    objective = "microbatch" if topology.dynamic_cp and topology.ep_span > 1 else "pipeline"
+    judged = replace(batch, waiting=waiting(objective, topology=topology))
+    return judged.time(slot_of, cp_sizes) / even if even else 1.0
+
+
+def _slot_of(ranks: Sequence[Sequence[Sequence[int]]], *, num_samples: int, num_microbatches: int) -> NDArray[np.int64]:
+    """`[num_samples]` `rank * num_microbatches + slot` of an assignment, once it is known to be whole."""
+    slot_of = np.full(num_samples, -1, dtype=np.int64)
+    for rank, slots in enumerate(ranks):
+        for slot, ids in enumerate(slots):
+            for sample in ids:
+                if not 0 <= sample < num_samples or slot_of[sample] >= 0:
+                    raise BalanceError(
+                        f"the assignment gives sample {sample} to rank {rank}: it must give each of "
+                        f"{num_samples} samples once."
+                    )
+                slot_of[sample] = rank * num_microbatches + slot
+    missing = np.flatnonzero(slot_of < 0)
+    if missing.size:
+        raise BalanceError(f"the assignment leaves out sample {missing[0]}: it must give each of {num_samples} once.")
+    return slot_of
