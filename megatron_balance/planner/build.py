@@ -78,6 +78,13 @@ def balance(
         >>> balance([7, 5, 4, 4], num_ranks=2, max_tokens=8)
         [[[0], [3]], [[1], [2]]]
     """
+    for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
+        if type(value) is not int or value < 1:
+            raise BalanceError(f"{name} is {value!r}: it must be an integer of at least 1.")
+    if model is not None and not isinstance(model, (ModelShape, CostModel)):
+        raise BalanceError(f"model is {model!r}: it must be a ModelShape, a CostModel or None.")
+    if meet not in ("step", "microbatch"):
+        raise BalanceError(f"meet is {meet!r}: it must be step or microbatch.")
     cost_model = CostModel.from_shape(model) if isinstance(model, ModelShape) else model or CostModel.tokens()
     schedule = build_data_schedule(
         lengths, cost_model=cost_model, topology=Topology(num_ranks), limits=Limits(max_tokens), objective=meet
@@ -142,6 +149,9 @@ def build_data_schedule(
         ("cost_model", cost_model, CostModel),
         ("topology", topology, Topology),
         ("limits", limits, Limits),
+        ("objective", objective, str),
+        ("algorithm", algorithm, str),
+        ("keep_groups", keep_groups, str),
         ("move_samples", move_samples, bool),
         ("relabel", relabel, bool),
     )

@@ -1,0 +1,53 @@
+"""Whatever is wrong with an argument is a BalanceError that names it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance import BalanceError, CostModel, Limits, Topology, balance, build_data_schedule
+
+GOOD = {"cost_model": CostModel.tokens(), "topology": Topology(2), "limits": Limits(16)}
+WRONG = st.one_of(
+    st.just(object()),
+    st.just(float("nan")),
+    st.floats(),
+    st.text(max_size=3),
+    st.integers(max_value=-1),
+    st.dictionaries(st.integers(), st.integers(), min_size=1, max_size=2),
+    st.lists(st.one_of(st.none(), st.floats(), st.booleans(), st.integers(max_value=-1)), min_size=3, max_size=3),
+    st.just([[1], [2, 3], [], [4]]),
+    st.just([2**80, 1, 1]),
+)
+NAMES = (
+    "lengths",
+    "num_segments",
+    "image_patches",
+    "home_ranks",
+    "ranks_per_node",
+    "cost_model",
+    "topology",
+    "limits",
+    "objective",
+    "algorithm",
+    "keep_groups",
+    "move_samples",
+    "relabel",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30, deadline=None)
+@given(value=WRONG)
+def test_build_data_schedule_names_what_is_wrong(name, value):
+    arguments = {"lengths": [1, 2, 3], **GOOD, name: value}
+    with pytest.raises(BalanceError, match=name):
+        build_data_schedule(arguments.pop("lengths"), **arguments)
+
+
+@pytest.mark.parametrize("name", ["lengths", "num_ranks", "max_tokens", "model", "meet"])
+@settings(max_examples=30, deadline=None)
+@given(value=WRONG)
+def test_balance_names_what_is_wrong(name, value):
+    arguments = {"lengths": [1, 2, 3], "num_ranks": 2, "max_tokens": 16, name: value}
+    with pytest.raises(BalanceError, match=name):
+        balance(arguments.pop("lengths"), **arguments)
