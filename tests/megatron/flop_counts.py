@@ -1,6 +1,7 @@
 """Counts the FLOPs of small GPTModels as torch sees them and as we do, in a process of its own; prints them as JSON.
 
 The shim makes `cuda` mean the CPU for the whole process, which is why tests do not do this in theirs.
+It has no public name, for users get it by `launch --cpu`.
 """
 
 from __future__ import annotations
