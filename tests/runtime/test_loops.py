@@ -23,7 +23,7 @@ def test_a_loop_with_new_iterators_is_one_with_one_iterator(world2: Any, loop: s
 def test_one_step_is_pulled_ahead_by_another_thread(world1: Any, flags: list[str], ahead: int) -> None:
     [(ran, pulled, threads)] = world1.run("steps_of_loop", loops=["aaaa"], flags=flags)
     assert ran == steps(0, num_steps=4)
-    assert pulled in (8, 8 + ahead)  # the thread may not have begun
+    assert 8 <= pulled <= 8 + ahead  # the thread may not have ended
     assert (len(threads) > 1) == bool(ahead)
 
 
