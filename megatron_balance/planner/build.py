@@ -81,7 +81,7 @@ def balance(
     for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
         if type(value) is not int or value < 1:
             raise BalanceError(f"{name} is {value!r}: it must be an integer of at least 1.")
-    if model is not None and not isinstance(model, (ModelShape, CostModel)):
+    if model is not None and not isinstance(model, (ModelShape, CostModel)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BalanceError(f"model is {model!r}: it must be a ModelShape, a CostModel or None.")
     if meet not in ("step", "microbatch"):
         raise BalanceError(f"meet is {meet!r}: it must be step or microbatch.")
@@ -156,7 +156,7 @@ def build_data_schedule(
         ("relabel", relabel, bool),
     )
     for name, value, kind in arguments:
-        if not isinstance(value, kind):
+        if not isinstance(value, kind):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BalanceError(f"{name} is {value!r}: it must be a {kind.__name__}.")
     objective = resolve_objective(objective, topology=topology)
     if algorithm not in ("auto", *ALGORITHMS):

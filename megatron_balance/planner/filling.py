@@ -67,7 +67,7 @@ class _Filling:
 
     def __init__(self, batch: SizedBatch, plan: SizedPlan, num_slots: int) -> None:
         self._batch = batch
-        self._num_leaves, most = plan.cp_sizes.shape
+        self._num_leaves, most = (int(size) for size in plan.cp_sizes.shape)
         self._slots: list[list[_Pack]] = [[] for _ in range(num_slots)]
         packs: dict[int, _Pack] = {}
         self._pack_of: list[_Pack] = []

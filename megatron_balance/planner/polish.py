@@ -86,7 +86,7 @@ def polish(batch: Batch, bin_of: Ints, rows: int, *, goal: int = 0) -> Ints:
         allowed &= (others < n) | (count[one] > 1)
         from_row, to_row = one // span, other // span
         same = from_row == to_row
-        lowered, raised = np.zeros((2, *extra.shape), dtype=np.int64)
+        lowered, raised = (np.zeros(extra.shape, dtype=np.int64) for _ in range(2))
         for part in range(parts):
             moved = cost[part, items][:, None] - cost[part, others]
             if parts == 1:

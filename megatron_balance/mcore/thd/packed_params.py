@@ -22,7 +22,9 @@ def packed_seq_params(microbatch: Mapping[str, Any]) -> PackedSeqParams:
     starts = cu_seqlens if padded is None else padded
     max_seqlen, num_tokens = (int(x) for x in (microbatch["max_seqlen"].max(), starts[-1]))
     # Mamba layers tell sequences apart by `seq_idx`, which is made from this number; without it their state leaks.
-    whole = {"total_tokens": num_tokens} if "total_tokens" in PackedSeqParams.__dataclass_fields__ else {}
+    whole: dict[str, Any] = {}
+    if "total_tokens" in PackedSeqParams.__dataclass_fields__:
+        whole["total_tokens"] = num_tokens
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
