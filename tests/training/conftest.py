@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from kept_runs import KeptRuns, write_rows
 from table import SEQ_LENGTH
@@ -13,16 +11,6 @@ pytest.register_assert_rewrite("steps")
 TRAINED = range(1, 65)
 VALIDATION_SETS = {"valid": range(100, 124), "odd": range(130, 141)}
 """First tokens of the samples, by which tests know them."""
-
-
-TIMEOUT_SECONDS = 580
-"""Of a test: it may wait for another worker's runs, beside other work on the machine."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
 
 
 @pytest.fixture(scope="session")

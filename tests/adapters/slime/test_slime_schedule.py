@@ -104,20 +104,23 @@ def test_any_lengths(lengths: list[int], dp_size: int, cp_size: int, group: int)
     assert all(count % group == 0 for count in schedule[2])
 
 
-def test_fifty_rollout_batches() -> None:
+@pytest.mark.parametrize(
+    ("objective", "over_ranks", "over_slots"), [("auto", 1.0005, 1.05), ("microbatch", 1.001, 1.002)]
+)
+def test_fifty_rollout_batches(objective: str, over_ranks: float, over_slots: float) -> None:
     """R33, R35, R36. slime with --balance-by-flops: 476 over the cap, 1.0169, 1.0758 (by its own FLOPs), 6.42."""
     ranks, slots, counts = [], [], []
     for seed in range(50):
         generator = random.Random(seed)
         lengths = [int(min(8192, max(16, generator.lognormvariate(7, 1)))) for _ in range(128)]
-        schedule = plan(lengths)
+        schedule = plan(lengths, objective=objective)
         check(schedule, lengths)
         grid = costs(schedule, lengths)
         ranks.append(over_mean(grid.sum(axis=1)))
         slots.append(grid.max(axis=0).sum() * 4 / grid.sum())
         counts.append(schedule[2][0])
-    assert np.mean(ranks) <= 1.0005
-    assert np.mean(slots) <= 1.01
+    assert np.mean(ranks) <= over_ranks
+    assert np.mean(slots) <= over_slots
     assert np.mean(counts) <= 6.46
 
 
