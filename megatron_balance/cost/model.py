@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import fwd_flops_by_part
-from megatron_balance.model.flops_polynomial import causal_pairs
+from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.model.vision import image_flops
 

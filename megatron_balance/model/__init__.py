@@ -1,13 +1,14 @@
 """Sizes of a model, and the FLOPs and weights that follow from them."""
 
 from megatron_balance.model.flops import (
+    FlopsPolynomial,
     calculate_fwd_flops,
+    causal_pairs,
     fwd_flops,
     fwd_flops_by_part,
     linear_coefficient,
     num_parameters,
 )
-from megatron_balance.model.flops_polynomial import FlopsPolynomial, causal_pairs
 from megatron_balance.model.hf_config import FAMILIES
 from megatron_balance.model.layers import Layer
 from megatron_balance.model.megatron_args import parse_layer_pattern

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops_polynomial import FlopsPolynomial
 from megatron_balance.model.layers import Layer
 from megatron_balance.model.vision import image_flops
 
@@ -28,6 +27,57 @@ if TYPE_CHECKING:  # ModelShape counts its weights
 
 Gemm = tuple[int, int]
 """Width in and out of a weight matrix."""
+
+
+@dataclass(frozen=True)
+class FlopsPolynomial:
+    """FLOPs of one sequence of length L: `(linear + expert_linear)*L + quadratic*L² + Σ c*causal_pairs(L, w)`.
+
+    Attributes:
+        linear: FLOPs per token.
+        quadratic: FLOPs per squared token.
+        expert_linear: FLOPs per token in routed experts, which an expert-parallel group shares.
+        windows: pairs `(keys w that a query attends to, FLOPs c)` of sliding-window and of sparse attention,
+            ascending.
+
+    Example:
+        >>> FlopsPolynomial(linear=10, quadratic=1)(8)
+        144
+    """
+
+    linear: int = 0
+    quadratic: int = 0
+    expert_linear: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def __add__(self, other: FlopsPolynomial) -> FlopsPolynomial:
+        windows = dict(self.windows)
+        for window, coefficient in other.windows:
+            windows[window] = windows.get(window, 0) + coefficient
+        return FlopsPolynomial(
+            self.linear + other.linear,
+            self.quadratic + other.quadratic,
+            self.expert_linear + other.expert_linear,
+            tuple(sorted(windows.items())),
+        )
+
+    def __call__(self, length: int) -> int:
+        """FLOPs of one sequence of `length` tokens."""
+        in_windows = sum(coefficient * causal_pairs(length, window=w) for w, coefficient in self.windows)
+        return (self.linear + self.expert_linear) * length + self.quadratic * length**2 + in_windows
+
+
+def causal_pairs(length: int, *, window: int) -> int:
+    """Twice the query-key pairs that a causal window of `window` tokens computes; L² while it covers all.
+
+    The window's exact count is `wL - w(w-1)/2`; full attention's is `L(L+1)/2`, of which L² leaves out the
+    diagonal, as is usual. Sparse attention that picks `window` keys a query computes the same number of pairs.
+
+    Example:
+        >>> causal_pairs(100, window=10)
+        1910
+    """
+    return 2 * window * length - window * (window - 1) if window < length else length**2
 
 
 @dataclass(frozen=True)
@@ -163,27 +213,6 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
             gemms = (*work.gemms, *work.plain_gemms)
             total += _weights(gemms) + shape.num_experts * _weights(work.expert_gemms)
     return total
-
-
-def mixer_flops(shape: ModelShape, *, layer: Layer) -> FlopsPolynomial:
-    """Forward FLOPs of a layer's token mixer, its indexer included; zero in a hybrid model's MLP layer."""
-    works = _mixer(shape, layer)
-    return sum((work.flops(shape) for work in works.values()), FlopsPolynomial())
-
-
-def dense_flops(shape: ModelShape) -> FlopsPolynomial:
-    """Forward FLOPs of a dense MLP."""
-    return dense(shape).flops(shape)
-
-
-def moe_flops(shape: ModelShape) -> FlopsPolynomial:
-    """Forward FLOPs of a mixture of experts."""
-    return moe(shape).flops(shape)
-
-
-def mtp_projection_flops(shape: ModelShape) -> FlopsPolynomial:
-    """Forward FLOPs of the projection of a depth of multi-token prediction."""
-    return mtp_projection(shape).flops(shape)
 
 
 def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:

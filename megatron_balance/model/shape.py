@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -242,38 +242,6 @@ class ModelShape:
             return sum((self._hybrid_layers(part) for part in self._hybrid_parts()[1:]), ())
         last = self._layer(self.num_layers - 1)
         return tuple(Layer(last.mixer, last.mlp, self._window(last.mixer, d)) for d in range(self.mtp_num_layers))
-
-    def stack_of(self, layer: Layer, *, num_layers: int) -> ModelShape:
-        """A model of these sizes whose layers are all of one kind, without multi-token prediction.
-
-        Args:
-            layer: the kind, one of decoder_layers() or mtp_layers().
-            num_layers: how many.
-
-        Example:
-            >>> shape = ModelShape.preset("gpt-oss-20b")
-            >>> shape.stack_of(shape.decoder_layers()[0], num_layers=2).decoder_layers()[1].window
-            128
-        """
-        symbols = {kind: symbol for symbol, kind in HYBRID_LAYERS.items()}
-        pattern = symbols.get((layer.mixer, layer.mlp), "") * num_layers
-        linear = layer.mixer == "gated_delta_net" and not pattern
-        return replace(
-            self,
-            num_layers=num_layers,
-            num_experts=self.num_experts if layer.mlp == "moe" else 0,
-            moe_router_topk=self.moe_router_topk if layer.mlp == "moe" else 0,
-            moe_layer_freq=(),
-            multi_latent_attention=layer.mixer in ("mla", "dsa", "dsa_shared"),
-            dsa_indexer_topk=self.dsa_indexer_topk if layer.mixer in ("dsa", "dsa_shared") else 0,
-            dsa_indexer_layers=(0,) * num_layers if layer.mixer == "dsa_shared" else (),
-            window_size=(layer.window - 1, 0) if layer.window else None,
-            window_attn_skip_freq=(),
-            linear_attention_freq=(1,) * num_layers if linear else (),
-            hybrid_layer_pattern=pattern,
-            mtp_num_layers=0,
-            vision=None,
-        )
 
     def _layer(self, index: int) -> Layer:
         mixer: Mixer = "attention"
