@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -11,6 +12,8 @@ import exchange_cases
 import loop_cases
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
 
 import megatron_balance.mcore.loop  # noqa: F401  # once, before the ranks are forked
 
@@ -28,6 +31,18 @@ def serve(rank: int, num_ranks: int, folder: str, connection: Connection) -> Non
         except EOFError:
             return
         try:
-            connection.send(("done", CASES[case](**arguments)))
+            answer = CASES[case](**arguments)
+            _destroy_groups()
+            connection.send(("done", answer))
         except Exception:  # noqa: BLE001  # reported to the test, which fails
             connection.send(("failed", traceback.format_exc()))
+
+
+def _destroy_groups() -> None:
+    """Ends the groups of a case, whose threads poll: after fifty cases they would be a thousand a rank."""
+    dist.barrier()  # no rank needs them any more
+    parallel_state.destroy_model_parallel()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
