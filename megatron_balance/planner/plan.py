@@ -117,12 +117,19 @@ def polished(batch: Batch, found: Packing, *, work: int) -> Packing:
     """The packing after the local search, if that is faster: it knows sums of rows and no makespan."""
     if len(batch.costs) > 1:
         bin_of = even_parts(batch, found.bin_of, found.rows)
-    elif batch.num_samples <= POLISHED:
+    elif batch.num_samples <= POLISHED or _is_off(batch, found, work=work):
         bin_of = in_rows(batch, polish(batch, found.bin_of, found.rows, goal=work), found.rows)
     else:
         return found
     time = int(times_of(batch, batch.row_times(bin_of, found.rows)).max())
     return replace(found, bin_of=bin_of, time=time) if time < found.time else found
+
+
+def _is_off(batch: Batch, found: Packing, *, work: int) -> bool:
+    """A packing of a larger batch that is far above the bound although only sums of ranks count: the cap is tight."""
+    bound = least_time(batch, work=work, rows=found.rows)
+    sums_count = batch.span == 1 and batch.waiting.pp_size == 1
+    return sums_count and batch.num_samples <= 4 * POLISHED and found.time > bound + bound // GOOD_ENOUGH
 
 
 def with_headroom(batch: Batch) -> Batch:
@@ -188,6 +195,9 @@ def packed(batch: Batch, rows: int, *, slope: int, work: int, bare: bool) -> Pac
         high, best = low + low // 4, None
         for _ in range(1 + LIMITS if searched else 1):
             found = leveled(batch, rows, slope=slope, limit=limit)
+            if found is None and batch.span == 1:
+                # Nearly full bins of a rank waste less room one after another than side by side.
+                found = leveled(batch, rows, slope=2 * rows, limit=limit)
             if found is not None and (best is None or found.time < best.time):
                 high = found.time * batch.waiting.pp_size - rows * batch.launch if best is None else high
                 best = found
