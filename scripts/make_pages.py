@@ -6,17 +6,16 @@ tests/test_docs.py fails where a page is older than its source.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import tomllib
 
 from megatron_balance.cli import build_parser
-from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
-from megatron_balance.mcore.options.option import Option, Support, flag_of
-from megatron_balance.mcore.options.table import SUBJECTS
+from megatron_balance.mcore.options import RULES
 from megatron_balance.mcore.setup.flags import add_balance_args
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,16 +35,15 @@ _OPTIONS = """\
 
 Made by `python scripts/make_pages.py` from `megatron_balance/mcore/options`; do not edit.
 
-Options of Megatron 0.17 to 0.19 and of its main and dev branches that change shapes, numbers of tokens, dispatch,
-precision or the loop, in a run with `--balance-data` or `--use-dynamic-batch-size`. Each case is one of
+In a run with `--balance-data` or `--use-dynamic-batch-size`, on Megatron 0.17 to 0.19 and its main and dev branches:
 
-- **supported**: it trains and balances; a caution, where there is one, is printed once a run;
-- **refused**: the run ends right after parsing, or before its first step, with an error that names the option, the
-  value and the remedy;
-- **stock**: Megatron's own scheduler and executor run, and the log says so once.
+- what is **refused** ends the run right after parsing, or before its first step, with an error that names the option,
+  the value and the remedy;
+- under **stock**, Megatron's own scheduler and executor run, and the log says so once;
+- a **caution** is printed once, and the run balances; so is what no test has run **on a GPU**.
 
-An option that is not here changes nothing that balancing relies on: `scripts/drift/irrelevant_options.txt` lists those,
-and `scripts/check drift` fails where a supported release has an option in neither list.
+Every other option of Megatron trains and balances as it is: `scripts/drift/irrelevant_options.txt` lists those that
+were reviewed, and `scripts/check drift` fails where a supported release has an option in neither list.
 """
 _LICENCES = """\
 # Licences
@@ -64,7 +62,12 @@ _SPDX = {"Apache 2.0": "Apache-2.0", "Apache Software License": "Apache-2.0", "B
 def flags_page() -> str:
     """Every flag in training and of every command."""
     lines = [_FLAGS, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
-    lines += ["What is refused, before anything is initialised:", "", *(f"- {row.rule}" for row in BALANCE_FLAGS), ""]
+    lines += [
+        "What is refused, before anything is initialised:",
+        "",
+        *(f"- {rule.words}: {rule.says}" for rule in RULES if rule.subject == "Balance flags"),
+        "",
+    ]
     lines += ["What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
@@ -101,25 +104,14 @@ def _with_default(meaning: str, action: argparse.Action) -> str:
 
 
 def options_page() -> str:
-    """What becomes of each of Megatron's options."""
+    """What becomes of Megatron's options that a rule names."""
     lines = [_OPTIONS]
-    for subject, rows in SUBJECTS.items():
-        lines += [f"## {subject}", "", "| option | case | | says |", "|---|---|---|---|", *_option_rows(rows), ""]
+    for subject, rules in itertools.groupby(RULES, key=lambda rule: rule.subject):
+        if subject != "Balance flags":
+            title = subject if subject in ("Stock", "Cautions", "Not tried on a GPU") else f"Refused: {subject.lower()}"
+            lines += [f"## {title}", "", "| where | says |", "|---|---|"]
+            lines += [f"| {_cell(rule.words)} | {_cell(rule.says)} |" for rule in rules] + [""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _option_rows(rows: Sequence[Option]) -> Iterator[str]:
-    for row in rows:
-        flags = ", ".join(f"`{flag_of(name)}`" for name in row.names)
-        says = row.caution if row.support is Support.SUPPORTED else f"{row.because}; {row.remedy}"
-        yield f"| {flags}{_releases(row)} | {_cell(row.case)} | {row.support.value} | {_cell(says)} |"
-
-
-def _releases(row: Option) -> str:
-    first, last = (".".join(map(str, release)) for release in (row.first, row.last))
-    if row.first == (0, 17):
-        return "" if row.last == (999, 0) else f" (to {last})"
-    return f" (from {first})" if row.last == (999, 0) else f" ({first} to {last})"
 
 
 def licences_page() -> str:

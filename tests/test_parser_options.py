@@ -1,7 +1,4 @@
-"""Options that the drift check reads from the sources of a parser, on sources made here, and which are classified.
-
-It reads below the public names: every option of a release must have its row in the tables, which are no public name.
-"""
+"""Options that the drift check reads from the sources of a parser, on sources made here, and which are classified."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import pytest
 from drift.options import options_of, unclassified
 from drift.sources import Sources
 
-from megatron_balance.mcore.options.option import Option, Support
-from megatron_balance.mcore.options.table import SUBJECTS
+from megatron_balance.mcore.options import RULES, Rule
 
 PARSER = """
 from megatron.training.factory import ArgumentGroupFactory
@@ -66,8 +62,8 @@ def sources(changed: dict[str, str] | None = None) -> Sources:
     return Sources(frozenset(files), files.__getitem__)
 
 
-def refused(*names: str, first: tuple[int, int] = (0, 17)) -> Option:
-    return Option(names=names, support=Support.REFUSED, when=bool, because="a test", remedy="pass it", first=first)
+def refused(condition: str) -> Rule:
+    return Rule("A test", condition, "a reason; a remedy")
 
 
 def test_every_way_of_adding_an_option_is_read() -> None:
@@ -94,7 +90,7 @@ def test_options_without_a_class_are_named() -> None:
 
 
 def test_a_row_of_an_option_that_a_release_lacks_is_broken() -> None:
-    rows = [refused("tp_comm_overlap", "rope"), refused("gone"), refused("to_come", first=(0, 20))]
+    rows = [refused("tp_comm_overlap rope"), refused("gone"), refused("cp_partition_mode=contiguous")]
     found = unclassified(rows, sources=sources(), release=(0, 19))
     assert [(finding.target, finding.broken) for finding in found] == [("--gone", True)]
     assert list(unclassified(rows, sources=sources(), release=None)) == []
@@ -124,5 +120,4 @@ def test_the_parser_of_the_installed_megatron_is_read_as_it_is(installed: Source
 def test_every_option_of_the_installed_megatron_has_its_class(installed: Sources) -> None:
     version = pytest.importorskip("megatron.core", reason="megatron-core is not installed").__version__
     major, minor = map(int, version.split(".")[:2])
-    rows = [row for subject in SUBJECTS.values() for row in subject]
-    assert list(unclassified(rows, sources=installed, release=(major, minor))) == []
+    assert list(unclassified(RULES, sources=installed, release=(major, minor))) == []

@@ -79,11 +79,12 @@ def _check_smoke_run() -> Iterator[Finding]:
 
 
 def _print_rules() -> None:
-    from megatron_balance.mcore.options.balance_flags import BALANCE_FLAGS
+    from megatron_balance.mcore.options import RULES
 
     print("\nflags (put your script's after -- to check them; docs/options.md lists Megatron's)")
-    for row in BALANCE_FLAGS:
-        print(f"  {'rule':8} {row.rule}")
+    for rule in RULES:
+        if rule.subject == "Balance flags":
+            print(f"  {'rule':8} {rule.words}: {rule.says}")
 
 
 def _quieten_imports() -> None:

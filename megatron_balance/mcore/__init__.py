@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_balance.hooking.installation import Installation
     from megatron_balance.mcore.bridge import install_bridge
     from megatron_balance.mcore.loop import balanced_schedule
-    from megatron_balance.mcore.options.table import cautions, why_stock
+    from megatron_balance.mcore.options import cautions, why_stock
     from megatron_balance.mcore.thd.packed_params import packed_seq_params
 
 __all__ = [
@@ -40,9 +40,9 @@ def __getattr__(name: str) -> Any:
 
         return balanced_schedule
     if name in ("cautions", "why_stock"):
-        from megatron_balance.mcore.options import table
+        from megatron_balance.mcore import options
 
-        return getattr(table, name)
+        return getattr(options, name)
     if name == "install_bridge":
         from megatron_balance.mcore.bridge import install_bridge
 

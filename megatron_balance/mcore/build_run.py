@@ -19,7 +19,7 @@ from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchConte
 from megatron_balance.mcore.evaluation import balanced_evaluation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.microbatch.router_padding import RouterPadding
-from megatron_balance.mcore.options.table import stock_notice
+from megatron_balance.mcore.options import stock_notice
 from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
 from megatron_balance.mcore.setup.groups import (
     data_group,

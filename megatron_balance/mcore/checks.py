@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options.table import cautions, executor_runs_our_plan, problems, stock_notice, why_stock
+from megatron_balance.mcore.options import cautions, executor_runs_our_plan, problems, stock_notice, why_stock
 from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
 from megatron_balance.mcore.setup.command_line import parse_command_line
 

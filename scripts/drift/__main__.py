@@ -16,7 +16,7 @@ from drift import compare
 from drift.options import unclassified
 from drift.packages import PACKAGES, ROOT, Package, release_of
 from drift.sources import Sources, open_sources
-from megatron_balance.mcore.options.table import SUBJECTS
+from megatron_balance.mcore.options import RULES
 
 WHEELS = ROOT / "build" / "wheels"
 
@@ -57,8 +57,7 @@ def _check(place: Path, *, accept: bool) -> int:
         now = compare.record(rows, sources=sources)
         if package.name == "megatron-core":
             # A branch may say that it is a release and have other options.
-            options = [row for subject in SUBJECTS.values() for row in subject]
-            findings += unclassified(options, sources=sources, release=release_of(version) if place.is_file() else None)
+            findings += unclassified(RULES, sources=sources, release=release_of(version) if place.is_file() else None)
     path = package.fingerprints(version)
     if accept:
         compare.save(now, path=path)

@@ -14,11 +14,29 @@ from pathlib import Path
 
 from drift.compare import Finding
 from drift.sources import Bound, Definition, Sources
-from megatron_balance.mcore.options.option import Option, flag_of
+from megatron_balance.mcore.options import Rule, flag_of
 
 IRRELEVANT = Path(__file__).with_name("irrelevant_options.txt")
 PARSER = "megatron.training.arguments:add_megatron_arguments"
 _FACTORY = "ArgumentGroupFactory"
+
+NOT_IN_EVERY_RELEASE = {
+    # up to 0.17
+    "use_legacy_models",
+    # from 0.18, 0.19 and 0.20
+    "moe_expert_rank_capacity_factor",
+    "moe_paged_stash",
+    "tensor_parallel_num_weight_shards",
+    "logits_save_dir",
+    "dataloader_inter_document_masking",
+    "cp_partition_mode",
+    "dynamic_context_parallel",
+    "sequence_packing_scheduler",
+    # of scripts alone
+    "dataloader_save",
+    "export_kd_teacher_load",
+}
+"""Options of rules that some release lacks."""
 
 
 def options_of(sources: Sources) -> set[str]:
@@ -132,23 +150,22 @@ def _stored_otherwise(value: ast.expr | None) -> str | None:
     return None
 
 
-def unclassified(rows: Sequence[Option], *, sources: Sources, release: tuple[int, int] | None) -> Iterator[Finding]:
-    """Options in no row and not in irrelevant_options.txt; rows without an option of the release.
+def unclassified(rules: Sequence[Rule], *, sources: Sources, release: tuple[int, int] | None) -> Iterator[Finding]:
+    """Options in no rule and not in irrelevant_options.txt; rules without an option of the release.
 
     Args:
-        rows: of mcore/options.
+        rules: of mcore/options.
         sources: of the release.
         release: as `(major, minor)`; None for a branch, which may say that it is a release and have other options.
     """
     options = options_of(sources)
-    in_rows = {name for row in rows for name in (*row.names, *row.also)}
+    in_rules = {name for rule in rules for name in rule.names}
     lines = IRRELEVANT.read_text("utf-8").splitlines()
     patterns = [name for line in lines if not line.startswith("#") for name in line.split()]
-    for name in sorted(options - in_rows):
+    for name in sorted(options - in_rules):
         if not any(fnmatchcase(name, pattern) for pattern in patterns):
-            says = f"is an option that neither a row of mcore/options nor {IRRELEVANT.name} has"
+            says = f"is an option that neither a rule of mcore/options nor {IRRELEVANT.name} has"
             yield Finding(flag_of(name), False, says)
-    for row in rows if release is not None else ():
-        megatrons = [name for name in row.names if not name.startswith("balance_")] or row.also
-        if row.first <= release <= row.last and not row.of_scripts and not options.intersection(megatrons):
-            yield Finding(flag_of(row.names[0]), True, "is no option of this release, and its row says that it is")
+    for rule in rules if release is not None else ():
+        if rule.names and not rule.names & (options | NOT_IN_EVERY_RELEASE):
+            yield Finding(rule.words, True, "is a rule of no option of this release")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from megatron_balance import BalanceError
 from megatron_balance.mcore import add_balance_args, cautions, why_stock
 
+DOCS = Path(__file__).parents[2] / "docs"
 BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
@@ -30,6 +33,7 @@ REFUSED = [
     "--pipeline-model-parallel-comm-backend ucc --pipeline-model-parallel-size 2",
     f"--expert-tensor-parallel-size 2 {EXPERTS}",
     "--tensor-parallel-num-weight-shards 4",
+    "--cp-partition-mode contiguous --context-parallel-size 2",
     "--expert-tensor-parallel-num-weight-shards 2",
     "--fake-process-group",
     f"{ALLGATHER} --expert-model-parallel-size 2",
@@ -57,6 +61,8 @@ REFUSED = [
     "--position-embedding-type mrope",
     "--position-embedding-type mrope --no-rope-fusion --context-parallel-size 2",
     "--use-kitchen-attention",
+    "--mtp-standalone",
+    "--use-legacy-models",
     "--experimental-attention-variant dsa --dsa-indexer-loss-coeff 0.01",
     f"--experimental-attention-variant dsa {SIZED}",
     "--experimental-attention-variant gated_delta_net --deterministic-mode",
@@ -78,6 +84,8 @@ REFUSED = [
     "--perform-rl-step",
     "--logits-load-dir teacher",
     "--yaml-cfg options.yaml",
+    "--dataloader-save states",
+    "--export-kd-teacher-load teacher",
     "--balance-unpad 0",
     f"--context-parallel-size 2 {UNPADDED}",
     f"--multi-latent-attention {SIZED}",
@@ -87,20 +95,31 @@ REFUSED = [
     f"--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
     f"--recompute-modules moe --recompute-granularity selective --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
     f"--moe-layer-recompute --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
+    f"--position-embedding-type mrope --no-rope-fusion {SIZED}",
     f"{ALLGATHER} --expert-model-parallel-size 2 --context-parallel-size 2 {SIZED}",
     f"--use-megatron-fsdp {SIZED}",
     f"--use-torch-fsdp2 {SIZED}",
     f"--balance-objective step {SIZED}",
     f"--balance-shape-bucket 3 {SIZED}",
     f"--balance-algorithm karmarkar_karp {SIZED}",
+    f"--balance-unpad 0 --no-create-attention-mask-in-dataloader {SIZED}",
     "--balance-by-flops",
+    f"--balance-cost seconds.json {PACKED}",
+    "--balance-context-parallel",
+    "--balance-context-parallel --no-balance-data --use-dynamic-batch-size --max-tokens-per-gpu 4096",
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",
     "--max-tokens-per-gpu -5 --use-dynamic-batch-size",
     f"--balance-shape-bucket 0 {PACKED}",
     f"--balance-shape-bucket 5000 {PACKED}",
     f"--balance-evaluation {SIZED}",
 ]
-WITHOUT_BALANCING = ["--balance-shape-bucket 128", "--balance-record r", "--balance-evaluation", "--balance-by-flops"]
+WITHOUT_BALANCING = [
+    "--balance-shape-bucket 128",
+    "--balance-unpad 0",
+    "--balance-record r",
+    "--balance-evaluation",
+    "--balance-by-flops",
+]
 """Flags that refine balancing, alone."""
 
 STOCK = [
@@ -172,11 +191,13 @@ ORDINARY = [
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    """Megatron's, made once, for it takes a second. It has one flag of a script's own, which Megatron reads."""
+    """Megatron's, made once, for it takes a second, with flags of other releases and of scripts."""
     from megatron.training.arguments import add_megatron_arguments
 
     made = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    made.add_argument("--dataloader-save")
+    for flag in ("--dataloader-save", "--cp-partition-mode", "--export-kd-teacher-load"):
+        made.add_argument(flag)
+    made.add_argument("--use-legacy-models", action="store_true")
     return add_balance_args(made)
 
 
@@ -184,7 +205,7 @@ def parsed(flags: str, *, balanced: str = BALANCED) -> Any:
     return parser().parse_args(f"{balanced} {flags}".split())
 
 
-@pytest.mark.parametrize("flags", [*REFUSED, "--dataloader-save states"])
+@pytest.mark.parametrize("flags", REFUSED)
 def test_a_refusal_names_the_option_its_value_and_the_remedy(flags: str) -> None:
     with pytest.raises(BalanceError) as refusal:
         parsed(flags)
@@ -193,6 +214,23 @@ def test_a_refusal_names_the_option_its_value_and_the_remedy(flags: str) -> None
     assert "; " in said
     assert said.endswith(".")
     assert not any(name in said.split(":")[0] for name in ("None", "[", "<"))
+
+
+def test_every_refusal_of_the_pages_is_met_here() -> None:
+    """Those of releases have tests of their own below."""
+    said = ""
+    lines = [(flags, BALANCED) for flags in REFUSED]
+    lines += [(flags, "--calculate-per-token-loss") for flags in WITHOUT_BALANCING]
+    for flags, balanced in [*lines, ("", PACKED)]:
+        with pytest.raises(BalanceError) as refusal:
+            parsed(flags, balanced=balanced)
+        said += str(refusal.value)
+    options, flags = ((DOCS / f"{page}.md").read_text("utf-8") for page in ("options", "flags"))
+    rules = re.findall(r"^\| (.+) \| (.+) \|$", options.partition("## Stock")[0], flags=re.MULTILINE)
+    rules += re.findall(r"^- (--.+?): (.+)$", flags, flags=re.MULTILINE)
+    assert len(rules) > 60
+    missed = [rule for rule in rules if rule[1] not in said and " before " not in rule[0] and rule[0] != "where"]
+    assert [rule for rule in missed if not rule[0].startswith("---")] == []
 
 
 @pytest.mark.parametrize("flags", WITHOUT_BALANCING)

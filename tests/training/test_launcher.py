@@ -157,6 +157,9 @@ CHOSEN = {
             CHOSEN | {"balance_context_parallel": None},
             id="nothing-is-against-it",
         ),
+        pytest.param(
+            "--balance --transformer-impl transformer_engine", CHOSEN, id="what-no-gpu-has-run-is-chosen-with-a-warning"
+        ),
         pytest.param("", dict.fromkeys(CHOSEN), id="without"),
     ],
 )

@@ -18,8 +18,7 @@ from megatron_balance.cost.communication import (
     exchange_flops_per_token,
 )
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options.dynamic_cp import DYNAMIC_CP
-from megatron_balance.mcore.options.option import Support
+from megatron_balance.mcore.options import dynamic_cp_problem
 from megatron_balance.mcore.setup.arguments import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Topology
@@ -81,7 +80,4 @@ def dynamic_cp_refusal(shape: ModelShape | None, *, topology: Topology) -> str |
     """
     of_shape = {} if shape is None else vars(shape)
     args = Namespace(**of_shape, balance_context_parallel=ALL_RANKS, use_megatron_fsdp=topology.fully_sharded)
-    for row in DYNAMIC_CP:
-        if row.support is Support.REFUSED and row.applies(args):
-            return row.message(args)
-    return None
+    return dynamic_cp_problem(args)

@@ -1,1 +1,125 @@
-"""Tables of Megatron's options by subject: supported, refused or stock in a run that balances."""
+"""What balancing makes of Megatron's options: refusals, reasons to stay stock, cautions; everything else is harmless.
+
+Rules are applied right after parsing, before anything is initialised, and again on validated arguments, which
+checkpoints and Megatron's validation may have changed; all ranks agree on the findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_balance.mcore.options.conditions import Term, flag_of, nothing_balances, parse, seen
+from megatron_balance.mcore.options.rules import BALANCE_FLAGS, CAUTIONS, DYNAMIC_CP, REFUSED, STOCK, UNTRIED
+
+__all__ = ["RULES", "Rule", "cautions", "dynamic_cp_problem", "flag_of", "problems", "stock_notice", "why_stock"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule.
+
+    Attributes:
+        subject: heading under which pages list it.
+        condition: when it applies, as text.
+        says: the reason and the remedy.
+    """
+
+    subject: str
+    condition: str
+    says: str
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """The terms of the condition, all of which must hold."""
+        return parse(self.condition)
+
+    @property
+    def words(self) -> str:
+        """The condition in words."""
+        return ", ".join(term.words for term in self.terms)
+
+    @property
+    def names(self) -> set[str]:
+        """Megatron's options that it is about."""
+        ours = ("balance_", "use_dynamic_batch_size", "max_tokens_per_gpu")
+        return {name for term in self.terms for name in term.names if not name.startswith(ours)}
+
+    def applies(self, args: Any) -> bool:
+        """True if a namespace, parsed or validated, is this case."""
+        return all(term.holds(args) for term in self.terms)
+
+    def message(self, args: Any) -> str:
+        """The options with the values seen, the reason and the remedy."""
+        return f"{seen(args, terms=self.terms)}: {self.says}."
+
+
+def _rules(subject: str, rules: Mapping[str, str]) -> tuple[Rule, ...]:
+    return tuple(Rule(subject, condition, says) for condition, says in rules.items())
+
+
+_OF_FLAGS = _rules("Balance flags", BALANCE_FLAGS)
+_OF_SIZES = _rules("Context parallelism of each micro-batch", DYNAMIC_CP)
+_REFUSED = tuple(rule for subject, rules in REFUSED.items() for rule in _rules(subject, rules))
+_STOCK = _rules("Stock", STOCK)
+_CAUTIONS = _rules("Cautions", CAUTIONS)
+_UNTRIED = _rules("Not tried on a GPU", UNTRIED)
+
+RULES = (*_OF_FLAGS, *_REFUSED, *_STOCK, *_CAUTIONS, *_UNTRIED)
+"""All rules, for pages and for the check on Megatron's parsers."""
+
+
+def problems(args: Any) -> list[str]:
+    """All refusals of these arguments; empty where they work together.
+
+    Args:
+        args: Megatron's namespace with the balance flags, parsed or validated.
+    """
+    return _messages(_OF_FLAGS, args) + ([] if nothing_balances(args) else _messages(_REFUSED, args))
+
+
+def why_stock(args: Any) -> str | None:
+    """The reason why a run with balance flags must stay stock, or None.
+
+    Args:
+        args: Megatron's namespace with the balance flags, parsed or validated.
+    """
+    return next(iter([] if nothing_balances(args) else _messages(_STOCK, args)), None)
+
+
+def cautions(args: Any, *, untried: bool = True) -> list[str]:
+    """Warnings about options that a run that balances may have.
+
+    Args:
+        args: Megatron's namespace with the balance flags, parsed or validated.
+        untried: warn also of what no test has run on a GPU.
+    """
+    rules = (*_CAUTIONS, *_UNTRIED) if untried else _CAUTIONS
+    return [] if nothing_balances(args) else _messages(rules, args)
+
+
+def dynamic_cp_problem(args: Any) -> str | None:
+    """The first refusal of `--balance-context-parallel` with a model; None where there is none.
+
+    Args:
+        args: a namespace with some of Megatron's options.
+    """
+    return next(iter(_messages(_OF_SIZES, args)), None)
+
+
+def executor_runs_our_plan(args: Any) -> bool:
+    """True if dev's executor of dynamic context parallelism runs this package's plan."""
+    return bool(getattr(args, "dynamic_context_parallel", False) and getattr(args, "balance_data", False))
+
+
+def stock_notice(args: Any, *, reason: str) -> str:
+    """The log line of a run that stays stock for a reason from `why_stock`; arguments as for `problems`."""
+    if executor_runs_our_plan(args):
+        return f"Megatron's own executor runs this package's plan. {reason}"
+    return f"training continues without balancing. {reason}"
+
+
+def _messages(rules: Iterable[Rule], args: Any) -> list[str]:
+    return [rule.message(args) for rule in rules if rule.applies(args)]

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options.table import problems
+from megatron_balance.mcore.options import problems
 from megatron_balance.mcore.setup.cp_exchange import ExchangeCost, exchange_cost
 from megatron_balance.mcore.setup.shape_buckets import bucketed_limits
 from megatron_balance.mcore.setup.token_alignment import token_alignment

@@ -170,8 +170,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def context_parallel_limit(text: str) -> int | str:
-    """The value of `--balance-context-parallel`."""
-    return text if text in (ALL_RANKS, OFF) else int(text)
+    """The value of `--balance-context-parallel`, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number of ranks.
+    """
+    if text in (ALL_RANKS, OFF):
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: give a power of two, or none for all ranks")
+    return int(text)
 
 
 def padding_source(text: str) -> int | str:

@@ -19,7 +19,7 @@ import numpy as np
 import megatron_balance
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options.table import cautions, why_stock
+from megatron_balance.mcore.options import cautions, why_stock
 from megatron_balance.mcore.setup.arguments import (
     BalanceConfig,
     cost_model_from_megatron_args,
