@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.lengths.read import read_lengths, synthetic_lengths
+from megatron_balance.lengths import read_lengths, synthetic_lengths
 
 EXCHANGES = (0.0, 0.01, 0.08)
 """Cost of receiving a token's keys and values, as part of what the token costs linearly: none, inside a node (NVLink),

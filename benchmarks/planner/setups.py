@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.lengths.read import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
+from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.planner import resolve_objective
 
 SFT_LENGTHS = ("alpaca_eval", "code_files", "gsm8k_sft", "tau_airline")

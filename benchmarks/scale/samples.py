@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.lengths.read import read_lengths
-from megatron_balance.lengths.synthetic import synthetic_lengths
+from megatron_balance.lengths import read_lengths, synthetic_lengths
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology

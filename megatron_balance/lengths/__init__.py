@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_balance.lengths.read import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
+from megatron_balance.lengths.read import MAX_LENGTH, read_lengths
+from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS, synthetic_lengths
 
 __all__ = ["MAX_LENGTH", "SYNTHETIC_LENGTHS", "read_lengths", "synthetic_lengths"]

@@ -1,15 +1,17 @@
 """Reads sample lengths from a file.
 
-A length is the number of tokens of one sample. Files keep their order: it is the order in which the
-samples would be trained on. Every reader returns raw values with the place each came from; one check
-then turns them into int64, so that a wrong value is named by file, line and value in every format.
+A length is the number of tokens of one sample. Files keep their order: it is the order in which the samples would be
+trained on. Every reader returns raw values with the place each came from; one check then turns them into int64, so that
+a wrong value is named by file, line and value in every format.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import math
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,18 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.untrusted import opened_archive, readable_arrays
-from megatron_balance.lengths.parquet import open_parquet
-from megatron_balance.lengths.records import MOST_SHOWN, choose_field, json_lines, listed
-from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS, synthetic_lengths
-
-__all__ = ["MAX_LENGTH", "SYNTHETIC_LENGTHS", "read_lengths", "synthetic_lengths"]
+from megatron_balance.files.untrusted import opened_archive, parse_json, readable_arrays
 
 MAX_LENGTH = 2**31 - 1
 """Longest sample, tokens: cu_seqlens are int32."""
 
 DEFAULT_KEYS = ("length", "num_tokens")
 """Names under which a length is looked for when no key is given."""
+
+MOST_SHOWN = 80
+"""Characters of a wrong name or value in a message."""
+
+_MOST_NAMES = 12
+"""Names in a message."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
 
     Args:
         path: an `.npy` array; an `.npz` archive; `.jsonl` with a number or an object a line; `.csv` with or
-            without a header; `.txt` with one number a line; `.parquet` (needs pyarrow).
+            without a header; `.txt` with one number a line; `.parquet` (needs pyarrow); the `.idx` of a Megatron data
+            set, of which a sample is a document.
         key: array, column or JSON field that holds the lengths. Without it `length` or `num_tokens` is
             taken, or the only array or column there is.
 
@@ -60,6 +64,8 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
         raise BalanceError(f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}.")
+    if key is not None and file.suffix.lower() in _NAMELESS:
+        raise BalanceError(f"{file} holds lengths without names: leave out --key {key}.")
     if not file.is_file():
         reason = "is not a file" if file.exists() else "does not exist"
         raise BalanceError(f"{file} {reason}; give a file of lengths, or synthetic:NAME.")
@@ -136,25 +142,29 @@ def _at_index(index: int) -> str:
     return f"index {index}"
 
 
-def _choose(file: Path, names: list[str], *, key: str | None, what: str) -> str:
-    """The name that holds the lengths among `names`."""
-    if key is not None:
-        if key in names:
-            return key
-        raise BalanceError(f"{file} has no {what} {key!r} (--key); it has {listed(names)}.")
-    for name in DEFAULT_KEYS:
-        if name in names:
-            return name
-    if len(names) == 1:
-        return names[0]
+def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> str:
+    """The name that holds the lengths among those of an archive, a table or a record."""
+    if key is not None and key not in names:
+        raise BalanceError(f"{where} has no {what} {key!r} (--key); it has {_listed(names)}.")
+    wanted = DEFAULT_KEYS if key is None else (key,)
+    found = [name for name in wanted if name in names] or (list(names) if len(names) == 1 and what != "field" else [])
+    if found:
+        return found[0]
     if not names:
-        raise BalanceError(f"{file} holds no {what}; it needs at least one sample.")
-    raise BalanceError(f"{file} has {len(names)} {what}s: {listed(names)}; name the lengths with --key.")
+        raise BalanceError(f"{where} holds no {what}; it needs at least one sample.")
+    missing = " or ".join(map(repr, DEFAULT_KEYS))
+    raise BalanceError(
+        f"{where} has no {what} {missing}, but {len(names)} {what}s: {_listed(names)}; name the lengths with --key."
+    )
 
 
-def _read_npy(file: Path, key: str | None) -> _RawLengths:
-    if key is not None:
-        raise BalanceError(f"{file} holds one array without a name: leave out --key {key}.")
+def _listed(names: Sequence[str]) -> str:
+    """Names for a message, which is short however many and long they are."""
+    shown = ", ".join(name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}…" for name in names[:_MOST_NAMES])
+    return (shown or "none") + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+
+
+def _read_npy(file: Path, _: str | None) -> _RawLengths:
     try:
         # Pickled objects can run code: lengths never need them.
         with readable_arrays():
@@ -169,7 +179,7 @@ def _read_npy(file: Path, key: str | None) -> _RawLengths:
 def _read_npz(file: Path, key: str | None) -> _RawLengths:
     try:
         with opened_archive(file) as archive:
-            name = _choose(file, list(archive), key=key, what="array")
+            name = _choose(list(archive), where=str(file), key=key, what="array")
             values = np.atleast_1d(archive[name])
     except BalanceError:
         raise
@@ -178,41 +188,32 @@ def _read_npz(file: Path, key: str | None) -> _RawLengths:
     return _RawLengths(values=values, place=lambda index: f"array {name!r}, index {index}")
 
 
-def _text_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers from 1 and stripped lines; blank ones are left out."""
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if stripped := line.strip():
-                yield number, stripped
-
-
 def _at_lines(numbers: list[int]) -> Callable[[int], str]:
     return lambda index: f"line {numbers[index]}"
 
 
-def _read_txt(file: Path, key: str | None) -> _RawLengths:
-    if key is not None:
-        raise BalanceError(f"{file} holds one number a line, without names: leave out --key {key}.")
-    numbered = list(_text_lines(file))
+def _read_txt(file: Path, _: str | None) -> _RawLengths:
+    with file.open(encoding="utf-8-sig") as lines:
+        numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     return _RawLengths(values=[text for _, text in numbered], place=_at_lines([number for number, _ in numbered]))
 
 
 def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
     values: list[object] = []
     numbers: list[int] = []
-    for number, value, _ in json_lines(file, holds="value"):
-        if isinstance(value, dict):
-            fields = cast("dict[str, object]", value)
-            value = fields[
-                choose_field(
-                    list(fields),
-                    wanted=DEFAULT_KEYS if key is None else (key,),
-                    where=f"{file}, line {number}",
-                    remedy="Name the length's field with --key.",
-                )
-            ]
-        values.append(value)
-        numbers.append(number)
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value: object = parse_json(line)
+            except ValueError as error:
+                raise BalanceError(f"{file}, line {number} is not JSON: {error}. Write one value a line.") from error
+            if isinstance(value, dict):
+                fields = cast("dict[str, object]", value)
+                value = fields[_choose(list(fields), where=f"{file}, line {number}", key=key, what="field")]
+            values.append(value)
+            numbers.append(number)
     return _RawLengths(values=values, place=_at_lines(numbers))
 
 
@@ -225,7 +226,7 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
     first = [cell.strip() for cell in numbered[0][1]]
     # A header is a first row that holds a name: "12" and "-3.5" and "nan" are values, if not lengths.
     if any(_whole_number(cell) == "is not a number" for cell in first):
-        column = first.index(_choose(file, first, key=key, what="column"))
+        column = first.index(_choose(first, where=str(file), key=key, what="column"))
         numbered = numbered[1:]
     elif key is not None:
         raise BalanceError(f"{file} has no header line, so no column {key!r}: leave out --key, or add a header.")
@@ -242,11 +243,49 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
 
 
 def _read_parquet(file: Path, key: str | None) -> _RawLengths:
-    with open_parquet(file, extra="report") as table:
-        name = _choose(file, list(table.schema_arrow.names), key=key, what="column")
-        values = cast("NDArray[Any]", table.read(columns=[name]).column(name).to_numpy())
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow_error: Any = importlib.import_module("pyarrow").ArrowException
+    except ImportError as error:
+        raise BalanceError(
+            f"{file}: reading parquet needs pyarrow; install it with `pip install 'megatron-balance[report]'`."
+        ) from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            name = _choose(list(table.schema_arrow.names), where=str(file), key=key, what="column")
+            values = cast("NDArray[Any]", table.read(columns=[name]).column(name).to_numpy())
+    except arrow_error as error:
+        raise BalanceError(f"{file} is not a parquet file: {error}") from error
     return _RawLengths(values=values, place=lambda index: f"column {name!r}, row {index}")
 
+
+_IDX_HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, code of the tokens' type, number of sequences, number of document bounds."""
+
+
+def _read_idx(file: Path, _: str | None) -> _RawLengths:
+    """Tokens of each document, from the index of `megatron.core.datasets.indexed_dataset`.
+
+    After the header: int32 tokens of every sequence, int64 places of them in the `.bin`, and int64 bounds of documents,
+    in sequences.
+    """
+    content = file.read_bytes()
+    if len(content) < _IDX_HEADER.size or not content.startswith(b"MMIDIDX\0\0"):
+        raise BalanceError(f"{file} is not the index of a Megatron data set: it does not begin with MMIDIDX.")
+    _, version, _, num_sequences, num_bounds = _IDX_HEADER.unpack_from(content)
+    at_bounds = _IDX_HEADER.size + 12 * num_sequences
+    if version != 1 or at_bounds + 8 * num_bounds > len(content):
+        raise BalanceError(f"{file} is cut off, or of version {version}: version 1 of Megatron's index is read.")
+    tokens = np.frombuffer(content, dtype="<i4", count=num_sequences, offset=_IDX_HEADER.size)
+    bounds = np.frombuffer(content, dtype="<i8", count=num_bounds, offset=at_bounds)
+    if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+        raise BalanceError(f"{file} is damaged: its bounds of documents are not those of its sequences.")
+    until = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
+    return _RawLengths(values=np.diff(until[bounds]), place=lambda index: f"document {index}")
+
+
+_NAMELESS = (".npy", ".txt", ".idx")
+"""Suffixes of files without names of arrays, columns or fields."""
 
 _READERS: dict[str, Callable[[Path, str | None], _RawLengths]] = {
     ".npy": _read_npy,
@@ -255,4 +294,5 @@ _READERS: dict[str, Callable[[Path, str | None], _RawLengths]] = {
     ".csv": _read_csv,
     ".txt": _read_txt,
     ".parquet": _read_parquet,
+    ".idx": _read_idx,
 }

@@ -23,20 +23,14 @@ class LengthMixture:
     """A mixture of lognormals, cut to `[shortest, longest]` tokens.
 
     Attributes:
-        about: what the lengths are, and of which public repository.
-        weights: share of each component.
-        mu: mean of the logarithm of the length, per component.
-        sigma: its standard deviation, per component.
+        components: share, mean and standard deviation of the logarithm of the length, of each lognormal.
         shortest: no length is below, tokens.
         longest: no length is above, tokens.
         fit_distance: Kolmogorov-Smirnov distance to the real set.
     """
 
-    about: str
+    components: tuple[tuple[float, float, float], ...]
     _: KW_ONLY
-    weights: tuple[float, ...]
-    mu: tuple[float, ...]
-    sigma: tuple[float, ...]
     shortest: int
     longest: int
     fit_distance: float
@@ -44,8 +38,8 @@ class LengthMixture:
     def draw(self, num_samples: int, *, seed: int) -> NDArray[np.int64]:
         """`num_samples` lengths. Returns `[num_samples]` int64, tokens."""
         generator = np.random.default_rng(seed)
-        upper = np.cumsum(self.weights)
-        mu, sigma = np.array(self.mu), np.array(self.sigma)
+        weights, mu, sigma = np.array(self.components).T
+        upper = np.cumsum(weights)
         blocks: list[NDArray[np.int64]] = []
         num_drawn = 0
         while num_drawn < num_samples:
@@ -64,77 +58,42 @@ class LengthMixture:
 # Fitted to the lengths of public data, counted in cl100k_base tokens or in tokens as the service published
 # them. Only the fit is kept here, none of the data.
 SYNTHETIC_LENGTHS: dict[str, LengthMixture] = {
+    # chat answers to the AlpacaEval instructions, with the instruction (tatsu-lab/alpaca_eval)
     "alpaca_eval": LengthMixture(
-        "chat answers to the AlpacaEval instructions, with the instruction (tatsu-lab/alpaca_eval)",
-        weights=(0.5034, 0.4966),
-        mu=(5.1894, 6.0856),
-        sigma=(0.8587, 0.3849),
-        shortest=5,
-        longest=4892,
-        fit_distance=0.0112,
+        ((0.5034, 5.1894, 0.8587), (0.4966, 6.0856, 0.3849)), shortest=5, longest=4892, fit_distance=0.0112
     ),
+    # requests of a conversation service, context and answer (Azure/AzurePublicDataset, LLM trace 2023)
     "azure_conv": LengthMixture(
-        "requests of a conversation service, context and answer (Azure/AzurePublicDataset, LLM trace 2023)",
-        weights=(0.4212, 0.3518, 0.2270),
-        mu=(6.0737, 7.3055, 7.8456),
-        sigma=(0.3820, 0.0518, 0.4825),
+        ((0.4212, 6.0737, 0.3820), (0.3518, 7.3055, 0.0518), (0.2270, 7.8456, 0.4825)),
         shortest=64,
         longest=14089,
         fit_distance=0.068,
     ),
-    "code_files": LengthMixture(
-        "source files of twelve public repositories, one file a sample",
-        weights=(1.0,),
-        mu=(6.9607,),
-        sigma=(1.2552,),
-        shortest=44,
-        longest=236011,
-        fit_distance=0.0152,
-    ),
-    "gsm8k_sft": LengthMixture(
-        "GSM8K training questions with their answers (openai/grade-school-math)",
-        weights=(1.0,),
-        mu=(4.9967,),
-        sigma=(0.3540,),
-        shortest=51,
-        longest=458,
-        fit_distance=0.0205,
-    ),
+    # source files of twelve public repositories, one file a sample
+    "code_files": LengthMixture(((1.0, 6.9607, 1.2552),), shortest=44, longest=236011, fit_distance=0.0152),
+    # GSM8K training questions with their answers (openai/grade-school-math)
+    "gsm8k_sft": LengthMixture(((1.0, 4.9967, 0.3540),), shortest=51, longest=458, fit_distance=0.0205),
+    # requests of the Mooncake synthetic trace, input and output (kvcache-ai/Mooncake, FAST25 release)
     "mooncake_synthetic": LengthMixture(
-        "requests of the Mooncake synthetic trace, input and output (kvcache-ai/Mooncake, FAST25 release)",
-        weights=(0.5065, 0.4935),
-        mu=(10.0687, 6.7629),
-        sigma=(0.5148, 1.6125),
-        shortest=20,
-        longest=191386,
-        fit_distance=0.0439,
+        ((0.5065, 10.0687, 0.5148), (0.4935, 6.7629, 1.6125)), shortest=20, longest=191386, fit_distance=0.0439
     ),
+    # answers of eleven models to Reasoning Gym tasks, with the question (open-thought/reasoning-gym-eval)
     "reasoning_gym": LengthMixture(
-        "answers of eleven models to Reasoning Gym tasks, with the question (open-thought/reasoning-gym-eval)",
-        weights=(0.7463, 0.1626, 0.0911),
-        mu=(5.7043, 6.8335, 3.6238),
-        sigma=(0.9409, 1.3534, 0.3732),
+        ((0.7463, 5.7043, 0.9409), (0.1626, 6.8335, 1.3534), (0.0911, 3.6238, 0.3732)),
         shortest=14,
         longest=35892,
         fit_distance=0.0123,
     ),
+    # production requests to a general language model, m-large (alibaba/ServeGen)
     "servegen_mlarge": LengthMixture(
-        "production requests to a general language model, m-large (alibaba/ServeGen)",
-        weights=(0.7087, 0.2056, 0.0857),
-        mu=(6.8616, 6.3957, 4.3530),
-        sigma=(0.8329, 0.1003, 0.1238),
+        ((0.7087, 6.8616, 0.8329), (0.2056, 6.3957, 0.1003), (0.0857, 4.3530, 0.1238)),
         shortest=20,
         longest=25687,
         fit_distance=0.0343,
     ),
+    # whole multi-turn agent trajectories of the airline task (sierra-research/tau-bench)
     "tau_airline": LengthMixture(
-        "whole multi-turn agent trajectories of the airline task (sierra-research/tau-bench)",
-        weights=(0.6877, 0.3123),
-        mu=(8.3664, 7.5901),
-        sigma=(0.3579, 0.1401),
-        shortest=1470,
-        longest=10870,
-        fit_distance=0.0257,
+        ((0.6877, 8.3664, 0.3579), (0.3123, 7.5901, 0.1401)), shortest=1470, longest=10870, fit_distance=0.0257
     ),
 }
 
@@ -163,5 +122,5 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
     if isinstance(num_samples, bool) or num_samples < 1:
         raise BalanceError(f"num_samples is {num_samples!r}: it must be an integer of at least 1.")
     if isinstance(seed, bool) or seed < 0:
-        raise BalanceError(f"--seed is {seed!r}: it must be an integer of 0 or more.")
+        raise BalanceError(f"seed is {seed!r}: it must be an integer of 0 or more.")
     return mixture.draw(num_samples, seed=seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def test_a_single_array_and_whole_floats_need_no_key(tmp_path: Path) -> None:
         ("a.jsonl", "7\ntrue\n", ["line 2", "True is not a number"]),
         ("a.jsonl", "[1, 2]\n", ["line 1", "is not a number"]),
         ("a.jsonl", "NaN\n", ["nan is NaN"]),
-        ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens'", "it has tokens", "--key"]),
+        ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens'", "fields: tokens", "--key"]),
         ("a.csv", "", ["a.csv holds no lengths"]),
         ("a.csv", "length\n", ["a.csv holds no lengths"]),
         ("a.csv", "id,n\n1,2\n", ["2 columns: id, n", "--key"]),
@@ -200,6 +201,43 @@ def test_null_in_parquet_is_no_length(tmp_path: Path) -> None:
         read_lengths(tmp_path / "a.parquet")
 
 
+def index_of(sequences: list[int], bounds: list[int], *, version: int = 1) -> bytes:
+    """As Megatron's IndexedDatasetBuilder writes it (test_compare.py reads one that it wrote)."""
+    places = np.zeros(len(sequences), dtype="<i8")
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, 4, len(sequences), len(bounds))
+    return header + np.array(sequences, "<i4").tobytes() + places.tobytes() + np.array(bounds, "<i8").tobytes()
+
+
+def test_documents_of_an_index_are_samples(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.idx"
+    file.write_bytes(index_of([3, 4, 0, 9], [0, 2, 3, 4, 4]))
+    assert read_lengths(file).tolist() == [7, 0, 9, 0]
+    with pytest.raises(BalanceError, match="leave out --key"):
+        read_lengths(file, key="length")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "does not begin with MMIDIDX"),
+        (b"MMIDIDX\0", "does not begin with MMIDIDX"),
+        (index_of([3, 4], [0, 2])[:-1], "is cut off"),
+        (index_of([3, 4], [0, 2], version=2), "of version 2"),
+        (index_of([3, 4], [0, 3]), "are not those of its sequences"),
+        (index_of([3, 4], [1, 2]), "are not those of its sequences"),
+        (index_of([3, 4], [0, 2, 1, 2]), "are not those of its sequences"),
+        (index_of([3, -4], [0, 2]), "is negative"),
+        (index_of([2**31 - 1, 1], [0, 2]), "is above 2147483647"),
+        (index_of([], [0]), "holds no lengths"),
+        (index_of([1], [0, 1])[:18] + struct.pack("<QQ", 2**62, 2**62), "is cut off"),
+    ],
+)
+def test_a_wrong_index_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "a.idx").write_bytes(content)
+    with pytest.raises(BalanceError, match=said):
+        read_lengths(tmp_path / "a.idx")
+
+
 @pytest.mark.parametrize("name", SYNTHETIC_LENGTHS)
 def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name: str) -> None:
     mixture = SYNTHETIC_LENGTHS[name]
@@ -210,8 +248,7 @@ def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name: str) -> Non
     assert lengths.max() <= mixture.longest
     assert np.array_equal(lengths, synthetic_lengths(name, num_samples=5000, seed=3))
     assert not np.array_equal(lengths, synthetic_lengths(name, num_samples=5000, seed=4))
-    assert sum(mixture.weights) == pytest.approx(1.0, abs=1e-3)
-    assert len(mixture.weights) == len(mixture.mu) == len(mixture.sigma)
+    assert sum(weight for weight, _, _ in mixture.components) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_longer_draw_starts_with_the_shorter() -> None:
@@ -230,7 +267,7 @@ def test_synthetic_lengths_have_the_published_mean() -> None:
     [
         ("gsm8k", 5, 0, "there are alpaca_eval"),
         ("gsm8k_sft", 0, 0, "num_samples is 0"),
-        ("gsm8k_sft", 5, -1, "--seed is -1"),
+        ("gsm8k_sft", 5, -1, "seed is -1"),
     ],
 )
 def test_wrong_synthetic_request(name: str, num_samples: int, seed: int, said: str) -> None:
