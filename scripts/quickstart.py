@@ -34,7 +34,7 @@ from megatron_balance.cost.calibration import Calibration
 from megatron_balance.devkit.sft_dataset import SftDataset, builtin_samples
 from megatron_balance.devkit.smoke import ENVIRONMENT
 from megatron_balance.planner import ScheduleMetrics, assignment_metrics
-from megatron_balance.record.run_record import read_record
+from megatron_balance.record import read_record
 from megatron_balance.report.page import write_report
 
 OUT = ROOT / "build" / "quickstart"

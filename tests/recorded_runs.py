@@ -70,6 +70,4 @@ def write_record(
         for rank, seconds in enumerate(of_ranks):
             there = slice(None) if step.cp_sizes is None else step.cp_sizes[rank] > 0
             seconds.add(step.iteration, seconds=step.seconds[rank][there])
-    for one in (writer, *of_ranks):
-        one.flush()
     return steps

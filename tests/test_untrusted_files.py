@@ -24,7 +24,7 @@ from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
 from megatron_balance.files import untrusted
 from megatron_balance.lengths import read_lengths
-from megatron_balance.record import read_plan, read_record
+from megatron_balance.record import read_record
 
 FLAGS = ["--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "2048"]
 DEEP = "[" * 100_000
@@ -239,7 +239,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@pytest.mark.parametrize("suffix", ["npy", "npz", "jsonl", "csv", "txt"])
+@pytest.mark.parametrize("suffix", ["npy", "npz", "jsonl", "csv", "txt", "idx"])
 @given(content=BYTES)
 def test_any_bytes_as_lengths(suffix: str, content: bytes, scratch: Path) -> None:
     path = scratch / f"lengths.{suffix}"
@@ -267,9 +267,9 @@ def test_good_arrays_with_bytes_changed(suffix: str, data: st.DataObject, scratc
 def test_any_bytes_as_json_files(content: bytes, scratch: Path) -> None:
     path = scratch / "any.json"
     path.write_bytes(content)
-    for read in (Calibration.read, ModelShape.from_hf_config, read_plan):
+    for read in (Calibration.read, ModelShape.from_hf_config, read_record):
         result_or_balance_error(read, path)
-    (scratch / "run.json").write_bytes(content)
+    (scratch / "plan.jsonl").write_bytes(content + b"\n")
     result_or_balance_error(read_record, scratch)
 
 

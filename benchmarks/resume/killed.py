@@ -17,7 +17,7 @@ from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
 from benchmarks.resume.cases import RECORDED, SAVE_INTERVAL, Case
-from megatron_balance.record.run_record import read_record
+from megatron_balance.record import read_record
 
 TIMEOUT_SECONDS = 900
 LONGEST_WAIT_SECONDS = 0.05

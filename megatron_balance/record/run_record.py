@@ -1,23 +1,21 @@
-"""Reads and describes the record of a run: every step's lengths, plan and measured seconds, in a folder of small files.
+"""Reads the record of a run: JSON lines, each an object with a `kind`.
 
-    run.json                     ranks, limits, cost model, what it ran on
-    plans_00000.npz              of many steps: lengths, slots of samples, predicted costs, time spent planning
-    seconds_rank00003_00000.npz  seconds of the micro-batches of one data-parallel rank
+    run             ranks, limits, cost model, objective, what it ran on; the first line
+    step            lengths of a step, slots of its samples, predicted costs, time spent planning
+    seconds         seconds of one data-parallel rank's micro-batches in one step
+    policy, advice  figures of a comparison, which `compare --json` adds
 
-With dynamic context-parallel sizes ranks are leaves (`DataSchedule`), and plans have the array `cp_sizes`.
+A training run writes a folder: `plan.jsonl` from one rank, `seconds_rank00003.jsonl` from each rank, without
+communication. `compare --json FILE` writes one file. With dynamic context-parallel sizes ranks are leaves
+(`DataSchedule`). From a record a run can be planned again under another policy, and drawn.
 
-One rank writes the plans, every rank its own seconds, without communication. From a record a run can be
-planned again under another policy, and drawn.
-
-Invariants: `read_record(folder)` returns what the writers were given; files are numpy's own, without
-pickled objects; a killed run loses only its last, unwritten chunk.
+Invariants: a later line for the same step replaces an earlier one. A last line without its end, as a killed run leaves
+it, is not read.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,16 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.untrusted import opened_archive, parse_json
+from megatron_balance.files.untrusted import parse_json
 from megatron_balance.planner import resolve_objective
-from megatron_balance.record.step import StepRecord, unmeasured
-from megatron_balance.record.step_checks import check_seconds, check_step, cut
+from megatron_balance.record.step import StepRecord, cost_model_of, step_of
 from megatron_balance.topology import Limits, Topology
 
-FORMAT = "megatron_balance record 1"
-"""The format named in run.json; the number rises when its meaning changes."""
+FORMAT = "megatron_balance record 2"
+"""The format named in the first line; the number rises when its meaning changes."""
+
+PLAN = "plan.jsonl"
+"""The file of a record's folder that one rank writes."""
 
 
 @dataclass(frozen=True)
@@ -60,39 +60,27 @@ class RunInfo:
     policy: str
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def write(self, folder: Path) -> None:
-        """Write run.json."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+    def line(self) -> dict[str, Any]:
+        """The first line of a record."""
+        return {"kind": "run", "format": FORMAT, **asdict(self)}
 
     @classmethod
-    def read(cls, folder: Path) -> RunInfo:
-        """Read run.json.
-
-        Raises:
-            BalanceError: there is none, or it is of another format.
-        """
-        path = folder / "run.json"
-        try:
-            content: Any = parse_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise BalanceError(f"{str(folder)!r} is no record of a run: {error}.") from error
-        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise BalanceError(f"{str(path)!r} is not of the format {FORMAT!r}: it was written by another version.")
-        try:
-            topology = Topology(**content["topology"])
-            read = {
-                "topology": topology,
-                "limits": Limits(**content["limits"]),
-                "cost_model": _cost_model(content["cost_model"]),
-                "objective": resolve_objective(content["objective"], topology=topology),
-                "cost_name": str(content["cost_name"]),
-                "policy": str(content["policy"]),
-                "origin": _origin(content.get("origin", {})),
-            }
-            return cls(**content | read)
-        except (KeyError, TypeError, ValueError) as error:
-            raise BalanceError(f"{str(path)!r} is damaged ({type(error).__name__}: {error}).") from error
+    def of_line(cls, line: Mapping[str, Any]) -> RunInfo:
+        """What `line` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
+        if line["format"] != FORMAT:
+            raise ValueError(f"it is of the format {line['format']!r}, not {FORMAT!r}: another version wrote it")
+        topology, origin = Topology(**line["topology"]), dict(line["origin"])
+        if "versions" in origin:
+            origin["versions"] = dict(origin["versions"])
+        return cls(
+            topology=topology,
+            limits=Limits(**line["limits"]),
+            cost_model=cost_model_of(line["cost_model"]),
+            cost_name=str(line["cost_name"]),
+            objective=resolve_objective(line["objective"], topology=topology),
+            policy=str(line["policy"]),
+            origin=origin,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,84 +96,81 @@ class RunRecord:
     steps: tuple[StepRecord, ...]
 
 
-def read_record(folder: Path) -> RunRecord:
-    """Read a run back, also one that was killed or still runs.
+def read_record(path: Path) -> RunRecord:
+    """Read a run back, also one that was killed or still runs, or a plan.
+
+    Args:
+        path: folder of a record, or a file of `compare --json`.
 
     Raises:
-        BalanceError: the folder holds no record, or a file of it is damaged.
+        BalanceError: there is no record, or a line of it is damaged.
     """
-    info = RunInfo.read(folder)
+    files = [path / PLAN, *sorted(path.glob("seconds_rank*.jsonl"))] if path.is_dir() else [path]
+    info: RunInfo | None = None
     steps: dict[int, StepRecord] = {}
-    for path in sorted(folder.glob("plans_*.npz")):
-        with _opened(path) as chunk:
-            for step in _steps_of(chunk):
-                check_step(step, topology=info.topology)
-                steps[step.iteration] = step
-    for path in sorted(folder.glob("seconds_rank*.npz")):
-        with _opened(path) as chunk:
-            dp_rank = int(path.name.split("_")[1].removeprefix("rank"))
-            of_steps = cut(chunk["seconds"], sizes=chunk["num_microbatches"])
-            for iteration, seconds in zip(chunk["iteration"].tolist(), of_steps, strict=True):
-                check_seconds(seconds)
-                step = steps.get(iteration)
-                if step is not None and 0 <= dp_rank < len(step.seconds) and seconds.size == _num_slots(step, dp_rank):
-                    step.seconds[dp_rank, : seconds.size] = seconds
+    for file in files:
+        for number, text in _lines(file, of=path):
+            try:
+                line = parse_json(text)
+                kind = line["kind"]
+                if kind == "run":
+                    info = RunInfo.of_line(line)
+                elif info is None:
+                    raise ValueError("the first line is not that of a run")
+                elif kind == "step":
+                    step = step_of(line, cost_model=info.cost_model, topology=info.topology)
+                    steps[step.iteration] = step
+                elif kind == "seconds":
+                    _take_seconds(line, steps=steps)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                said = f"line {number} is damaged ({type(error).__name__}: {error})"
+                if info is None:
+                    raise BalanceError(
+                        f"{str(path)!r} is no record of a run, nor a file of compare --json: {said}."
+                    ) from error
+                raise BalanceError(f"{str(file)!r}, {said}: remove the line to read the others.") from error
+    if info is None:
+        raise BalanceError(f"{str(path)!r} is no record of a run, nor a file of compare --json: it holds no line.")
     return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
 
 
-def _num_slots(step: StepRecord, rank: int) -> int:
-    return step.num_microbatches if step.cp_sizes is None else int((step.cp_sizes[rank] > 0).sum())
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
+def is_record(path: Path) -> bool:
+    """True for a folder, and for a file that begins as a record does."""
+    if path.is_dir():
+        return True
     try:
-        with opened_archive(path) as chunk:
-            yield chunk
-    except (OSError, ValueError) as error:
-        raise BalanceError(f"{str(path)!r} is damaged ({error}): the others can be read without it.") from error
+        with path.open("rb") as file:
+            return file.read(64).startswith(f'{{"kind": "run", "format": "{FORMAT[:-1]}'.encode())
+    except OSError:
+        return False
 
 
-def _origin(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    versions = {"versions": dict(content["versions"])} if "versions" in content else {}
-    return {**content, **versions}
+def _lines(file: Path, *, of: Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers from 1 and lines that have an end."""
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.endswith(b"\n"):
+                    yield number, line
+    except OSError as error:
+        raise BalanceError(
+            f"{str(of)!r} is no record of a run, nor a file of compare --json: {error.strerror}."
+        ) from error
 
 
-def _cost_model(coefficients: Mapping[str, Any]) -> CostModel:
-    windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
-    return CostModel(**{**coefficients, "windows": windows})
-
-
-PER_STEP = (
-    "iteration",
-    "num_microbatches",
-    "cost_shift",
-    "plan_seconds",
-    "exchange_seconds",
-    "exposed_seconds",
-)
-"""Numbers of a step: one array over the steps of a file."""
-
-RAGGED = ("segment_lengths", "num_segments", "slot_of", "home_ranks", "cost_grid")
-"""Arrays of a step, joined end to end over the steps of a file."""
-
-
-def _steps_of(chunk: Mapping[str, NDArray[Any]]) -> Sequence[StepRecord]:
-    num_samples = chunk["num_samples"]
-    of_samples = {name: cut(chunk[name], sizes=num_samples) for name in ("num_segments", "slot_of", "home_ranks")}
-    num_segments = np.array([counts.sum() for counts in of_samples["num_segments"]])
-    segments = cut(chunk["segment_lengths"], sizes=num_segments)
-    shapes = list(zip(chunk["dp_size"].tolist(), chunk["num_microbatches"].tolist(), strict=True))
-    cells = np.array([num_ranks * slots for num_ranks, slots in shapes])
-    grids = cut(chunk["cost_grid"], sizes=cells)
-    cp_sizes = cut(chunk["cp_sizes"], sizes=cells) if "cp_sizes" in chunk else None
-    steps: list[StepRecord] = []
-    for index, shape in enumerate(shapes):
-        values: dict[str, Any] = {name: chunk[name][index].item() for name in PER_STEP}
-        values |= {name: of_sample[index] for name, of_sample in of_samples.items()}
-        values |= {"segment_lengths": segments[index], "cost_grid": grids[index].reshape(shape)}
-        values |= {"cost_model": _cost_model(parse_json(chunk["cost_model"][index].item()))}
-        if cp_sizes is not None:
-            values["cp_sizes"] = cp_sizes[index].reshape(shape)
-        steps.append(StepRecord(**values, seconds=unmeasured(shape, cp_sizes=values.get("cp_sizes"))))
-    return steps
+def _take_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -> None:
+    """Puts the seconds of a rank into their step; a step that is not there, or has other slots, is left alone."""
+    seconds: NDArray[np.float64] = np.array(
+        [np.nan if value is None else value for value in line["seconds"]], dtype=float
+    )
+    if seconds.ndim != 1 or np.isinf(seconds).any() or (seconds < 0).any():
+        raise ValueError("seconds are infinite, or below 0")
+    rank, iteration = line["rank"], line["iteration"]
+    if type(rank) is not int or type(iteration) is not int or rank < 0:
+        raise ValueError(f"rank is {rank!r}, iteration {iteration!r}")
+    step = steps.get(iteration)
+    if step is None or rank >= len(step.seconds):
+        return
+    num_slots = step.num_microbatches if step.cp_sizes is None else int((step.cp_sizes[rank] > 0).sum())
+    if seconds.size == num_slots:
+        step.seconds[rank, :num_slots] = seconds

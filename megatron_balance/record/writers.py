@@ -1,136 +1,122 @@
-"""Writes the record of a run while it runs, a chunk of steps a file (`run_record.py` describes the files).
+"""Writes the record of a run while it runs, a line a step (`run_record.py` describes the lines).
 
-Invariants: a file is written once and whole; steps that are in no file yet are written by `flush()`; no thread, no
-communication.
+Invariants: a line is handed to the system whole before the next step, so that a killed process loses at most its last
+one; no thread, no communication.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.files.atomic_write import atomic_write
-from megatron_balance.record.run_record import PER_STEP, RAGGED, RunInfo
-from megatron_balance.record.step import StepRecord
+from megatron_balance.files.untrusted import parse_json
+from megatron_balance.record.run_record import PLAN, RunInfo
+from megatron_balance.record.step import StepRecord, line_of
 
-CHUNK_STEPS = 64
-"""Steps a file holds."""
-
-Step = TypeVar("Step")
+_MAX_LINE = 2**26
+"""Bytes at the end of a file in which its last line begins."""
 
 
-class _ChunkWriter(Generic[Step]):
-    """Collects steps and writes them to numbered files.
+def text_of(line: Mapping[str, Any]) -> bytes:
+    """A line of a record."""
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+class _Lines:
+    """Appends lines to a file.
 
     Args:
-        folder: of the record.
-        prefix: of the files' names.
-        resume: go on after the files that are there; else they are an earlier run's and are removed.
+        path: the file; its folder is made.
+        resume: go on after the last whole line that is there; else start anew.
     """
 
-    def __init__(self, folder: Path, *, prefix: str, resume: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._prefix = prefix
-        self._steps: list[Step] = []
-        earlier = sorted(folder.glob(f"{prefix}_*.npz"))
-        self._num_chunks = int(earlier[-1].stem.rsplit("_", 1)[1]) + 1 if resume and earlier else 0
-        for path in () if resume else earlier:
-            path.unlink()
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b" if resume else "wb", buffering=0)
+        if resume:
+            # A killed run may have left the beginning of a line.
+            start = self._file.seek(max(self._file.seek(0, os.SEEK_END) - _MAX_LINE, 0))
+            self._file.truncate(start + self._file.readall().rfind(b"\n") + 1)
 
-    def _take(self, step: Step) -> None:
-        self._steps.append(step)
-        if len(self._steps) == CHUNK_STEPS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what has not been written."""
-        if not self._steps:
-            return
-        steps, self._steps = self._steps, []
-        path = self._folder / f"{self._prefix}_{self._num_chunks:05d}.npz"
-        self._num_chunks += 1
-        with atomic_write(path) as file:
-            np.savez_compressed(file, **self._arrays(steps))
-
-    def _arrays(self, steps: list[Step]) -> dict[str, Any]:
-        raise NotImplementedError
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line."""
+        text = memoryview(text_of(line))
+        while text:
+            text = text[self._file.write(text) :]
 
 
-class PlanWriter(_ChunkWriter[StepRecord]):
+class PlanWriter:
     """Writes the plans of a run.
 
     Args:
         folder: of the record.
         info: written at once.
-        resume: go on after the files that are there; else they are an earlier run's and are removed.
+        resume: go on after the steps that are there; else they are an earlier run's and are removed.
+
+    Raises:
+        OSError: the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, *, info: RunInfo, resume: bool = False) -> None:
         if resume:
             _set_aside(folder, info=info)
-        info.write(folder)
-        super().__init__(folder, prefix="plans", resume=resume)
+        self._lines = _Lines(folder / PLAN, resume=resume)
+        self._cost_model = info.cost_model
+        self._lines.append(info.line())
 
     def add(self, step: StepRecord) -> None:
-        """Add one step; a file is written every `CHUNK_STEPS`."""
-        self._take(step)
-
-    def _arrays(self, steps: list[StepRecord]) -> dict[str, Any]:
-        arrays: dict[str, Any] = {name: np.array([getattr(step, name) for step in steps]) for name in PER_STEP}
-        arrays |= {name: np.concatenate([getattr(step, name).ravel() for step in steps]) for name in RAGGED}
-        sizes = [step.cp_sizes.ravel() for step in steps if step.cp_sizes is not None]
-        if sizes:
-            arrays["cp_sizes"] = np.concatenate(sizes)
-        arrays["num_samples"] = np.array([step.slot_of.size for step in steps])
-        arrays["dp_size"] = np.array([step.cost_grid.shape[0] for step in steps])
-        arrays["cost_model"] = np.array([json.dumps(asdict(step.cost_model)) for step in steps])
-        return arrays
+        """Write one step."""
+        self._lines.append(line_of(step, cost_model=self._cost_model))
 
 
 def _set_aside(folder: Path, *, info: RunInfo) -> None:
     """Move the record of the same run on other ranks, before it was resumed, to a record of its own: `earlier_N`.
 
-    A record is of one topology. Other ranks may be listing the folder meanwhile; none writes yet.
+    A record is of one topology. Other ranks open their files with their first step, after this.
     """
-    try:
-        earlier = RunInfo.read(folder)
-    except BalanceError:
+    path = folder / PLAN
+    if not path.exists():
         return
-    if earlier.topology == info.topology:
-        return
+    with path.open("rb") as lines:
+        try:
+            if RunInfo.of_line(parse_json(lines.readline())).topology == info.topology:
+                return
+        except (LookupError, TypeError, ValueError):
+            pass  # of another version, or cut off
     aside = folder / f"earlier_{len(list(folder.glob('earlier_*')))}"
     aside.mkdir()
-    for pattern in ("run.json", "plans_*.npz", "seconds_rank*.npz"):
-        for path in folder.glob(pattern):
-            path.rename(aside / path.name)
+    for moved in [path, *folder.glob("seconds_rank*.jsonl")]:
+        moved.rename(aside / moved.name)
 
 
-class SecondsWriter(_ChunkWriter[tuple[int, NDArray[np.float64]]]):
+class SecondsWriter:
     """Writes the measured seconds of one data-parallel rank's micro-batches, or of one leaf's.
 
     Args:
         folder: of the record.
         dp_rank: of this rank; its leaf with dynamic context-parallel sizes.
-        resume: as for PlanWriter, of this rank's files.
+        resume: as for PlanWriter, of this rank's file.
     """
 
     def __init__(self, folder: Path, *, dp_rank: int, resume: bool = False) -> None:
-        super().__init__(folder, prefix=f"seconds_rank{dp_rank:05d}", resume=resume)
+        self._path = folder / f"seconds_rank{dp_rank:05d}.jsonl"
+        self._rank = dp_rank
+        self._resume = resume
+        self._lines: _Lines | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            self._path.unlink(missing_ok=True)
 
     def add(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
-        """Add one step: `[num_microbatches]` seconds."""
-        self._take((iteration, seconds))
-
-    def _arrays(self, steps: list[tuple[int, NDArray[np.float64]]]) -> dict[str, Any]:
-        return {
-            "iteration": np.array([iteration for iteration, _ in steps]),
-            "num_microbatches": np.array([seconds.size for _, seconds in steps]),
-            "seconds": np.concatenate([seconds for _, seconds in steps]).astype(np.float32),
-        }
+        """Write one step: `[num_microbatches]` seconds, to nine digits; NaN where a micro-batch was not measured."""
+        if self._lines is None:  # the first rank may move earlier files away until the first step has run
+            self._lines = _Lines(self._path, resume=self._resume)
+        values = [None if math.isnan(value) else float(f"{value:.9g}") for value in seconds.tolist()]
+        self._lines.append({"kind": "seconds", "iteration": iteration, "rank": self._rank, "seconds": values})

@@ -14,8 +14,7 @@ from string import Template
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.record.plan_file import read_run
-from megatron_balance.record.run_record import RunRecord
+from megatron_balance.record import RunRecord, read_record
 from megatron_balance.report.charts import (
     Chart,
     fit_chart,
@@ -35,7 +34,7 @@ def write_report(run: RunRecord | Path, *, out: Path) -> Path:
     """Write the report of one run.
 
     Args:
-        run: a record, its folder, or the file that `compare --policy NAME --json` wrote.
+        run: a record, its folder, or the file that `compare --json` wrote.
         out: file to write.
 
     Returns:
@@ -44,7 +43,7 @@ def write_report(run: RunRecord | Path, *, out: Path) -> Path:
     Raises:
         BalanceError: there is no run, it has no step, plotly is missing, or the file cannot be written.
     """
-    record = read_run(run) if isinstance(run, Path) else run
+    record = read_record(run) if isinstance(run, Path) else run
     return write_page(run_figures(record), out=out)
 
 

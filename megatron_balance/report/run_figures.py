@@ -98,9 +98,7 @@ def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> Ru
     """
     kept = [index for index, step in enumerate(record.steps) if step.segment_lengths.size]
     if not kept:
-        raise BalanceError(
-            "the run holds no step with samples: a record is written every 64 steps, and when the run ends."
-        )
+        raise BalanceError("the run holds no step with samples: the first is written when it has run.")
     record = RunRecord(record.info, tuple(record.steps[index] for index in kept))
     if beforehand is not None:
         steps = tuple(beforehand.steps[index] for index in kept if index < len(beforehand.steps))

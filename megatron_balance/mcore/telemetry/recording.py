@@ -2,8 +2,7 @@
 
 The first rank of the run writes the plans; the first rank of every model replica (tensor-, pipeline- and
 context-parallel rank 0) writes its seconds; with `--balance-context-parallel` that of every context-parallel rank, as
-these run different micro-batches. Files are written every 64 steps, with every checkpoint, and when the
-process ends.
+these run different micro-batches. A line is written with every step, so a killed run loses at most its last one.
 
 Invariants: nothing is sent between ranks for it; a new run replaces the record in the folder, a resumed one continues
 it. A full disk does not end training: the rank warns and stops recording.
@@ -19,9 +18,7 @@ import numpy as np
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.telemetry.observer import TimedStep, Watcher
-from megatron_balance.record.run_record import RunInfo
-from megatron_balance.record.step import StepRecord
-from megatron_balance.record.writers import PlanWriter, SecondsWriter
+from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
 
 
 class RunRecording(Watcher):
@@ -67,12 +64,6 @@ class RunRecording(Watcher):
         if len(seconds) != timed.num_microbatches:
             seconds = np.full(timed.num_microbatches, np.nan)
         self._write(lambda: self._seconds.add(timed.iteration, seconds=seconds))
-
-    def flush(self) -> None:
-        """Write what has not been written."""
-        self._write(self._seconds.flush)
-        if self._plans is not None:
-            self._write(self._plans.flush)
 
     def _write(self, write: Callable[[], None]) -> None:
         if self._failed:
