@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+from megatron_balance import Limits, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.planner import assignment_metrics
-from megatron_balance.record import read_plan
+from megatron_balance.record import read_record
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "4096"]
 
@@ -26,58 +26,55 @@ def lengths_file(tmp_path: Path) -> Path:
 
 
 def test_json_is_a_valid_plan_of_the_lengths_in_file_order(lengths_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    arguments = ["--model", "Qwen3-8B", "--cp-size", "2", "--microbatch-multiple", "2"]
+    out = tmp_path / "plan.jsonl"
+    arguments = ["--model", "Qwen3-8B", "--cp-size", "2", "--pp-size", "2"]
     assert main(["compare", str(lengths_file), *BATCH, *arguments, "--policy", "by-flops", "--json", str(out)]) == 0
-    content = json.loads(out.read_text())
-    topology = Topology(**content["topology"])
-    assert (topology.dp_size, topology.cp_size, topology.microbatch_multiple) == (4, 2, 2)
-    windows = tuple(map(tuple, content["cost_model"].pop("windows")))
-    cost_model = CostModel(**content["cost_model"], windows=windows)
-    assert cost_model.quadratic > 0
+    record = read_record(out)
+    info, topology = record.info, record.info.topology
+    assert (topology.dp_size, topology.cp_size, topology.pp_size) == (4, 2, 2)
+    assert info.cost_model.quadratic > 0
     lengths = np.load(lengths_file)
-    assert len(content["steps"]) == 3  # of 64 samples; 8 are left over
-    for index, step in enumerate(content["steps"]):
-        assert step["lengths"] == lengths[index * 64 : (index + 1) * 64].tolist()
-        ranks = step["ranks"]
-        assert sorted(sample for slots in ranks for ids in slots for sample in ids) == list(range(64))
-        assert {len(slots) for slots in ranks} == {step["num_microbatches"]}
-        assert step["num_microbatches"] % 2 == 0
+    lines = map(json.loads, out.read_text().splitlines())
+    (figures,) = (line for line in lines if line["kind"] == "policy" and line["name"] == "by-flops")
+    assert len(record.steps) == 3  # of 64 samples; 8 are left over
+    for index, step in enumerate(record.steps):
+        assert step.lengths.tolist() == lengths[index * 64 : (index + 1) * 64].tolist()
+        ranks = [[[] for _ in range(step.num_microbatches)] for _ in range(4)]
+        for sample, place in enumerate(step.slot_of.tolist()):
+            ranks[place // step.num_microbatches][place % step.num_microbatches].append(sample)
         metrics = assignment_metrics(
-            ranks, lengths=step["lengths"], cost_model=cost_model, topology=topology, limits=Limits(4096)
+            ranks, lengths=step.lengths, cost_model=info.cost_model, topology=topology, limits=Limits(4096)
         )
         assert metrics.num_over_cap == 0
-        assert metrics.predicted_cost == step["metrics"]["predicted_cost"]
+        assert metrics.num_microbatches == step.num_microbatches
+        assert metrics.over_bound <= 3 * (figures["over_bound"] + 1)
 
 
 def test_a_plan_with_sizes_of_their_own_is_written_whole(lengths_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    arguments = [*BATCH[:-1], "1024", "--model", "Qwen3-8B", "--cp-size", "2", "--balance-context-parallel", "4"]
+    out = tmp_path / "plan.jsonl"
+    arguments = [*BATCH[:-1], "1024", "--model", "Qwen3-8B", "--cp-size", "2"]
     assert main(["compare", str(lengths_file), *arguments, "--policy", "dynamic-cp", "--json", str(out)]) == 0
-    content = json.loads(out.read_text())
-    topology = Topology(**content["topology"])
-    assert (topology.dynamic_cp, topology.max_cp_size) == (True, 4)
-    cost_model = CostModel(**{**content["cost_model"], "windows": ()})
-    assert cost_model.cp_exchange > 0
-    for step, written in zip(read_plan(out).steps, content["steps"], strict=True):
+    record = read_record(out)
+    info = record.info
+    assert info.topology.dynamic_cp
+    assert info.cost_model.cp_exchange > 0
+    for step in record.steps:
         schedule = build_data_schedule(
-            written["lengths"], cost_model=cost_model, topology=topology, limits=Limits(1024)
+            step.lengths, cost_model=info.cost_model, topology=info.topology, limits=Limits(1024)
         ).check()
-        assert written["ranks"] == [[list(ids) for ids in slots] for slots in schedule.ranks]
-        assert written["cp_sizes"] == [list(sizes) for sizes in schedule.cp_sizes]
+        assert np.array_equal(step.slot_of, schedule.slot_of)
         assert np.array_equal(step.cost_grid, schedule.cost_grid)
         assert np.array_equal(step.cp_sizes, schedule.cp_size_grid)
 
 
-def test_seed_and_shuffle_decide_the_order(lengths_file: Path, tmp_path: Path) -> None:
+def test_the_seed_decides_the_order(lengths_file: Path, tmp_path: Path) -> None:
     def lengths_of(*arguments: str) -> list[list[int]]:
-        out = tmp_path / "plan.json"
+        out = tmp_path / "plan.jsonl"
         assert main(["compare", str(lengths_file), *BATCH, *arguments, "--policy", "stock", "--json", str(out)]) == 0
-        return [step["lengths"] for step in json.loads(out.read_text())["steps"]]
+        return [step.lengths.tolist() for step in read_record(out).steps]
 
-    assert lengths_of("--shuffle", "--seed", "1") == lengths_of("--shuffle", "--seed", "1")
-    assert lengths_of("--shuffle", "--seed", "1") != lengths_of("--shuffle", "--seed", "2")
-    assert lengths_of("--seed", "1") == lengths_of()
+    assert lengths_of("--shuffle", "1") == lengths_of("--shuffle", "1") != lengths_of("--shuffle", "2")
+    assert lengths_of("--shuffle") == lengths_of("--shuffle", "0") != lengths_of()
 
 
 @pytest.mark.parametrize(
@@ -85,15 +82,15 @@ def test_seed_and_shuffle_decide_the_order(lengths_file: Path, tmp_path: Path) -
     [
         (["missing.npy", *BATCH], "missing.npy does not exist"),
         (["synthetic:nothing", *BATCH], "No synthetic lengths are named 'nothing'; there are alpaca_eval"),
-        (["synthetic:gsm8k_sft:many", *BATCH], "must be synthetic:NAME or synthetic:NAME:N"),
+        (["synthetic:gsm8k_sft:many", *BATCH], "it must be synthetic:NAME, :NAME:N or :NAME:N:SEED"),
         (["synthetic:gsm8k_sft:10", *BATCH], "need 64 lengths, but there are 10"),
         (["synthetic:gsm8k_sft", *BATCH, "--cost", "flops"], "the model is missing (--model)"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Nobody-1B"], "the model (--model) is 'Nobody-1B'"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "none/config.json"], "cannot be read"),
         (["synthetic:gsm8k_sft", *BATCH, "--steps", "0"], "--steps is 0"),
-        (["synthetic:gsm8k_sft", *BATCH, "--seed", "-1"], "--seed is -1"),
+        (["synthetic:gsm8k_sft", *BATCH, "--shuffle", "-1"], "--shuffle is -1"),
         (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "six"], "invalid int value: 'six'"),
-        (["synthetic:gsm8k_sft", *BATCH, "--json", "no/such/folder/plan.json"], "--json is"),
+        (["synthetic:gsm8k_sft", *BATCH, "--json", "/dev/null/plan.jsonl"], "--json is"),
         (["synthetic:gsm8k_sft"], "--global-batch-size"),
         (["synthetic:gsm8k_sft", *BATCH, "--policy", "fastest"], "it must be one of stock, packed, balance-data"),
     ],
@@ -108,7 +105,7 @@ def test_an_error_is_one_line_and_status_2(arguments: list[str], said: str, caps
 
 def test_debug_shows_where_an_error_comes_from() -> None:
     with pytest.raises(ValueError, match="does not exist"):
-        main(["compare", "missing.npy", *BATCH, "--debug"])
+        main(["--debug", "compare", "missing.npy", *BATCH])
 
 
 @pytest.mark.parametrize("command", ["compare", "report", "fit", "doctor"])

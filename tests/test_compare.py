@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recorded_runs import run_info, write_record
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
@@ -27,12 +31,14 @@ def compare(*arguments: object) -> int:
 
 
 def figures_of(tmp_path: Path, *arguments: object) -> dict[str, Any]:
-    """The content that `--json` writes, its policies by name."""
-    out = tmp_path / "compare.json"
+    """The lines that `--json` writes: that of the run, with the steps, the policies by name and the advice in it."""
+    out = tmp_path / "compare.jsonl"
     assert compare(*arguments, "--json", out) == 0
-    content = json.loads(out.read_text())
-    content["policies"] = {figures["name"]: figures for figures in content.get("policies", [])}
-    return content
+    run, *lines = map(json.loads, out.read_text().splitlines())
+    run["steps"] = [line for line in lines if line["kind"] == "step"]
+    run["policies"] = {line["name"]: line for line in lines if line["kind"] == "policy"}
+    (run["advice"],) = (line for line in lines if line["kind"] == "advice")
+    return run
 
 
 @pytest.fixture
@@ -74,12 +80,23 @@ def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
 def test_seconds_follow_from_the_stated_speed(tmp_path: Path) -> None:
     file = write_lengths(tmp_path, 1024, 1024)
     arguments = [file, "--global-batch-size", 2, "--dp-size", 2, "--tp-size", 2, "--max-tokens-per-gpu", 2048]
-    arguments += ["--model", "Qwen3-8B", "--peak-tflops", 1000, "--efficiency", 0.5]
+    arguments += ["--model", "Qwen3-8B", "--tflops", 500]
     stock = figures_of(tmp_path, *arguments)["policies"]["stock"]
     flops = FLOPS(1024) + FLOPS.per_microbatch
-    # Each rank runs one sample, on two GPUs at half of 1e15 FLOPs a second.
+    # Each rank runs one sample, on two GPUs of 5e14 FLOPs a second.
     assert stock["seconds_per_step"] == pytest.approx(flops / 1e15)
     assert stock["tokens_per_second_per_gpu"] == pytest.approx(2048 / (flops / 1e15) / 4)
+
+
+def test_a_makespan_is_of_all_stages(tmp_path: Path) -> None:
+    file = write_lengths(tmp_path, *[1024] * 4)
+    arguments = [file, "--global-batch-size", 4, "--dp-size", 1, "--max-tokens-per-gpu", 1024, "--tflops", 500]
+    flops = FLOPS(1024) + FLOPS.per_microbatch
+    for stages in (1, 4):
+        content = figures_of(tmp_path, *arguments, "--pp-size", stages, "--model", "Qwen3-8B")
+        # Four micro-batches and the bubble of three, on a stage that has a fourth of the layers.
+        expected = 4 * flops if stages == 1 else (4 + 3) * flops / 4
+        assert content["policies"]["stock"]["seconds_per_step"] == pytest.approx(expected / 5e14)
 
 
 def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file: Path) -> None:
@@ -94,9 +111,9 @@ def test_no_seconds_are_shown_where_no_speed_is_known(lengths_file: Path, capsys
     assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B") == 0
     printed = capsys.readouterr().out
     assert "tokens/s" not in printed
-    assert "for seconds: --peak-tflops" in printed
-    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--peak-tflops", 989) == 0
-    assert "40% of 989 TFLOPS, an assumption" in capsys.readouterr().out
+    assert "for seconds: --tflops" in printed
+    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--tflops", 400) == 0
+    assert "FLOPs of Qwen3-8B at 400 TFLOPS a GPU" in capsys.readouterr().out
 
 
 def test_policies_are_those_that_can_be_judged(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
@@ -112,8 +129,7 @@ def test_policies_are_those_that_can_be_judged(lengths_file: Path, calibration_f
 
 
 def test_training_understands_every_policys_flags(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
-    arguments = ["--model", "Qwen3-8B", "--cost", calibration_file, "--objective", "microbatch"]
-    content = figures_of(tmp_path, lengths_file, *BATCH, *arguments)
+    content = figures_of(tmp_path, lengths_file, *BATCH, "--model", "Qwen3-8B", "--cost", calibration_file)
     parser = argparse.ArgumentParser()
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     add_balance_args(parser)
@@ -124,24 +140,24 @@ def test_training_understands_every_policys_flags(lengths_file: Path, calibratio
     assert vars(parsed["stock"]) == vars(parser.parse_args(["--calculate-per-token-loss"]))
     assert parsed["packed"].max_tokens_per_gpu == 8192
     assert parsed["by-flops"].balance_by_flops
-    by_seconds = parsed["calibrated"]
-    assert (by_seconds.balance_cost, by_seconds.balance_objective) == (str(calibration_file), "microbatch")
+    assert parsed["calibrated"].balance_cost == str(calibration_file)
+    assert parsed["calibrated, dynamic CP"].balance_context_parallel
 
 
 @pytest.mark.parametrize(
-    ("ranks", "marked", "key"),
+    ("ranks", "key"),
     [
-        (["--ep-size", 4], "micro-batch*", "microbatch_imbalance"),
-        (["--pp-size", 4], "pipeline*", "pipeline_imbalance"),
-        (["--ep-size", 2, "--pp-size", 2], "pipeline*", "pipeline_imbalance"),
+        (["--ep-size", 4], "microbatch_imbalance"),
+        (["--pp-size", 4], "pipeline_imbalance"),
+        (["--ep-size", 2, "--pp-size", 2], "pipeline_imbalance"),
     ],
 )
-def test_each_objective_is_seen_and_the_one_that_holds_is_marked(
-    lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[object], marked: str, key: str
+def test_the_imbalance_is_that_of_the_ranks_objective(
+    lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[object], key: str
 ) -> None:
     content = figures_of(tmp_path, lengths_file, *BATCH, *ranks, "--model", "Qwen3-30B-A3B", "--steps", 3)
-    assert marked in capsys.readouterr().out
     balanced, stock = content["policies"]["by-flops"], content["policies"]["stock"]
+    assert f"1.00x {stock[key]:.3f} " in " ".join(capsys.readouterr().out.split())
     assert balanced["speedup"] > 1.1
     assert balanced[key] < stock[key]
 
@@ -150,19 +166,21 @@ def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pyt
     file = write_lengths(tmp_path, 10, 10, 150, 10, 10, 10, 10, 10)
     arguments = [file, "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 100]
     assert figures_of(tmp_path, *arguments)["policies"]["balance-data"]["cap_headroom"] == pytest.approx(-0.5)
-    assert "1 samples are longer than the cap" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 samples are longer than the cap, the longest with 150 tokens, and run alone above it" in printed
+    assert "raise --max-tokens-per-gpu to 150" in printed
 
 
 def test_what_is_advised_is_one_of_the_policies(lengths_file: Path, tmp_path: Path) -> None:
     content = figures_of(tmp_path, lengths_file, *BATCH, "--model", "Qwen3-8B")
-    advice = content["recommendation"]
+    advice = content["advice"]
     chosen = content["policies"][advice["policy"]]
     assert (advice["flags"], advice["speedup"]) == (chosen["flags"], chosen["speedup"])
     assert advice["speedup"] > 1.1
     assert f"{advice['speedup']:.2f}x the speed of stock" in advice["sentences"][0]
     equal = write_lengths(tmp_path, *[4096] * 64)
     arguments = [equal, "--global-batch-size", 32, "--dp-size", 4, "--max-tokens-per-gpu", 4096]
-    advice = figures_of(tmp_path, *arguments, "--model", "Qwen3-8B")["recommendation"]
+    advice = figures_of(tmp_path, *arguments, "--model", "Qwen3-8B")["advice"]
     assert (advice["policy"], advice["flags"], advice["speedup"]) == ("stock", "", 1.0)
 
 
@@ -195,17 +213,13 @@ def rank_cost(lengths: np.ndarray, *, exchange: int) -> float:
     )
 
 
-@pytest.mark.parametrize(("arguments", "bandwidth"), [([], 450), (["--cp-bandwidth", 20], 20)])
-def test_dynamic_sizes_are_judged_like_one_size(
-    lengths_file: Path, tmp_path: Path, arguments: list[object], bandwidth: float
-) -> None:
-    speed = ["--peak-tflops", 1000, "--efficiency", 0.4]
-    policies = figures_of(tmp_path, lengths_file, *SIZES, *arguments, *speed)["policies"]
+def test_dynamic_sizes_are_judged_like_one_size(lengths_file: Path, tmp_path: Path) -> None:
+    policies = figures_of(tmp_path, lengths_file, *SIZES, "--tflops", 400)["policies"]
     lengths = np.load(lengths_file)
     batches = [lengths[64 * step :][:64] for step in range(lengths.size // 64)]
-    # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s.
+    # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s and 450 GB/s.
     nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2
-    exchange = round(nbytes * 400e12 / (bandwidth * 1e9))
+    exchange = round(nbytes * 400e12 / 450e9)
     dynamic = [leaf_cost(batch, exchange=exchange) for batch in batches]
     gain = policies["by-flops, dynamic CP"]["speedup"] / policies["by-flops"]["speedup"]
     assert gain == pytest.approx(sum(rank_cost(batch, exchange=exchange) for batch in batches) / sum(dynamic))
@@ -213,19 +227,134 @@ def test_dynamic_sizes_are_judged_like_one_size(
     assert policies["by-flops"]["mean_cp_size"] == 2 > policies["by-flops, dynamic CP"]["mean_cp_size"]
 
 
-def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(tmp_path: Path) -> None:
+def test_what_fits_is_advised_before_what_is_fast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fault: a policy at a headroom of -581 % was advised beside one that fits and is faster."""
+    arguments = ["synthetic:mooncake_synthetic", "--global-batch-size", 64, "--dp-size", 8, "--steps", 3]
+    arguments += ["--max-tokens-per-gpu", 16384, "--model", "Qwen3-8B"]
+    content = figures_of(tmp_path, *arguments)
+    policies, advice = content["policies"], content["advice"]
+    assert policies["by-flops"]["cap_headroom"] < -1
+    assert policies["by-flops, dynamic CP"]["cap_headroom"] >= 0
+    assert (advice["policy"], advice["fits"]) == ("by-flops, dynamic CP", True)
+    assert "only by-flops, dynamic CP keeps every micro-batch under it" in capsys.readouterr().out
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6000), min_size=8, max_size=32),
+    ranks=st.sampled_from([(2, 1), (4, 1), (2, 2), (1, 4)]),
+    model=st.sampled_from([[], ["--model", "Qwen3-8B"]]),
+)
+@settings(max_examples=25)
+def test_advice_is_true(lengths: list[int], ranks: tuple[int, int], model: list[str]) -> None:
+    """Not slower than stock; fits where one that is not slower does; the speed is that of the printed flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_lengths(Path(folder), *lengths)
+        batch = ["--global-batch-size", len(lengths), "--dp-size", ranks[0], "--cp-size", ranks[1]]
+        content = figures_of(Path(folder), file, *batch, "--max-tokens-per-gpu", 2048, *model)
+    policies, advice = content["policies"], content["advice"]
+    chosen = policies[advice["policy"]]
+    assert (advice["flags"], advice["speedup"]) == (chosen["flags"], pytest.approx(chosen["speedup"]))
+    assert chosen["speedup"] >= 1
+    fitting = [one for one in policies.values() if one["cap_headroom"] >= 0 and one["speedup"] >= 1]
+    assert advice["fits"] == (chosen["cap_headroom"] >= 0) == bool(fitting)
+    at_one_size = [one["speedup"] for one in fitting or policies.values() if "context-parallel" not in one["flags"]]
+    assert chosen["speedup"] >= 0.98 * max(at_one_size, default=0)
+    assert set(re.findall(r"--max-tokens-per-gpu (\d+)", chosen["flags"])) <= {"2048"}
+
+
+def test_headroom_of_a_plan_is_that_of_its_policy(tmp_path: Path) -> None:
+    """Fault: `plan` said 22.8 % and `compare` 2.6 % of the same plan."""
+    pytest.importorskip("plotly")
+    file = write_lengths(tmp_path, 10, 10, 50, 10, 10, 10, 90, 10)
+    batch = ["--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 100, "--policy", "balance-data"]
+    content = figures_of(tmp_path, file, *batch)
+    assert main(["report", str(tmp_path / "compare.jsonl"), "--out", str(tmp_path / "page.html")]) == 0
+    row = re.search(r"room under the token cap, least</th>(.*?)</tr>", (tmp_path / "page.html").read_text())
+    assert row is not None
+    headroom = content["policies"]["balance-data"]["cap_headroom"]
+    assert re.findall(r"<td>(.*?)</td>", row[1])[-1] == f"{headroom:.1%}"
+
+
+def test_an_output_that_cannot_be_written_is_named_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault: noticed after the whole measurement; and only one of three outputs made its folder."""
+    (tmp_path / "file").touch()
+    assert compare("synthetic:gsm8k_sft", *BATCH, "--json", tmp_path / "file" / "plan.jsonl") == 2
+    output = capsys.readouterr()
+    assert (output.out, output.err.count("--json is")) == ("", 1)
+    write_record(tmp_path / "record", num_steps=4)
+    outputs = {"report": ["--out", "--trace"], "fit": ["--out"]}
+    for command, flags in outputs.items():
+        for flag in flags:
+            assert main([command, str(tmp_path / "none"), flag, str(tmp_path)]) == 2  # before the record is looked for
+            assert f"{flag} is" in capsys.readouterr().err
+    plan, page, trace, seconds = (tmp_path / f"folder {name}" / name for name in ("plan", "page", "trace", "seconds"))
+    assert compare("synthetic:gsm8k_sft", *BATCH, "--json", plan) == 0
+    assert main(["report", str(tmp_path / "record"), "--out", str(page), "--trace", str(trace)]) == 0
+    assert main(["fit", str(tmp_path / "record"), "--out", str(seconds)]) == 0
+    assert all(path.stat().st_size for path in (plan, page, trace, seconds))
+
+
+def test_compare_has_at_most_fifteen_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare("--help")
+    options = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(options) == 15, options
+
+
+def test_an_index_that_megatron_wrote(tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    torch = pytest.importorskip("torch")
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
+    sentences = [[5], [7, 2], [1024], [3, 3, 3]]
+    for document in sentences:
+        tokens = torch.arange(sum(document))
+        builder.add_document(tokens, document)
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    content = figures_of(
+        tmp_path, tmp_path / "corpus.idx", "--global-batch-size", 2, "--dp-size", 2, "--max-tokens-per-gpu", 2048
+    )
+    lengths = [length for step in content["steps"] for length in step["segment_lengths"]]
+    assert lengths == [sum(document) for document in sentences] == [5, 9, 1024, 9]
+
+
+def test_a_model_on_the_command_line_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Faults: checks of fields that vanished; a vision tower that was dropped without a word."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    sizes |= {"intermediate_size": 128, "model_type": "llama"}
+    arguments = ["synthetic:gsm8k_sft:8", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 2048]
+    file = tmp_path / "config.json"
+    for wrong in ({"hidden_size": 64.5}, {"num_attention_heads": "4"}, {"num_hidden_layers": 0}):
+        file.write_text(json.dumps(sizes | wrong))
+        assert compare(*arguments, "--model", file) == 2
+        assert re.search("num_layers|hidden_size|wrong kind", capsys.readouterr().err)
+    tower: dict[str, Any] = {"text_config": sizes, "vision_config": {"depth": 2}}
+    file.write_text(json.dumps({"model_type": "qwen3_5_moe", **tower}))
+    assert compare(*arguments, "--model", file) == 2
+    assert "spatial_merge_size" in capsys.readouterr().err
+    file.write_text(json.dumps({"model_type": "of_no_family", **tower}))
+    with pytest.warns(UserWarning, match="tower of model_type 'of_no_family' is not counted"):
+        assert compare(*arguments, "--model", file) == 0
+
+
+def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = write_record(tmp_path / "record", num_steps=4, num_samples=64, noise=0.0)
+    capsys.readouterr()
     content = figures_of(tmp_path, tmp_path / "record")
-    policies = content["policies"]
+    policies, printed = content["policies"], capsys.readouterr().out
     assert list(policies)[:5] == ["stock", "as it ran", "packed", "balance-data", "by-flops"]
-    assert (content["num_steps"], content["topology"]["dp_size"]) == (4, 4)
+    assert (len(content["steps"]), content["topology"]["dp_size"]) == (4, 4)
     ran = policies["as it ran"]
     imbalances = [float(ranks.max() / ranks.mean()) for ranks in (step.cost_grid.sum(axis=1) for step in steps)]
     assert ran["step_imbalance"] == pytest.approx(np.mean(imbalances))
     assert ran["speedup"] == pytest.approx(policies["by-flops"]["speedup"], rel=1e-3)
     # Measured as predicted, a nanosecond a unit of cost: so are seconds, of every policy.
-    assert content["rate"]["seconds_per_cost"] == pytest.approx(1e-9, rel=1e-4)
-    assert content["measured_imbalance"] == pytest.approx(ran["step_imbalance"], rel=1e-4)
+    slowest = [float((step.cost_grid.sum(axis=1) * 2.0**step.cost_shift).max()) for step in steps]
+    assert ran["seconds_per_step"] == pytest.approx(np.mean(slowest) * 1e-9, rel=1e-4)
+    assert f"Measured in the run: slowest over mean {ran['step_imbalance']:.3f}" in printed
     other = figures_of(tmp_path, tmp_path / "record", "--model", "Qwen3-8B")["policies"]["as it ran"]
     assert other["seconds_per_step"] == pytest.approx(ran["seconds_per_step"], rel=0.3)
 
@@ -249,11 +378,18 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["synthetic:gsm8k_sft", *BATCH, "--peak-tflops", "989"], "the cost is tokens, not FLOPs: add --model"),
-        (["synthetic:gsm8k_sft", *BATCH, "--efficiency", "0.4"], "--peak-tflops, which is missing"),
-        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--peak-tflops", "-1"], "--peak-tflops is -1.0"),
-        (["tests", *BATCH], "'tests' is no record of a run"),
+        (["synthetic:gsm8k_sft", *BATCH, "--tflops", "989"], "the cost is tokens, not FLOPs: add --model"),
+        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--tflops", "-1"], "--tflops is -1"),
+        (["synthetic:gsm8k_sft", *BATCH, "--key", "length"], "which has no columns: drop --key"),
+        (["synthetic:gsm8k_sft", *BATCH[2:], "--global-batch-size", "0"], "--global-batch-size is 0"),
+        (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "0"], "--dp-size is 0"),
+        (["synthetic:gsm8k_sft", *BATCH, "--cp-size", "-2"], "--cp-size is -2"),
+        (["synthetic:gsm8k_sft", *BATCH, "--max-tokens-per-gpu", "0"], "--max-tokens-per-gpu is 0"),
+        (["tests"], "'tests' is no record of a run"),
         (["RECORD", "--global-batch-size", "8"], "steps are fixed"),
+        (["RECORD", "--shuffle"], "--shuffle is given with a record"),
+        (["RECORD", "--key", "n"], "--key is given with a record"),
+        (["RECORD", "--steps", "9"], "the record has 1 steps"),
         (["RECORD", "--ep-size", "2"], "add --model, or --cost seconds.json"),
     ],
 )

@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--debug", action="store_true", help="before COMMAND: show where an error comes from")
     parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
@@ -65,7 +66,6 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         module.add_arguments(command)
-        command.add_argument("--debug", action="store_true", help="show where an error comes from")
         command.set_defaults(run=module.run)
     return parser
 

@@ -7,223 +7,345 @@ optimiser and data loading are not in them, nor any communication but that of co
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from megatron_balance.cli.comparison.batches import (
-    GlobalBatch,
-    check_counts,
-    cut,
-    is_record,
-    read_flagged_samples,
-    recorded_batches,
-)
-from megatron_balance.cli.comparison.cost_source import DEFAULT_EFFICIENCY, CostSource
-from megatron_balance.cli.comparison.detail import named_policy, plan_file, print_plan
-from megatron_balance.cli.comparison.help import EPILOG, MAX_SAMPLES
-from megatron_balance.cli.comparison.recommendation import Recommendation, recommend
-from megatron_balance.cli.comparison.results import Comparison, PolicyMeans, Question, as_it_ran
-from megatron_balance.cli.comparison.table import print_policies
-from megatron_balance.cli.flags import (
-    add_batch_flags,
-    add_cost_flags,
-    add_lengths_flags,
-    add_planning_flags,
-    add_rank_flags,
-    max_cp_size,
-    topology_from_flags,
-)
-from megatron_balance.cli.json_file import write_json
-from megatron_balance.cli.progress import Progress, progress_bar
+from megatron_balance.cli.advice import Recommendation, recommend
+from megatron_balance.cli.batches import SYNTHETIC_STEPS, GlobalBatch, cut, lengths_of, recorded_batches
+from megatron_balance.cli.costs import Costs
+from megatron_balance.cli.output import check_writable, print_table, progress_bar
+from megatron_balance.cli.policies import Figures, PolicyResult, Question
+from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import is_makespan
-from megatron_balance.record.run_record import RunInfo, RunRecord, read_record
+from megatron_balance.lengths import SYNTHETIC_LENGTHS
+from megatron_balance.model.presets import PRESETS
+from megatron_balance.record import RunInfo, RunRecord, StepRecord, is_record, read_record, text_of
+from megatron_balance.record.judging import samples_of_ranks
+from megatron_balance.record.step import line_of
 from megatron_balance.topology import Limits, Topology
+
+MAX_SAMPLES = 2**13
+"""Samples planned without --steps, so that planning takes seconds."""
+
+MAX_SLOTS = 24
+"""Slots printed of one step."""
+
+_EPILOG = f"""\
+lengths, in the order of training:
+  FILE.npy .npz .jsonl .csv .txt .parquet  a number of tokens for each sample
+  FILE.idx                                 index of a Megatron data set: the tokens of each document
+  synthetic:NAME[:N[:SEED]]                drawn; NAME is one of
+{textwrap.fill(", ".join(SYNTHETIC_LENGTHS), 112, initial_indent=" " * 43, subsequent_indent=" " * 43)}
+  RECORD                                   folder of a run with --balance-record, or a file of compare --json:
+                                           its own steps, ranks, cap and costs
+
+examples:
+  megatron-balance compare my_corpus.idx --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
+      --model Qwen3-8B --tflops 400
+  megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
+      --model Qwen3-8B --cost seconds.json
+  megatron-balance compare runs/record --model Qwen3-8B
+
+policies (their flags are printed below the table):
+  stock         Megatron's own sampler: sample i on rank i % dp_size, one sample a micro-batch
+  packed        every rank packs the samples it loaded, first fit
+  balance-data  samples move, ranks are made even in tokens
+  by-flops      samples move, ranks are made even in FLOPs of --model
+  calibrated    samples move, ranks are made even in the seconds of --cost seconds.json
+  dynamic CP    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
+                where training does not refuse it
+
+columns, means over the steps:
+  step s         predicted time of a step, forward and backward. Shown where its speed is known: --tflops,
+                 a seconds.json, or a recorded run that was measured
+  tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
+  speed          predicted time under stock over this policy's
+  imbalance      slowest over mean; 1.000 is even. Ranks wait for one another once a step; with expert parallelism in
+                 every micro-batch; in a pipeline at its end, whose bubble is not counted
+  over bound     predicted time above a lower bound that no schedule can beat
+  padding        padding for context and sequence parallelism, of all tokens run
+  headroom       room below the token cap in the fullest micro-batch of all steps, in tokens, not in bytes; below 0:
+                 one sample is longer than the cap
+  CP             ranks that share a token by context parallelism
+  micro-batches  of one rank in one step
+  plan ms        time to plan one step
+
+With --model each context-parallel rank receives the keys, values and gradients of the others, at one size and with
+dynamic CP; no overlap with attention is assumed, so this is an upper bound on its time. With --tp-size activations are
+taken to be split by sequence parallelism.
+
+FLOPs are those this package plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in
+training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} additional tokens on each context-parallel
+rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, differ: choose --tflops
+for these FLOPs, or better, use fit.
+
+models:
+{textwrap.fill(", ".join(PRESETS), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
+  or the path of a Hugging Face config.json
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `compare`."""
-    parser.epilog = EPILOG
-    parser.add_argument("lengths", metavar="LENGTHS", help="file of sample lengths, synthetic:NAME[:N], or a record")
-    add_lengths_flags(parser)
-    add_batch_flags(
-        parser,
-        steps_default=f"all, but at most {MAX_SAMPLES['step']} samples, or "
-        f"{MAX_SAMPLES['slots']} where ranks meet in every micro-batch or in a pipeline, or {MAX_SAMPLES['groups']} "
-        "where several expert-parallel groups do",
+    """Declare the flags of `compare`. One that was not given is None: a recorded run's own value stands in for it."""
+    parser.epilog = _EPILOG
+    parser.add_argument("lengths", metavar="LENGTHS", help="file of sample lengths, synthetic:NAME, or a record")
+    group = parser.add_argument_group("lengths")
+    group.add_argument("--key", metavar="NAME", help="array, column or field of the file that holds the lengths")
+    group.add_argument(
+        "--shuffle", nargs="?", type=int, const=0, metavar="SEED", help="shuffle the lengths first, by this seed (0)"
     )
-    add_rank_flags(parser)
-    cost = add_cost_flags(parser)
-    cost.add_argument(
-        "--peak-tflops", type=float, metavar="P", help="dense TFLOPS of one GPU in training precision: gives seconds"
+    group = parser.add_argument_group("batch")
+    group.add_argument("--global-batch-size", type=int, metavar="N", help="samples a step")
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=int,
+        metavar="T",
+        help="tokens a GPU may hold in a micro-batch; longer samples run alone",
     )
-    cost.add_argument(
-        "--efficiency",
-        type=float,
-        metavar="E",
-        help=f"fraction of it that your training reaches (default: {DEFAULT_EFFICIENCY}, an assumption)",
+    group.add_argument(
+        "--steps",
+        type=int,
+        metavar="K",
+        help=f"global batches to plan (default: all, but at most {MAX_SAMPLES} samples)",
     )
-    add_planning_flags(
-        parser,
-        objective_default="auto, from the ranks; of a record, the run's",
-        dynamic_cp_help="the policy dynamic CP is compared anyway; SIZE is the largest context-parallel size of a "
-        "micro-batch (default: all data- and context-parallel ranks)",
+    group = parser.add_argument_group("ranks, as in Megatron")
+    group.add_argument("--dp-size", type=int, metavar="D", help="data-parallel ranks")
+    group.add_argument("--cp-size", type=int, metavar="C", help="context-parallel ranks (default: 1)")
+    group.add_argument("--tp-size", type=int, metavar="P", help="tensor-parallel ranks (default: 1)")
+    group.add_argument("--pp-size", type=int, metavar="P", help="pipeline stages (default: 1)")
+    group.add_argument("--ep-size", type=int, metavar="E", help="expert-parallel ranks (default: 1)")
+    group = parser.add_argument_group("cost")
+    group.add_argument(
+        "--model", metavar="MODEL", help="preset name, or a Hugging Face config.json; its FLOPs are the cost"
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--policy", metavar="NAME", help="show this policy's plan: its first step; with --json, all steps"
+    group.add_argument(
+        "--cost",
+        metavar="COST",
+        help="what a sample costs: tokens, flops, or a seconds.json of megatron-balance fit (default: flops with "
+        "--model, else tokens)",
     )
-    output.add_argument(
-        "--json", type=Path, metavar="OUT", help="write all figures to a file; with --policy, its plan, for report"
+    group.add_argument(
+        "--tflops", type=float, metavar="T", help="TFLOPS that one GPU reaches in training: gives seconds"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--policy", metavar="NAME", help="show this policy's plan: its first step")
+    group.add_argument(
+        "--json",
+        type=Path,
+        metavar="OUT",
+        help="write all figures, and the plan of --policy (default: the recommended), as a record",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write the file asked for."""
     started, cpu_started = time.perf_counter(), time.process_time()
-    record = read_record(Path(args.lengths)) if is_record(args.lengths) else None
+    _check(args)
+    record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = _ranks_and_cap(args, record=record)
-    question = Question(
-        costs=CostSource.from_flags(args, record=record),
-        objective=args.objective or (None if record is None else record.info.objective),
-        algorithm=args.algorithm,
-        max_cp_size=max_cp_size(args),
-    )
-    # Wrong flags are reported before long work.
-    rate, setting = question.costs.rate(topology), question.setting(topology, limits=limits)
-    most_samples = _most_samples(setting)
-    batches = _batches(args, record=record, dp_size=topology.dp_size, most_samples=most_samples)
-    print(_inputs(batches, cost=question.costs.text(topology)))
-    extrapolation = question.costs.extrapolation(max(int(batch.segment_lengths.max()) for batch in batches))
-    if extrapolation:
-        print(f"Note: {extrapolation}")
-
-    content: dict[str, Any] = {
-        "topology": asdict(topology),
-        "limits": asdict(limits),
-        "cost_name": setting.cost_name,
-        "num_steps": len(batches),
-        "num_samples": sum(batch.num_samples for batch in batches),
-        "rate": asdict(rate),
-    }
-    num_policies = len(question.policies(setting))
-    with progress_bar("planning") as progress:
-        after_step = _counter(progress, total=num_policies * len(batches))
-        comparison = question.compare(batches, topology=topology, limits=limits, after_step=after_step)
-    shown, advice = _conclude(comparison, question=question, record=record, topology=topology)
-    content["policies"] = [asdict(figures) for figures in shown]
-    content["measured_imbalance"] = question.costs.measured_imbalance
-    content["recommendation"] = asdict(advice)
-    num_samples = content["num_samples"]
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    content |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
+    costs = Costs(args.cost, args.model, record, args.tflops)
+    question = Question(costs, topology, limits, objective=None if record is None else record.info.objective)
+    policies = question.policies()
     if args.policy is not None:
-        result = named_policy(comparison.results, name=args.policy)
-        print_plan(result)
-        content = plan_file(result)
+        _named([policy.name for policy in policies], name=args.policy)
+    check_writable(args.json, flag="--json")
+    batches = _batches(args, record=record, dp_size=topology.dp_size)
+    print(_inputs(batches, cost=costs.text(topology)))
+    longest = max(int(batch.segment_lengths.max()) for batch in batches)
+    refusal = question.why_not_dynamic() if costs.name != "tokens" else None
+    for note in filter(None, (costs.extrapolation(longest), refusal and f"dynamic CP is not compared: {refusal}")):
+        print(f"Note: {note}")
+    with progress_bar("planning", total=len(policies) * len(batches)) as after_step:
+        results = [question.plan(policy, batches, after_step=after_step) for policy in policies]
+    advice = recommend(results)
+    shown = [result.figures(stock=results[0]) for result in results]
+    if record is not None and topology == _at_one_size(record.info.topology):
+        shown.insert(1, question.as_it_ran(record, batches).figures(stock=results[0]))
+    _print_policies(shown, question=question, advised=advice.policy)
+    if costs.measured_imbalance is not None:
+        print(f"Measured in the run: slowest over mean {costs.measured_imbalance:.3f}.")
+    print("Recommendation, predicted by " + ("seconds:" if costs.in_seconds else f"{costs.name}:"))
+    for sentence in advice.sentences:
+        print(f"  {sentence}")
+    names = [result.policy.name for result in results]
+    chosen = results[names.index(advice.policy) if args.policy is None else _named(names, name=args.policy)]
+    if args.policy is not None:
+        _print_plan(chosen)
     if args.json is not None:
-        write_json(args.json, content, indent=1)
-        print(f"{'All figures are' if args.policy is None else 'The plan of every step is'} in {args.json}.")
-    print(f"Compared {num_policies} policies on {num_samples} samples in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU).")
+        _write(args.json, chosen, shown=shown, advice=advice)
+        print(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    num_samples = sum(batch.num_segments.size for batch in batches)
+    print(f"Compared {len(results)} policies on {num_samples} samples in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU).")
     return 0
+
+
+_COUNTS = (
+    "global_batch_size",
+    "max_tokens_per_gpu",
+    "steps",
+    "dp_size",
+    "cp_size",
+    "tp_size",
+    "pp_size",
+    "ep_size",
+)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Wrong flags are reported before any work."""
+    for name in _COUNTS:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise BalanceError(f"--{name.replace('_', '-')} is {value}: it must be at least 1.")
+    if args.shuffle is not None and args.shuffle < 0:
+        raise BalanceError(f"--shuffle is {args.shuffle}: the seed must be 0 or more.")
+    if not is_record(Path(args.lengths)):
+        wanted = ("global_batch_size", "dp_size", "max_tokens_per_gpu")
+        missing = [f"--{name.replace('_', '-')}" for name in wanted if getattr(args, name) is None]
+        if missing:
+            raise BalanceError(f"{', '.join(missing)} missing: compare needs them, unless LENGTHS is a record.")
+        return
+    for name in ("global_batch_size", "key", "shuffle"):
+        if getattr(args, name) is not None:
+            raise BalanceError(f"--{name.replace('_', '-')} is given with a record, whose steps are fixed: drop it.")
 
 
 def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
     """Those of the flags, else of the record."""
+    names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if record is None:
-        wanted = ("--global-batch-size", "--dp-size", "--max-tokens-per-gpu")
-        missing = [flag for flag in wanted if getattr(args, flag[2:].replace("-", "_")) is None]
-        if missing:
-            raise BalanceError(
-                f"{', '.join(missing)} missing: compare needs them, unless LENGTHS is the folder of a record."
-            )
-        return topology_from_flags(args), Limits(args.max_tokens_per_gpu)
-    if args.global_batch_size is not None:
-        raise BalanceError("--global-batch-size is given with a recorded run, whose steps are fixed: drop it.")
+        topology = Topology(given.pop("dp_size"), **given, sequence_parallel=given.get("tp_size", 1) > 1)
+        return topology, Limits(args.max_tokens_per_gpu)
     cap = args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu
     if cap is None:
         raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
-    return topology_from_flags(args, base=_at_one_size(record.info.topology)), Limits(cap)
+    return replace(_at_one_size(record.info.topology), **given), Limits(cap)
 
 
 def _at_one_size(topology: Topology) -> Topology:
     return topology.at_cp_size(topology.cp_size)
 
 
-def _batches(
-    args: argparse.Namespace, *, record: RunRecord | None, dp_size: int, most_samples: int
-) -> list[GlobalBatch]:
+def _batches(args: argparse.Namespace, *, record: RunRecord | None, dp_size: int) -> list[GlobalBatch]:
     """The steps to plan."""
-    check_counts(args.global_batch_size or 1, steps=args.steps)
+    size: int = args.global_batch_size or 0
     if record is not None:
-        batches = recorded_batches(record, dp_size=dp_size)[: args.steps]
+        batches = recorded_batches(record, dp_size=dp_size)
         if not batches:
-            raise BalanceError(f"{args.lengths!r} holds no step with samples: the run wrote none yet.")
-        return batches
-    samples = read_flagged_samples(args, global_batch_size=args.global_batch_size)
-    most = max(most_samples // args.global_batch_size, 1)
-    batches = cut(samples, global_batch_size=args.global_batch_size, steps=args.steps, max_steps=most)
-    num_steps = samples.num_samples // args.global_batch_size
-    if args.steps is None and len(batches) < num_steps:
-        print(f"Planned are the first {len(batches)} of {num_steps} steps; --steps {num_steps} for all.")
-    return batches
-
-
-def _most_samples(setting: RunInfo) -> int:
-    """Samples to plan without `--steps`."""
-    if setting.objective != "microbatch" and not is_makespan(setting.objective, topology=setting.topology):
-        return MAX_SAMPLES["step"]
-    in_groups = 1 < setting.topology.ep_span < setting.topology.dp_size
-    return MAX_SAMPLES["groups" if in_groups else "slots"]
-
-
-def _counter(progress: Progress, *, total: int) -> Callable[[], None]:
-    done = 0
-
-    def after_step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    return after_step
+            raise BalanceError(f"{args.lengths!r} holds no step with samples: the run has written none yet.")
+        if args.steps is not None and args.steps > len(batches):
+            raise BalanceError(f"--steps is {args.steps}: the record has {len(batches)} steps with samples.")
+    else:
+        most = (args.steps or SYNTHETIC_STEPS) * size
+        lengths = lengths_of(args.lengths, key=args.key, shuffle=args.shuffle, most=most)
+        batches = cut(lengths, global_batch_size=size, steps=args.steps)
+    samples = np.cumsum([batch.num_segments.size for batch in batches])
+    planned = args.steps or max(int((samples <= MAX_SAMPLES).sum()), 1)
+    if args.steps is None and planned < len(batches):
+        print(f"Planned are the first {planned} of {len(batches)} steps; --steps {len(batches)} for all.")
+    return batches[:planned]
 
 
 def _inputs(batches: Sequence[GlobalBatch], *, cost: str) -> str:
     lengths = np.concatenate([batch.segment_lengths for batch in batches])
-    sizes = sorted({batch.num_samples for batch in batches})
+    sizes = sorted({batch.num_segments.size for batch in batches})
     size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    steps = "step" if len(batches) == 1 else "steps"
     return (
-        f"{len(batches)} {steps} of {size} samples. Lengths: mean {lengths.mean():.0f}, median "
+        f"{len(batches)} step{'s' * (len(batches) > 1)} of {size} samples. Lengths: mean {lengths.mean():.0f}, median "
         f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: {cost}."
     )
 
 
-def _conclude(
-    comparison: Comparison, *, question: Question, record: RunRecord | None, topology: Topology
-) -> tuple[list[PolicyMeans], Recommendation]:
-    """Print the table, the flags and the recommendation."""
-    shown = [comparison.figures(result) for result in comparison.results]
-    if record is not None and topology == _at_one_size(record.info.topology):
-        setting = comparison.setting
-        if record.info.topology.dynamic_cp:
-            setting = question.setting(record.info.topology, limits=setting.limits)
-        shown.insert(1, comparison.figures(as_it_ran(record, batches=comparison.batches, setting=setting)))
-    advice = recommend(comparison, question=question, results=comparison.results)
-    print_policies(shown, comparison=comparison, advised=advice.policy)
-    if question.costs.measured_imbalance is not None:
-        print(f"Measured in the run: slowest over mean {question.costs.measured_imbalance:.3f}.")
-    how = "measured seconds of micro-batches" if comparison.setting.cost_name == "seconds" else "imbalance"
-    if comparison.counts_communication:
-        how += " and what context-parallel ranks receive"
-    elif how == "imbalance":
-        how += " alone"
-    print(f"Recommendation, predicted by {how}:")
-    for sentence in advice.sentences:
-        print(f"  {sentence}")
-    return shown, advice
+def _print_policies(shown: Sequence[Figures], *, question: Question, advised: str) -> None:
+    """Print one row per policy, stock first, and the flags of each. `advised`: name of the policy to highlight."""
+    timed, waiting = question.costs.in_seconds, question.waiting
+    columns = ["policy", *(["step s", "tokens/s/GPU"] if timed else []), "speed", "imbalance", "over bound", "padding"]
+    rows = [
+        [
+            one.name,
+            *([f"{one.seconds_per_step:.4g}", f"{one.tokens_per_second_per_gpu:.0f}"] if timed else []),
+            f"{one.speedup:.2f}x",
+            f"{getattr(one, f'{waiting}_imbalance'):.3f}",
+            f"+{one.over_bound:.1%}",
+            f"{one.padding:.1%}",
+            f"{one.cap_headroom:.1%}",
+            f"{one.mean_cp_size:.1f}",
+            f"{one.num_microbatches:.1f}",
+            f"{one.plan_seconds * 1e3:.1f}",
+        ]
+        for one in shown
+    ]
+    names = [one.name for one in shown]
+    print_table([*columns, "headroom", "CP", "micro-batches", "plan ms"], rows, emphasized=names.index(advised))
+    print("Flags:")
+    for one in shown[1:]:
+        print(f"  {one.name:<{max(map(len, names))}}  {one.flags}")
+
+
+def _named(names: Sequence[str], *, name: str) -> int:
+    """Index of a name of the table, also with hyphens for commas and spaces, or the end of it.
+
+    Raises:
+        BalanceError: there is none of this name, or there are several.
+    """
+    hyphened = [one.replace(", ", "-").replace(" ", "-").lower() for one in (*names, name)]
+    *known, wanted = hyphened
+    found = [index for index, one in enumerate(known) if one == wanted]
+    found = found or [index for index, one in enumerate(known) if one.endswith(f"-{wanted}")]
+    if len(found) != 1:
+        raise BalanceError(f"--policy is {name!r}: it must be one of {', '.join(known)}.")
+    return found[0]
+
+
+def _print_plan(result: PolicyResult) -> None:
+    """Print the first step: its ranks, or the groups of each size in each slot."""
+    step = result.steps[0]
+    if step.cp_sizes is not None:
+        _print_groups(step)
+        return
+    lengths, costs = step.lengths, step.cost_grid.sum(axis=1)
+    rows: list[list[str]] = []
+    for rank, slots in enumerate(samples_of_ranks(step)):
+        held = lengths[[sample for slot in slots for sample in slot]]
+        counts = [sum(map(bool, slots)), held.size, held.sum(), held.max(initial=0)]
+        rows.append([str(rank), *map(str, counts), f"{costs[rank] / max(costs.mean(), 1e-300):.3f}"])
+    print(f"Step 1 under {result.policy.name}:")
+    print_table(["rank", "micro-batches", "samples", "tokens", "longest", "cost over mean"], rows)
+
+
+def _print_groups(step: StepRecord) -> None:
+    """Print how many groups of each context-parallel size the slots of a step have."""
+    assert step.cp_sizes is not None, "one size needs no table"
+    places, group_of = np.unique(step.slot_of, return_inverse=True)
+    lengths, sizes = step.lengths, step.cp_sizes.reshape(-1)[places]
+    shown = sorted(set(sizes.tolist()), reverse=True)
+    rows: list[list[str]] = []
+    for slot in range(min(step.num_microbatches, MAX_SLOTS)):
+        here = np.flatnonzero(places % step.num_microbatches == slot)
+        counts = [int((sizes[here] == size).sum()) for size in shown]
+        samples = lengths[np.isin(group_of, here)]
+        totals = [len(step.cp_sizes) - int(sizes[here].sum()), samples.size, samples.sum(), samples.max(initial=0)]
+        rows.append([str(slot), *(str(count or ".") for count in counts), *map(str, totals)])
+    print("Step 1, groups of each context-parallel size in each slot:")
+    print_table(["slot", *(f"CP {size}" for size in shown), "idle ranks", "samples", "tokens", "longest"], rows)
+    if step.num_microbatches > MAX_SLOTS:
+        print(f"and {step.num_microbatches - MAX_SLOTS} slots more")
+
+
+def _write(out: Path, chosen: PolicyResult, *, shown: Sequence[Figures], advice: Recommendation) -> None:
+    """A record of one policy's plan, with a line for the figures of every policy and one for the advice."""
+    info: RunInfo = chosen.setting
+    lines = [info.line(), *(line_of(step, cost_model=info.cost_model) for step in chosen.steps)]
+    lines += [{"kind": "policy", **asdict(one)} for one in shown]
+    lines.append({"kind": "advice", **asdict(advice)})
+    try:
+        out.write_bytes(b"".join(map(text_of, lines)))
+    except OSError as error:
+        raise BalanceError(f"--json is {str(out)!r}: it cannot be written ({error.strerror}).") from error

@@ -74,7 +74,7 @@ def _check_smoke_run() -> Iterator[Finding]:
     if run.problem is None:
         yield Finding(True, f"{NUM_RANKS} ranks trained {NUM_STEPS} balanced steps on the CPU", run.output)
     else:
-        remedy = "Solve the problems above first; --debug shows its output"
+        remedy = "Solve the problems above first; megatron-balance --debug doctor shows its output"
         yield Finding(False, f"{NUM_RANKS} ranks on the CPU: {run.problem}. {remedy}.", run.output)
 
 

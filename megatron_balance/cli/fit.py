@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cli.output import check_writable
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.fit import Fit, core_of, fit_microbatches
 from megatron_balance.errors import BalanceError
-from megatron_balance.record.run_record import RunInfo, RunRecord, read_record
-from megatron_balance.record.step import StepRecord
+from megatron_balance.record import RunInfo, RunRecord, StepRecord, read_record
 
 _EPILOG = """\
 examples:
@@ -43,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fit, write, and say how good the fit is."""
-    if not args.out.parent.is_dir():
-        raise BalanceError(f"--out is {str(args.out)!r}: there is no folder {str(args.out.parent)!r}.")
+    check_writable(args.out, flag="--out")
     record = read_record(args.record)
     features, seconds, steps = _measured(record)
     fit = fit_microbatches(features, seconds=seconds, steps=steps, cost_model=record.info.cost_model)

@@ -8,20 +8,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_balance.cli.output import check_writable
 from megatron_balance.errors import BalanceError
-from megatron_balance.record.run_record import RunRecord
+from megatron_balance.record import RunRecord, read_record
 
 _EPILOG = """\
 examples:
   megatron-balance compare lengths.npy --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
-      --policy balance-data --json plan.json
-  megatron-balance report plan.json
+      --json plan.jsonl
+  megatron-balance report plan.jsonl
       what balancing would do, before any training
 
   megatron-balance report record --trace trace.json
       what it did; record is the folder that --balance-record of the training run names
 
-  megatron-balance report record plan.json --iterations 100:200
+  megatron-balance report record plan.jsonl --iterations 100:200
       both: steps of the run beside the steps planned beforehand, in the same order
 
 Open the trace at ui.perfetto.dev or chrome://tracing.
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="folder of a record, file of compare --policy NAME --json, or one of each",
+        help="folder of a record, file of compare --json, or one of each",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_balance.report.run_figures import run_figures
     from megatron_balance.report.trace import write_trace
 
+    check_writable(args.out, flag="--out")
+    check_writable(args.trace, flag="--trace")
     record, beforehand = _runs(args.runs)
     if args.iterations is not None:
         record, beforehand = _cut(record, beforehand, iterations=args.iterations)
@@ -67,16 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _runs(paths: list[Path]) -> tuple[RunRecord, RunRecord | None]:
     """The recorded run, or a plan; and the plan made beforehand where both are given."""
-    from megatron_balance.record.plan_file import read_plan, read_run
-
     records = [path for path in paths if path.is_dir()]
     plans = [path for path in paths if not path.is_dir()]
     if len(records) > 1 or len(plans) > 1:
         raise BalanceError(
             f"report is given {len(records)} folders and {len(plans)} files: give one record, one plan, or one of each."
         )
-    record = read_run((records or plans)[0])
-    beforehand = read_plan(plans[0]) if records and plans else None
+    record = read_record((records or plans)[0])
+    beforehand = read_record(plans[0]) if records and plans else None
     if beforehand is not None and beforehand.info.topology.dp_size != record.info.topology.dp_size:
         raise BalanceError(
             f"the plan is for --dp-size {beforehand.info.topology.dp_size}, the run had "

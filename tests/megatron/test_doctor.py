@@ -114,7 +114,7 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
 
 
 def test_the_command_runs_two_ranks_and_says_so() -> None:
-    command = [sys.executable, "-m", "megatron_balance", "doctor", "--debug"]
+    command = [sys.executable, "-m", "megatron_balance", "--debug", "doctor"]
     done = subprocess.run(command, text=True, capture_output=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ok       2 ranks trained 2 balanced steps on the CPU" in done.stdout

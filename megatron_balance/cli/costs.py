@@ -1,0 +1,243 @@
+"""The cost of a sample in a comparison, and the seconds of a unit of it.
+
+    --cost tokens | flops | seconds.json         that cost
+    --model                                      its FLOPs
+    a record                                     the cost that the run planned with
+    nothing                                      tokens
+
+    seconds of a unit of cost
+    seconds.json                                 it holds them
+    flops and --tflops                           FLOPs over the speed of the GPUs that share a sample
+    a record with measured micro-batches         fitted to them
+    else                                         not known: only ratios are shown
+
+If the model is known, the cost includes what context-parallel ranks receive: at one size through
+`CostModel.at_cp_size`, with dynamic sizes as `cp_exchange`. Optimiser, data loading and other communication are not
+included. Where the time is not a makespan, all pipeline stages work at the same time, so the work is divided by them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
+from megatron_balance.cost.communication import (
+    BETWEEN_NODES,
+    WITHIN_NODE,
+    exchange_bytes_per_token,
+    exchange_flops_per_token,
+)
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import find_shape, resolve_cost
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.options import dynamic_cp_problem
+from megatron_balance.mcore.setup.arguments import ALL_RANKS
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.planner import is_makespan
+from megatron_balance.record import RunRecord
+from megatron_balance.record.judging import imbalance, recosted
+from megatron_balance.report.time_scale import is_measured, time_scale
+from megatron_balance.topology import Topology
+
+GPUS_PER_NODE = 8
+"""Runs on at most this many GPUs are assumed to be on one node."""
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The cost of a sample on any number of ranks.
+
+    Attributes:
+        cost: `--cost`, or None.
+        model: `--model`, or None.
+        record: the recorded run, or None.
+        tflops: `--tflops`, what one GPU reaches in training, or None.
+    """
+
+    cost: str | None
+    model: str | None
+    record: RunRecord | None = None
+    tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tflops is None:
+            return
+        if not 0 < self.tflops < float("inf"):
+            raise BalanceError(f"--tflops is {self.tflops:g}: it must be the TFLOPS that one GPU reaches, above 0.")
+        if self.name != "flops":
+            raise BalanceError(
+                f"--tflops is given and the cost is {self.name}, not FLOPs: add --model, or drop --tflops."
+            )
+
+    @property
+    def name(self) -> str:
+        """`tokens`, `flops` or `seconds`."""
+        if self.cost is not None:
+            return self.cost if self.cost in ("tokens", "flops") else "seconds"
+        if self.model is not None:
+            return "flops"
+        return "tokens" if self.record is None else self.record.info.cost_name
+
+    @cached_property
+    def shape(self) -> ModelShape | None:
+        """The model of `--model`."""
+        return None if self.model is None else find_shape(self.model)
+
+    def judging(self, topology: Topology) -> CostModel:
+        """The cost model that judges every plan on these ranks, with what context-parallel ranks receive."""
+        return self._with_communication(self._cost_model(topology), topology=topology)
+
+    def planning(self, topology: Topology) -> CostModel:
+        """The cost model that training plans with: with communication only under dynamic context parallelism."""
+        cost_model = self._cost_model(topology)
+        if not topology.dynamic_cp:
+            return replace(cost_model, cp_exchange=0)
+        return self._with_communication(cost_model, topology=topology)
+
+    def flops(self, topology: Topology) -> CostModel | None:
+        """The cost model that `--balance-by-flops` plans with at one size; None where the model is unknown."""
+        if self.name == "flops":
+            return self.planning(topology)
+        return None if self.shape is None else resolve_cost("flops", model=self.shape, ep_size=topology.ep_size)
+
+    def _cost_model(self, topology: Topology) -> CostModel:
+        if self.record is None or self.cost is not None or self.model is not None:
+            return resolve_cost(
+                self.cost, model=self.shape, ep_size=topology.ep_size, model_parallel_size=_sharing(topology)
+            )
+        info = self.record.info
+        same_experts, same_ranks = (
+            topology.ep_size == info.topology.ep_size,
+            _sharing(topology) == _sharing(info.topology),
+        )
+        if self.name == "tokens" or (same_experts and (self.name == "flops" or same_ranks)):
+            return info.cost_model
+        raise BalanceError(
+            "the recorded run's costs hold for its own context-, tensor- and expert-parallel ranks, and others are "
+            "asked about: add --model, or --cost seconds.json."
+        )
+
+    def _with_communication(self, cost_model: CostModel, *, topology: Topology) -> CostModel:
+        exchange = self.exchange(topology)
+        if exchange is None:
+            return replace(cost_model, cp_exchange=0)
+        if topology.dynamic_cp:
+            return replace(cost_model, cp_exchange=exchange)
+        if self.cost is not None and self.name == "seconds":
+            # Fitted costs are those of one rank already: each receives (c-1)/c of a sample.
+            received = exchange * (topology.cp_size - 1) // topology.cp_size
+            return replace(cost_model, linear=cost_model.linear + received, cp_exchange=0)
+        return replace(cost_model, cp_exchange=exchange).at_cp_size(topology.cp_size)
+
+    def exchange(self, topology: Topology) -> int | None:
+        """`CostModel.cp_exchange` on these ranks; None if it is not known, or the cost is tokens."""
+        if self.name == "tokens":
+            return None
+        if (self.record is not None and self.model is None) or self.name == "seconds":
+            known = self._cost_model(topology).cp_exchange
+            if known or self.shape is None:
+                return known or None
+        if self.shape is None:
+            return None
+        link = WITHIN_NODE if num_gpus(topology) <= GPUS_PER_NODE else BETWEEN_NODES
+        if self.tflops is not None:
+            link = replace(link, flops_per_second=self.tflops * 1e12)
+        try:
+            if self.name == "flops":
+                return exchange_flops_per_token(self.shape, link=link)
+            seconds = exchange_bytes_per_token(self.shape) / link.bytes_per_second / topology.tp_size
+        except BalanceError:  # it has layers that pass no keys and values around a ring
+            return None
+        return round(seconds * UNITS_PER_SECOND)
+
+    def why_not_dynamic(self, topology: Topology) -> str | None:
+        """The reason why training refuses `--balance-context-parallel` with this model, or None.
+
+        The fields of a shape have the names of Megatron's options, so the table of options used in training decides.
+        """
+        fields = {} if self.shape is None else vars(self.shape)
+        args = Namespace(**fields, balance_context_parallel=ALL_RANKS, use_megatron_fsdp=topology.fully_sharded)
+        problem = dynamic_cp_problem(args)
+        if problem is None and self.exchange(topology) is None:
+            return "what context-parallel ranks would receive is not known: add --model"
+        return problem
+
+    def seconds(self, predicted_cost: int, *, objective: str, topology: Topology) -> float:
+        """Predicted time of a cost as in ScheduleMetrics; in an arbitrary unit where `in_seconds` is False."""
+        stages = 1 if is_makespan(objective, topology=topology) else topology.pp_size
+        return predicted_cost * self._per_cost(topology) / stages
+
+    @property
+    def in_seconds(self) -> bool:
+        """Times are in seconds."""
+        return self.name == "seconds" or self.tflops is not None or self._seconds_of_run is not None
+
+    def _per_cost(self, topology: Topology) -> float:
+        if self.tflops is not None:
+            return 1 / (self.tflops * 1e12 * _sharing(topology))
+        if self._seconds_of_run is not None and self.record is not None:
+            ran_on = self.record.info.topology
+            return self._seconds_of_run * ran_on.pp_size * _sharing(ran_on) / _sharing(topology)
+        return 1 / UNITS_PER_SECOND if self.name == "seconds" else 1 / _sharing(topology)
+
+    def text(self, topology: Topology) -> str:
+        """The cost and its speed as text."""
+        if self.tflops is not None:
+            said = f"FLOPs at {self.tflops:g} TFLOPS a GPU"
+        elif self._seconds_of_run is not None:
+            said = "seconds that the run's micro-batches took"
+        else:
+            said = {"flops": "FLOPs", "seconds": "seconds of a run"}.get(self.name, self.name)
+        if self.model is not None and self.name == "flops":
+            said = said.replace("FLOPs", f"FLOPs of {self.model}")
+        if not self.in_seconds:
+            said += " (for seconds: --tflops, or --cost seconds.json)"
+        if self.shape is not None and self.exchange(topology) is not None:
+            link, where = (
+                (WITHIN_NODE, f"at most {GPUS_PER_NODE} GPUs")
+                if num_gpus(topology) <= GPUS_PER_NODE
+                else (BETWEEN_NODES, "several nodes")
+            )
+            said += f". Context-parallel ranks receive {link.bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
+        return said
+
+    def extrapolation(self, longest: int) -> str:
+        """A notice where sequences are longer than those that `--cost` was measured on; else empty."""
+        if self.cost is None or not self.cost.endswith(".json"):
+            return ""
+        return Calibration.read(Path(self.cost)).extrapolation(longest)
+
+    @cached_property
+    def measured_imbalance(self) -> float | None:
+        """Slowest over mean of the recorded run's measured seconds, mean of steps; None where nothing was measured."""
+        if self.record is None:
+            return None
+        info = self.record.info
+        steps = [imbalance(step.seconds, info=info) for step in self.record.steps if is_measured(step)]
+        return float(np.mean(steps)) if steps else None
+
+    @cached_property
+    def _seconds_of_run(self) -> float | None:
+        """Measured seconds per unit of the judging cost, on one pipeline stage of the recorded run."""
+        if self.record is None or self.measured_imbalance is None or (self.cost and self.name == "seconds"):
+            return None
+        cost_model = self.judging(self.record.info.topology)
+        info = replace(self.record.info, cost_model=cost_model, cost_name=self.name)
+        steps = tuple(recosted(step, cost_model=cost_model, info=info) for step in self.record.steps)
+        scale = time_scale(RunRecord(info, steps))
+        return scale.per_cost if scale.unit == "s" else None
+
+
+def num_gpus(topology: Topology) -> int:
+    """GPUs of the run. Experts are spread over those that are there already."""
+    return topology.num_leaves * topology.pp_size * topology.tp_size
+
+
+def _sharing(topology: Topology) -> int:
+    """GPUs that do the work a cost counts, on one pipeline stage: with dynamic context-parallel sizes a leaf's."""
+    return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
