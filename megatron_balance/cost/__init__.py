@@ -12,9 +12,17 @@ from megatron_balance.cost.communication import (
 )
 from megatron_balance.cost.fitting import fit_seconds
 from megatron_balance.cost.model import MAX_TOTAL_COST, MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.profiles import (
+    ATTENTION_RATES,
+    Profile,
+    default_attention_rate,
+    find_profile,
+    profiles,
+)
 from megatron_balance.cost.resolve import resolve_cost
 
 __all__ = [
+    "ATTENTION_RATES",
     "BETWEEN_NODES",
     "MAX_TOTAL_COST",
     "MICROBATCH_TOKENS",
@@ -22,8 +30,12 @@ __all__ = [
     "Calibration",
     "CostModel",
     "Link",
+    "Profile",
+    "default_attention_rate",
     "exchange_bytes_per_token",
     "exchange_flops_per_token",
+    "find_profile",
     "fit_seconds",
+    "profiles",
     "resolve_cost",
 ]

@@ -18,7 +18,9 @@ divided by a power of two, the same on every rank); a longer sample never costs 
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,8 +123,16 @@ class CostModel:
         frozen_encoder: bool = False,
         frozen_language_model: bool = False,
         pack_tokens: int = 0,
+        linear_tflops: float = 1.0,
+        attention_tflops: float = 1.0,
+        microbatch_seconds: float = 0.0,
+        sequence_seconds: float = 0.0,
     ) -> CostModel:
-        """The cost is the FLOPs of training on the sample: forward and backward, whole model.
+        """The cost is the time of training on the sample: forward and backward, whole model.
+
+        The unit is the time of one FLOP at `linear_tflops`, so that with equal rates, the default, costs are FLOPs.
+        A GPU runs attention at another rate than matrix products: 0.36 to 0.9 of it in dense models, 2 to 5 in mixtures
+        of small experts (docs/cost-model.md).
 
         A GEMM runs three times (forward, gradient of its input, of its weights), a frozen one twice. The attention core
         runs 3.5 times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
@@ -142,7 +152,21 @@ class CostModel:
             frozen_language_model: nor is the language model (`--freeze-LM`); with `shape.lora_rank` it never is.
             pack_tokens: tokens of a full pack. Sparse attention without fused kernels computes all pairs of a pack, so
                 that a token costs as much as the pack is long; 0 to count as if a sample were alone in its pack.
+            linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s of one GPU in training.
+            attention_tflops: rate of the attention core, causal, whose backward pass is 2.5 times its forward.
+            microbatch_seconds: fixed time of a micro-batch beside `microbatch_tokens`, all layers.
+            sequence_seconds: fixed time of a sequence, all layers.
+
+        Raises:
+            BalanceError: a rate is not above zero, or a time is negative.
         """
+        rates = {"linear_tflops": linear_tflops, "attention_tflops": attention_tflops}
+        times = {"microbatch_seconds": microbatch_seconds, "sequence_seconds": sequence_seconds}
+        for name, value in (rates | times).items():
+            if not 0 <= value < math.inf or (name in rates and not value):
+                raise BalanceError(f"CostModel.from_shape: {name} is {value!r}: give a finite number, a rate above 0.")
+        flops_of_second = Fraction(linear_tflops) * 10**12
+        slowdown = Fraction(linear_tflops) / Fraction(attention_tflops)
         extra, frozen = int(recompute), frozen_language_model or shape.lora_rank > 0
         linear = expert_linear = half_cores = 0
         windows: dict[int, int] = {}
@@ -168,21 +192,23 @@ class CostModel:
                 windows[window] = windows.get(window, 0) + coefficient
 
         def core(coefficient: int) -> int:
-            return -(-coefficient * (7 + 2 * extra) // 2)
+            return math.ceil(Fraction(coefficient * (7 + 2 * extra), 2) * slowdown)
 
         image_linear = image_quadratic = 0
         if shape.vision is not None:
             of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
             if frozen_encoder:
-                image_linear = of_image.linear + of_image.windowed + 2 * of_image.projector
-                image_quadratic = of_image.quadratic
+                image_linear = of_image.linear + math.ceil(of_image.windowed * slowdown) + 2 * of_image.projector
+                image_quadratic = math.ceil(of_image.quadratic * slowdown)
             else:
                 image_linear = (3 + extra) * (of_image.linear + of_image.projector) + core(of_image.windowed)
                 image_quadratic = core(of_image.quadratic)
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
-            per_microbatch=microbatch_tokens * (linear + expert_linear),
-            quadratic=-(-half_cores // 2),
+            per_sequence=math.ceil(flops_of_second * Fraction(sequence_seconds)),
+            per_microbatch=microbatch_tokens * (linear + expert_linear)
+            + math.ceil(flops_of_second * Fraction(microbatch_seconds)),
+            quadratic=math.ceil(Fraction(half_cores, 2) * slowdown),
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
             image_linear=image_linear,

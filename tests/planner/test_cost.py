@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
 from megatron_balance.cost import (
+    ATTENTION_RATES,
     BETWEEN_NODES,
     MAX_TOTAL_COST,
     MICROBATCH_TOKENS,
     WITHIN_NODE,
     Calibration,
     Link,
+    default_attention_rate,
     exchange_bytes_per_token,
     exchange_flops_per_token,
+    find_profile,
     fit_seconds,
+    profiles,
     resolve_cost,
 )
 
@@ -179,6 +183,53 @@ def test_an_odd_core_is_rounded_up() -> None:
     shape = replace(DENSE, num_layers=1, **heads, **sizes)
     # QKᵀ on two channels and PV on one, half of each masked: 3 FLOPs, and 7/2 of that in training.
     assert CostModel.from_shape(shape).quadratic == 11
+
+
+# Rates ---------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_rates_are_flops() -> None:
+    shape = ModelShape.preset("gpt-oss-20b")
+    assert CostModel.from_shape(shape, linear_tflops=600, attention_tflops=600) == CostModel.from_shape(shape)
+
+
+def test_a_cost_over_its_rate_is_seconds() -> None:
+    shape, linear, attention = ModelShape.preset("Qwen3-8B"), 700, 300
+    flops = CostModel.from_shape(shape)
+    timed = CostModel.from_shape(
+        shape, linear_tflops=linear, attention_tflops=attention, microbatch_seconds=0.01, sequence_seconds=2e-5
+    )
+    for length in (100, 10_000, 1_000_000):
+        seconds = flops.linear * length / (linear * 1e12) + flops.quadratic * length**2 / (attention * 1e12) + 2e-5
+        assert timed(length) / (linear * 1e12) == pytest.approx(seconds, rel=1e-6)
+    assert timed.per_microbatch == pytest.approx(0.01 * linear * 1e12, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("linear_tflops", 0), ("attention_tflops", -1), ("attention_tflops", float("nan"))]
+)
+def test_a_rate_that_cannot_be_is_named(name: str, value: float) -> None:
+    with pytest.raises(BalanceError, match=name):
+        CostModel.from_shape(DENSE, **{name: value})
+
+
+def test_a_profile_belongs_to_more_than_a_gpu() -> None:
+    with pytest.raises(BalanceError, match=r"H100.*h100-fp8-nemo-24\.03.*megatron-balance fit"):
+        find_profile("H100")
+    for name, profile in profiles().items():
+        assert name.startswith(f"{profile.gpu.lower()}-{profile.precision}")
+        assert 0.3 < profile.attention_rate < 6
+        assert profile.source
+    assert find_profile("h100-fp8-nemo-24.03").attention_rate == pytest.approx(0.36, abs=0.005)
+
+
+@pytest.mark.parametrize(("models", "precision"), ATTENTION_RATES)
+def test_the_default_rate_lies_among_those_published(models: str, precision: str) -> None:
+    published = [
+        one.attention_rate for one in profiles().values() if (one.models, one.precision) == (models, precision)
+    ]
+    rate = default_attention_rate(has_experts=models == "moe", fp8=precision == "fp8")
+    assert 0.9 * min(published) <= rate <= 1.1 * max(published)
 
 
 # Seconds of a file ---------------------------------------------------------------------------------------------------

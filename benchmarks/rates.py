@@ -1,0 +1,164 @@
+"""Rates of attention and of all else from published tables, judged on rows that were not fitted; what they are worth.
+
+Rates: two rows of a table of whole runs by sequence length give two rates, and the other rows judge them. Attention
+kernels give one rate, the other is assumed; runs of a model with experts at one length give the other way round.
+Loss: plans made by tokens, FLOPs or one weight of attention for all, timed by each profile with fixed times as in
+planner/cost_models.py, over the plan made with the profile's own rates, less one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.planner.setups import SETUPS, Setup, global_batches
+from benchmarks.publish import ROOT, Measured, table
+from megatron_balance import CostModel, ModelShape, build_data_schedule
+from megatron_balance.cost.profiles import Profile, profiles
+from megatron_balance.planner import schedule_metrics
+
+TITLE = "Rates of GPUs"
+PUBLISHED = Path(__file__).with_suffix(".json")
+PROFILES = ROOT / "megatron_balance" / "cost" / "profiles.json"
+WEIGHTS = (1.0, 0.4, 0.5, 0.6, 0.7, 0.8, 1.5, 2.0, 3.0)
+"""Rates of attention that are tried for all devices of a kind."""
+
+SHOWN = ("tokens", "1", "0.5", "0.7", "2")
+
+MICROBATCH_SECONDS = 0.3e-3
+SEQUENCE_SECONDS = 5e-6
+"""Of a layer: assumed."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--write", action="store_true", help="write the profiles of the package")
+    parser.add_argument("--lengths", type=Path, help="folder of real length sets, .npy")
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Fits and judges every table, then plans."""
+    fitted = fit(json.loads(PUBLISHED.read_text()))
+    if args.write:
+        rows = [f' "{name}": {json.dumps(row)}' for name, row in fitted.items()]
+        PROFILES.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+        profiles.cache_clear()
+    problems = [] if json.loads(PROFILES.read_text()) == fitted else ["profiles.json is not what the tables give"]
+    losses = {
+        f"{models} {precision}": losses_of(
+            [one for one in profiles().values() if (one.models, one.precision) == (models, precision)],
+            lengths_folder=args.lengths,
+        )
+        for models in ("dense", "moe")
+        for precision in ("bf16", "fp8")
+    }
+    return Measured({"profiles": fitted, "losses": losses}, problems=problems)
+
+
+def fit(published: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of profiles.json, by name."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, of_table in published["sequences"].items():
+        rates, held_out = fit_sequences(of_table)
+        about = {key: of_table[key] for key in ("gpu", "precision", "software", "models", "source")}
+        rows[name] = about | rates | {"kind": "end to end", "held_out": held_out}
+    kernels = published["kernels"]
+    for name, row in kernels["rows"].items():
+        # Forward is 1 and backward 2.5 of 3.5 parts of the work.
+        attention = round(3.5 / (1 / row["forward"] + 2.5 / row["backward"]))
+        about = {"gpu": "H100", "precision": "bf16", "kernel": row["kernel"], "models": "dense"}
+        rates = {"linear_tflops": kernels["linear_tflops"], "attention_tflops": attention}
+        rows[name] = about | rates | {"kind": "kernel", "source": kernels["source"]}
+    experts = published["experts"]
+    cost = CostModel.from_shape(ModelShape.preset(experts["model"]))
+    for name, row in experts["rows"].items():
+        core = cost.quadratic * experts["seq_length"] / row["attention_tflops"]
+        linear = round(cost.linear / (1e12 / row["tokens_per_second"] - core))
+        about = {key: row[key] for key in ("gpu", "precision", "software", "source", "attention_tflops")}
+        rows[name] = about | {"models": "moe", "linear_tflops": linear, "kind": "assumed attention"}
+    return rows
+
+
+def fit_sequences(of_table: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
+    """Both rates from two rows; mean and worst error on the others.
+
+    NeMo counts attention as not causal, `12*layers*h*L` a token; a causal core with FlashAttention's backward pass is
+    `7*layers*h*L`.
+    """
+    h, layers = of_table["hidden"], of_table["layers"]
+    width = 12 + 12 * of_table["kv_fraction"] + 18 * of_table["ffn"] / h
+    linear = layers * h * h * width + 6 * of_table["vocab"] * h
+    lengths = np.array([1024 * int(length) for length in of_table["tflops"]])
+    seconds = (linear + 12 * layers * h * lengths) / (1e12 * np.array(list(of_table["tflops"].values())))
+    features = np.stack([np.full(lengths.size, linear), 7.0 * layers * h * lengths], axis=1)
+    fitted = np.isin(lengths, 1024 * np.array(of_table["fitted_on"]))
+    inverse = np.linalg.solve(features[fitted], seconds[fitted])
+    rates = {name: round(1e-12 / value) for name, value in zip(RATES, inverse, strict=True)}
+    errors = np.abs(features @ inverse / seconds - 1)[~fitted]
+    return rates, [round(float(errors.mean()), 4), round(float(errors.max()), 4)]
+
+
+RATES = ("linear_tflops", "attention_tflops")
+
+
+def losses_of(truths: list[Profile], *, lengths_folder: Path | None) -> dict[str, list[float]]:
+    """Mean and worst loss of each way of planning, over the devices and over the batches of the setups."""
+    losses: dict[str, list[float]] = {}
+    experts = truths[0].models == "moe"
+    for setup in (setup for setup in SETUPS[:6] if bool(ModelShape.preset(setup.model).num_experts) == experts):
+        for batch in global_batches(setup, lengths_folder=lengths_folder):
+            ways = {"tokens": CostModel.tokens()}
+            ways |= {f"{weight:g}": cost_model(setup, linear=1, attention=weight) for weight in WEIGHTS}
+            plans = {way: _plan(batch, setup, cost) for way, cost in ways.items()}
+            for truth in truths:
+                cost = cost_model(setup, linear=truth.linear_tflops, attention=truth.attention_tflops, fixed=True)
+                best = _seconds(_plan(batch, setup, cost), cost)
+                for way, plan in plans.items():
+                    losses.setdefault(way, []).append(_seconds(plan, cost) / best - 1)
+    return {way: [100 * statistics.fmean(of_way), 100 * max(of_way)] for way, of_way in losses.items()}
+
+
+def cost_model(setup: Setup, *, linear: float, attention: float, fixed: bool = False) -> CostModel:
+    """Costs on the setup's ranks, with the fixed times of a device or with those that runs plan with."""
+    shape, ranks = ModelShape.preset(setup.model), setup.topology.tp_size * setup.topology.cp_size
+    layers = shape.num_layers * ranks * fixed
+    return CostModel.from_shape(
+        shape,
+        ep_size=setup.topology.ep_size,
+        linear_tflops=linear,
+        attention_tflops=attention,
+        microbatch_tokens=0 if fixed else 128,
+        microbatch_seconds=MICROBATCH_SECONDS * layers,
+        sequence_seconds=SEQUENCE_SECONDS * layers,
+    )
+
+
+def _plan(batch: Any, setup: Setup, cost: CostModel) -> Any:
+    return build_data_schedule(batch, cost_model=cost, topology=setup.topology, limits=setup.limits)
+
+
+def _seconds(plan: Any, cost: CostModel) -> float:
+    return schedule_metrics(plan, cost_model=cost).predicted_cost
+
+
+def section(figures: Mapping[str, Any]) -> str:
+    """Markdown of the figures."""
+    judged = "; ".join(
+        "{} {:.1f} / {:.1f} %".format(name, *(100 * error for error in row["held_out"]))
+        for name, row in figures["profiles"].items()
+        if "held_out" in row
+    )
+    losses = figures["losses"]
+    lost = [(way, *("{:.2f} / {:.1f}".format(*of_kind[way]) for of_kind in losses.values())) for way in SHOWN]
+    return f"""Two rows of a published table of whole runs give both rates of a profile
+(megatron_balance/cost/profiles.json), and the other rows judge them, mean / worst error: {judged}. Loss in percent of
+the step against plans with each profile's own rates, mean / worst, of plans by tokens and by one rate of attention for
+all profiles; 1 is FLOPs.
+
+{table("planned with | " + " | ".join(losses), lost)}"""
