@@ -14,7 +14,7 @@ from benchmarks.dynamic_cp.dev_scheduler import Rows
 from benchmarks.dynamic_cp.setups import OBJECTIVES, DynamicSetup, cost_model
 from benchmarks.planner.measure import median_timing, timed
 from megatron_balance import build_data_schedule
-from megatron_balance.planner import DataSchedule, SizedBatch, fill_dummies
+from megatron_balance.planner import DataSchedule, SizedBatch, plan_rank_lists
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,13 @@ def measure_cell(
         ideal /= 1 << schedule.cost_shift
         level = setup.topology.cp_size.bit_length() - 1
         ours.append(schedule.predicted_cost / ideal)
-        filled.append(fill_dummies(schedule).check().predicted_cost / ideal)
+        lists = plan_rank_lists(
+            list(enumerate(batch.tolist())),
+            cost_model=schedule.cost_model,
+            topology=schedule.topology,
+            max_tokens_per_gpu=setup.max_tokens_per_gpu,
+        )
+        filled.append(time_of_rows(lists, samples=samples, objective=objective) / ideal)
         bounds.append(schedule.lower_bound / ideal)
         fixed.append((int(samples.costs[level].sum()) << level) / samples.num_leaves / ideal)
         if rows is not None:

@@ -10,7 +10,6 @@ from megatron_balance.planner.bounds import lower_bound
 from megatron_balance.planner.build import ALGORITHMS, balance, build_data_schedule
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.dynamic_plan import SizedPlan
-from megatron_balance.planner.filling import fill_dummies
 from megatron_balance.planner.fixed_ranks import partition_items
 from megatron_balance.planner.inputs import Images, as_integers, number_groups, sum_segments
 from megatron_balance.planner.karmarkar_karp import karmarkar_karp
@@ -53,7 +52,6 @@ __all__ = [
     "balance",
     "batch_of",
     "build_data_schedule",
-    "fill_dummies",
     "is_makespan",
     "karmarkar_karp",
     "keep_local",

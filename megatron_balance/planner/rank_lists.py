@@ -14,14 +14,15 @@ If DP×CP is not a power of two, these executors support sizes below half of it,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import chain, compress, islice
+
+import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.filling import fill_dummies
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
@@ -69,13 +70,17 @@ def plan_rank_lists(
     rest = [pair for pair, long in zip(sample_id_seqlens, is_long, strict=True) if not long]
     slots: RankLists = []
     if rest:
-        schedule = build_data_schedule(
-            [length for _, length in rest],
-            cost_model=_of_blocks(cost_model, min_cp_size=min_cp_size),
-            topology=blocks,
-            limits=Limits(max_tokens_per_gpu * min_cp_size),
-        )
-        filled = fill_dummies(schedule, other_slots=len(on_all))
+        for objective in ("auto", "microbatch"):
+            schedule = build_data_schedule(
+                [length for _, length in rest],
+                cost_model=_of_blocks(cost_model, min_cp_size=min_cp_size),
+                topology=blocks,
+                limits=Limits(max_tokens_per_gpu * min_cp_size),
+                objective=objective,
+            )
+            filled = _filled(schedule, other_slots=len(on_all))
+            if all(map(all, filled)):
+                break  # else rows of all ranks, which have few empty places, are filled
         slots = _lists(filled, ids=[sample for sample, _ in rest], min_cp_size=min_cp_size)
     if not all(ranks[0] for ranks in slots) or (len(on_all) + len(slots)) % multiple:
         # There are fewer samples than a good plan has micro-batches.
@@ -105,15 +110,54 @@ def _of_blocks(cost_model: CostModel, *, min_cp_size: int) -> CostModel:
     )
 
 
-def _lists(schedule: DataSchedule, *, ids: Sequence[int], min_cp_size: int) -> RankLists:
-    """Rank lists of a plan over blocks. In a slot that still has dummies all ranks share all samples."""
-    slots: RankLists = []
-    for of_leaves in zip(*schedule.ranks, strict=True):
+def _filled(schedule: DataSchedule, *, other_slots: int) -> RankLists:
+    """Slots of the plan, with single samples in place of dummies as far as there are any: executors have no dummies.
+
+    The shortest samples that share a micro-batch, of the same leaf if it has one, so that its work stays the same.
+
+    Args:
+        schedule: a plan with context-parallel sizes of its own.
+        other_slots: further slots of every leaf; the total is a multiple of `microbatch_multiple`.
+    """
+    multiple, num_leaves = schedule.topology.microbatch_multiple, len(schedule.cp_size_grid)
+    num_slots = -(-(schedule.num_microbatches + other_slots) // multiple) * multiple - other_slots
+    # Leaves of a group have the same list.
+    held = [list[int]() for _ in range(schedule.cp_size_grid.size)]
+    places: list[list[int]] = schedule.places().tolist()
+    slots: RankLists = [[held[place] for place in of_slot] for of_slot in zip(*places, strict=True)]
+    slots += [[list[int]() for _ in range(num_leaves)] for _ in range(num_slots - len(slots))]
+    home: list[int] = schedule.slot_of.tolist()
+    for sample, place in enumerate(home):
+        held[place].append(sample)
+    order: list[int] = np.argsort(schedule.lengths, kind="stable").tolist()
+    fits = schedule.topology.at_cp_size(1).padded_seq_len(schedule.lengths) <= (schedule.limits.max_tokens_per_gpu or 0)
+    short = [sample for sample in order if fits[sample]]
+
+    def donors(samples: Iterable[int]) -> Iterator[int]:
+        return (sample for sample in samples if sample in held[home[sample]] and len(held[home[sample]]) > 1)
+
+    of_leaves: list[list[int]] = [[] for _ in range(num_leaves)]
+    for sample in short:
+        if schedule.cp_size_grid.reshape(-1)[home[sample]] == 1:
+            of_leaves[home[sample] // schedule.num_microbatches].append(sample)
+    any_donors, own_donors = donors(short), [donors(samples) for samples in of_leaves]
+    for slot in slots:
+        for leaf, ids in enumerate(slot):
+            for sample in islice(chain(own_donors[leaf], any_donors), 0 if ids else 1):
+                held[home[sample]].remove(sample)
+                slot[leaf] = [sample]
+    return slots
+
+
+def _lists(slots: RankLists, *, ids: Sequence[int], min_cp_size: int) -> RankLists:
+    """Rank lists of slots over blocks. In a slot that still has dummies all ranks share all samples."""
+    lists: RankLists = []
+    for of_leaves in slots:
         if not all(of_leaves):
             everyone = sorted({sample for samples in of_leaves for sample in samples})
-            of_leaves = (tuple(everyone),) * len(of_leaves)
-        slots.append([[ids[sample] for sample in samples] for samples in of_leaves for _ in range(min_cp_size)])
-    return slots
+            of_leaves = [everyone] * len(of_leaves)
+        lists.append([[ids[sample] for sample in samples] for samples in of_leaves for _ in range(min_cp_size)])
+    return lists
 
 
 def _first_fit(sample_id_seqlens: Sequence[tuple[int, int]], *, capacity: int) -> list[list[int]]:
