@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance import CostModel
-from megatron_balance.adapters.slime import SlimeOptions
-from megatron_balance.adapters.slime.plan import BalancedDpSchedule
+from megatron_balance.adapters.slime import BalancedDpSchedule, SlimeOptions
 
 NUM_SEEDS = 50
 NUM_SAMPLES = 128

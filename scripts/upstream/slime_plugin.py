@@ -13,7 +13,6 @@ import pytest
 from any_module import stand_in_for
 
 from megatron_balance.adapters import slime
-from megatron_balance.adapters.slime.hooks import installation
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    installation.undo()
+    slime.adapter.undo()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

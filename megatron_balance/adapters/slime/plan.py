@@ -13,6 +13,10 @@ Invariants (slime's own, from the module docstring of slime/utils/dp_schedule.py
     - `micro_batch_indices` of a rank, flattened, are `range(len(partition))`; no micro-batch is empty
     - ranks come costliest first in a step, as largest differencing leaves them, the micro-batches of a rank
       cheapest first, or in the pipeline's order
+
+slime's trainer cannot run an empty micro-batch. Where one would stay empty (five samples that fill one each, on four
+ranks), a rank runs a copy of the step's shortest sample with a loss mask of zeros: slime's own way to take a sample out
+of the loss (`Sample.remove_sample`). Loss and gradients do not change.
 """
 
 from __future__ import annotations
@@ -23,11 +27,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.rollout import split_rollout
-from megatron_balance.adapters.slime.masked_copies import MaskedCopy
+from megatron_balance.adapters.kit import Function, split_rollout
 from megatron_balance.adapters.slime.settings import SlimeOptions, limits_from_slime, topology_from_slime
 from megatron_balance.cost.model import CostModel
-from megatron_balance.hooking.patches import Function
+from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
 from megatron_balance.topology import Limits, Topology
 
@@ -36,6 +39,50 @@ CAP_STEPS = 128
 
 SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 """`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""
+
+
+class MaskedCopy(int):
+    """Position in the rollout batch of a sample that also runs elsewhere; the loss of this copy is masked."""
+
+
+def mask_copies(rollout_data: dict[str, Any]) -> None:
+    """Masks the copies of one rank in place, before its data is sent; `partition` then holds plain integers.
+
+    Args:
+        rollout_data: data that slime packs for the rank; `partition` are the positions of its samples.
+
+    Raises:
+        BalanceError: there are copies, and no loss masks to mask them with.
+    """
+    partition = rollout_data.get("partition", [])
+    copies = [index for index, sample in enumerate(partition) if isinstance(sample, MaskedCopy)]
+    if not copies:
+        return
+    if "loss_masks" not in rollout_data:
+        raise BalanceError(
+            "the rollout data has no loss_masks, and a step has fewer samples than micro-batches: let "
+            "--custom-convert-samples-to-train-data-path give loss_masks, or raise --max-tokens-per-gpu."
+        )
+    masks = list(rollout_data["loss_masks"])
+    for index in copies:
+        masks[index] = [0] * len(masks[index])
+    rollout_data["loss_masks"] = masks
+    rollout_data["partition"] = [int(sample) for sample in partition]
+
+
+class MaskCopies:
+    """Replaces slime's `tensorize_rollout_data_for_training`, the last function before a rank's data is sent.
+
+    An object instead of a wrapped function, for the reason given at `BalancedDpSchedule`.
+    """
+
+    def __init__(self, stock: Function) -> None:
+        self._stock = stock
+
+    def __call__(self, rollout_data: dict[str, Any]) -> None:
+        """Masks the copies of one rank, then calls slime's function."""
+        mask_copies(rollout_data)
+        self._stock(rollout_data)
 
 
 class BalancedDpSchedule:
@@ -76,8 +123,14 @@ class BalancedDpSchedule:
             BalanceError: the arguments do not describe the model, or sizes do not fit.
         """
         balanced = args.balance_data or getattr(args, "balance_by_flops", False)
-        split = split_rollout(rollout_indices, global_batch_size=global_batch_size, drop_last=True)
-        if not balanced or not split.steps:
+        split = split_rollout(rollout_indices, global_batch_size=global_batch_size)
+        steps = list(split.steps)
+        # The last part step is dropped, or kept where miles's flag asks for it and it has a sample for every rank.
+        if split.num_groups and split.num_groups[-1] < global_batch_size:
+            keeps = getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size and len(steps) > 1
+            if not keeps or steps[-1].size < train_parallel_config["dp_size"]:
+                del steps[-1]
+        if not balanced or not steps:
             # slime's function raises its own error where there are too few rollouts.
             return self._stock(
                 args,
@@ -88,9 +141,9 @@ class BalancedDpSchedule:
             )
         lengths = as_integers(total_lengths, name="total_lengths")
         partitions, micro_batch_indices, num_microbatches = plan_rollout(
-            lengths, steps=split.steps, args=args, train_parallel_config=train_parallel_config, options=self._options
+            lengths, steps=steps, args=args, train_parallel_config=train_parallel_config, options=self._options
         )
-        return partitions, micro_batch_indices, num_microbatches, list(split.num_groups)
+        return partitions, micro_batch_indices, num_microbatches, list(split.num_groups[: len(steps)])
 
 
 def plan_rollout(

@@ -61,7 +61,7 @@ def topology_from_slime(args: Any, *, train_parallel_config: Mapping[str, int]) 
     slime pads a sample for context parallelism, and a micro-batch, not a sample, for sequence parallelism
     (`get_batch` in slime/backends/megatron_utils/data.py). So sample lengths need not be multiples of `tp_size`.
     """
-    vpp_size, tp_size = train_parallel_config["vpp_size"], _size(args, "tensor_model_parallel_size")
+    vpp_size, tp_size = train_parallel_config["vpp_size"] or 1, _size(args, "tensor_model_parallel_size")
     return Topology(
         train_parallel_config["dp_size"],
         cp_size=train_parallel_config["cp_size"],

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from megatron_balance.adapters.rollout import split_rollout
+from megatron_balance.adapters.kit import split_rollout
 from megatron_balance.adapters.verl.data_proto import row_images, row_lengths
 from megatron_balance.adapters.verl.image_tags import tagged_images
 from megatron_balance.adapters.verl.plan import RowOrder, group_balanced_partitions, minibatches_in_order, order_rows

@@ -49,4 +49,4 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_host, "__version__", "2.0.0")
     with pytest.raises(BalanceError, match=r"toy_host is 2\.0\.0.*tested on 1\.2"):
         toy_balance.install(max_tokens=CAP)
-    assert toy_balance.installation.settings is None
+    assert not toy_balance.adapter.is_installed

@@ -1,0 +1,111 @@
+"""miles adapter (radixark/miles, a fork of slime): slime's adapter under miles's names.
+
+    python -m megatron_balance.adapters.miles train.py ARGS      # in place of `python train.py ARGS`
+
+`RolloutManager` is a Ray actor. The functions of miles that make the schedule are pickled by name, so the actor would
+import miles's own. What is hooked in the driver is the one function that the actor's class has bound; in the actor it
+hooks the others before it runs. miles schedules locally with several LoRA adapters in a batch and with images: such
+batches stay stock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib import metadata
+from typing import Any
+
+from megatron_balance.adapters.kit import Adapter, Function, Hook, launch
+from megatron_balance.adapters.slime import check_not_started
+from megatron_balance.adapters.slime.plan import BalancedDpSchedule, mask_copies
+from megatron_balance.adapters.slime.settings import SlimeOptions
+
+_CONVERSION = "miles.ray.rollout.train_data_conversion"
+
+
+def _find_version() -> str | None:
+    try:
+        return metadata.version("miles")
+    except metadata.PackageNotFoundError:
+        return None  # used from a source folder
+
+
+_REMEDY = "check out the commit of docs/adapters/slime.md from github.com/radixark/miles, or train without balancing"
+driver: Adapter[SlimeOptions] = Adapter("miles", versions=("0.1",), remedy=_REMEDY, find_version=_find_version)
+"""The hook of the driver."""
+
+actor: Adapter[SlimeOptions] = Adapter("miles", versions=("0.1",), remedy=_REMEDY, find_version=_find_version)
+"""The hooks of the process that makes the schedule."""
+
+
+class BalancedSplit:
+    """Replaces `split_train_data_by_dp`: an object, which Ray pickles by value, with the options."""
+
+    def __init__(self, options: SlimeOptions) -> None:
+        self._options = options
+
+    def __call__(self, args: Any, data: dict[str, Any], train_parallel_config: dict[str, Any] | None) -> Any:
+        """Hooks the schedule in this process, then calls miles's function, which asks for it."""
+        actor.hook(self._options, lambda: _hooks_of_actor(self._options))
+        return _stock_split()(args, data, train_parallel_config)
+
+
+def install(**options: Any) -> Adapter[SlimeOptions]:
+    """Hook miles in this process, the driver, before `create_rollout_manager()`.
+
+    Args:
+        **options: as `megatron_balance.adapters.slime.install`: cost, model, objective, algorithm, strict_cap.
+
+    Raises:
+        BalanceError: miles is missing, of another version, a target has moved, or RolloutManager runs already.
+    """
+    chosen = SlimeOptions(**options)
+    manager = "miles.ray.rollout.rollout_manager"
+    row = Hook(
+        target=f"{_CONVERSION}:split_train_data_by_dp",
+        bound_in=(manager,),
+        parameters=("args", "data", "train_parallel_config"),
+        wrap=lambda _: BalancedSplit(chosen),
+        why="the function that the actor's class has bound, which reaches the actor with it",
+        until="miles takes a schedule function by path, as it takes others",
+    )
+    return driver.hook(chosen, lambda: (row,), check=check_not_started(manager))
+
+
+def _stock_split() -> Function:
+    return importlib.import_module(_CONVERSION).split_train_data_by_dp
+
+
+def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
+    return (
+        Hook(
+            target="miles.utils.dp_schedule:build_dp_schedule",
+            bound_in=("miles.utils.dp_schedule", _CONVERSION),
+            parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
+            wrap=lambda stock: BalancedDpSchedule(stock, options=options),
+            why="it tells which rank runs which samples in which micro-batch",
+            until="miles takes a schedule function by path, as it takes others",
+        ),
+        Hook(
+            target=f"{_CONVERSION}:_package_shards",
+            bound_in=(_CONVERSION,),
+            parameters=("args", "data", "partitions"),
+            wrap=_masked,
+            why="copies that fill an empty micro-batch are masked before shards are sent",
+            until="miles's trainer runs an empty micro-batch",
+        ),
+    )
+
+
+def _masked(package: Function) -> Function:
+    def package_shards(args: Any, data: dict[str, Any], partitions: Any) -> list[dict[str, Any]]:
+        shards: list[dict[str, Any]] = package(args, data, partitions)
+        for shard in shards:
+            mask_copies(shard)
+        return shards
+
+    return package_shards
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:], install=install, usage="python -m megatron_balance.adapters.miles SCRIPT [ARGS ...]")

@@ -1,0 +1,119 @@
+"""miles, a fork of slime: the schedule is made by the adapter in the process of the actor; copies carry no loss.
+
+On a double of its modules, and with MILES_CHECKOUT (marked `checkout`) on its own schedule and its own cut.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slime_double import build_dp_schedule, parallel_config, qwen3_4b
+
+from megatron_balance import BalanceError
+from megatron_balance.adapters import miles
+
+CONVERSION, MANAGER = "miles.ray.rollout.train_data_conversion", "miles.ray.rollout.rollout_manager"
+DOUBLE = """
+from miles.utils.dp_schedule import build_dp_schedule
+
+def split_train_data_by_dp(args, data, train_parallel_config):
+    data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
+    found = build_dp_schedule(args, train_parallel_config, data["total_lengths"],
+        global_batch_size=args.global_batch_size, rollout_indices=data["rollout_ids"])
+    shards = _package_shards(args, data, found[0])
+    for rank, shard in enumerate(shards):
+        shard["micro_batch_indices"] = found[1][rank]
+    return shards
+
+def _package_shards(args, data, partitions):
+    return [{"partition": one} | {key: [data[key][j] for j in one] for key in ("tokens", "loss_masks")}
+        for one in partitions]
+"""
+
+
+@pytest.fixture(params=["double", pytest.param("checkout", marks=pytest.mark.checkout)])
+def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module in which the actor's class lies, which has bound `split_train_data_by_dp` by value."""
+
+    def put(name: str, **content: Any) -> types.ModuleType:
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "miles"]:
+        monkeypatch.delitem(sys.modules, name)
+    packages = ("miles", "miles.utils", "miles.ray", "miles.ray.rollout")
+    if request.param == "double":
+        for name in packages:
+            put(name)
+        put("miles.utils.dp_schedule", build_dp_schedule=build_dp_schedule)
+        exec(DOUBLE, vars(put(CONVERSION)))
+    else:
+        for name in packages:  # without what their __init__ imports: engines and Ray
+            put(name, __path__=[str(Path(os.environ["MILES_CHECKOUT"], *name.split(".")))])
+        store = types.SimpleNamespace(put=lambda value, value_spec: value)
+        put("miles.utils.object_store", get_instance=lambda: store, ValueSpec=lambda **_: None)
+        vars(sys.modules["miles.utils"])["object_store"] = sys.modules["miles.utils.object_store"]
+        put("miles.utils.multi_lora", is_multi_lora_enabled=lambda args: False)
+        put("miles.utils.types", Sample=None)
+        put("miles.utils.timer", Timer=None)
+        importlib.import_module(CONVERSION)
+    conversion = sys.modules[CONVERSION]
+    yield put(MANAGER, split_train_data_by_dp=conversion.split_train_data_by_dp)
+    miles.driver.undo()
+    miles.actor.undo()
+
+
+def data_of(lengths: list[int]) -> dict[str, Any]:
+    masks = [[1] * (length // 2) for length in lengths]
+    ids = list(range(len(lengths)))
+    return {"tokens": [[0] * length for length in lengths], "loss_masks": masks, "rollout_ids": ids}
+
+
+def test_the_actor_hooks_itself_and_masks_copies(manager: Any) -> None:
+    before = sys.modules[CONVERSION].build_dp_schedule
+    miles.install()
+    # As Ray sends it: by value, into a process where nothing is hooked.
+    split = pickle.loads(pickle.dumps(manager.split_train_data_by_dp))
+    assert sys.modules[CONVERSION].build_dp_schedule is before
+    lengths = [9000, 9000, 8000, 9000, 9000]
+    args = qwen3_4b(global_batch_size=5, calculate_per_token_loss=False)
+    shards = split(args, data_of(lengths), parallel_config())
+    learnt = [0] * 5
+    for shard in shards:
+        assert [len(held) for held in shard["micro_batch_indices"]] == [1, 1]
+        assert all(type(sample) is int for sample in shard["partition"])
+        for sample, mask in zip(shard["partition"], shard["loss_masks"], strict=True):
+            learnt[sample] += sum(mask)
+    assert learnt == [length // 2 for length in lengths]
+
+
+def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
+    miles.install()
+    lengths = [100 * (1 + index) for index in range(14)]
+    for keeps, steps in ((True, 2), (False, 1)):
+        args = qwen3_4b(global_batch_size=8, allow_partial_train_step=keeps)
+        shards = manager.split_train_data_by_dp(args, data_of(lengths), parallel_config())
+        held = sorted(sample for shard in shards for sample in shard["partition"])
+        assert held == list(range(14 if keeps else 8))
+        assert {len(shard["micro_batch_indices"]) for shard in shards} == {steps}
+
+
+def test_undo_restores_and_another_version_is_refused(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = sys.modules[CONVERSION].split_train_data_by_dp
+    assert miles.install() is miles.install()
+    miles.driver.undo()
+    assert manager.split_train_data_by_dp is stock
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.0")
+    with pytest.raises(BalanceError, match=r"miles is 0\.2\.0; megatron_balance is tested on 0\.1"):
+        miles.install()
