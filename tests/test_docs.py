@@ -41,7 +41,7 @@ README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
 ADAPTERS = sorted((DOCS / "adapters").glob("*.md"))
 
-NOT_RUN = {"quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1, "planner.md": 1}
+NOT_RUN = {"quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1}
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU."""
 
 LANGUAGES = {"python", "bash", "text", "python no-run", "bash no-run"}
@@ -216,6 +216,12 @@ def test_rooms_are_drawn_from_the_import_contract(monkeypatch: pytest.MonkeyPatc
     architecture = importlib.import_module("architecture")
     assert architecture.PICTURE.read_text() == architecture.picture(), "stale: run python docs/pictures/architecture.py"
     assert sorted(architecture.PURPOSE) == sorted(itertools.chain.from_iterable(architecture.rooms()))
+
+
+def test_the_steps_of_the_planner_are_drawn_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
+    steps = importlib.import_module("plan_steps")
+    assert steps.PICTURE.read_text() == steps.picture(), "stale: run python docs/pictures/plan_steps.py"
 
 
 def test_python_page_has_every_public_name() -> None:
