@@ -80,7 +80,7 @@ def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
 def test_seconds_follow_from_the_stated_speed(tmp_path: Path) -> None:
     file = write_lengths(tmp_path, 1024, 1024)
     arguments = [file, "--global-batch-size", 2, "--dp-size", 2, "--tp-size", 2, "--max-tokens-per-gpu", 2048]
-    arguments += ["--model", "Qwen3-8B", "--tflops", 500]
+    arguments += ["--model", "Qwen3-8B", "--device", 500]
     stock = figures_of(tmp_path, *arguments)["policies"]["stock"]
     flops = FLOPS(1024) + FLOPS.per_microbatch
     # Each rank runs one sample, on two GPUs of 5e14 FLOPs a second.
@@ -90,7 +90,7 @@ def test_seconds_follow_from_the_stated_speed(tmp_path: Path) -> None:
 
 def test_a_makespan_is_of_all_stages(tmp_path: Path) -> None:
     file = write_lengths(tmp_path, *[1024] * 4)
-    arguments = [file, "--global-batch-size", 4, "--dp-size", 1, "--max-tokens-per-gpu", 1024, "--tflops", 500]
+    arguments = [file, "--global-batch-size", 4, "--dp-size", 1, "--max-tokens-per-gpu", 1024, "--device", 500]
     flops = FLOPS(1024) + FLOPS.per_microbatch
     for stages in (1, 4):
         content = figures_of(tmp_path, *arguments, "--pp-size", stages, "--model", "Qwen3-8B")
@@ -111,9 +111,19 @@ def test_no_seconds_are_shown_where_no_speed_is_known(lengths_file: Path, capsys
     assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B") == 0
     printed = capsys.readouterr().out
     assert "tokens/s" not in printed
-    assert "for seconds: --tflops" in printed
-    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--tflops", 400) == 0
+    assert "for seconds: --device" in printed
+    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", 400) == 0
     assert "FLOPs of Qwen3-8B at 400 TFLOPS a GPU" in capsys.readouterr().out
+
+
+def test_a_device_has_two_rates(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", "h100-fp8-nemo-24.03") == 0
+    printed = capsys.readouterr().out
+    assert "at 836 TFLOPS a GPU, attention at 299 (r = 0.36; h100-fp8-nemo-24.03: NVIDIA/NeMo" in printed
+    assert "--balance-by-flops --balance-attention-rate 0.36" in printed
+    assert re.search(r"were attention at half or twice that rate: \d\.\d\dx, \d\.\d\dx", printed)
+    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", "600,420") == 0
+    assert "--balance-attention-rate" not in capsys.readouterr().out  # what training takes without a flag
 
 
 def test_policies_are_those_that_can_be_judged(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
@@ -214,7 +224,7 @@ def rank_cost(lengths: np.ndarray, *, exchange: int) -> float:
 
 
 def test_dynamic_sizes_are_judged_like_one_size(lengths_file: Path, tmp_path: Path) -> None:
-    policies = figures_of(tmp_path, lengths_file, *SIZES, "--tflops", 400)["policies"]
+    policies = figures_of(tmp_path, lengths_file, *SIZES, "--device", 400)["policies"]
     lengths = np.load(lengths_file)
     batches = [lengths[64 * step :][:64] for step in range(lengths.size // 64)]
     # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s and 450 GB/s.
@@ -378,8 +388,9 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["synthetic:gsm8k_sft", *BATCH, "--tflops", "989"], "the cost is tokens, not FLOPs: add --model"),
-        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--tflops", "-1"], "--tflops is -1"),
+        (["synthetic:gsm8k_sft", *BATCH, "--device", "989"], "the cost is tokens, not FLOPs: add --model"),
+        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "H100"], "give one of h100-fp8-nemo-24.03"),
+        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "-1"], "--device is '-1'"),
         (["synthetic:gsm8k_sft", *BATCH, "--key", "length"], "which has no columns: drop --key"),
         (["synthetic:gsm8k_sft", *BATCH[2:], "--global-batch-size", "0"], "--global-batch-size is 0"),
         (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "0"], "--dp-size is 0"),

@@ -19,8 +19,9 @@ from megatron_balance.cli.advice import Recommendation, recommend
 from megatron_balance.cli.batches import SYNTHETIC_STEPS, GlobalBatch, cut, lengths_of, recorded_batches
 from megatron_balance.cli.costs import Costs
 from megatron_balance.cli.output import check_writable, print_table, progress_bar
-from megatron_balance.cli.policies import Figures, PolicyResult, Question
+from megatron_balance.cli.policies import Figures, Policy, PolicyResult, Question
 from megatron_balance.cost.model import MICROBATCH_TOKENS
+from megatron_balance.cost.profiles import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import SYNTHETIC_LENGTHS
 from megatron_balance.model.presets import PRESETS
@@ -46,7 +47,7 @@ lengths, in the order of training:
 
 examples:
   megatron-balance compare my_corpus.idx --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
-      --model Qwen3-8B --tflops 400
+      --model Qwen3-8B --device 400
   megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
       --model Qwen3-8B --cost seconds.json
   megatron-balance compare runs/record --model Qwen3-8B
@@ -61,7 +62,7 @@ policies (their flags are printed below the table):
                 where training does not refuse it
 
 columns, means over the steps:
-  step s         predicted time of a step, forward and backward. Shown where its speed is known: --tflops,
+  step s         predicted time of a step, forward and backward. Shown where its speed is known: --device,
                  a seconds.json, or a recorded run that was measured
   tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
   speed          predicted time under stock over this policy's
@@ -81,7 +82,7 @@ taken to be split by sequence parallelism.
 
 FLOPs are those this package plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in
 training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} additional tokens on each context-parallel
-rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, differ: choose --tflops
+rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, differ: choose --device
 for these FLOPs, or better, use fit.
 
 models:
@@ -130,7 +131,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model, else tokens)",
     )
     group.add_argument(
-        "--tflops", type=float, metavar="T", help="TFLOPS that one GPU reaches in training: gives seconds"
+        "--device",
+        metavar="DEVICE",
+        help="gives seconds: a profile of published rates, or TFLOPS that one GPU reaches in training, LINEAR or "
+        f"LINEAR,ATTENTION (profiles: {', '.join(profiles())})",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--policy", metavar="NAME", help="show this policy's plan: its first step")
@@ -148,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = _ranks_and_cap(args, record=record)
-    costs = Costs(args.cost, args.model, record, args.tflops)
+    costs = Costs(args.cost, args.model, record, args.device)
     question = Question(costs, topology, limits, objective=None if record is None else record.info.objective)
     policies = question.policies()
     if args.policy is not None:
@@ -173,6 +177,10 @@ def run(args: argparse.Namespace) -> int:
     for sentence in advice.sentences:
         print(f"  {sentence}")
     names = [result.policy.name for result in results]
+    if costs.rates is not None and advice.policy != results[0].policy.name:
+        advised = results[names.index(advice.policy)].policy
+        gains = [_gain(question, advised, batches, factor=factor) for factor in (0.5, 2.0)]
+        print("  Planned so, and were attention at half or twice that rate: {:.2f}x, {:.2f}x.".format(*gains))
     chosen = results[names.index(advice.policy) if args.policy is None else _named(names, name=args.policy)]
     if args.policy is not None:
         _print_plan(chosen)
@@ -183,6 +191,16 @@ def run(args: argparse.Namespace) -> int:
     num_samples = sum(batch.num_segments.size for batch in batches)
     print(f"Compared {len(results)} policies on {num_samples} samples in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU).")
     return 0
+
+
+def _gain(question: Question, policy: Policy, batches: Sequence[GlobalBatch], *, factor: float) -> float:
+    """Speed-up over stock of plans as they are, where attention runs at a multiple of the device's rate."""
+    judged = replace(question, costs=replace(question.costs, attention_factor=factor))
+    stock, planned = (
+        judged.plan(each, batches, after_step=lambda: None)
+        for each in (Policy("stock", flags="", cost_model=None), policy)
+    )
+    return planned.figures(stock=stock).speedup
 
 
 _COUNTS = (

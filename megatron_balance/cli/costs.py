@@ -7,7 +7,7 @@
 
     seconds of a unit of cost
     seconds.json                                 it holds them
-    flops and --tflops                           FLOPs over the speed of the GPUs that share a sample
+    flops and --device                           FLOPs over the rates of the GPUs that share a sample
     a record with measured micro-batches         fitted to them
     else                                         not known: only ratios are shown
 
@@ -33,6 +33,7 @@ from megatron_balance.cost.communication import (
     exchange_flops_per_token,
 )
 from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.profiles import default_attention_rate, find_profile, profiles
 from megatron_balance.cost.resolve import find_shape, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import dynamic_cp_problem
@@ -56,23 +57,50 @@ class Costs:
         cost: `--cost`, or None.
         model: `--model`, or None.
         record: the recorded run, or None.
-        tflops: `--tflops`, what one GPU reaches in training, or None.
+        device: `--device`, a profile's name or TFLOPS that one GPU reaches in training, or None.
+        attention_factor: on the rate of attention, to see what depends on it.
     """
 
     cost: str | None
     model: str | None
     record: RunRecord | None = None
-    tflops: float | None = None
+    device: str | None = None
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.tflops is None:
-            return
-        if not 0 < self.tflops < float("inf"):
-            raise BalanceError(f"--tflops is {self.tflops:g}: it must be the TFLOPS that one GPU reaches, above 0.")
-        if self.name != "flops":
+        if self.rates is not None and self.name != "flops":
             raise BalanceError(
-                f"--tflops is given and the cost is {self.name}, not FLOPs: add --model, or drop --tflops."
+                f"--device is given and the cost is {self.name}, not FLOPs: add --model, or drop --device."
             )
+
+    @cached_property
+    def rates(self) -> tuple[float, float] | None:
+        """TFLOPS of all that is linear and of attention on `--device`."""
+        if self.device is None:
+            return None
+        try:
+            rates = [float(rate) for rate in self.device.split(",")]
+        except ValueError:
+            profile = find_profile(self.device)
+            return profile.linear_tflops, profile.attention_tflops
+        if len(rates) > 2 or not all(0 < rate < float("inf") for rate in rates):
+            raise BalanceError(
+                f"--device is {self.device!r}: give the TFLOPS that one GPU reaches, LINEAR or LINEAR,ATTENTION, above "
+                "0, or the name of a profile."
+            )
+        return rates[0], rates[-1]
+
+    @property
+    def attention_rate(self) -> float:
+        """The rate of attention over that of all else, to two digits as the training flag would have it."""
+        if self.rates is not None:
+            return float(f"{self.rates[1] / self.rates[0]:.2g}")
+        return self.default_rate
+
+    @property
+    def default_rate(self) -> float:
+        """The rate that training takes without a flag, in bf16."""
+        return default_attention_rate(has_experts=self.shape is not None and self.shape.num_experts > 0, fp8=False)
 
     @property
     def name(self) -> str:
@@ -103,12 +131,18 @@ class Costs:
         """The cost model that `--balance-by-flops` plans with at one size; None where the model is unknown."""
         if self.name == "flops":
             return self.planning(topology)
-        return None if self.shape is None else resolve_cost("flops", model=self.shape, ep_size=topology.ep_size)
+        if self.shape is None:
+            return None
+        return resolve_cost("flops", model=self.shape, ep_size=topology.ep_size, attention_rate=self.attention_rate)
 
     def _cost_model(self, topology: Topology) -> CostModel:
         if self.record is None or self.cost is not None or self.model is not None:
             return resolve_cost(
-                self.cost, model=self.shape, ep_size=topology.ep_size, model_parallel_size=_sharing(topology)
+                self.cost,
+                model=self.shape,
+                ep_size=topology.ep_size,
+                model_parallel_size=_sharing(topology),
+                attention_rate=self.attention_rate * self.attention_factor,
             )
         info = self.record.info
         same_experts, same_ranks = (
@@ -145,8 +179,8 @@ class Costs:
         if self.shape is None:
             return None
         link = WITHIN_NODE if num_gpus(topology) <= GPUS_PER_NODE else BETWEEN_NODES
-        if self.tflops is not None:
-            link = replace(link, flops_per_second=self.tflops * 1e12)
+        if self.rates is not None:
+            link = replace(link, flops_per_second=self.rates[0] * 1e12)
         try:
             if self.name == "flops":
                 return exchange_flops_per_token(self.shape, link=link)
@@ -175,11 +209,11 @@ class Costs:
     @property
     def in_seconds(self) -> bool:
         """Times are in seconds."""
-        return self.name == "seconds" or self.tflops is not None or self._seconds_of_run is not None
+        return self.name == "seconds" or self.rates is not None or self._seconds_of_run is not None
 
     def _per_cost(self, topology: Topology) -> float:
-        if self.tflops is not None:
-            return 1 / (self.tflops * 1e12 * _sharing(topology))
+        if self.rates is not None:
+            return 1 / (self.rates[0] * 1e12 * _sharing(topology))
         if self._seconds_of_run is not None and self.record is not None:
             ran_on = self.record.info.topology
             return self._seconds_of_run * ran_on.pp_size * _sharing(ran_on) / _sharing(topology)
@@ -187,8 +221,10 @@ class Costs:
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
-        if self.tflops is not None:
-            said = f"FLOPs at {self.tflops:g} TFLOPS a GPU"
+        if self.rates is not None:
+            said = "FLOPs at {:g} TFLOPS a GPU, attention at {:g}".format(*self.rates)
+            source = "--device" if self.device not in profiles() else f"{self.device}: {profiles()[self.device].source}"
+            said += f" (r = {self.attention_rate:g}; {source})"
         elif self._seconds_of_run is not None:
             said = "seconds that the run's micro-batches took"
         else:
@@ -196,7 +232,9 @@ class Costs:
         if self.model is not None and self.name == "flops":
             said = said.replace("FLOPs", f"FLOPs of {self.model}")
         if not self.in_seconds:
-            said += " (for seconds: --tflops, or --cost seconds.json)"
+            said += " (for seconds: --device, or --cost seconds.json)"
+        if self.name == "flops" and self.rates is None and self.record is None:
+            said += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
         if self.shape is not None and self.exchange(topology) is not None:
             link, where = (
                 (WITHIN_NODE, f"at most {GPUS_PER_NODE} GPUs")

@@ -203,6 +203,8 @@ class Question:
             Policy("balance-data", flags=f"{pack} --balance-data", cost_model=tokens),
         ]
         by_flops = f"{pack} --balance-data --balance-by-flops"
+        if self.costs.attention_rate != self.costs.default_rate:
+            by_flops += f" --balance-attention-rate {self.costs.attention_rate:g}"
         if objective != resolve_objective("auto", topology=self.topology):
             by_flops += f" --balance-objective {objective}"
         flops = self.costs.flops(self.topology)

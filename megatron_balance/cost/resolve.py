@@ -42,7 +42,12 @@ def find_shape(model: Model, *, named_by: str = "the model (--model)") -> ModelS
 
 
 def resolve_cost(
-    cost: str | None = None, *, model: Model | None = None, ep_size: int = 1, model_parallel_size: int = 1
+    cost: str | None = None,
+    *,
+    model: Model | None = None,
+    ep_size: int = 1,
+    model_parallel_size: int = 1,
+    attention_rate: float = 1.0,
 ) -> CostModel:
     """Resolves the value of `--cost`.
 
@@ -52,6 +57,7 @@ def resolve_cost(
         model: the model that FLOPs are of.
         ep_size: expert-parallel ranks, which share the work of routed experts.
         model_parallel_size: tensor- times context-parallel ranks, for the seconds of a file, which are those of one.
+        attention_rate: of FLOPs: the rate of attention over that of all else; 1 counts FLOPs as they are.
 
     Raises:
         BalanceError: FLOPs without a model, or another value.
@@ -66,7 +72,12 @@ def resolve_cost(
                 "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
                 f"or one of {', '.join(PRESETS)}."
             )
-        return CostModel.from_shape(find_shape(model), ep_size=ep_size, microbatch_tokens=MICROBATCH_TOKENS)
+        return CostModel.from_shape(
+            find_shape(model),
+            ep_size=ep_size,
+            microbatch_tokens=MICROBATCH_TOKENS,
+            attention_tflops=attention_rate,
+        )
     if cost.endswith(".json"):
         return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
     raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")

@@ -105,6 +105,8 @@ REFUSED = [
     f"--balance-unpad 0 --no-create-attention-mask-in-dataloader {SIZED}",
     "--balance-by-flops",
     f"--balance-cost seconds.json {PACKED}",
+    f"--balance-attention-rate 1 {PACKED}",
+    f"--balance-attention-rate 1 --balance-by-flops --balance-cost seconds.json {PACKED}",
     "--balance-context-parallel",
     "--balance-context-parallel --no-balance-data --use-dynamic-batch-size --max-tokens-per-gpu 4096",
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",

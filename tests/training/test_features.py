@@ -50,6 +50,12 @@ class TestOneRecordedRun:
                     assert sorted(placed.tolist()) == sorted(microbatch["lengths"])
             assert (step.seconds > 0).all()
 
+    def test_attention_is_weighed_by_a_published_rate(self, run: Run) -> None:
+        cost = read_record(run.folder / "record").info.cost_model
+        (rate,) = re.findall(r"FLOPs count attention at ([\d.]+) times the rate of all else", run.log(0))
+        # Two layers of 2h FLOPs a squared token, h 32, and three and a half passes.
+        assert cost.quadratic == pytest.approx(2 * 2 * 32 * 3.5 / float(rate), abs=1)
+
     def test_the_busiest_rank_has_less_to_do_than_with_samples_in_place(self, run: Run, train: KeptRuns) -> None:
         in_place = run_of(train, row_of("DP2", "in-place"))
         heaviest = [

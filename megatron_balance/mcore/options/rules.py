@@ -22,6 +22,9 @@ BALANCE_FLAGS = {
     "add --use-dynamic-batch-size and --max-tokens-per-gpu, or drop it",
     "balance_evaluation :stock": "nothing is balanced; add --balance-data or --use-dynamic-batch-size, or drop it",
     "balance_evaluation balance_context_parallel": "evaluation runs at --context-parallel-size; drop one of them",
+    "balance_attention_rate !balance_by_flops": "it weighs attention among the FLOPs, which are not counted; "
+    "add --balance-by-flops, or drop it",
+    "balance_attention_rate balance_cost": "measured seconds hold the rate of attention; drop one of them",
     "balance_cost !balance_by_flops": "it refines --balance-by-flops, which is not set; add that, or drop it",
     "balance_context_parallel !balance_data": "samples must move to the ranks that share them; "
     "add --balance-data, or drop it",

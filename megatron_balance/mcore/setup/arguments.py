@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.profiles import default_attention_rate
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import problems
 from megatron_balance.mcore.setup.cp_exchange import ExchangeCost, exchange_cost
@@ -179,8 +180,22 @@ def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
     return exchange_cost(costs, args=args, max_cp_size=config.max_cp_size, calibration=calibration)
 
 
+def attention_rate_of(args: Any) -> tuple[float, str]:
+    """The rate of attention over that of all else to plan with, and its reason; 1.0 and nothing where none is used."""
+    if not getattr(args, "balance_by_flops", False) or args.balance_cost is not None:
+        return 1.0, ""
+    if getattr(args, "balance_cost_model", None) is not None:
+        return 1.0, ""
+    if args.balance_attention_rate is not None:
+        return args.balance_attention_rate, "--balance-attention-rate"
+    has_experts, fp8 = bool(args.num_experts), bool(getattr(args, "fp8", None))
+    kind, precision = "mixtures of experts" if has_experts else "dense models", "FP8" if fp8 else "bf16"
+    rate = default_attention_rate(has_experts=has_experts, fp8=fp8)
+    return rate, f"what loses least over published GPUs for {kind} in {precision}; --balance-attention-rate sets it"
+
+
 def flops_from_megatron_args(args: Any) -> CostModel:
-    """The FLOPs of the model that the run's own arguments describe."""
+    """The FLOPs of the model that the run's own arguments describe, attention weighed by its rate."""
     cap = getattr(args, "max_tokens_per_gpu", None)
     return CostModel.from_shape(
         _shape_of_run(args),
@@ -190,6 +205,7 @@ def flops_from_megatron_args(args: Any) -> CostModel:
         frozen_encoder=bool(getattr(args, "freeze_ViT", False)),
         frozen_language_model=bool(getattr(args, "freeze_LM", False)),
         pack_tokens=cap * args.context_parallel_size if isinstance(cap, int) else 0,
+        attention_tflops=attention_rate_of(args)[0],
     )
 
 

@@ -105,6 +105,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "in place of first-fit. Requires --use-dynamic-batch-size.",
     )
     group.add_argument(
+        "--balance-attention-rate",
+        type=positive_rate,
+        default=None,
+        metavar="RATE",
+        help="Rate at which GPUs run attention over that of all else, for --balance-by-flops; 1 counts plain FLOPs. "
+        "Without it, what loses least over the published GPUs for the run's precision and kind of model: the log "
+        "says it.",
+    )
+    group.add_argument(
         "--balance-cost",
         metavar="FILE",
         default=None,
@@ -180,6 +189,21 @@ def context_parallel_limit(text: str) -> int | str:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: give a power of two, or none for all ranks")
     return int(text)
+
+
+def positive_rate(text: str) -> float:
+    """The value of `--balance-attention-rate`, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number above 0.
+    """
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate: give a number above 0, 1 for FLOPs")
+    return rate
 
 
 def padding_source(text: str) -> int | str:
