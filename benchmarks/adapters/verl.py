@@ -23,8 +23,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils import seqlen_balancing
 
-from megatron_balance.adapters.verl import install
-from megatron_balance.adapters.verl.workload import choose_workload, workloads
+from megatron_balance.adapters.kit import row_costs
+from megatron_balance.adapters.verl import choose_cost, install
 
 MODEL = "Qwen3-8B"
 DP_SIZE = 8
@@ -89,7 +89,7 @@ def measure(seeds: int) -> dict[str, list[float | None]]:
                 lengths = rollout_lengths(seed, num_rows=num_rows)
                 with _planned(balanced):
                     rows = order(lengths, **arguments)
-                ratios.append(imbalance(rows, work=workloads(lengths, cost_model=choose_workload(MODEL))))
+                ratios.append(imbalance(rows, work=row_costs(lengths, cost_model=choose_cost(MODEL))))
             figures.append(float(np.mean(ratios)))
         packed = name in ("verl", "adapter")
         found[name] = [*figures, num_micro_batches(balanced, seeds=seeds) if packed else None]

@@ -26,9 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     import verl
 
-    from megatron_balance.adapters.verl.settings import installation
+    from megatron_balance.adapters.verl.settings import adapter
 
-    return f"verl {verl.__version__} from {os.path.dirname(verl.__file__)}, balanced: {installation.settings}"
+    return f"verl {verl.__version__} from {os.path.dirname(verl.__file__)}, balanced: {adapter.settings}"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

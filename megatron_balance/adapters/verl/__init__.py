@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.adapters.verl.settings import installation
+from megatron_balance.adapters.kit import Adapter
+from megatron_balance.adapters.verl.settings import Model, Settings, adapter, choose_cost
 
 if TYPE_CHECKING:
-    from megatron_balance.adapters.verl.data_proto import BalancedData
-    from megatron_balance.adapters.verl.settings import Settings
-    from megatron_balance.adapters.verl.workload import Model
-    from megatron_balance.hooking.installation import Installation
+    from megatron_balance.adapters.verl.rows import BalancedData
 
-__all__ = ["balance_data_proto", "install", "is_installed"]
+__all__ = ["balance_data_proto", "choose_cost", "install", "is_installed"]
 
 
 def install(
@@ -31,20 +29,34 @@ def install(
     cost: str | None = None,
     keep_minibatch: bool = True,
     dispatch: bool | tuple[str, ...] = False,
-) -> Installation[Settings]:
-    """Hook verl in this process; see `megatron_balance.adapters.verl.hooks`."""
+) -> Adapter[Settings]:
+    """Hook verl in this process. Installing twice with the same arguments installs once.
+
+    Args:
+        model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
+            `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
+        keep_minibatch: the trainers always balance inside mini-batches; False to leave it to verl's caller, which
+            does not ask for it in verl 0.9.
+        dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.
+
+    Raises:
+        BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
+            other arguments. Nothing is changed then.
+    """
     from megatron_balance.adapters.verl import hooks  # loads verl
 
-    return hooks.install(model, cost=cost, keep_minibatch=keep_minibatch, dispatch=dispatch)
+    settings = Settings(choose_cost(model, cost=cost), keep_minibatch=keep_minibatch, dispatch=dispatch)
+    return adapter.hook(settings, lambda: (*hooks.hooks(), *hooks.trainer_hooks()))
 
 
 def is_installed() -> bool:
     """True if verl is balanced in this process."""
-    return installation.settings is not None
+    return adapter.is_installed
 
 
 def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = None) -> BalancedData:
-    """Split a DataProto into parts of equal work; see `megatron_balance.adapters.verl.data_proto`."""
-    from megatron_balance.adapters.verl import data_proto  # loads verl
+    """Split a DataProto into parts of equal work; see `megatron_balance.adapters.verl.rows`."""
+    from megatron_balance.adapters.verl import rows  # loads verl
 
-    return data_proto.balance_data_proto(obj, chunks, model_config=model_config)
+    return rows.balance_data_proto(obj, chunks, model_config=model_config)

@@ -1,8 +1,4 @@
-"""The hooks in verl, in a checked table.
-
-    from megatron_balance.adapters.verl import install
-    adapter = install("Qwen3-8B")
-    adapter.undo()
+"""The hooks in verl, in a checked table, and the functions of `verl.utils.seqlen_balancing` that they replace.
 
 verl's modules bind functions by value. Modules that are loaded are hooked at once. The trainers load later than the
 plug-in: they are hooked when the first worker group is made, in the one process that has a trainer.
@@ -11,31 +7,19 @@ plug-in: they are hooked when the first worker group is made, in the one process
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import sys
+from typing import Any
 
-from megatron_balance.adapters.verl.dynamic_cp import choose_scheduler
-from megatron_balance.adapters.verl.image_tags import tag_images
-from megatron_balance.adapters.verl.seqlen_balancing import (
-    count_workload,
-    pack_micro_batches,
-    partition,
-    partition_groups,
-)
-from megatron_balance.adapters.verl.settings import Settings, installation, is_hook
-from megatron_balance.adapters.verl.workload import Model, choose_encoder, choose_workload
-from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import Installation, check_version
-from megatron_balance.hooking.patches import Function, Hook, Patches
-from megatron_balance.hooking.patches import install as install_hooks
+import numpy as np
+import torch
+import torch.distributed as dist
 
-SUPPORTED_VERSIONS = ("0.9",)
-"""verl releases on which the tests run."""
+from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches, row_costs
+from megatron_balance.adapters.verl.plan import balanced_partitions, group_balanced_partitions
+from megatron_balance.adapters.verl.settings import Settings, adapter, is_hook, while_active
+from megatron_balance.hooking import install_hooks
 
 BALANCING = "verl.utils.seqlen_balancing"
-DYNAMIC_CP = "verl.utils.dynamic_cp_scheduler"
-TRANSFER_QUEUE = "transfer_queue"
 DECORATOR = "verl.single_controller.base.decorator"
 WORKER_GROUP = "verl.single_controller.ray.base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
@@ -43,38 +27,7 @@ V1_TRAINER = "verl.trainer.ppo.v1.trainer_base"
 TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
 ENGINES = ("verl.workers.engine.utils",)
 
-
-def _bound_methods(stock: Function) -> Function:
-    from megatron_balance.adapters.verl.transport import bind_balanced
-
-    return bind_balanced(stock, before=hook_trainers)
-
-
-def _split(stock: Function, *, pads: bool) -> Function:
-    from megatron_balance.adapters.verl.transport import split_balanced
-
-    return split_balanced(stock, pads=pads)
-
-
-def _data_proto_batch(stock: Function) -> Function:
-    from megatron_balance.adapters.verl.trainer import balance_data_proto_batch
-
-    return balance_data_proto_batch(stock)
-
-
-def _key_batch(stock: Function) -> Function:
-    from megatron_balance.adapters.verl.trainer import balance_key_batch
-
-    return balance_key_batch(stock)
-
-
-def _bound(function: str, *modules: str) -> tuple[str, ...]:
-    """Modules in which a function of `verl.utils.seqlen_balancing` is bound: that one, and loaded ones that import it.
-
-    A module that was loaded while the adapter was installed before has a hook already, and keeps it.
-    """
-    loaded = [name for name in modules if name in sys.modules]
-    return (BALANCING, *(name for name in loaded if not is_hook(getattr(sys.modules[name], function, None))))
+_ROWS_IN_ORDER = "verl has a hook for the order of rows"
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -84,7 +37,7 @@ def hooks() -> tuple[Hook, ...]:
             target=f"{BALANCING}:calculate_workload",
             bound_in=_bound("calculate_workload", *TRAINERS),
             parameters=("seqlen_list",),
-            wrap=count_workload,
+            wrap=lambda stock: while_active(stock, _calculate_workload),
             why="its factor is that of one 7B model, and its sums overflow in its input's dtype",
             until="verl takes the factor from the model",
         ),
@@ -92,7 +45,7 @@ def hooks() -> tuple[Hook, ...]:
             target=f"{BALANCING}:get_seqlen_balanced_partitions",
             bound_in=_bound("get_seqlen_balanced_partitions", *TRAINERS),
             parameters=("seqlen_list", "k_partitions", "equal_size"),
-            wrap=partition,
+            wrap=lambda stock: while_active(stock, _get_partitions),
             why="largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
             until="verl takes a partition function",
         ),
@@ -100,7 +53,7 @@ def hooks() -> tuple[Hook, ...]:
             target=f"{BALANCING}:get_group_balanced_partitions",
             bound_in=(BALANCING,),
             parameters=("seqlen_list", "uid_list", "k_partitions"),
-            wrap=partition_groups,
+            wrap=lambda stock: while_active(stock, _get_group_partitions),
             why="a uid that comes again counts as another group there",
             until="verl collects the rows of a uid",
         ),
@@ -117,25 +70,23 @@ def hooks() -> tuple[Hook, ...]:
                 "use_dynamic_bsz_balance",
                 "force_group_size",
             ),
-            wrap=pack_micro_batches,
+            wrap=lambda stock: while_active(stock, _rearrange_micro_batches),
             why="it raises the count until largest differencing happens to fit the cap",
             until="verl takes a packing function",
         ),
-        Hook(
-            target=f"{DECORATOR}:_split_args_kwargs_data_proto_with_auto_padding",
-            bound_in=(DECORATOR,),
-            parameters=("chunks", "args", "kwargs"),
-            wrap=functools.partial(_split, pads=True),
-            why="the only place that sees all arguments of a DP_COMPUTE_PROTO call before they are cut",
-            until="verl has a hook for the order of rows",
-        ),
-        Hook(
-            target=f"{DECORATOR}:_split_args_kwargs_data_proto",
-            bound_in=(DECORATOR,),
-            parameters=("chunks", "args", "kwargs"),
-            wrap=functools.partial(_split, pads=False),
-            why="the same for calls over a device mesh",
-            until="verl has a hook for the order of rows",
+        *(
+            Hook(
+                target=f"{DECORATOR}:{name}",
+                bound_in=(DECORATOR,),
+                parameters=("chunks", "args", "kwargs"),
+                wrap=functools.partial(_split, pads=pads),
+                why="the only place that sees all arguments of a call before they are cut",
+                until=_ROWS_IN_ORDER,
+            )
+            for name, pads in (
+                ("_split_args_kwargs_data_proto_with_auto_padding", True),
+                ("_split_args_kwargs_data_proto", False),
+            )
         ),
         Hook(
             target=f"{WORKER_GROUP}:func_generator",
@@ -143,109 +94,31 @@ def hooks() -> tuple[Hook, ...]:
             parameters=("self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"),
             wrap=_bound_methods,
             why="it joins dispatch and collect of one call, between which the order is kept",
-            until="verl has a hook for the order of rows",
+            until=_ROWS_IN_ORDER,
         ),
     )
 
 
 def trainer_hooks() -> tuple[Hook, ...]:
     """The rows of trainers that are loaded and not hooked yet."""
-    parameters = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
     rows = (
         Hook(
-            target=f"{RAY_TRAINER}:RayPPOTrainer._balance_batch",
-            bound_in=(f"{RAY_TRAINER}:RayPPOTrainer",),
-            parameters=parameters,
-            wrap=_data_proto_batch,
-            why="it sorts rows over mini-batches that it balanced, and counts a mini-batch in prompts",
+            target=f"{module}:{class_name}._balance_batch",
+            bound_in=(f"{module}:{class_name}",),
+            parameters=("self", "batch", "metrics", "logging_prefix", "keep_minibatch"),
+            wrap=functools.partial(_balance_batch, of_keys=of_keys),
+            why=why,
             until="verl keeps the mini-batches it is asked to keep",
-        ),
-        Hook(
-            target=f"{V1_TRAINER}:PPOTrainer._balance_batch",
-            bound_in=(f"{V1_TRAINER}:PPOTrainer",),
-            parameters=parameters,
-            wrap=_key_batch,
-            why="it does not look at keep_minibatch",
-            until="verl keeps the mini-batches it is asked to keep",
-        ),
+        )
+        for module, class_name, of_keys, why in (
+            (RAY_TRAINER, "RayPPOTrainer", False, "it sorts rows over mini-batches, which it counts in prompts"),
+            (V1_TRAINER, "PPOTrainer", True, "it does not look at keep_minibatch"),
+        )
+        # The row of a trainer without the class is installed too, which reports what is missing.
+        if module in sys.modules
+        and not is_hook(getattr(getattr(sys.modules[module], class_name, None), "_balance_batch", None))
     )
-    return tuple(row for row in rows if _is_loaded_and_free(row.target))
-
-
-def _is_loaded_and_free(target: str) -> bool:
-    module_name, _, qualified_name = target.partition(":")
-    class_name, _, method = qualified_name.partition(".")
-    owner = getattr(sys.modules.get(module_name), class_name, None)
-    # The row of a trainer without the class is installed too, which reports what is missing.
-    return module_name in sys.modules and not is_hook(getattr(owner, method, None))
-
-
-def dynamic_cp_hooks() -> tuple[Hook, ...]:
-    """The hook of verl's dynamic context parallelism, where this verl has it."""
-    if importlib.util.find_spec(DYNAMIC_CP) is None:
-        return ()
-    row = Hook(
-        target=f"{DYNAMIC_CP}:get_megatron_dynamic_cp_scheduler_cls",
-        bound_in=(DYNAMIC_CP,),
-        parameters=(),
-        wrap=choose_scheduler,
-        why="Megatron's scheduler packs row by row, and leaves ranks idle behind the longest samples",
-        until="verl takes a scheduler by name",
-    )
-    return (row,)
-
-
-def tag_hooks() -> tuple[Hook, ...]:
-    """The hook of the TransferQueue, an optional package that verl loads where it is installed."""
-    if TRANSFER_QUEUE not in sys.modules:
-        return ()
-    row = Hook(
-        target=f"{TRANSFER_QUEUE}.interface:async_kv_batch_put",
-        bound_in=(f"{TRANSFER_QUEUE}.interface", TRANSFER_QUEUE),
-        parameters=("keys", "partition_id", "fields", "tags", "data_parser"),
-        wrap=tag_images,
-        why="the v1 trainers balance keys by their tags, which say nothing of images",
-        until="verl tags rows with the patches of their images",
-    )
-    return (row,)
-
-
-def install(
-    model: Model | None = None,
-    *,
-    cost: str | None = None,
-    keep_minibatch: bool = True,
-    dispatch: bool | tuple[str, ...] = False,
-) -> Installation[Settings]:
-    """Hook verl in this process. Installing twice with the same arguments installs once.
-
-    Args:
-        model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
-            `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
-        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
-        keep_minibatch: the trainers always balance inside mini-batches; False to leave it to verl's caller, which
-            does not ask for it in verl 0.9.
-        dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.
-
-    Raises:
-        BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
-            other arguments. Nothing is changed then.
-    """
-    cost_model = choose_workload(model, cost=cost)
-    settings = Settings(
-        cost_model,
-        keep_minibatch=keep_minibatch,
-        dispatch=dispatch,
-        encoder=choose_encoder(model, cost_model=cost_model),
-    )
-    return installation.install(settings, hook=_hook_loaded_modules)
-
-
-def _hook_loaded_modules() -> Patches:
-    remedy = f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without MEGATRON_BALANCE_VERL"
-    version = check_version(verl_version(), system="verl", supported=SUPPORTED_VERSIONS, remedy=remedy)
-    rows = (*hooks(), *dynamic_cp_hooks(), *tag_hooks(), *trainer_hooks())
-    return install_hooks(rows, version=f"verl {version}")
+    return tuple(rows)
 
 
 def hook_trainers() -> None:
@@ -255,16 +128,86 @@ def hook_trainers() -> None:
         BalanceError: a trainer is not as expected.
     """
     if rows := trainer_hooks():
-        installation.add(install_hooks(rows, version=f"verl {verl_version()}"))
+        adapter.add(install_hooks(rows, version=adapter.version()))
 
 
-def verl_version() -> str:
-    """The version of verl.
+def _bound(function: str, *modules: str) -> tuple[str, ...]:
+    """Modules in which a function of `verl.utils.seqlen_balancing` is bound: that one, and loaded ones that import it.
 
-    Raises:
-        BalanceError: it is not installed.
+    A module that was loaded while the adapter was installed before has a hook already, and keeps it.
     """
-    try:
-        return importlib.import_module("verl").__version__
-    except ModuleNotFoundError as error:
-        raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error
+    loaded = [name for name in modules if name in sys.modules]
+    return (BALANCING, *(name for name in loaded if not is_hook(getattr(sys.modules[name], function, None))))
+
+
+# These load verl's protocol, which loads the modules that are hooked here.
+def _bound_methods(stock: Function) -> Function:
+    from megatron_balance.adapters.verl.dispatch import bind_balanced
+
+    return bind_balanced(stock, before=hook_trainers)
+
+
+def _split(stock: Function, *, pads: bool) -> Function:
+    from megatron_balance.adapters.verl.dispatch import split_balanced
+
+    return split_balanced(stock, pads=pads)
+
+
+def _balance_batch(stock: Function, *, of_keys: bool) -> Function:
+    from megatron_balance.adapters.verl import trainer
+
+    return while_active(stock, trainer.balance_key_batch if of_keys else trainer.balance_data_proto_batch)
+
+
+def _calculate_workload(settings: Settings, seqlen_list: Any) -> torch.Tensor:
+    """int64 costs of the lengths' shape, on their device; `[num_rows]` for a nested tensor of the rows themselves."""
+    from megatron_balance.adapters.verl.rows import nested_lengths
+
+    if isinstance(seqlen_list, torch.Tensor):
+        lengths = nested_lengths(seqlen_list) if seqlen_list.is_nested else seqlen_list.long()
+    else:
+        lengths = torch.tensor([int(length) for length in seqlen_list], dtype=torch.int64)
+    costs = row_costs(lengths.cpu().numpy(), cost_model=settings.cost_model)
+    return torch.from_numpy(costs).to(lengths.device)
+
+
+def _get_partitions(_: Settings, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+    return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
+
+
+def _get_group_partitions(settings: Settings, seqlen_list: Any, uid_list: Any, k_partitions: int) -> list[list[int]]:
+    lengths = np.asarray(seqlen_list, dtype=np.int64)
+    return group_balanced_partitions(lengths, uids=uid_list, num_parts=k_partitions, cost_model=settings.cost_model)
+
+
+def _rearrange_micro_batches(
+    settings: Settings,
+    batch: Any,
+    max_token_len: int,
+    dp_group: Any = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[Any], list[list[int]]]:
+    """The fewest micro-batches under the cap, of nearly equal work; the same number on every rank of the group."""
+    from verl.utils.device import get_device_name
+
+    from megatron_balance.adapters.verl.rows import row_lengths, select_rows
+
+    known = row_lengths(batch)
+    together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
+    planned = agreed_microbatches(
+        np.zeros(0, dtype=np.int64) if known is None else known,
+        max_tokens=int(max_token_len),
+        cost_model=settings.cost_model,
+        least=min_num_micro_batch or 1,
+        multiple=num_batches_divided_by or 1,
+        rows_per_unit=force_group_size,
+        mountain=use_dynamic_bsz_balance,
+        flag="max_token_len",
+        group=dp_group if together else None,
+        device=get_device_name(),
+    )
+    return [select_rows(batch, np.array(rows, dtype=np.int64)) for rows in planned], planned

@@ -1,6 +1,6 @@
 """Plans verl's batches: partitions of workloads, and row orders that are balanced when verl cuts them evenly.
 
-Partitions are the planner's (`partition_items`), of rows or of groups of rows that share a uid. Every index occurs
+Partitions are the planner's, of rows or of groups of rows that share a uid. Every index occurs
 once, and no part is empty. With `equal_size` parts hold the same number of items, or at most the quotient rounded up
 where the number of parts does not divide (62 rows over 4 ranks: at most 16 each).
 
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.verl.workload import workloads
-from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
+from megatron_balance.adapters.kit import even_parts, row_costs
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import Images, mountain_order, number_groups, partition_items
+from megatron_balance.planner import mountain_order, number_groups
 
 
 def balanced_partitions(
@@ -44,12 +44,7 @@ def balanced_partitions(
     values = _whole_numbers(loads)
     if not 1 <= num_parts <= len(values):
         raise BalanceError(f"k_partitions is {num_parts}: it must be from 1 to the {len(values)} items.")
-    # Divided by one power of two where the sum would leave int64.
-    shift = max(0, sum(values).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
-    costs = np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)
-    part_of = partition_items(costs, num_parts=num_parts, equal_count=equal_size)
-    parts = [np.flatnonzero(part_of == part).tolist() for part in range(num_parts)]
-    return sorted(parts, key=lambda items: -len(items)) if equal_size else parts
+    return [part.tolist() for part in even_parts(values, num_parts=num_parts, equal_count=equal_size)]
 
 
 def group_balanced_partitions(
@@ -58,7 +53,6 @@ def group_balanced_partitions(
     uids: Sequence[Hashable] | NDArray[Any],
     num_parts: int,
     cost_model: CostModel,
-    images: Images | None = None,
 ) -> list[list[int]]:
     """Replaces verl's `get_group_balanced_partitions`: rows of one uid stay together.
 
@@ -67,7 +61,6 @@ def group_balanced_partitions(
         uids: `[num_rows]` id of the group of each row; rows of a group need not be neighbours.
         num_parts: parts to make.
         cost_model: what a row costs.
-        images: of the rows; None for no images.
 
     Returns:
         `[num_parts]` lists of row indices: group after group in the order of their first rows, so that the rows of
@@ -85,7 +78,7 @@ def group_balanced_partitions(
             f"{num_groups} groups of rows cannot be kept whole on {num_parts} ranks: raise train_batch_size."
         )
     loads = np.zeros(num_groups, dtype=np.int64)
-    np.add.at(loads, groups, workloads(lengths, cost_model=cost_model, images=images))
+    np.add.at(loads, groups, row_costs(lengths, cost_model=cost_model))
     parts = balanced_partitions(loads, num_parts=num_parts, equal_size=True)
     return [np.concatenate([np.flatnonzero(groups == group) for group in part]).tolist() for part in parts]
 
@@ -116,7 +109,6 @@ def order_rows(
     *,
     num_ranks: int,
     cost_model: CostModel,
-    images: Images | None = None,
     minibatches: Sequence[NDArray[np.int64]] | None = None,
     force_group_size: int = 1,
 ) -> RowOrder:
@@ -126,7 +118,6 @@ def order_rows(
         lengths: `[num_rows]` tokens.
         num_ranks: data-parallel ranks.
         cost_model: what a row costs.
-        images: of the rows; None for no images.
         minibatches: row indices of each mini-batch, all rows once; None where the batch is one.
         force_group_size: neighbouring rows that stay together.
 
@@ -136,7 +127,7 @@ def order_rows(
     Raises:
         BalanceError: a mini-batch has fewer rows than ranks, or cannot be cut into groups.
     """
-    loads = workloads(lengths, cost_model=cost_model, images=images)
+    loads = row_costs(lengths, cost_model=cost_model)
     parts: list[list[NDArray[np.int64]]] = [[] for _ in range(num_ranks)]
     for ids in [np.arange(lengths.size)] if minibatches is None else minibatches:
         if ids.size % force_group_size:

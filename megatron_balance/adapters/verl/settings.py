@@ -1,24 +1,43 @@
-"""The settings of the installed adapter, read from `install()`'s arguments or from the environment.
+"""The settings of the installed adapter, read from `install()`'s arguments or from the environment, and its cost.
 
 verl binds functions by value: a trainer imported between `install()` and `undo()` keeps its hook. So every hook reads
 the settings on each call, and calls verl's own function where there are none.
+
+verl's factor of tokens beside squared tokens, 24576, is that of a 7B model of hidden size 4096 for every model. Here
+it comes from the model: forward and backward FLOPs per token over those per squared token, as `CostModel.from_shape`
+counts them (Qwen2.5-0.5B 19689, Qwen3-8B 43992, Qwen3-30B-A3B 13261, Qwen2.5-72B 93460).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
+from megatron_balance.adapters.kit import Adapter, Function
 from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import Installation
-from megatron_balance.hooking.patches import Function
-from megatron_balance.model.vision import VisionEncoder
+from megatron_balance.model.shape import ModelShape
 
 VARIABLE = "MEGATRON_BALANCE_VERL"
 """The environment variable that the plug-in reads."""
+
+SUPPORTED_VERSIONS = ("0.9",)
+"""verl releases on which the tests run."""
+
+Model = Any
+"""A preset's name, the path of a Hugging Face config.json or its folder, its content, a `PretrainedConfig` (the
+`hf_config` of verl's HFModelConfig), a ModelShape, or `{"mlp_workload_factor": 24576}`."""
+
+VERL_FACTOR = 24576
+"""verl's `calculate_workload`: `24576 * seqlen + seqlen**2` (verl 0.9.1, verl/utils/seqlen_balancing.py)."""
+
+FACTOR_KEY = "mlp_workload_factor"
+"""The key that the review of verl's `_balance_data_proto` asked for, in a `model_config`."""
 
 _SWITCH = {"yes": True, "no": False}
 
@@ -28,24 +47,60 @@ class Settings:
     """The arguments of `install()`.
 
     Attributes:
-        cost_model: cost of a row from its tokens and images.
+        cost_model: cost of a row from its tokens.
         keep_minibatch: rows stay in their mini-batch, whatever verl's caller asks for.
         dispatch: balance all worker-group calls, none, or those of these methods.
-        encoder: runs the images of a row (`multi_modal_inputs`); None where images cost nothing.
     """
 
     cost_model: CostModel
     _: KW_ONLY
     keep_minibatch: bool
     dispatch: bool | tuple[str, ...]
-    encoder: VisionEncoder | None = None
 
     def dispatches(self, method_name: str) -> bool:
         """True if calls of this worker-group method are balanced."""
         return self.dispatch if isinstance(self.dispatch, bool) else method_name in self.dispatch
 
 
-installation: Installation[Settings] = Installation("verl")
+def _find_version() -> str:
+    try:
+        return importlib.import_module("verl").__version__
+    except ModuleNotFoundError as error:
+        raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error
+
+
+adapter: Adapter[Settings] = Adapter(
+    "verl",
+    versions=SUPPORTED_VERSIONS,
+    remedy=f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without {VARIABLE}",
+    find_version=_find_version,
+)
+
+
+def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostModel:
+    """The cost model of a verl run.
+
+    Args:
+        model: model whose FLOPs count; None for verl's own formula, or for tokens.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
+
+    Raises:
+        BalanceError: the model or the cost is not known, or the factor is not a positive integer.
+    """
+    to_dict = getattr(model, "to_dict", None)
+    model = model if to_dict is None else to_dict()
+    if isinstance(model, Mapping) and FACTOR_KEY in model and cost is None:
+        factor = model[FACTOR_KEY]
+        if isinstance(factor, bool) or not isinstance(factor, int) or factor < 0:
+            raise BalanceError(f"{FACTOR_KEY} is {factor!r}: it must be an integer of at least 0.")
+        return CostModel(linear=factor, quadratic=1)
+    if model is None and cost is None:
+        return CostModel(linear=VERL_FACTOR, quadratic=1)
+    if model is not None and not isinstance(model, (str, Path, Mapping, ModelShape)):
+        raise BalanceError(
+            f"the model is a {type(model).__name__}: it must be a name, a path, or the content of a config.json."
+        )
+    return resolve_cost(cost, model=model)
 
 
 def read_options(text: str) -> dict[str, Any]:
@@ -79,22 +134,22 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
-    """Wraps verl's function: while the adapter is installed `balanced` runs in its place.
-
-    Args:
-        stock: verl's function.
-        balanced: takes the settings, then verl's arguments.
-    """
+    """Wraps verl's function: while the adapter is installed `balanced` runs in its place, with the settings first."""
 
     @functools.wraps(stock)
     def hook(*positional: Any, **keywords: Any) -> Any:
-        settings = installation.settings
+        settings = adapter.settings
         if settings is None:
             return stock(*positional, **keywords)
         return balanced(settings, *positional, **keywords)
 
-    vars(hook)["is_hook"] = True
-    return hook
+    return as_hook(hook)
+
+
+def as_hook(function: Function) -> Function:
+    """Marks a function as one of this adapter's hooks."""
+    vars(function)["is_hook"] = True
+    return function
 
 
 def is_hook(function: Any) -> bool:

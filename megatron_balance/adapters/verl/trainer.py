@@ -19,74 +19,61 @@ from numpy.typing import NDArray
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from megatron_balance.adapters.kit import split_rollout
-from megatron_balance.adapters.verl.data_proto import row_images, row_lengths
-from megatron_balance.adapters.verl.image_tags import tagged_images
 from megatron_balance.adapters.verl.plan import RowOrder, group_balanced_partitions, minibatches_in_order, order_rows
-from megatron_balance.adapters.verl.settings import Settings, while_active
+from megatron_balance.adapters.verl.rows import row_lengths
+from megatron_balance.adapters.verl.settings import Settings
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.patches import Function
-from megatron_balance.planner import Images, number_groups
+from megatron_balance.planner import number_groups
 
 
-def balance_data_proto_batch(stock: Function) -> Function:
+def balance_data_proto_batch(
+    settings: Settings,
+    trainer: Any,
+    batch: Any,
+    metrics: dict[str, Any],
+    logging_prefix: str = "global_seqlen",
+    keep_minibatch: bool = False,
+) -> None:
     """`RayPPOTrainer._balance_batch`: orders a DataProto in place."""
-
-    def balanced(
-        settings: Settings,
-        trainer: Any,
-        batch: Any,
-        metrics: dict[str, Any],
-        logging_prefix: str = "global_seqlen",
-        keep_minibatch: bool = False,
-    ) -> None:
-        lengths = row_lengths(batch)
-        if lengths is None:
-            raise BalanceError("a batch is balanced by its attention_mask: it has none.")
-        images = row_images(batch, encoder=settings.encoder)
-        num_ranks = dp_size_of(trainer.actor_rollout_wg)
-        minibatch_rows = _minibatch_rows(trainer, settings=settings, keep_minibatch=keep_minibatch)
-        if getattr(trainer, "use_prefix_grouper", False) and "uid" in batch.non_tensor_batch:
-            order = order_groups(
-                lengths,
-                uids=batch.non_tensor_batch["uid"],
-                num_ranks=num_ranks,
-                settings=settings,
-                minibatch_rows=minibatch_rows,
-                images=images,
-            )
-        else:
-            order = _order(lengths, images, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
-        batch.reorder(torch.from_numpy(order.rows))
-        _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
-
-    return while_active(stock, balanced)
+    lengths = row_lengths(batch)
+    if lengths is None:
+        raise BalanceError("a batch is balanced by its attention_mask: it has none.")
+    num_ranks = dp_size_of(trainer.actor_rollout_wg)
+    minibatch_rows = _minibatch_rows(trainer, settings=settings, keep_minibatch=keep_minibatch)
+    if getattr(trainer, "use_prefix_grouper", False) and "uid" in batch.non_tensor_batch:
+        order = order_groups(
+            lengths,
+            uids=batch.non_tensor_batch["uid"],
+            num_ranks=num_ranks,
+            settings=settings,
+            minibatch_rows=minibatch_rows,
+        )
+    else:
+        order = _order(lengths, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
+    batch.reorder(torch.from_numpy(order.rows))
+    _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
 
 
-def balance_key_batch(stock: Function) -> Function:
+def balance_key_batch(
+    settings: Settings,
+    trainer: Any,
+    batch: Any,
+    metrics: dict[str, Any],
+    logging_prefix: str = "global_seqlen",
+    keep_minibatch: bool = False,
+) -> Any:
     """The v1 trainers' `PPOTrainer._balance_batch`: pads a batch of TransferQueue keys as verl does, and orders it."""
+    from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
-    def balanced(
-        settings: Settings,
-        trainer: Any,
-        batch: Any,
-        metrics: dict[str, Any],
-        logging_prefix: str = "global_seqlen",
-        keep_minibatch: bool = False,
-    ) -> Any:
-        from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-
-        num_ranks = dp_size_of(trainer.actor_rollout_wg)
-        multiple = trainer._get_required_batch_multiple(num_ranks)
-        batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
-        lengths = np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
-        images = tagged_images(batch.tags, settings=settings)
-        minibatch_rows = _minibatch_rows(trainer, settings=settings, keep_minibatch=keep_minibatch)
-        order = _order(lengths, images, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
-        batch.reorder(order.rows.tolist())
-        _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
-        return batch
-
-    return while_active(stock, balanced)
+    num_ranks = dp_size_of(trainer.actor_rollout_wg)
+    multiple = trainer._get_required_batch_multiple(num_ranks)
+    batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
+    lengths = np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
+    minibatch_rows = _minibatch_rows(trainer, settings=settings, keep_minibatch=keep_minibatch)
+    order = _order(lengths, num_ranks=num_ranks, settings=settings, minibatch_rows=minibatch_rows)
+    batch.reorder(order.rows.tolist())
+    _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
+    return batch
 
 
 def order_groups(
@@ -96,7 +83,6 @@ def order_groups(
     num_ranks: int,
     settings: Settings,
     minibatch_rows: int | None,
-    images: Images | None = None,
 ) -> RowOrder:
     """Order in which rows of one uid are neighbours on one rank, and mini-batches hold whole groups.
 
@@ -106,7 +92,6 @@ def order_groups(
         num_ranks: data-parallel ranks.
         settings: the adapter's.
         minibatch_rows: rows of a mini-batch; None where the batch is one.
-        images: of the rows; None for no images.
 
     Raises:
         BalanceError: groups differ in size or do not divide among the mini-batches and ranks, so that verl's cut by
@@ -127,11 +112,7 @@ def order_groups(
     parts: list[list[NDArray[np.int64]]] = [[] for _ in range(num_ranks)]
     for step in steps:
         of_step = group_balanced_partitions(
-            lengths[step],
-            uids=groups[step],
-            num_parts=num_ranks,
-            cost_model=settings.cost_model,
-            images=None if images is None else Images(images.sums[step]),
+            lengths[step], uids=groups[step], num_parts=num_ranks, cost_model=settings.cost_model
         )
         for rank, items in enumerate(of_step):
             parts[rank].append(step[items])
@@ -153,18 +134,9 @@ def _minibatch_rows(trainer: Any, *, settings: Settings, keep_minibatch: bool) -
     return int(config.actor.ppo_mini_batch_size) * int(config.rollout.n)
 
 
-def _order(
-    lengths: NDArray[np.int64],
-    images: Images | None,
-    *,
-    num_ranks: int,
-    settings: Settings,
-    minibatch_rows: int | None,
-) -> RowOrder:
+def _order(lengths: NDArray[np.int64], *, num_ranks: int, settings: Settings, minibatch_rows: int | None) -> RowOrder:
     minibatches = None if minibatch_rows is None else minibatches_in_order(lengths.size, minibatch_rows=minibatch_rows)
-    return order_rows(
-        lengths, num_ranks=num_ranks, cost_model=settings.cost_model, images=images, minibatches=minibatches
-    )
+    return order_rows(lengths, num_ranks=num_ranks, cost_model=settings.cost_model, minibatches=minibatches)
 
 
 def _log(metrics: dict[str, Any], *, lengths: NDArray[np.int64], order: RowOrder, prefix: str) -> None:

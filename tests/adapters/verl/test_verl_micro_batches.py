@@ -2,7 +2,6 @@
 
 from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,15 +41,6 @@ def test_the_cap_is_kept(lengths, cap):
     found = tokens(lengths, pack(lengths, cap))
     assert max(found) <= cap
     assert len(found) >= -(-sum(lengths) // cap)
-
-
-def test_no_more_micro_batches_than_the_tokens_ask_for():
-    """25 rows of 50 to 89 tokens fill 6 micro-batches of 300 to nine tenths."""
-    fewest = 0
-    for seed in range(100):
-        lengths = np.random.default_rng(seed).integers(50, 90, 25)
-        fewest += len(pack(lengths.tolist(), 300)) == -(-int(lengths.sum()) // 300)
-    assert fewest >= 97
 
 
 @pytest.mark.parametrize(
@@ -94,9 +84,9 @@ def test_the_width_of_the_padding_is_not_a_length():
 @pytest.mark.parametrize(
     ("lengths", "arguments", "message"),
     [
-        ([9, 3], {}, "1 rows or forced groups are over max_token_len 8"),
+        ([9, 3], {}, "1 rows or groups of rows are over max_token_len 8"),
         ([5, 5], {"force_group_size": 2}, "over max_token_len 8"),
-        ([5, 5], {"min_num_micro_batch": 3}, "rank 0 has 2 rows"),
+        ([5, 5], {"min_num_micro_batch": 3}, "2 rows .* for 3 micro-batches"),
         ([5, 5, 5], {"force_group_size": 2}, "the batch has 3 rows"),
     ],
     ids=["row over the cap", "group over the cap", "too few rows", "half a group"],
@@ -151,8 +141,8 @@ def test_two_ranks_have_the_same_count(on_ranks, name, counts):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too few rows", "4 micro-batches are needed under max_token_len 100, and rank 1 has 2 rows"),
-        ("row over the cap", "1 rows or forced groups are over max_token_len 100, the longest of 200 tokens"),
+        ("too few rows", "rank 1 cannot go on. rank 1: 2 rows (or groups of them) for 4 micro-batches"),
+        ("row over the cap", "1 rows or groups of rows are over max_token_len 100, the longest has 200 tokens"),
         ("half a group", "rank 1 cannot go on. rank 1: the batch has 3 rows"),
         ("different caps", "Ranks were started with different"),
     ],

@@ -25,11 +25,11 @@ from tensordict import TensorDict
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils import tensordict_utils
 
-from megatron_balance.adapters.verl.data_proto import row_images, row_lengths, select_rows
+from megatron_balance.adapters.kit import Function
 from megatron_balance.adapters.verl.plan import RowOrder, minibatches_of_parts, order_rows
-from megatron_balance.adapters.verl.settings import Settings, installation, while_active
+from megatron_balance.adapters.verl.rows import row_lengths, select_rows
+from megatron_balance.adapters.verl.settings import Settings, adapter, as_hook, while_active
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.patches import Function
 
 _Key = tuple[int, str]
 """A worker group and one of its methods."""
@@ -167,7 +167,7 @@ def split_balanced(split: Function, *, pads: bool) -> Function:
 
     @functools.wraps(split)
     def hook(chunks: int, *args: Any, **kwargs: Any) -> Any:
-        settings, call = installation.settings, _calls.dispatching
+        settings, call = adapter.settings, _calls.dispatching
         if settings is None or call is None or not settings.dispatches(call[1]):
             return split(chunks, *args, **kwargs)
         arguments = [*args, *kwargs.values()]
@@ -193,8 +193,7 @@ def split_balanced(split: Function, *, pads: bool) -> Function:
             splitted_kwargs[_padding_size_key] = padding
         return splitted_args, splitted_kwargs
 
-    vars(hook)["is_hook"] = True
-    return hook
+    return as_hook(hook)
 
 
 def _num_padding_rows(arguments: list[Any], *, chunks: int, pads: bool) -> int | None:
@@ -214,8 +213,6 @@ def _num_padding_rows(arguments: list[Any], *, chunks: int, pads: bool) -> int |
 def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOrder | None:
     """The one order of a call's arguments; None where verl's own mini-batches cannot be kept."""
     lengths = next(found for argument in arguments if (found := row_lengths(argument)) is not None)
-    of_arguments = (row_images(argument, encoder=settings.encoder) for argument in arguments)
-    images = next((found for found in of_arguments if found is not None), None)
     minibatch_rows = lengths.size
     size = 1
     for argument in arguments:
@@ -235,7 +232,6 @@ def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOr
         lengths,
         num_ranks=chunks,
         cost_model=settings.cost_model,
-        images=images,
         minibatches=minibatches,
         force_group_size=size,
     )

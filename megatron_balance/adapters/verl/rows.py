@@ -16,16 +16,9 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
-from megatron_balance.adapters.processor_images import images_of_samples
 from megatron_balance.adapters.verl.plan import RowOrder, order_rows
-from megatron_balance.adapters.verl.settings import installation
-from megatron_balance.adapters.verl.workload import Model, choose_encoder, choose_workload, nested_lengths
+from megatron_balance.adapters.verl.settings import Model, adapter, choose_cost
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.vision import VisionEncoder
-from megatron_balance.planner import Images
-
-MULTI_MODAL = "multi_modal_inputs"
-"""verl's column of a processor's outputs, a dict a row."""
 
 
 def row_lengths(data: DataProto | TensorDict) -> NDArray[np.int64] | None:
@@ -41,17 +34,12 @@ def row_lengths(data: DataProto | TensorDict) -> NDArray[np.int64] | None:
     return None
 
 
-def row_images(data: DataProto | TensorDict, *, encoder: VisionEncoder | None) -> Images | None:
-    """The images of the rows; None where images cost nothing or the batch has none.
-
-    Raises:
-        BalanceError: a row's grid or pixels have a shape that is not known.
-    """
-    if encoder is None:
-        return None
-    columns = data.non_tensor_batch if isinstance(data, DataProto) else data
-    inputs: Any = columns.get(MULTI_MODAL, None)
-    return None if inputs is None else images_of_samples(inputs.tolist(), encoder=encoder)
+def nested_lengths(rows: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row of a nested tensor, jagged or strided: int64 `[num_rows]`."""
+    if rows.layout == torch.jagged:
+        jagged: Any = rows
+        return jagged.offsets().diff().long()
+    return torch.tensor([row.shape[0] for row in rows.unbind()], dtype=torch.int64, device=rows.device)
 
 
 def select_rows(data: Any, rows: NDArray[np.int64]) -> Any:
@@ -108,18 +96,8 @@ def balance_data_proto(obj: DataProto, chunks: int, *, model_config: Model | Non
     lengths = row_lengths(obj)
     if lengths is None or not lengths.size:
         raise BalanceError("a DataProto is balanced by its attention_mask or nested input_ids: it has no such rows.")
-    settings = installation.settings
-    cost_model = choose_workload(model_config)
-    encoder = choose_encoder(model_config, cost_model=cost_model)
-    if model_config is None and settings is not None:
-        cost_model, encoder = settings.cost_model, settings.encoder
-    images = row_images(obj, encoder=encoder)
+    installed = adapter.settings if model_config is None else None
+    cost_model = choose_cost(model_config) if installed is None else installed.cost_model
     padded = np.concatenate([np.arange(lengths.size), np.full(-lengths.size % chunks, lengths.size - 1)])
-    order = order_rows(
-        lengths[padded],
-        num_ranks=chunks,
-        cost_model=cost_model,
-        images=None if images is None else Images(images.sums[padded]),
-    )
-    parts = tuple(select_rows(obj, padded[part]) for part in order.parts)
-    return BalancedData(parts, order, lengths.size)
+    order = order_rows(lengths[padded], num_ranks=chunks, cost_model=cost_model)
+    return BalancedData(tuple(select_rows(obj, padded[part]) for part in order.parts), order, lengths.size)
