@@ -1,6 +1,7 @@
-"""Writes the pages that are made from code: docs/flags.md, docs/options.md and docs/licences.md.
+"""Makes pages of the site from code: flags and options while the site is built, docs/licences.md by this script.
 
-tests/test_docs.py fails where a page is older than its source.
+What is installed differs from machine to machine, so the page of licences is kept; tests/test_docs.py fails where a
+dependency is missing in it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DOCS = ROOT / "docs"
 _FLAGS = """\
 # Flags
 
-Made by `python scripts/make_pages.py` from the parsers; do not edit.
+Made from the parsers when the site is built.
 
 ## In training
 
@@ -33,7 +34,7 @@ They go among Megatron's own flags, in any order. Without one of them a run is s
 _OPTIONS = """\
 # Megatron's options
 
-Made by `python scripts/make_pages.py` from `megatron_balance/mcore/options`; do not edit.
+Made when the site is built, from `megatron_balance/mcore/options`.
 
 In a run with `--balance-data` or `--use-dynamic-batch-size`, on Megatron 0.17 to 0.19 and its main and dev branches:
 
@@ -158,8 +159,8 @@ def _old(name: str) -> str:
     return (DOCS / f"{name}.md").read_text(encoding="utf-8")
 
 
-PAGES = {"flags": flags_page, "options": options_page, "licences": licences_page}
+SITE_PAGES = {"flags": flags_page, "options": options_page}
+"""Name of a page that is made while the site is built → its text."""
 
 if __name__ == "__main__":
-    for _name, _page in PAGES.items():
-        (DOCS / f"{_name}.md").write_text(_page(), encoding="utf-8")
+    (DOCS / "licences.md").write_text(licences_page(), encoding="utf-8")

@@ -62,7 +62,7 @@ def recommend(results: Sequence[PolicyResult]) -> Recommendation:
     best = min((result for result in results if not result.policy.dynamic_cp), key=lambda result: result.seconds)
     if chosen.policy.dynamic_cp:
         gain = best.seconds / chosen.seconds
-        sentences.append(f"It is {gain:.2f}x as fast as {best.policy.name}. Options that it excludes: docs/options.md.")
+        sentences.append(f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS names what it excludes.")
     floor = max(step.single_sample_floor for step in chosen.metrics)
     if not chosen.policy.dynamic_cp and floor > NOTABLE_FLOOR:
         sentences.append(

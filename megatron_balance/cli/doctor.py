@@ -81,7 +81,7 @@ def _check_smoke_run() -> Iterator[Finding]:
 def _print_rules() -> None:
     from megatron_balance.mcore.options import RULES
 
-    print("\nflags (put your script's after -- to check them; docs/options.md lists Megatron's)")
+    print("\nflags (put your script's after -- to check them)")
     for rule in RULES:
         if rule.subject == "Balance flags":
             print(f"  {'rule':8} {rule.words}: {rule.says}")

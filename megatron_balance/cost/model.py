@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -236,18 +235,6 @@ class CostModel:
             cost += coefficient * causal_pairs(length, window=window)
         return cost
 
-    def of_lengths(self, lengths: NDArray[np.int64]) -> NDArray[Any]:
-        """Costs of many samples, each as of a call: int64, or Python integers where one passes 2**62."""
-        exact: NDArray[Any] = lengths
-        if self(max(int(lengths.max(initial=1)), 1)) >= MAX_TOTAL_COST:
-            exact = lengths.astype(object)
-        squares = exact * exact
-        cost = self.linear * exact + self.quadratic * squares + self.per_sequence
-        for window, coefficient in self.windows:
-            pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), squares)
-            cost = cost + coefficient * pairs
-        return cost
-
     def image_cost(self, num_patches: int) -> int:
         """Cost of one image of `num_patches` patches, unscaled, exact.
 
@@ -275,23 +262,23 @@ class CostModel:
             their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
         """
         unique, inverse, counts = _distinct(lengths)
-        own = self.of_lengths(unique)
-        fits = self.expert_linear * max(int(unique.max(initial=1)), 1) < MAX_TOTAL_COST
-        expert: NDArray[Any] = self.expert_linear * (unique if fits else unique.astype(object))
-        both = zip(counts.tolist(), own.tolist(), expert.tolist(), strict=True)
-        total = sum(count * (one + other) for count, one, other in both) + self.per_microbatch * lengths.size
-        of_images: list[tuple[NDArray[Any], NDArray[np.int64]]] = []
+        # Python integers: a long sample of a large model passes int64 before it is scaled.
+        own = [self(length) for length in unique.tolist()]
+        expert = [self.expert_linear * length for length in unique.tolist()]
+        total = sum(count * (a + b) for count, a, b in zip(counts.tolist(), own, expert, strict=True))
+        total += self.per_microbatch * lengths.size
+        of_images: list[tuple[list[int], NDArray[np.int64]]] = []
         sums = np.zeros((0, 2), dtype=np.int64) if image_patches is None else image_patches
         for coefficient, column in zip((self.image_linear, self.image_quadratic), sums.T, strict=True):
             sizes, of_sample = np.unique(column, return_inverse=True)
-            of_images.append((coefficient * sizes.astype(object), of_sample))
+            of_images.append(([coefficient * size for size in sizes.tolist()], of_sample))
             total += coefficient * sum(column.tolist())
         # One bit is left for the ones that rounding up below may add.
         shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
-        def scaled(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
-            kept = np.where(values > 0, np.maximum(values >> shift, 1), 0)
-            return kept.astype(np.int64)[index]
+        def scaled(values: list[int], index: NDArray[np.int64]) -> NDArray[np.int64]:
+            kept = [max(value >> shift, 1) if value else 0 for value in values]
+            return np.array(kept, dtype=np.int64)[index]
 
         return SampleCosts(
             costs=scaled(own, inverse),

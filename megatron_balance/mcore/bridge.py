@@ -59,7 +59,7 @@ def install_bridge(
     Args:
         max_tokens_per_gpu: the largest number of tokens of a micro-batch on one GPU.
         cost: of a sample, or the model whose FLOPs count; by default those of the model that Bridge builds.
-        flags: further balance flags (docs/flags.md), such as `["--balance-record", "run"]`.
+        flags: further balance flags, such as `["--balance-record", "run"]`.
 
     Returns:
         The installation; `undo()` removes the hooks and forgets the run.

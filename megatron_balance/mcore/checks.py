@@ -169,6 +169,6 @@ def _unknown(unknown: Sequence[str], *, known: Sequence[str]) -> Iterator[Findin
         if near:
             yield Finding(False, f"{flag} is no flag of Megatron or this package: did you mean --{near[0]}?")
         elif "balance" in name:
-            yield Finding(False, f"{flag} is no flag of Megatron or this package: see docs/flags.md")
+            yield Finding(False, f"{flag} is no flag of Megatron or this package")
         else:
             yield Finding(True, f"{flag} is left to your script: Megatron does not know it")

@@ -51,7 +51,7 @@ def balanced_schedule(
         model: Megatron's module, wrapped for data parallelism or not, or a list of chunks under a virtual pipeline.
         max_tokens_per_gpu: the largest number of tokens of a micro-batch on one GPU.
         cost: of a sample, or the model whose FLOPs count; by default those of `model`'s configuration.
-        flags: further balance flags (docs/flags.md), such as `["--balance-record", "run"]`.
+        flags: further balance flags, such as `["--balance-record", "run"]`.
         num_steps: of the loop; without it, the step after the last one is prepared in vain.
         log_interval: steps between log lines with the figures of balancing; None for no lines.
         timeout: of this package's collectives.

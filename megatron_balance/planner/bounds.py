@@ -10,7 +10,6 @@ forced      at most k samples heavier than cap/(k+1) share a micro-batch, so tha
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -34,7 +33,6 @@ def least_rows(batch: Batch) -> int:
     return max(-(-bins // (batch.num_ranks * batch.multiple)), 1) * batch.multiple
 
 
-@lru_cache(maxsize=1)  # asked for by the search for a plan, and again for the bound of the schedule
 def least_work(batch: Batch) -> int:
     """Work of the slowest group at least, over all stages together and without `launch`."""
     own, shared = batch.costs.sum(axis=0), int(batch.shared.sum())
@@ -115,13 +113,14 @@ def _most_cost(costs: Ints, weights: Ints, rooms: Ints) -> list[int]:
     density = np.where(weights > 0, (costs << bits) // np.maximum(weights, 1), np.iinfo(np.int64).max)
     order = np.argsort(-density, kind="stable")
     costs, weights = costs[order], weights[order]
-    cost_before, weight_before = (np.concatenate([[0], np.cumsum(values)]) for values in (costs, weights))
-    cut = weight_before[1:].searchsorted(rooms, side="right")
+    cost_before, weight_before = ([0, *np.cumsum(values).tolist()] for values in (costs, weights))
+    cut: list[int] = np.searchsorted(np.cumsum(weights), rooms, side="right").tolist()
     # Samples whose densities differ behind these bits may stand in the wrong order.
-    slack, total = (int(weight_before[-1]) >> bits) + 1, int(cost_before[-1])
-    held: list[int] = cost_before[cut].tolist()
-    rest: list[int] = (rooms - weight_before[cut]).tolist()
-    for place, index in enumerate(cut.tolist()):
-        if index < costs.size:  # Python integers: the product may pass int64
-            held[place] += -(-rest[place] * int(costs[index]) // int(weights[index])) + slack
-    return [min(cost, total) for cost in held]
+    slack = (weight_before[-1] >> bits) + 1
+    held: list[int] = []
+    for room, index in zip(rooms.tolist(), cut, strict=True):
+        cost = cost_before[index]
+        if index < costs.size:
+            cost += -(-(room - weight_before[index]) * int(costs[index]) // int(weights[index])) + slack
+        held.append(min(cost, cost_before[-1]))
+    return held

@@ -19,7 +19,7 @@ with L padded for that size: a larger size means less computation and more excha
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -218,12 +218,7 @@ def make_sized_batch(
     sizes = topology.dynamic_cp_sizes
     unique, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
     padded = [topology.at_cp_size(size).padded_seq_len(unique) for size in sizes]
-    # Over all ranks that share a sequence.
-    whole = replace(cost_model, linear=cost_model.linear + cost_model.expert_linear, expert_linear=0)
-    work = [
-        replace(whole.at_cp_size(size), per_sequence=cost_model.per_sequence * size).of_lengths(of_size)
-        for of_size, size in zip(padded, sizes, strict=True)
-    ]
+    work = [_work(of_size, size=size, cost_model=cost_model) for of_size, size in zip(padded, sizes, strict=True)]
     num_samples = lengths.size if num_segments is None else num_segments.size
     # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
     most = sum(cost * count for cost, count in zip(work[-1].tolist(), counts.tolist(), strict=True))
@@ -248,3 +243,23 @@ def make_sized_batch(
         multiple=topology.microbatch_multiple,
         shift=shift,
     )
+
+
+def _work(lengths: Ints, *, size: int, cost_model: CostModel) -> NDArray[Any]:
+    """Exact unscaled cost of sequences over all ranks that share them: int64, or Python integers if too large.
+
+    Args:
+        lengths: `[num_lengths]` padded tokens.
+        size: ranks that share a sequence.
+        cost_model: cost of a sequence.
+    """
+    per_token = cost_model.linear + cost_model.expert_linear + cost_model.cp_exchange * (size - 1)
+    longest = int(lengths.max(initial=0))
+    highest = cost_model(longest) + per_token * longest + cost_model.per_sequence * size
+    exact: NDArray[Any] = lengths if highest < MAX_TOTAL_COST else lengths.astype(object)
+    squares = exact * exact
+    cost = per_token * exact + cost_model.quadratic * squares + cost_model.per_sequence * size
+    for window, coefficient in cost_model.windows:
+        pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), squares)
+        cost = cost + coefficient * pairs
+    return cost

@@ -86,10 +86,9 @@ class Packing:
 
 def plan(batch: Batch, *, rows: int | None = None) -> Plan:
     """Plans a batch, in `rows` micro-batches of every rank, or in the number that is best."""
-    batch = with_headroom(batch)
-    work = least_work(batch)
     order = np.lexsort((-batch.shared, -batch.weights, -batch.costs.sum(axis=0)))
-    batch = batch.take(order)
+    batch = with_headroom(batch.take(order))
+    work = least_work(batch)
     best: Packing | None = None
     lost = reached = 0
     for count in row_counts(batch) if rows is None else (rows,):
