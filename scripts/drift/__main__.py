@@ -1,4 +1,4 @@
-"""Compares definitions that are hooked or relied on, and options of Megatron's parser, with what was reviewed.
+"""Compares definitions that are hooked or relied on with what was reviewed.
 
 From wheels or checkouts of Megatron Core, Transformer Engine or Megatron-Bridge; nothing of them is imported. Without
 arguments, from the wheels of the releases that were reviewed.
@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drift import compare
-from drift.options import unclassified
-from drift.packages import PACKAGES, ROOT, Package, release_of
+from drift.packages import PACKAGES, ROOT, Package
 from drift.sources import Sources, open_sources
-from megatron_balance.mcore.options import RULES
 
 WHEELS = ROOT / "build" / "wheels"
 
@@ -55,9 +53,6 @@ def _check(place: Path, *, accept: bool) -> int:
         rows = package.rows_of(version)
         findings = compare.broken([*rows, *package.branch_rows_of(sources)], sources=sources)
         now = compare.record(rows, sources=sources)
-        if package.name == "megatron-core":
-            # A branch may say that it is a release and have other options.
-            findings += unclassified(RULES, sources=sources, release=release_of(version) if place.is_file() else None)
     path = package.fingerprints(version)
     if accept:
         compare.save(now, path=path)
@@ -71,9 +66,8 @@ def _check(place: Path, *, accept: bool) -> int:
     for finding in findings:
         print(f"  {'BROKEN' if finding.broken else 'differs'}  {finding.target} {finding.says}")
     print(
-        "Read these in both releases; mend what relies on them, scripts/drift/relied.txt, or classify options "
-        "(megatron_balance/mcore/options, scripts/drift/irrelevant_options.txt); run scripts/check versions; then "
-        "record them: scripts/check drift --accept"
+        "Read these in both releases; mend what relies on them, or scripts/drift/relied.txt; run scripts/check "
+        "versions; then record them: scripts/check drift --accept"
     )
     return 1
 
