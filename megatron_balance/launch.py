@@ -1,9 +1,8 @@
 """Runs an unedited Megatron training script with the balance flags.
 
     torchrun --nproc-per-node 8 -m megatron_balance.launch pretrain_gpt.py ARGS
-    torchrun --nproc-per-node 2 -m megatron_balance.launch --cpu -m megatron_balance.devkit.pretrain_sft ARGS
 
-Everything after the script belongs to the script. `--cpu` lets it run without a GPU, for trying things out.
+Everything after the script belongs to the script.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from megatron_balance.errors import BalanceError
 
-USAGE = "usage: python -m megatron_balance.launch [--cpu] (SCRIPT | -m MODULE) [ARGS ...]"
+USAGE = "usage: python -m megatron_balance.launch (SCRIPT | -m MODULE) [ARGS ...]"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -24,9 +23,6 @@ def main(argv: list[str] | None = None) -> None:
         argv: the arguments after the program's name; `sys.argv[1:]` by default.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    cpu = arguments[:1] == ["--cpu"]
-    if cpu:
-        del arguments[0]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(USAGE if not arguments else 0)
@@ -41,26 +37,15 @@ def main(argv: list[str] | None = None) -> None:
         # As Python does for a script, and before Megatron is imported: it may lie beside the script.
         sys.path[0] = str(Path(target).resolve().parent)
     try:
-        _hook_megatron(cpu=cpu)
+        from megatron_balance.mcore import install
+
+        install()
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
     except BalanceError as error:
         raise SystemExit(f"megatron_balance: {error}") from error
-
-
-def _hook_megatron(*, cpu: bool) -> None:
-    from megatron_balance.mcore import install
-
-    if cpu:
-        from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
-
-        enable_cpu()
-        install()
-        patch_megatron()
-    else:
-        install()
 
 
 if __name__ == "__main__":

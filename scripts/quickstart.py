@@ -27,12 +27,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rounding import ALLOWANCES
-from training_run import RECORD_STEPS, ROOT, Recorded, largest_difference, train
+from sft_dataset import SftDataset, builtin_samples
+from training_run import ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, largest_difference, train
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.devkit.sft_dataset import SftDataset, builtin_samples
-from megatron_balance.devkit.smoke import ENVIRONMENT
 from megatron_balance.planner import ScheduleMetrics, assignment_metrics
 from megatron_balance.record import read_record
 from megatron_balance.report.page import write_report

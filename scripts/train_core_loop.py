@@ -1,9 +1,9 @@
 """A training loop on megatron.core alone, of the shape of Megatron's examples/run_simple_mcore_train_loop.py.
 
-    torchrun --nproc-per-node 2 scripts/train_core_loop.py [RECORD_DIR]
+    PYTHONPATH=tests/kit torchrun --nproc-per-node 2 scripts/train_core_loop.py [RECORD_DIR]
 
-On GPUs, or on CPU ranks where there are none. Packed rows are random; every rank of a model replica reads the same
-ones itself. The variable LOOP holds settings as JSON: the arguments of `train`, and what else `balanced_schedule`
+On GPUs, or on CPU ranks where there are none (tests/kit/cpu_shim.py). Packed rows are random; every rank of a model
+replica reads the same ones itself. The variable LOOP holds settings as JSON: the arguments of `train`, and what else `balanced_schedule`
 takes. Each rank prints a line a step, or writes it to RECORD_DIR/rankN.jsonl as record_steps.py does.
 """
 
@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
 from megatron_balance.runtime.environment import device_kind
 
 if not torch.cuda.is_available():
+    from cpu_shim import enable_cpu
+
     enable_cpu()
 
 import numpy as np
@@ -49,6 +50,8 @@ def main() -> None:
     """Train, and write a line a step."""
     rank = int(os.environ["RANK"])
     if device_kind() == "cpu":
+        from cpu_shim import patch_megatron
+
         patch_megatron()
         dist.init_process_group("gloo")
     else:

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from training_run import RECORD_STEPS, ROOT, Recorded, largest_difference, train
+from training_run import ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, largest_difference, train
 
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step, predicted_cost
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.devkit.smoke import ENVIRONMENT
 from megatron_balance.topology import Limits, Topology
 
 NUM_RANKS = 4

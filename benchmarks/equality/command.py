@@ -19,6 +19,7 @@ from typing import Any
 
 from forked import import_once, train_forked
 from rounding import ALLOWANCES
+from sft_dataset import SftSample
 from training_run import RunFailed, train
 
 from benchmarks.equality.cases import (
@@ -39,7 +40,6 @@ from benchmarks.equality.cases import (
 from benchmarks.equality.outcomes import Difference, Outcome, OutcomeFile, difference, outcome_of
 from benchmarks.equality.rows import NUM_ROWS, rows_of_distinct_lengths, shuffled_within_steps, write_rows
 from benchmarks.publish import RAW, Measured, made_by, table
-from megatron_balance.devkit.sft_dataset import SftSample
 
 TITLE = "Equality"
 TIMEOUT_SECONDS = 900

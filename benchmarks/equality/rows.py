@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sft_dataset import SftDataset, SftSample, builtin_samples
 
 from benchmarks.equality.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, SEED, SEQ_LENGTH
-from megatron_balance.devkit.sft_dataset import SftDataset, SftSample, builtin_samples
 
 NUM_ROWS = NUM_STEPS * GLOBAL_BATCH_SIZE
 

@@ -12,11 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pretrain_sft
 from forked import fork_rank, free_port, rank_environment
+from training_run import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
 
 from benchmarks.faults.cases import GLOBAL_BATCH_SIZE, NUM_STEPS, START_MINUTES, STEP, TIMEOUT_SECONDS, Fault
-from megatron_balance.devkit import pretrain_sft
-from megatron_balance.devkit.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore import hooks
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import sft_dataset
 import torch
 import torch.distributed as dist
 
 import megatron_balance
-from megatron_balance.devkit import sft_dataset
 from megatron_balance.mcore.step import item_splitter, own_slots, plan_process
 from megatron_balance.mcore.step import planner as step_planner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training_run import ROOT, command_of
+from training_run import ENVIRONMENT, ROOT, command_of
 
 from benchmarks.hosts.network import ADDRESSES, INTERFACE, Network
-from megatron_balance.devkit.smoke import ENVIRONMENT
 
 RANKS_A_HOST = 2
 NUM_RANKS = RANKS_A_HOST * len(ADDRESSES)

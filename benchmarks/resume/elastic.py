@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 from forked import free_port
-from training_run import RunFailed, command_of, read_records, search_path
+from training_run import ENVIRONMENT, RunFailed, command_of, read_records, search_path
 
 from benchmarks.resume.cases import SAVE_INTERVAL, Case
 from benchmarks.resume.killed import TIMEOUT_SECONDS, Killer, compare
-from megatron_balance.devkit.smoke import ENVIRONMENT
 
 NUM_NODES = 2
 RANKS_A_NODE = 2

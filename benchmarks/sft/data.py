@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sft_dataset import END_OF_DOCUMENT
+from stdlib_corpus import PromptResponse, stdlib_samples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-from megatron_balance.devkit.sft_dataset import END_OF_DOCUMENT
-from megatron_balance.devkit.stdlib_corpus import PromptResponse, stdlib_samples
 
 NUM_SAMPLES = 400
 """Of the corpus' some 6,000; more than the steps of a check read."""

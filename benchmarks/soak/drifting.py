@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from sft_dataset import SftDataset, SftSample
 
 from benchmarks.soak import GLOBAL_BATCH_SIZE, STEPS_PER_SWING
-from megatron_balance.devkit.sft_dataset import SftDataset, SftSample
 
 MEDIAN_TOKENS = 96
 SPREAD = 0.9

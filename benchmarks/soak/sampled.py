@@ -1,6 +1,6 @@
 """Trains on drifting lengths and samples the resources of the process: run by runs.py.
 
-    torchrun … -m megatron_balance.launch [--cpu] benchmarks/soak/sampled.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_launch.py benchmarks/soak/sampled.py RECORD_DIR ARGS
 
 Each rank writes RECORD_DIR/rankN.jsonl, a line every SOAK_SAMPLE_STEPS (20) steps, after a collection of garbage:
 resident bytes, bytes that malloc has given out, open files, threads, blocks of Python's allocator, and loss and seconds
@@ -32,8 +32,8 @@ SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
 def main() -> None:
     """Sample while the script trains."""
     lengths = Hook(
-        target="megatron_balance.devkit.pretrain_sft:datasets_provider",
-        bound_in=("megatron_balance.devkit.pretrain_sft",),
+        target="pretrain_sft:datasets_provider",
+        bound_in=("pretrain_sft",),
         parameters=("num_samples",),
         wrap=lambda stock: datasets_provider,
         why="lengths that drift",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   megatron-balance doctor
-  megatron-balance doctor --no-smoke -- --num-layers 32 … --use-dynamic-batch-size --balance-by-flops
+  megatron-balance doctor -- --num-layers 32 … --use-dynamic-batch-size --balance-by-flops
       flags after -- are those of your training script; conflicts among them are reported
 
 It changes nothing. The run trains a tiny model of its own on this machine's CPU, for about ten seconds.
@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `doctor`."""
     parser.epilog = _EPILOG
     parser.add_argument("megatron_args", nargs="*", metavar="-- MEGATRON_ARGS", help="your script's flags, after --")
-    parser.add_argument("--no-smoke", action="store_false", dest="smoke", help="leave out the run of two ranks")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
         num_problems += _print("your flags", checks.check_flags(args.megatron_args), details=args.debug)
     else:
         _print_rules()
-    if args.smoke:
-        num_problems += _print("a run of two ranks", _check_smoke_run(), details=args.debug)
     print("\nno problem" if not num_problems else f"\nproblems: {num_problems}")
     return 1 if num_problems else 0
 
@@ -63,19 +60,6 @@ def _print(title: str, findings: Iterable[Finding], *, details: bool) -> int:
         if details and finding.details:
             print(finding.details, flush=True)
     return num_problems
-
-
-def _check_smoke_run() -> Iterator[Finding]:
-    """A run of two ranks on this machine's CPU."""
-    from megatron_balance.devkit.smoke import NUM_RANKS, NUM_STEPS, smoke_run
-    from megatron_balance.mcore.checks import Finding
-
-    run = smoke_run()
-    if run.problem is None:
-        yield Finding(True, f"{NUM_RANKS} ranks trained {NUM_STEPS} balanced steps on the CPU", run.output)
-    else:
-        remedy = "Solve the problems above first; megatron-balance --debug doctor shows its output"
-        yield Finding(False, f"{NUM_RANKS} ranks on the CPU: {run.problem}. {remedy}.", run.output)
 
 
 def _print_rules() -> None:

@@ -47,7 +47,7 @@ def check_packages() -> Iterator[Finding]:
         return
     has_gpu = torch.cuda.is_available()
     hardware = environment("cuda" if has_gpu else "cpu")
-    where = hardware["device"] if has_gpu else f"no GPU ({hardware['device']}): training needs one, or launch --cpu"
+    where = hardware["device"] if has_gpu else f"no GPU ({hardware['device']}): training needs one"
     yield Finding(True, f"torch {torch.__version__}, {where}")
     yield _megatron()
     versions = hardware["versions"]

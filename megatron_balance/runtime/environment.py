@@ -23,7 +23,7 @@ def set_device_kind(kind: DeviceKind) -> None:
 
 
 def device_kind() -> DeviceKind:
-    """`cuda` for a GPU, `cpu` where the CPU takes its place (`devkit/cpu.py`)."""
+    """`cuda` for a GPU, `cpu` where the CPU takes its place (the shim of the tests)."""
     return _device_kind
 
 

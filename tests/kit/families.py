@@ -39,10 +39,10 @@ def kernels(watch: Watch) -> None:
 
 def positions_of_three_dimensions(watch: Watch) -> None:
     """Rows whose positions have three dimensions, and a script that hands them to the model, as for image and text."""
+    import pretrain_sft
+    import sft_dataset
     from megatron.core import mpu
     from megatron.training import get_args
-
-    from megatron_balance.devkit import pretrain_sft, sft_dataset
 
     item, get_batch = sft_dataset.SftDataset.__getitem__, pretrain_sft.get_batch
     divisors = torch.tensor([1, 2, 3])  # as if an image's tokens stood in rows and columns
@@ -352,7 +352,7 @@ def hybrid_layers() -> Any:
 
 def sequences_not_told_apart(watch: Watch) -> None:
     """A script whose PackedSeqParams lack `total_tokens`, and so `seq_idx`."""
-    from megatron_balance.devkit import pretrain_sft
+    import pretrain_sft
 
     complete = pretrain_sft.packed_seq_params
 
@@ -366,7 +366,7 @@ def sequences_not_told_apart(watch: Watch) -> None:
 
 def positions_cut_short(watch: Watch) -> None:
     """A data set whose positions lack the last token."""
-    from megatron_balance.devkit import sft_dataset
+    import sft_dataset
 
     item = sft_dataset.SftDataset.__getitem__
 

@@ -26,9 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from training_run import Recorded, RunFailed, read_records
-
-from megatron_balance.devkit.smoke import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS
+from training_run import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, Recorded, RunFailed, read_records
 
 _LAST_CHARACTERS = 3000
 _PR_SET_PDEATHSIG = 1
@@ -56,7 +54,8 @@ class ForkedRun:
 
 def import_once(also: Sequence[str] = ()) -> None:
     """Import all that a rank would, and these modules. Set OMP_NUM_THREADS=1 before Python starts."""
-    from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
+    from cpu_shim import enable_cpu, patch_megatron
+
     from megatron_balance.mcore import install
 
     enable_cpu()

@@ -18,9 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training_run import Recorded, RunFailed, read_records, search_path
-
-from megatron_balance.devkit.smoke import ENVIRONMENT
+from training_run import ENVIRONMENT, Recorded, RunFailed, read_records, search_path
 
 
 def train(
@@ -114,8 +112,7 @@ def _server() -> subprocess.Popen[str]:
 def _serve() -> None:
     from fake_tensorboard import install_fake_tensorboard
     from forked import import_once
-
-    from megatron_balance.devkit.sft_dataset import builtin_samples
+    from sft_dataset import builtin_samples
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some modules print lines when they are imported

@@ -1,6 +1,6 @@
 """Trains with pretrain_sft under three policies, a step each in turn, and records every step: for the quickstart.
 
-    FIRST_POLICY=N torchrun … -m megatron_balance.launch --cpu tests/kit/policy_turns.py RECORD_DIR ARGS
+    FIRST_POLICY=N torchrun … tests/kit/cpu_launch.py tests/kit/policy_turns.py RECORD_DIR ARGS
 
 ARGS turn balancing by FLOPs on. Step i runs under POLICIES[(i + N) % 3]; lines are those of record_steps.py with the
 policy's name. One process group runs all policies, so a rank that is slower than in another run is so for each of

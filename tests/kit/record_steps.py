@@ -1,6 +1,6 @@
 """Trains with pretrain_sft and records every step, rank by rank: for the quickstart, tests and benchmarks.
 
-    torchrun … -m megatron_balance.launch [--cpu] tests/kit/record_steps.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_launch.py tests/kit/record_steps.py RECORD_DIR ARGS
 
 Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds and CPU seconds of Megatron's train_step, loss
 and gradient norm in full precision, the number of micro-batches and, where the step was balanced, the
@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_balance.devkit import pretrain_sft
+import pretrain_sft
+
 from megatron_balance.hooking import Function, Hook, install_hooks
 from megatron_balance.mcore import hooks
 

@@ -22,7 +22,7 @@ from watched_steps import Watch
 
 def loss_error(watch: Watch, *, relative: float) -> None:
     """Falsify the loss, and so the gradients, of one of the samples that this rank reads first."""
-    from megatron_balance.devkit import pretrain_sft
+    import pretrain_sft
 
     stock = pretrain_sft.loss_func
     pretrain_sft.loss_func = lambda mask, output: stock(mask, output * (1 + relative))
@@ -65,7 +65,7 @@ def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
 
 def padded_rows(watch: Watch) -> None:
     """Rows that name no starts of sequences, and a forward step written for them, as in pretrain_gpt.py."""
-    from megatron_balance.devkit import pretrain_sft
+    import pretrain_sft
 
     stock = pretrain_sft.datasets_provider
 
@@ -98,8 +98,7 @@ def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torc
     import megatron.core.utils as core_utils
     from megatron.core import mpu
     from megatron.training import get_args
-
-    from megatron_balance.devkit.pretrain_sft import loss_func
+    from pretrain_sft import loss_func
 
     args: Any = get_args()
     batch: dict[str, Any] = {}
@@ -129,7 +128,7 @@ def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torc
 
 def data_at_the_ends(watch: Watch) -> None:
     """No data set on stages between the first and the last, as in Megatron's scripts for documents."""
-    from megatron_balance.devkit import pretrain_sft
+    import pretrain_sft
 
     stock = pretrain_sft.datasets_provider
 
@@ -146,7 +145,7 @@ def data_at_the_ends(watch: Watch) -> None:
 
 def reads_on_every_stage(watch: Watch, *, key: str) -> None:
     """A forward step that reads this key of its item wherever it runs."""
-    from megatron_balance.devkit import pretrain_sft
+    import pretrain_sft
 
     stock = pretrain_sft.forward_step
 
@@ -226,7 +225,7 @@ def bad_data(watch: Watch, *, rank: int, how: str, index: int) -> None:
     """The data set of a rank raises, or has a wrong row, at this row."""
     if int(os.environ["RANK"]) != rank:
         return
-    from megatron_balance.devkit.sft_dataset import SftDataset
+    from sft_dataset import SftDataset
 
     stock = SftDataset.__getitem__
 

@@ -12,10 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.devkit.smoke import CPU_FLAGS, ENVIRONMENT, MODEL_FLAGS, TRAINING_FLAGS
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORD_STEPS = ROOT / "tests" / "kit" / "record_steps.py"
+
+CPU_LAUNCH = Path(__file__).with_name("cpu_launch.py")
+
+CPU_FLAGS = (
+    "--transformer-impl local --spec megatron_balance.mcore.thd.attention thd_block_spec --distributed-backend gloo "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
+)
+"""Megatron's fused kernels and NCCL need a GPU."""
+
+MODEL_FLAGS = (
+    "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--make-vocab-size-divisible-by 1"
+)
+"""A Llama-like model on bytes."""
+
+TRAINING_FLAGS = (
+    "--micro-batch-size 1 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 1 "
+    "--calculate-per-token-loss --eval-iters 0 --eval-interval 100000 --log-interval 1"
+)
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
+"""One thread a rank: ranks that share cores would slow each other down, and not evenly."""
 
 GPU_FLAGS = (
     "--transformer-impl transformer_engine --distributed-backend nccl --no-gradient-accumulation-fusion "
@@ -62,7 +84,8 @@ def command_of(
 ) -> list[str]:
     """The command line of a recorded run; `rendezvous` holds flags of torchrun, the others are as for `train`."""
     command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "megatron_balance.launch", *(["--cpu"] if device == "cpu" else []), str(script), str(record)]
+    launch = [str(CPU_LAUNCH)] if device == "cpu" else ["-m", "megatron_balance.launch"]
+    command += [*launch, str(script), str(record)]
     device_flags = CPU_FLAGS if device == "cpu" else GPU_FLAGS
     return [*command, *f"{device_flags} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
 

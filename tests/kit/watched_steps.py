@@ -66,13 +66,12 @@ class Watch:
 
     def install(self) -> None:
         """Wrap Megatron's functions and the script's."""
+        import pretrain_sft
         import torch.distributed as dist
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.training import training
         from torch.distributed import distributed_c10d
         from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-        from megatron_balance.devkit import pretrain_sft
 
         _wrap(training, "train_step", self._step)
         _wrap(training, "evaluate", self._evaluation)
@@ -160,7 +159,7 @@ class Watch:
 
 def main() -> None:
     """Watch while the script trains."""
-    from megatron_balance.devkit import pretrain_sft
+    import pretrain_sft
 
     folder = Path(sys.argv.pop(1))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """Counts the FLOPs of small GPTModels as torch sees them and as we do, in a process of its own; prints them as JSON.
 
 The shim makes `cuda` mean the CPU for the whole process, which is why tests do not do this in theirs.
-It has no public name, for users get it by `launch --cpu`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_balance.devkit.cpu import enable_cpu, patch_megatron
+from cpu_shim import enable_cpu, patch_megatron
 
 enable_cpu()
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cpu_shim import enable_cpu
 
-from megatron_balance.devkit.cpu import enable_cpu
 from megatron_balance.mcore.packing_scheduler import NAME, register
 
 CAP = 512

@@ -37,7 +37,7 @@ def test_a_script_gets_its_arguments_and_its_own_folder(tmp_path: Path) -> None:
         "from megatron.training import training\n"
         "print(__name__, sys.argv[1:], neighbour.WORD, training.get_forward_backward_func.__wrapped__.__module__)\n"
     )
-    done = launch("--cpu", str(script), "--balance-data", "x")
+    done = launch(str(script), "--balance-data", "x")
     assert done.returncode == 0, done.stderr
     assert "__main__ ['--balance-data', 'x'] found megatron.core.pipeline_parallel.schedules" in done.stdout
 
@@ -64,7 +64,7 @@ def test_a_missing_script_is_named() -> None:
 def test_wrong_flags_end_the_run_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
-    done = launch("--cpu", str(script), "--balance-by-flops", "--calculate-per-token-loss")
+    done = launch(str(script), "--balance-by-flops", "--calculate-per-token-loss")
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("megatron_balance: --balance-by-flops is set: without")
     assert "Traceback" not in done.stderr

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sft_dataset import END_OF_DOCUMENT, SftDataset, SftSample, builtin_samples, jsonl_samples
+from stdlib_corpus import stdlib_samples
 
 from megatron_balance import BalanceError
-from megatron_balance.devkit.sft_dataset import END_OF_DOCUMENT, SftDataset, SftSample, builtin_samples, jsonl_samples
-from megatron_balance.devkit.stdlib_corpus import stdlib_samples
 from megatron_balance.runtime import split_packed
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from stdlib_corpus import stdlib_samples
 
-from megatron_balance.devkit.stdlib_corpus import stdlib_samples
 from megatron_balance.errors import BalanceError
 
 END_OF_DOCUMENT = 256

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on packed (thd) sequences with Megatron's own `pretrain()`.
 
-    torchrun --nproc-per-node 2 -m megatron_balance.launch -m megatron_balance.devkit.pretrain_sft ARGS
+    torchrun --nproc-per-node 2 -m megatron_balance.launch tests/kit/pretrain_sft.py ARGS
 
 The Megatron wheel has the training loop but no script: this is one, for text models, on every supported release.
 Data is jsonl files (`--data-path FILE …`, or `--train-data-path`, `--valid-data-path` and `--test-data-path`; under
@@ -27,10 +27,10 @@ from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, get_timers, pretrain, training
+from sft_batch import get_batch
+from sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
 from torch import Tensor
 
-from megatron_balance.devkit.sft_batch import get_batch
-from megatron_balance.devkit.sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
 from megatron_balance.mcore.thd.packed_params import packed_seq_params
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     }
     defaults = {"tokenizer_type": "NullTokenizer"}
     if "cfg_container" not in inspect.signature(pretrain).parameters:  # 0.17
-        from megatron_balance.devkit.sft_model import model_provider
+        from sft_model import model_provider
 
         pretrain(**run, model_provider=model_provider, args_defaults=defaults)
         return
@@ -53,7 +53,7 @@ def main() -> None:
         model = argument_utils.gpt_config_from_args(args)
         pretrain(**run, cfg_container=argument_utils.pretrain_cfg_container_from_args(args, model))
     else:  # 0.18
-        from megatron_balance.devkit.sft_model import model_provider
+        from sft_model import model_provider
 
         container = argument_utils.pretrain_cfg_container_from_args(args)
         pretrain(**run, cfg_container=container, model_provider=model_provider)
