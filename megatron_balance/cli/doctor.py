@@ -1,4 +1,4 @@
-"""Check this environment: packages, hooks into Megatron, your script's flags, and a run of two ranks.
+"""Check this environment: packages, hooks into Megatron, your script's flags and, under torchrun, all ranks together.
 
 Prints a line for each check, `ok` or `problem` and its remedy. Exits with 0, or with 1 where there is a problem.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -19,8 +20,10 @@ examples:
   megatron-balance doctor
   megatron-balance doctor -- --num-layers 32 … --use-dynamic-batch-size --balance-by-flops
       flags after -- are those of your training script; conflicts among them are reported
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint … -m megatron_balance doctor -- --num-layers 32 …
+      all ranks compare versions and flags, meet over gloo, and measure it; the first one prints
 
-It changes nothing. The run trains a tiny model of its own on this machine's CPU, for about ten seconds.
+It changes nothing.
 """
 
 
@@ -35,31 +38,40 @@ def run(args: argparse.Namespace) -> int:
     _quieten_imports()
     from megatron_balance.mcore import checks
 
-    num_problems = _print("packages", checks.check_packages(), details=args.debug)
-    num_problems += _print("hooks into Megatron", checks.check_hooks(), details=args.debug)
+    on_cluster = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ  # torchrun's
+    report = _Report(silent=on_cluster and os.environ["RANK"] != "0")
+    report.section("packages", checks.check_packages())
+    report.section("hooks into Megatron", checks.check_hooks())
     if args.megatron_args:
-        num_problems += _print("your flags", checks.check_flags(args.megatron_args), details=args.debug)
-    else:
+        report.section("your flags", checks.check_flags(args.megatron_args))
+    elif not report.silent:
         _print_rules()
-    print("\nno problem" if not num_problems else f"\nproblems: {num_problems}")
-    return 1 if num_problems else 0
+    if on_cluster:
+        from megatron_balance.mcore import cluster_checks  # loads torch
+
+        found = cluster_checks.check_cluster(flags=args.megatron_args, problems=tuple(report.problems))
+        report.section("all ranks", found)
+    if not report.silent:
+        print("\nno problem" if not report.problems else f"\nproblems: {len(report.problems)}")
+    return 1 if report.problems and not report.silent else 0
 
 
-def _print(title: str, findings: Iterable[Finding], *, details: bool) -> int:
-    """Print findings as they come.
+class _Report:
+    """Prints findings as they come; ranks other than the first are silent."""
 
-    Returns:
-        The number of problems.
-    """
-    num_problems = 0
-    print(f"\n{title}")
-    for finding in findings:
-        num_problems += not finding.ok
-        # One line, whatever line breaks a library has put into its message.
-        print(f"  {'ok' if finding.ok else 'problem':8} {' '.join(finding.says.split())}", flush=True)
-        if details and finding.details:
-            print(finding.details, flush=True)
-    return num_problems
+    def __init__(self, *, silent: bool) -> None:
+        self.silent = silent
+        self.problems: list[str] = []
+
+    def section(self, title: str, findings: Iterable[Finding]) -> None:
+        if not self.silent:
+            print(f"\n{title}")
+        for finding in findings:
+            says = " ".join(finding.says.split())  # one line, whatever a library has put into its message
+            if not finding.ok:
+                self.problems.append(says)
+            if not self.silent:
+                print(f"  {'ok' if finding.ok else 'problem':8} {says}", flush=True)
 
 
 def _print_rules() -> None:

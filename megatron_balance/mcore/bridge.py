@@ -33,6 +33,7 @@ from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import ANY_VERSION, install_core
 from megatron_balance.mcore.setup.loop_arguments import args_of_loop
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.resources import close_all
 from megatron_balance.samples.attention_keys import with_attention_keys
 
 SUPPORTED_VERSIONS = ("0.6",)
@@ -167,6 +168,7 @@ class _BuiltRun:
     def undo(self) -> None:
         global _built
         _built = None
+        close_all()
 
 
 def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:

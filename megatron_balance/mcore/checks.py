@@ -1,4 +1,4 @@
-"""The checks of `megatron-balance doctor`: packages, hooks, flags, a small run.
+"""The checks of `megatron-balance doctor` on one machine: packages, hooks, flags.
 
 Invariants: only imports change this process; every problem names its remedy.
 """
@@ -27,12 +27,10 @@ class Finding:
     Attributes:
         ok: True if the check passed.
         says: the finding and, where it is a problem, the remedy.
-        details: output to read beside it; may be empty.
     """
 
     ok: bool
     says: str
-    details: str = ""
 
 
 def check_packages() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_balance.mcore.build_run import balanced_forward_backward
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
+from megatron_balance.runtime.resources import close_all
 
 _built: tuple[Any, BalancedForwardBackward | None] | None = None
 """Megatron's arguments and the run built for them; kept, since evaluation asks for a schedule repeatedly."""
@@ -44,6 +45,7 @@ class CurrentRun:
     """The run as an entry of an `Installation`, which removes it."""
 
     def undo(self) -> None:
-        """Forget the run."""
+        """Forget the run, and end its threads, processes and groups."""
         global _built
         _built = None
+        close_all()

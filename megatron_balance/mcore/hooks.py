@@ -4,7 +4,9 @@
     installed = install()    # before Megatron parses arguments
     installed.undo()
 
-Without a balance flag the hooks call Megatron's own functions: the run is stock.
+Without a balance flag the wrappers stay in place, those of `megatron.core` too (Attention.forward,
+TransformerLayer.forward, MambaMixer.forward and others), and call Megatron's own functions: the run is stock.
+`undo()` takes them out and ends the run's threads, processes and groups; every rank calls it after the same step.
 """
 
 from __future__ import annotations

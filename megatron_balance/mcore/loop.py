@@ -16,10 +16,11 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.mcore.build_run import balanced_forward_backward
 from megatron_balance.mcore.current_run import serving
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.hooks import install_core
+from megatron_balance.mcore.hooks import core_installation, install_core
 from megatron_balance.mcore.setup.loop_arguments import args_of_loop
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.resources import close_all
 
 Schedule = Callable[..., Any]
 
@@ -94,6 +95,14 @@ class BalancedSchedule:
     def last_step(self) -> BalancedStep | None:
         """The data of the newest step on this rank."""
         return self._run.last_step
+
+    def undo(self) -> None:
+        """End the run's threads, processes and groups, and unhook `megatron.core`, once training is over.
+
+        Every rank calls it after the same step. Hooks that `install` put in place stay.
+        """
+        core_installation.undo()
+        close_all()
 
     def __call__(self, **arguments: Any) -> Any:
         """Run one step, or an evaluation (`forward_only`). Arguments and result are those of Megatron's schedule."""

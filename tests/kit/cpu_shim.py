@@ -1,7 +1,7 @@
 """A shim that lets the real Megatron training loop run on a machine without a GPU.
 
 For trying things out and for tests: it makes `cuda` mean the CPU, process-wide, before Megatron is
-imported. It is never active unless asked for (`python -m megatron_balance.launch --cpu …`), and it
+imported. It is never active unless asked for (`cpu_launch.py`), and it
 changes no number: kernels are torch's own CPU kernels, collectives go through gloo.
 
 What it does, in this order:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +115,49 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
         assert finding.says.startswith("--calculate-per-token-loss is not set")
     finally:
         installed.undo()
+
+
+def on_two_ranks(folder: Path, *, environment: Mapping[str, str]) -> tuple[int, list[str], str]:
+    """The status and lines of the first rank, and the output of the second, which has other variables."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in range(2):
+        world = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        variables = os.environ | world | {"MASTER_PORT": port} | (environment if rank else {})
+        command = [sys.executable, "-m", "megatron_balance", "doctor", "--", *BALANCED.split(), *MODEL.split()]
+        command += ["--micro-batch-size", "1", "--global-batch-size", "8"]
+        out = (folder / f"rank{rank}.txt").open("w+")
+        ranks.append((subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT), out))
+    said = []
+    for process, out in ranks:
+        process.wait(timeout=200)
+        out.seek(0)
+        said.append(out.read())
+    return ranks[0][0].returncode, [line.strip() for line in said[0].splitlines()], said[1]
+
+
+def test_ranks_of_torchrun_meet_and_are_measured(tmp_path: Path) -> None:
+    status, lines, other = on_two_ranks(tmp_path, environment={})
+    assert status == 0, lines
+    assert other == ""
+    text = "\n".join(lines)
+    assert "ok       all ranks have the same versions and flags" in text
+    assert re.search(r"gloo listens on [\d.]+ \(\w+\), GLOO_SOCKET_IFNAME is", text)
+    assert re.search(r"a gather takes [\d.]+ ms", text)
+    assert re.search(r"ranks receive 16 MiB from the next host at \d+ to \d+ MB/s", text)
+    assert re.search(r"the first step needs TCP on all ports.*a rank sends 0\.0 MiB in", text)
+
+
+def test_a_rank_of_another_version_and_without_its_interface_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine-9.9.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 9.9\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "nowhere0"}
+    status, lines, _ = on_two_ranks(tmp_path, environment=environment)
+    assert status == 1
+    differ, nowhere = problems(lines)
+    assert "version of transformer-engine is none on rank 0 and 9.9 on rank 1" in differ
+    assert f"{socket.gethostname()}: GLOO_SOCKET_IFNAME is nowhere0, which has no address here; set GLOO_" in nowhere

@@ -16,7 +16,7 @@ from forked_runs import train
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_balance.mcore.setup.groups import is_first_of_replica, ranks_of_tensor_rank
+from megatron_balance.mcore.setup.groups import is_first_of_replica, problem_of_bound_device, ranks_of_tensor_rank
 
 WORLD_SIZE = 16
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -87,6 +87,22 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(
         assert row["more_sockets"] == (1 if TORCH >= (2, 8) else num_ranks)
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
         assert row["ranks_per_node"] == ranks_per_node
+
+
+@pytest.mark.usefixtures("no_groups_are_left")
+@pytest.mark.parametrize(
+    ("version", "bound", "refused"), [("2.14.1", True, True), ("2.15.0", True, False), ("2.9", False, False)]
+)
+def test_a_device_of_the_world_is_refused_where_gloo_groups_would_hang(
+    monkeypatch: pytest.MonkeyPatch, version: str, bound: bool, refused: bool
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    if bound:
+        dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda:0")
+    monkeypatch.setattr(torch, "__version__", version)
+    problem = problem_of_bound_device()
+    assert (problem is not None) is refused
+    assert problem is None or "leave device_id out" in problem
 
 
 def made_groups(source: str) -> Iterator[str]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from make_pages import SITE_PAGES
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore import add_balance_args, cautions, why_stock
 
-DOCS = Path(__file__).parents[2] / "docs"
 BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
@@ -144,6 +143,7 @@ CAUTIONED = [
     "--attention-dropout 0.1",
     "--hidden-dropout 0.1 --attention-dropout 0",
     "--dataloader-type external",
+    "--disable-gloo-process-groups",
     "--fp8-format e4m3",
     "--fp4-format e2m1",
     "--check-for-spiky-loss",
@@ -227,7 +227,7 @@ def test_every_refusal_of_the_pages_is_met_here() -> None:
         with pytest.raises(BalanceError) as refusal:
             parsed(flags, balanced=balanced)
         said += str(refusal.value)
-    options, flags = ((DOCS / f"{page}.md").read_text("utf-8") for page in ("options", "flags"))
+    options, flags = (SITE_PAGES[page]() for page in ("options", "flags"))
     rules = re.findall(r"^\| (.+) \| (.+) \|$", options.partition("## Stock")[0], flags=re.MULTILINE)
     rules += re.findall(r"^- (--.+?): (.+)$", flags, flags=re.MULTILINE)
     assert len(rules) > 60

@@ -25,6 +25,7 @@ from typing import Any
 _FLAGS = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
+    "use_gloo_process_groups": "--disable-gloo-process-groups",
     "use_mamba_mem_eff_path": "--disable-mamba-mem-eff-path",
     "create_attention_mask_in_dataloader": "--no-create-attention-mask-in-dataloader",
 }
@@ -93,7 +94,7 @@ def _term(text: str) -> Term:
         words = " or ".join(one for one in values if one != "None")
         among = lambda args: any(_text(one) in values for one in _entries(args, name))  # noqa: E731
         if operator == "=":
-            return Term(names, f"{shown} {words}", among)
+            return Term(names, shown if value == "False" else f"{shown} {words}", among)
         return Term(names, f"{shown} other than {words}", lambda args: not among(args))
     if name in ("engine", "core"):
         return _release(name, value)

@@ -225,6 +225,8 @@ STOCK = {
 CAUTIONS = {
     "engine<2.9": "Megatron's developers report that packed sequences may converge badly with Transformer Engine "
     "before 2.9; install a newer one where you can",
+    "use_gloo_process_groups=False": "ranks of a balanced run meet over gloo all the same; megatron-balance doctor "
+    "under torchrun says whether they can, and which interface GLOO_SOCKET_IFNAME should name",
     "attention_dropout/hidden_dropout>0": "random numbers depend on a token's place in a micro-batch, so losses are "
     "those of another draw",
     "mtp_num_layers": "where the first tokens of sequences are learned, Megatron weighs the loss of multi-token "

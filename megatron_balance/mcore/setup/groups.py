@@ -14,18 +14,21 @@ exchange them first; this works for any order of ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_balance.runtime.agreement import Meeting, gather_texts
 from megatron_balance.runtime.nodes import local_world_size, members_per_node
 from megatron_balance.runtime.peers import named_ranks, waiting_for
 from megatron_balance.runtime.replica import Replica
+from megatron_balance.runtime.resources import close_on_undo
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 """Read by torch (from 2.8) whenever it makes a gloo group."""
@@ -98,6 +101,7 @@ def split_world(color: int | None, *, timeout: timedelta, backend: str = "gloo")
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup), "this rank is a member"
             _follow_later_timeouts(group)
+            close_on_undo(functools.partial(_destroy, group))
             own = group
     return own
 
@@ -138,6 +142,16 @@ def _follow_later_timeouts(group: dist.ProcessGroup) -> None:
         groups.append(group)
 
 
+def _destroy(group: dist.ProcessGroup) -> None:
+    from megatron.core import parallel_state
+
+    groups = getattr(parallel_state, "_global_process_group_list", None)
+    if isinstance(groups, list) and group in groups:
+        groups.remove(group)
+    if dist.is_initialized():  # else it went with all others
+        dist.destroy_process_group(group)
+
+
 def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
     """The store and ranks by which all ranks of the world agree without a group; None in a single process.
 
@@ -149,6 +163,23 @@ def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
     # torch has no public name for the store that init_process_group met in.
     store = dist.distributed_c10d._get_default_store()
     return Meeting(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
+
+
+def problem_of_bound_device() -> str | None:
+    """The reason why no gloo group can be made, or None.
+
+    Before torch 2.15 the ranks that are not in a new group split the NCCL communicator of a default group that is bound
+    to a device, for a gloo group too, of which no member does: they wait for each other without end.
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version >= (2, 15) or not dist.is_initialized():
+        return None
+    if dist.distributed_c10d._get_default_group().bound_device_id is None:
+        return None
+    return (
+        f"init_process_group was given device_id, and on torch {torch.__version__} ranks would wait without end for a "
+        "gloo group: leave device_id out (torch.cuda.set_device is enough), or install torch 2.15."
+    )
 
 
 def dp_ranks_per_node(*, timeout: timedelta) -> int | None:

@@ -29,7 +29,7 @@ from megatron_balance.mcore.setup.arguments import (
     topology_from_megatron_args,
 )
 from megatron_balance.mcore.setup.data_stages import loads_on_every_stage
-from megatron_balance.mcore.setup.groups import meeting_of_world
+from megatron_balance.mcore.setup.groups import meeting_of_world, problem_of_bound_device
 from megatron_balance.runtime.agreement import agree
 from megatron_balance.topology import Limits, Topology
 
@@ -223,6 +223,8 @@ def _decide_locally(args: Any) -> _LocalDecision:
         reason = why_stock(args)
         if reason is not None:
             return _LocalDecision(stock_because=reason)
+        if problem := problem_of_bound_device():
+            return _LocalDecision(problem=problem)
         return _LocalDecision(RunSetup.from_megatron_args(args, config=config))
     except BalanceError as error:
         return _LocalDecision(problem=str(error))

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from megatron_balance.runtime.resources import close_on_undo
+
 T = TypeVar("T")
 
 
@@ -25,6 +27,7 @@ class BackgroundThread:
 
     def __init__(self, name: str = "megatron_balance") -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        close_on_undo(self._executor.shutdown)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job.

@@ -30,6 +30,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.runtime.failure import Failure
+from megatron_balance.runtime.resources import close_on_undo
 
 _MAIN = "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; run_module({!r}, run_name='__main__')"
 _LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
@@ -137,6 +138,7 @@ class PlanProcess:
             theirs.close()
         self._connection = ours
         self._finalizer = weakref.finalize(self, _end, ours, self._process, os.getpid())
+        close_on_undo(self.close)
 
     def _how_it_ended(self, broken: Exception) -> str:
         if self._process is None:

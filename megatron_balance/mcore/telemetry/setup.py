@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from megatron_balance.runtime.environment import device_kind, environment
 from megatron_balance.runtime.failure import Failure, raise_together
 from megatron_balance.runtime.peers import PeerError
 from megatron_balance.runtime.rank_seconds import NOT_MEASURING
+from megatron_balance.runtime.resources import close_on_undo
 
 
 def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> RunObserver | None:
@@ -73,7 +75,10 @@ def build_watchers(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Run
         watchers.append(DeviceMemory(planner, log=log))
     times_passes = measures and not setup.overlaps_passes
     observer = RunObserver(watchers, times_passes=times_passes, on_gpu=device_kind() == "cuda")
-    atexit.register(_flush_at_exit, observer)
+    flush = functools.partial(_flush_at_exit, observer)
+    atexit.register(flush)
+    close_on_undo(functools.partial(atexit.unregister, flush))
+    close_on_undo(flush)
     return observer
 
 

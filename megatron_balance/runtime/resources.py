@@ -1,0 +1,18 @@
+"""What this process has started for balanced runs, so that undoing the hooks ends it: threads, processes, groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+_started = contextlib.ExitStack()
+
+
+def close_on_undo(close: Callable[[], object]) -> None:
+    """Have `close_all` call this function, before those that were given earlier."""
+    _started.callback(close)
+
+
+def close_all() -> None:
+    """End everything, the latest first. Every rank calls it after the same step: a step may be in preparation."""
+    _started.close()

@@ -1,0 +1,33 @@
+"""After `undo()` nothing of a run is left: no thread, process, process group or wrapped function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forked_runs import train
+
+BATCH = 1100
+"""Samples, enough for a planning process."""
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --num-query-groups 2 --ffn-hidden-size 16 --seq-length 32 "
+    f"--max-position-embeddings 32 --global-batch-size {BATCH} --train-iters 2"
+)
+BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 1024 --balance-data --balance-by-flops"
+
+
+def left(folder: Path, flags: str) -> tuple[dict[str, int], dict[str, int]]:
+    """What a rank of two has after training, and once the hooks are undone."""
+    ran = train(folder, f"{FLAGS} {flags}".split(), num_ranks=2, module="undone_run", timeout_seconds=200)
+    rows = [rank[0] for rank in ran.ranks]
+    assert rows[0] == rows[1]
+    return rows[0]["trained"], rows[0]["undone"]
+
+
+def test_undo_leaves_the_process_as_a_stock_run_does(tmp_path: Path) -> None:
+    stock, unhooked = left(tmp_path / "stock", "--micro-batch-size 50")
+    trained, undone = left(tmp_path / "balanced", BALANCED)
+    assert trained["threads"] >= 1
+    assert trained["processes"] == 1
+    assert trained["groups"] > stock["groups"]
+    assert undone == unhooked == stock | {"wrapped": 0}
