@@ -6,11 +6,16 @@
 or, with nothing to edit, `python -m megatron_balance.adapters.areal --cost flops --model Qwen3-8B SCRIPT ...`.
 """
 
-from megatron_balance.adapters.areal.dispatch import balance_batch
-from megatron_balance.adapters.areal.hooks import install, is_installed
-from megatron_balance.adapters.areal.single_rank import SingleRankLoad, endless
-from megatron_balance.adapters.areal.trainer import scaled_for_one_rank
+from __future__ import annotations
+
+from datetime import timedelta
+
+from megatron_balance.adapters.areal.hooks import ArealOptions, hooks_for
+from megatron_balance.adapters.areal.plan import balance_batch
+from megatron_balance.adapters.areal.single_rank import MAX_WAIT, SingleRankLoad, endless, scaled_for_one_rank
 from megatron_balance.adapters.areal.transport import distributed_batch, redistribute
+from megatron_balance.adapters.kit import Adapter, find_version
+from megatron_balance.cost.resolve import Model, resolve_cost
 
 __all__ = [
     "SingleRankLoad",
@@ -22,3 +27,54 @@ __all__ = [
     "redistribute",
     "scaled_for_one_rank",
 ]
+
+SUPPORTED_VERSIONS = ("1.0.4",)
+
+adapter: Adapter[ArealOptions] = Adapter(
+    "areal",
+    versions=SUPPORTED_VERSIONS,
+    remedy=f"install areal=={SUPPORTED_VERSIONS[-1]}, or train without it",
+    find_version=lambda: find_version(
+        "areal", missing=f"AReaL is not installed: pip install areal=={SUPPORTED_VERSIONS[-1]}."
+    ),
+)
+
+
+def install(
+    *,
+    cost: str | None = None,
+    model: Model | None = None,
+    ep_size: int = 1,
+    single_rank_load: bool = False,
+    gather_all: bool = False,
+    max_wait: timedelta = MAX_WAIT,
+) -> Adapter[ArealOptions]:
+    """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
+
+    Args:
+        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
+        model: preset name, path of a Hugging Face config.json, or ModelShape.
+        ep_size: expert-parallel ranks.
+        single_rank_load: the first data-parallel rank rolls out the whole batch and the others receive their share
+            (trainers that run as one process a rank; a single controller does it anyway).
+        gather_all: fill `RedistributedData.all_data` on every rank, as AReaL does. Nothing in AReaL reads it, and it
+            takes as much memory as the trajectories of all ranks, so by default entries of other ranks are None.
+        max_wait: how long ranks wait for the one that rolls out.
+
+    Raises:
+        BalanceError: AReaL is missing, of another version, or a target has moved; or the adapter is installed with
+            other options. Nothing is changed then.
+    """
+    options = ArealOptions(
+        resolve_cost(cost, model=model, ep_size=ep_size),
+        ep_size=ep_size,
+        single_rank_load=single_rank_load,
+        gather_all=gather_all,
+        max_wait=max_wait,
+    )
+    return adapter.hook(options, lambda: hooks_for(options))
+
+
+def is_installed() -> bool:
+    """True if AReaL is hooked in this process."""
+    return adapter.is_installed

@@ -1,100 +1,55 @@
-"""The hooks in AReaL, in a checked table, and `install()`.
+"""The hooks in AReaL, in a checked table, and its redistribution after a rollout.
 
-Invariants: nothing is patched before `install()`; it patches everything or nothing and can be undone; an untested
-version of AReaL is refused, on every rank before training.
+Only data-parallel heads redistribute; the other ranks of a replica wait for them in a barrier. So errors of the heads
+are gathered on all ranks before that barrier.
+
+Invariants: signatures and results are AReaL's; an error on one rank, head or not, raises on all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.areal.coordinator import buffer_device, group_or_world, redistribution_hooks
-from megatron_balance.adapters.areal.dispatch import make_dispatch
-from megatron_balance.adapters.areal.plan import plan_agreed_microbatches
-from megatron_balance.adapters.areal.settings import ArealOptions
-from megatron_balance.adapters.areal.single_rank import MAX_WAIT
-from megatron_balance.adapters.areal.trainer import single_rank_hooks
-from megatron_balance.adapters.areal.trajectories import with_token_axis_cut
-from megatron_balance.adapters.processor_images import counted_encoder
-from megatron_balance.cost.resolve import Model, resolve_cost
+from megatron_balance.adapters.areal.plan import make_dispatch
+from megatron_balance.adapters.areal.single_rank import MAX_WAIT, single_rank_hooks
+from megatron_balance.adapters.areal.transport import redistribute
+from megatron_balance.adapters.kit import Hook, agreed_microbatches
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import Installation, check_version
-from megatron_balance.hooking.patches import Hook
-from megatron_balance.hooking.patches import install as install_hooks
-
-SUPPORTED_VERSIONS = ("1.0.4",)
+from megatron_balance.runtime import gather_lengths
 
 
-installation: Installation[ArealOptions] = Installation("AReaL")
+@dataclass(frozen=True)
+class ArealOptions:
+    """Options of the adapter.
 
-
-def install(
-    *,
-    cost: str | None = None,
-    model: Model | None = None,
-    ep_size: int = 1,
-    single_rank_load: bool = False,
-    gather_all: bool = False,
-    max_wait: timedelta = MAX_WAIT,
-) -> Installation[ArealOptions]:
-    """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
-
-    Args:
-        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
-        model: preset name, path of a Hugging Face config.json, or ModelShape.
+    Attributes:
+        cost_model: what a row costs.
         ep_size: expert-parallel ranks.
-        single_rank_load: the first data-parallel rank rolls out the whole batch and the others receive their share
-            (trainers that run as one process a rank; a single controller does it anyway).
-        gather_all: fill `RedistributedData.all_data` on every rank, as AReaL does. Nothing in AReaL reads it, and it
-            takes as much memory as the trajectories of all ranks, so by default entries of other ranks are None.
+        single_rank_load: one rank rolls out for all.
+        gather_all: fill `RedistributedData.all_data` with what other ranks have.
         max_wait: how long ranks wait for the one that rolls out.
-
-    Raises:
-        BalanceError: AReaL is missing, of another version, or a target has moved; or the adapter is installed with
-            other options. Nothing is changed then.
     """
-    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
-    options = ArealOptions(
-        cost_model=cost_model,
-        ep_size=ep_size,
-        encoder=counted_encoder(model, cost_model=cost_model),
-        single_rank_load=single_rank_load,
-        gather_all=gather_all,
-        max_wait=max_wait,
-    )
-    return installation.install(
-        options, hook=lambda: install_hooks(_hooks(options), version=f"areal {_supported_version()}")
-    )
+
+    cost_model: CostModel
+    _: KW_ONLY
+    ep_size: int = 1
+    single_rank_load: bool = False
+    gather_all: bool = False
+    max_wait: timedelta = MAX_WAIT
 
 
-def is_installed() -> bool:
-    """True if AReaL is hooked in this process."""
-    return installation.settings is not None
-
-
-def _supported_version() -> str:
-    try:
-        version = installed_version("areal")
-    except PackageNotFoundError as error:
-        raise BalanceError(f"AReaL is not installed: pip install areal=={SUPPORTED_VERSIONS[-1]}.") from error
-    remedy = f"install areal=={SUPPORTED_VERSIONS[-1]}, or train without it"
-    return check_version(version, system="areal", supported=SUPPORTED_VERSIONS, remedy=remedy)
-
-
-def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
+def hooks_for(options: ArealOptions) -> tuple[Hook, ...]:
+    """The table: the redistribution, the controller's dispatch, micro-batches, and `single_rank_load`."""
     hooks = (
-        *redistribution_hooks(
-            cost_model=options.cost_model,
-            ep_size=options.ep_size,
-            encoder=options.encoder,
-            gather_all=options.gather_all,
-        ),
+        *redistribution_hooks(options),
         Hook(
             target="areal.infra.controller.train_controller:_dispatch_tensors",
             bound_in=(
@@ -102,9 +57,7 @@ def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
                 "areal.experimental.training_service.data_proxy.dispatcher",
             ),
             parameters=("item_list", "dp_size", "group_size"),
-            wrap=lambda _: make_dispatch(
-                cost_model=options.cost_model, ep_size=options.ep_size, encoder=options.encoder
-            ),
+            wrap=lambda _: make_dispatch(cost_model=options.cost_model, ep_size=options.ep_size),
             why="balances by our cost, accepts a number of items that is no multiple of the ranks",
             until="AReaL's controller takes a partition function",
         ),
@@ -116,14 +69,6 @@ def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
             why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
             until="AReaL's ranks agree on failure before one raises",
         ),
-        Hook(
-            target="areal.utils.data:split_and_unpad_tensor",
-            bound_in=("areal.utils.data", "areal.infra.dist_rollout"),
-            parameters=("result", "n_trajs", "traj_group_sizes", "traj_seqlens"),
-            wrap=with_token_axis_cut,
-            why="it cuts the last axis, which is not the token axis of tensors with three",
-            until="AReaL cuts the token axis",
-        ),
     )
     return (*hooks, *single_rank_hooks(max_wait=options.max_wait)) if options.single_rank_load else hooks
 
@@ -133,14 +78,103 @@ def _allocate_balanced_mbs_synced(options: ArealOptions) -> Callable[..., list[l
         mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
     ) -> list[list[int]]:
         group = group_or_world(group) if dist.is_initialized() else None
-        return plan_agreed_microbatches(
+        return agreed_microbatches(
             lens,
             max_tokens=mb_spec.max_tokens_per_mb,
-            min_microbatches=mb_spec.n_mbs or 1,
-            divisor=mb_spec.n_mbs_divisor,
             cost_model=options.cost_model,
+            least=mb_spec.n_mbs or 1,
+            multiple=mb_spec.n_mbs_divisor,
+            flag="max_tokens_per_mb",
             group=group,
             device="cpu" if group is None else buffer_device(group),
         )
 
     return allocate_balanced_mbs_synced
+
+
+_MODULE = "areal.infra.dist_rollout"
+
+
+class _Moved(list[Any]):
+    """Marks trajectories that were redistributed already, and holds the result to return for them."""
+
+    result: Any
+
+
+def redistribution_hooks(options: ArealOptions) -> tuple[Hook, ...]:
+    """The hooks of the redistribution."""
+
+    def redistribute_trajectories(
+        trajectories: list[dict[str, Any]], group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
+    ) -> Any:
+        # packing_algorithm names one of AReaL's algorithms, which the planner replaces.
+        from areal.infra.dist_rollout import RedistributedData
+
+        if isinstance(trajectories, _Moved):
+            return trajectories.result
+        group = group_or_world(group)
+        moved = redistribute(
+            trajectories,
+            group=group,
+            cost_model=options.cost_model,
+            ep_size=options.ep_size,
+            gather_all=options.gather_all,
+            device=buffer_device(group),
+        )
+        all_data: list[Any] | None = moved.everything
+        if all_data is None:
+            all_data = [None] * sum(map(len, moved.ids_per_rank))
+            for index, trajectory in zip(moved.ids_per_rank[group.rank()], moved.trajectories, strict=True):
+                all_data[index] = trajectory
+        return RedistributedData(
+            all_data=all_data, data=moved.trajectories, rank=group.rank(), group_indices=moved.ids_per_rank
+        )
+
+    def with_failures_shared(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: Any, trajectories: list[dict[str, Any]] | None) -> Any:
+            problem = None
+            if trajectories is not None:
+                moved = _Moved()
+                try:
+                    moved.result = redistribute_trajectories(trajectories, self.train_engine.data_parallel_group)
+                except BalanceError as error:
+                    problem = str(error)
+                trajectories = moved
+            gather_lengths([], group=group_or_world(self.train_engine.cpu_group), problem=problem)
+            return method(self, trajectories)
+
+        return wrapper
+
+    return (
+        Hook(
+            target=f"{_MODULE}:redistribute_trajectories",
+            bound_in=(_MODULE,),
+            parameters=("trajectories", "group", "packing_algorithm"),
+            wrap=lambda _: redistribute_trajectories,
+            why="balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
+            until="AReaL's redistribution takes an allocation function and lists of different lengths",
+        ),
+        Hook(
+            target=f"{_MODULE}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
+            bound_in=(f"{_MODULE}:DistRolloutCoordinator",),
+            parameters=("self", "trajectories"),
+            wrap=with_failures_shared,
+            why="an error of a data-parallel head raises on the ranks that wait for it too",
+            until="AReaL's ranks agree on failure before one raises",
+        ),
+    )
+
+
+def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or all ranks, which AReaL means by None."""
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
+def buffer_device(group: dist.ProcessGroup) -> torch.device | str:
+    """The device of the buffers of the group's collectives."""
+    from areal.infra.platforms import current_platform
+
+    return "cpu" if "gloo" in dist.get_backend(group) else current_platform.current_device()

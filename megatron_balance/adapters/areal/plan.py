@@ -1,38 +1,32 @@
-"""Plans AReaL's batches: trajectories to data-parallel ranks, and a rank's rows to micro-batches.
+"""Divides AReaL's batches among data-parallel ranks: the plan, `balance_batch`, and the single controller's dispatch.
 
 A trajectory is one sample with a segment for each of its rows, since attention stays within a row. Each unit that must
 stay together, a trajectory or a pair of them, is a group, and the planner gives every rank the same number of groups.
 Every item goes to one rank. Ranks hold the same number of units where the ranks divide it, else at least one each.
 Every rank computes the same plan.
 
-Each rank packs its own rows into micro-batches, since ranks that share rows (tensor, context and pipeline parallelism)
-must cut them in the same way. Their number is then agreed on: all ranks take the largest, and those that had fewer
-pack again. No micro-batch is over `max_tokens_per_mb` and none is empty; the number is the same on every rank, at least
-`n_mbs` and a multiple of `n_mbs_divisor`. Where that is impossible, every rank raises and names the rank and the
-reason. Micro-batches come costliest first: ranks that meet in each of them (FSDP) have similar ones.
+The controller holds tensors, or handles of remote tensors (`RTensor`) of which it knows only the shape: their rows
+count with their padded length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
+from megatron_balance.adapters.areal.trajectories import MASK, Batch, join_rows, row_lengths, split_rows
 from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import DataSchedule, Images, build_data_schedule
-from megatron_balance.runtime.gather import gather_lengths
-from megatron_balance.samples.sample import KeySpec, SampleSchema
+from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
-MicroBatches = list[list[int]]
-"""For every micro-batch the positions of its rows, ascending."""
-
-_COUNTS = SampleSchema((KeySpec("micro-batches and rows", dtype=torch.int64, shape=(), per_token=True),))
+Dispatched = tuple[list[list[dict[str, Any]]], list[list[int]]]
+"""AReaL's result: for every worker its items, and their positions."""
 
 
 def plan_ranks(
@@ -43,7 +37,6 @@ def plan_ranks(
     cost_model: CostModel,
     ep_size: int = 1,
     unit_size: int = 1,
-    images: Images | None = None,
     home_ranks: NDArray[np.int64] | None = None,
 ) -> DataSchedule:
     """Gives every rank as many units as the others, of nearly the same cost.
@@ -55,7 +48,6 @@ def plan_ranks(
         cost_model: what a row costs.
         ep_size: expert-parallel ranks.
         unit_size: consecutive items that stay together, such as the two answers of a reward pair.
-        images: of each item; None for no images.
         home_ranks: `[num_items]` rank that has each item; ranks of equal cost are then swapped so that less moves.
 
     Returns:
@@ -78,7 +70,6 @@ def plan_ranks(
     return build_data_schedule(
         lengths,
         num_segments=num_rows,
-        image_patches=images,
         cost_model=cost_model,
         topology=Topology(dp_size, ep_size=ep_size),
         # Samples are counted and not tokens: the cap on tokens is AReaL's own, in its micro-batches.
@@ -94,99 +85,74 @@ def ids_per_rank(schedule: DataSchedule) -> list[list[int]]:
     return [np.flatnonzero(destinations == rank).tolist() for rank in range(schedule.topology.dp_size)]
 
 
-def plan_microbatches(
-    lengths: Sequence[int] | NDArray[Any],
+def balance_batch(
+    batches: Sequence[Mapping[str, Any]],
+    dp_num: int,
     *,
-    max_tokens: int,
-    min_microbatches: int = 1,
-    divisor: int = 1,
-    cost_model: CostModel,
-) -> MicroBatches:
-    """One rank's micro-batches.
+    cost: str | None = None,
+    model: Model | None = None,
+    ep_size: int = 1,
+) -> list[Batch]:
+    """Divides the rows of padded batches among ranks and pads each rank's to its own longest.
 
     Args:
-        lengths: `[num_rows]` tokens of each row.
-        max_tokens: tokens that a micro-batch holds at most (`max_tokens_per_mb`).
-        min_microbatches: micro-batches at least (`n_mbs`).
-        divisor: their number is a multiple of it (`n_mbs_divisor`).
-        cost_model: what a row costs.
+        batches: one or more dicts of tensors `[num_rows, padded_seq_len, ...]` with `attention_mask`; each may have
+            its own number of rows and its own padding.
+        dp_num: data-parallel ranks. The one argument that AReaL's callers pass by position.
+        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
+        model: preset name, path of a Hugging Face config.json, or ModelShape.
+        ep_size: expert-parallel ranks.
+
+    Returns:
+        `[dp_num]` batches.
 
     Raises:
-        BalanceError: a row is over the cap, or there are fewer rows than micro-batches.
+        BalanceError: a batch has no mask, keys differ, or there are fewer rows than ranks.
+
+    Example:
+        >>> import torch
+        >>> lengths = [8, 1, 2, 7]
+        >>> batch = {"attention_mask": torch.arange(8) < torch.tensor(lengths)[:, None]}
+        >>> [part["attention_mask"].sum(1).tolist() for part in balance_batch([batch], 2)]
+        [[8, 1], [2, 7]]
     """
-    least = -(-min_microbatches // divisor) * divisor
-    _check_enough(len(lengths), num_microbatches=least, divisor=divisor)
-    schedule = build_data_schedule(
-        lengths,
-        cost_model=cost_model,
-        topology=Topology(1, microbatch_multiple=divisor),
-        limits=Limits(max_tokens),
-    )
-    if schedule.num_microbatches < least:
-        schedule = build_data_schedule(
-            lengths,
+    lengths = [length for batch in batches for length in row_lengths(batch)]
+    rows = [row for batch in batches for row in split_rows(batch)]
+    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
+    schedule = plan_ranks(lengths, num_rows=[1] * len(rows), dp_size=dp_num, cost_model=cost_model, ep_size=ep_size)
+    return [join_rows([rows[index] for index in ids]) for ids in ids_per_rank(schedule)]
+
+
+def make_dispatch(*, cost_model: CostModel, ep_size: int = 1) -> Callable[..., Dispatched]:
+    """A function in place of AReaL's `_dispatch_tensors`, with its signature."""
+
+    def dispatch_tensors(item_list: list[dict[str, Any]], dp_size: int, group_size: int = 1) -> Dispatched:
+        rows = [item_row_lengths(item) for item in item_list]
+        schedule = plan_ranks(
+            [length for of_item in rows for length in of_item],
+            num_rows=[len(of_item) for of_item in rows],
+            dp_size=dp_size,
             cost_model=cost_model,
-            topology=Topology(1, microbatch_multiple=least),
-            limits=Limits(max_tokens),
+            ep_size=ep_size,
+            unit_size=group_size,
         )
-    if schedule.oversized:
-        raise BalanceError(
-            f"a row has {int(schedule.lengths.max())} tokens and max_tokens_per_mb is {max_tokens}: raise it, or cut "
-            "rows at that length."
-        )
-    _check_enough(len(lengths), num_microbatches=schedule.num_microbatches, divisor=divisor)
-    costliest_first = np.argsort(-schedule.cost_grid[0], kind="stable")
-    return [list(schedule.ranks[0][slot]) for slot in costliest_first]
+        indices = ids_per_rank(schedule)
+        return [[item_list[index] for index in of_worker] for of_worker in indices], indices
+
+    return dispatch_tensors
 
 
-def plan_agreed_microbatches(
-    lengths: Sequence[int] | NDArray[Any],
-    *,
-    max_tokens: int,
-    min_microbatches: int = 1,
-    divisor: int = 1,
-    cost_model: CostModel,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str = "cpu",
-) -> MicroBatches:
-    """`plan_microbatches` with the same number of micro-batches on every rank of a group.
+def item_row_lengths(item: Mapping[str, Any]) -> list[int]:
+    """Tokens of each row of an item, `[num_rows]`.
 
-    Args:
-        lengths: `[num_rows]` tokens of each of this rank's rows.
-        max_tokens: as in `plan_microbatches`, likewise `min_microbatches`, `divisor` and `cost_model`.
-        group: the ranks that need the same number of micro-batches; None for this rank alone.
-        device: where the collective's buffers live: `cuda` for NCCL.
-
-    Raises:
-        BalanceError: on every rank, naming the ranks whose rows cannot be packed so.
+    From the mask, else from its handle's shape, else from the first tensor or handle with two axes or more, else one
+    row of one token.
     """
-    while True:
-        planned: MicroBatches = []
-        problem: str | None = None
-        try:
-            planned = plan_microbatches(
-                lengths,
-                max_tokens=max_tokens,
-                min_microbatches=min_microbatches,
-                divisor=divisor,
-                cost_model=cost_model,
-            )
-        except BalanceError as error:
-            if group is None:
-                raise
-            problem = str(error)
-        if group is None:
-            return planned
-        counts = gather_lengths([len(planned)], group=group, schema=_COUNTS, problem=problem, device=device)
-        min_microbatches = int(counts.lengths.max())
-        if (counts.lengths == min_microbatches).all():
-            return planned
-
-
-def _check_enough(num_rows: int, *, num_microbatches: int, divisor: int) -> None:
-    if num_rows < num_microbatches:
-        raise BalanceError(
-            f"{num_rows} rows for {num_microbatches} micro-batches (n_mbs_divisor is {divisor}), as many as on every "
-            "rank: none may be empty. Give each rank more rows, raise max_tokens_per_mb, or lower n_mbs or "
-            "n_mbs_divisor."
-        )
+    mask = item.get(MASK)
+    if isinstance(mask, Tensor):
+        return row_lengths(item)
+    for value in (mask, *item.values()):
+        tensor = value if isinstance(value, Tensor) else getattr(value, "data", None)
+        if isinstance(tensor, Tensor) and tensor.dim() >= 2 and len(tensor):
+            return [int(tensor.shape[1])] * len(tensor)
+    return [1]

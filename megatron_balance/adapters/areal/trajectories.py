@@ -4,33 +4,22 @@ A batch is a dict with `attention_mask` `[num_rows, padded_seq_len]`. A tensor w
 mask has an entry a token. A tensor that shares only the first axis has an entry a row, and so has a list of `num_rows`
 items. Anything else belongs to the batch as a whole. A trajectory is a batch of one prompt's rows.
 
-AReaL's own `split_and_unpad_tensor` cuts the last axis of every tensor, which is the token axis only where there are
-two: of hidden states `[1, 6, 8]` with 3 tokens it keeps `[1, 6, 3]`. AReaL still splits; the cut is made here.
-
 Invariants: only whole columns that no row uses are cut, and only along the token axis, so that a hidden tensor
 `[num_rows, padded_seq_len, hidden]` keeps its last axis; padding that is put back is 0, which is what AReaL pads with.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_balance.adapters.processor_images import images_of_samples
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.vision import VisionEncoder
-from megatron_balance.planner import Images
 
 MASK = "attention_mask"
-
-MULTI_MODAL = "multi_modal_input"
-"""AReaL's list of a processor's outputs, a dict a row."""
 
 Batch = dict[str, Any]
 
@@ -49,24 +38,6 @@ def row_lengths(batch: Mapping[str, Any]) -> list[int]:
         )
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return torch.where(mask != 0, positions, 0).amax(dim=1).tolist() if mask.shape[1] else [0] * len(mask)
-
-
-def images_of_items(items: Sequence[Mapping[str, Any]], *, encoder: VisionEncoder | None) -> Images | None:
-    """The images of all rows of each item, by what is known of handles (`RTensor`); None where images cost nothing.
-
-    Raises:
-        BalanceError: a grid or pixels have a shape that is not known.
-    """
-    if encoder is None:
-        return None
-    sums = np.zeros((len(items), 2), dtype=np.int64)
-    for index, item in enumerate(items):
-        rows = [
-            {name: value if isinstance(value, Tensor) else getattr(value, "data", None) for name, value in row.items()}
-            for row in item.get(MULTI_MODAL) or ()
-        ]
-        sums[index] = images_of_samples(rows, encoder=encoder).sums.sum(axis=0)
-    return Images(sums)
 
 
 def has_entry_a_token(value: object, *, mask: Tensor) -> bool:
@@ -145,35 +116,3 @@ def _padded_together(tensors: Sequence[Tensor], *, name: str) -> Tensor:
         widths = [width for size in reversed(missing) for width in (0, size)]
         padded.append(functional.pad(tensor, widths) if any(missing) else tensor)
     return torch.cat(padded)
-
-
-def with_token_axis_cut(split: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps AReaL's `split_and_unpad_tensor`, which splits a tensor or a dict of tensors."""
-
-    def split_and_unpad_tensor(
-        result: Any, n_trajs: int, traj_group_sizes: list[int] | int = 1, traj_seqlens: list[int] | None = None
-    ) -> Any:
-        # No axis is as long as these lengths: the original then cuts nothing, and derives none from the mask.
-        parts = split(result, n_trajs, traj_group_sizes, [sys.maxsize] * n_trajs)
-        if not isinstance(result, (Tensor, dict)):
-            return parts
-        if isinstance(result, Tensor):
-            return parts if traj_seqlens is None else [_cut(*pair) for pair in zip(parts, traj_seqlens, strict=True)]
-        has_mask = isinstance(result.get(MASK), Tensor) and result[MASK].dim() == 2
-        if traj_seqlens is None:
-            if not has_mask:
-                return parts
-            traj_seqlens = [max(row_lengths(part)) for part in parts]
-        return [
-            {
-                name: _cut(value, length) if not has_mask or has_entry_a_token(value, mask=part[MASK]) else value
-                for name, value in part.items()
-            }
-            for part, length in zip(parts, traj_seqlens, strict=True)
-        ]
-
-    return split_and_unpad_tensor
-
-
-def _cut(value: Any, length: int) -> Any:
-    return value[:, :length] if isinstance(value, Tensor) and value.dim() >= 2 else value

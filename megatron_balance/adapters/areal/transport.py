@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,17 +26,13 @@ from megatron_balance.adapters.areal.trajectories import (
     MASK,
     Batch,
     has_entry_a_token,
-    images_of_items,
     join_rows,
     row_lengths,
     trimmed,
 )
-from megatron_balance.adapters.processor_images import counted_encoder
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.vision import VisionEncoder
-from megatron_balance.planner import Images
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
@@ -64,7 +59,6 @@ def redistribute(
     group: dist.ProcessGroup,
     cost_model: CostModel,
     ep_size: int = 1,
-    encoder: VisionEncoder | None = None,
     gather_all: bool = False,
     device: torch.device | str = "cpu",
 ) -> Redistribution:
@@ -76,7 +70,6 @@ def redistribute(
         group: the data-parallel ranks.
         cost_model: what a row costs.
         ep_size: expert-parallel ranks.
-        encoder: runs the images of a row (`multi_modal_input`); None on every rank where they cost nothing.
         gather_all: give every rank all trajectories as well, at the price of that memory.
         device: where buffers and arriving tensors live; NCCL needs `cuda`.
 
@@ -85,11 +78,9 @@ def redistribute(
             or cannot be packed; there are fewer trajectories than ranks.
     """
     problem, schema, parcels, lengths = None, None, [], []
-    images = None if encoder is None else Images(np.zeros((0, 2), dtype=np.int64))
     try:
         lengths = [row_lengths(trajectory) for trajectory in trajectories]
         schema = _shared_schema(trajectories)
-        images = images_of_items(trajectories, encoder=encoder)
         parcels = [pack_parcel(trimmed(trajectory), device=device) for trajectory in trajectories]
     except BalanceError as error:
         problem = str(error)
@@ -99,7 +90,6 @@ def redistribute(
         group=group,
         schema=schema,
         problem=problem,
-        image_patches=None if images is None else images.sums,
         device=device,
     )
     # From here on all ranks know the same, so an error raises on every one.
@@ -109,7 +99,6 @@ def redistribute(
         dp_size=group.size(),
         cost_model=cost_model,
         ep_size=ep_size,
-        images=None if rows.image_patches is None else Images(rows.image_patches),
         home_ranks=rows.home_ranks,
     )
     check_same_schedule(schedule.digest(), group=group, device=device)
@@ -155,10 +144,7 @@ def distributed_batch(
         BalanceError: as `redistribute`.
     """
     cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
-    encoder = counted_encoder(model, cost_model=cost_model)
-    shared = redistribute(
-        batches or [], group=group, cost_model=cost_model, ep_size=ep_size, encoder=encoder, device=device
-    )
+    shared = redistribute(batches or [], group=group, cost_model=cost_model, ep_size=ep_size, device=device)
     return join_rows(shared.trajectories)
 
 

@@ -53,7 +53,7 @@ def test_undo_restores_the_very_functions(install: Any) -> None:
     assert areal.is_installed()
     during = functions()
     hooked = [place for place in before if during[place] is not before[place]]
-    assert len(hooked) >= 10
+    assert len(hooked) >= 9
     for place in hooked:
         # Replacements take what is called with: same names, same order, same defaults.
         ours, theirs = (inspect.signature(of[place]).parameters.values() for of in (during, before))
@@ -220,7 +220,7 @@ def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
     assert len(seqpack.kk_allocate([5] * 5, 5, 1, 4)) == 5
     install()
     spec = cli_args.MicroBatchSpec(n_mbs=1, max_tokens_per_mb=5, n_mbs_divisor=4, packing_algorithm="kk")
-    with pytest.raises(BalanceError, match="5 rows for 8 micro-batches"):
+    with pytest.raises(BalanceError, match=r"5 rows .* for 8 micro-batches"):
         areal_data.allocate_balanced_mbs_synced(spec, [5] * 5)
 
 
