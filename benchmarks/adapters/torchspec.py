@@ -18,9 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.torchspec.bucketing import bucketed_order
-from megatron_balance.adapters.torchspec.plan import assign_ranks
-from megatron_balance.adapters.torchspec.window import DispatchWindow
+from megatron_balance.adapters.torchspec import DispatchWindow, assign_ranks, bucketed_order
 
 DP_SIZE = 8
 NUM_SAMPLES = 19_200

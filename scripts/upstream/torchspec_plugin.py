@@ -18,7 +18,6 @@ import pytest
 
 from megatron_balance.adapters import torchspec
 from megatron_balance.adapters.torchspec.actor_class import CONTROLLER
-from megatron_balance.adapters.torchspec.hooks import installation
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HookedController)]
-    installation.undo()
+    torchspec.adapter.undo()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -71,6 +70,6 @@ class HookedController(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        installation.undo()
+        torchspec.adapter.undo()
         torchspec.install(**self._settings)
         self.num_hooked += 1

@@ -7,26 +7,17 @@ Everything but the `--balance-*` flags goes to TorchSpec.
 
 from __future__ import annotations
 
-import runpy
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_balance.adapters.torchspec.hooks import install
+from megatron_balance.adapters.kit import launch
+from megatron_balance.adapters.torchspec import install
 from megatron_balance.adapters.torchspec.settings import read_flags
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Hook TorchSpec's controller, then run its training.
-
-    Args:
-        arguments: the command line; None takes the process's own.
-    """
-    settings, others = read_flags(arguments)
-    install(**asdict(settings))
-    sys.argv[1:] = others
-    runpy.run_module("torchspec.train_entry", run_name="__main__", alter_sys=True)
-
+from megatron_balance.errors import BalanceError
 
 if __name__ == "__main__":
-    main()
+    try:
+        settings, others = read_flags(sys.argv[1:])
+    except BalanceError as error:
+        raise SystemExit(f"megatron_balance: {error}") from error
+    launch(["-m", "torchspec.train_entry", *others], install=lambda: install(**asdict(settings)), usage=__doc__ or "")

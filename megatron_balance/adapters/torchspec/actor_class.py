@@ -10,12 +10,12 @@ made before that reach the actor, but only those on the subclass: its methods hi
 from __future__ import annotations
 
 import importlib
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
+from megatron_balance.adapters import kit
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import check_version
 
 CONTROLLER = "torchspec.controller.training_controller"
 SUPPORTED_VERSIONS = ("0.1.0",)
@@ -35,11 +35,11 @@ def __getattr__(name: str) -> Any:
     return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
 
 
-def torchspec_version() -> str:
+def find_version() -> str:
     """The version of the TorchSpec that would be imported.
 
     Raises:
-        BalanceError: there is none, or it is of another version.
+        BalanceError: there is none.
     """
     spec = util.find_spec("torchspec")
     # A folder of that name without an __init__.py has no origin.
@@ -48,14 +48,8 @@ def torchspec_version() -> str:
     # A checkout on PYTHONPATH has no metadata; its version is in a file beside the package.
     version_file = Path(spec.origin).parent.parent / "version.txt"
     if version_file.is_file():
-        version = version_file.read_text().strip()
-    else:
-        try:
-            version = metadata.version("torchspec")
-        except metadata.PackageNotFoundError:
-            raise BalanceError(f"torchspec in {spec.origin} has no version: install it with pip.") from None
-    remedy = "use that, or train without balancing"
-    return check_version(version, system="torchspec", supported=SUPPORTED_VERSIONS, remedy=remedy)
+        return version_file.read_text().strip()
+    return kit.find_version("torchspec", missing=f"torchspec in {spec.origin} has no version: install it with pip.")
 
 
 def check_not_started() -> None:

@@ -18,11 +18,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_balance.adapters.torchspec.bucketing import bucketed_order
-from megatron_balance.adapters.torchspec.plan import assign_ranks, data_lengths, result_length
+from megatron_balance.adapters.kit import Function
+from megatron_balance.adapters.torchspec.plan import assign_ranks, bucketed_order, data_lengths, result_length
 from megatron_balance.adapters.torchspec.settings import Settings
 from megatron_balance.adapters.torchspec.window import DispatchWindow
-from megatron_balance.hooking.patches import Function
 
 MAX_IDLE_CALLS = 500
 """Calls of `try_dispatch_batch` without a new sample after which the pool is taken as it is. TorchSpec's loop calls

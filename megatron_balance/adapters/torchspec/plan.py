@@ -11,7 +11,7 @@ many; the same samples in the same turn go to the same ranks. The rank with the 
 so that no rank is the slowest of every micro-batch of a step.
 
 Approach C sorts the prompts of an epoch into dispatches of similar lengths, and shuffles the dispatches
-(`planner/selection/bucketing.py`). Samples do not come back exactly in that order: inference runs several batches at
+(`bucketed_order`). Samples do not come back exactly in that order: inference runs several batches at
 once, may fail on some, and the rest of an epoch stays in the pool until the next. Each of these shifts all dispatches
 that follow. With a window, as in approach B, the dispatches form again around the oldest sample; with `window=1` they
 do not. Every sample comes once an epoch. The order depends on lengths, seed, epoch and sizes alone, so that a run
@@ -24,10 +24,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_balance.adapters.torchspec.bucketing import bucketed_order
+from megatron_balance.adapters.kit import even_parts
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import partition_items
+from megatron_balance.planner import as_integers
 
 
 def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int = 0) -> list[list[int]]:
@@ -46,8 +47,7 @@ def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int =
         count = len(lengths) // dp_size
         runs = bucketed_order(lengths, batch_size=count, bucket_batches=1, epoch=turn)
         return [sorted(run) for run in runs.reshape(dp_size, count).tolist()]
-    rank_of = partition_items(np.array(lengths, dtype=np.int64), num_parts=dp_size, equal_count=True)
-    return [np.flatnonzero(rank_of == rank).tolist() for rank in range(dp_size)]
+    return [part.tolist() for part in even_parts(lengths, num_parts=dp_size, equal_count=True)]
 
 
 def result_length(result: Any) -> int:
@@ -79,3 +79,71 @@ def _length(value: Any) -> int:
         return value
     shape = getattr(value, "shape", None)
     return len(value) if shape is None else int(shape[-1])
+
+
+def bucketed_order(
+    lengths: Sequence[int] | NDArray[Any],
+    *,
+    batch_size: int,
+    num_buckets: int | None = None,
+    bucket_batches: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> NDArray[np.int64]:
+    """An order of all samples in which batches hold samples of similar lengths.
+
+    1. the samples that no whole batch needs are drawn at random and come last
+    2. samples are shuffled and then sorted by length, so that equal lengths are in random order
+    3. the order is cut into buckets of whole batches; each bucket is shuffled and cut into batches
+    4. the batches are shuffled
+
+    Bias: a batch is no longer a fair draw. Its mean length drifts from that of the data, and with it the tokens of a
+    step, the kind of text and the gradient's scale. A bucket of more batches drifts less and pads more; one bucket is a
+    plain shuffle. With `--calculate-per-token-loss` each token still counts the same over an epoch.
+
+    Invariants: every sample exactly once; the order depends on lengths, seed, epoch and sizes alone, so a run that has
+    consumed n samples resumes at `order[n:]`; all batches but the last are whole.
+
+    Args:
+        lengths: `[num_samples]` tokens.
+        batch_size: samples of a batch.
+        num_buckets: buckets of equal numbers of batches; this or `bucket_batches`.
+        bucket_batches: batches of a bucket; the last bucket may have fewer. 1 is the least padding.
+        seed: of all shuffling.
+        epoch: another order for each.
+
+    Returns:
+        `[num_samples]` int64 sample ids; batch `i` is `order[i * batch_size : (i + 1) * batch_size]`.
+
+    Raises:
+        BalanceError: a size is below 1, seed or epoch is negative, or not exactly one of `num_buckets` and
+            `bucket_batches` is given.
+
+    Example:
+        >>> bucketed_order([5, 1, 6, 2], batch_size=2, bucket_batches=1, seed=3).reshape(2, 2).tolist()
+        [[0, 2], [3, 1]]
+    """
+    if (num_buckets is None) == (bucket_batches is None):
+        raise BalanceError("bucketed_order takes either num_buckets or bucket_batches, not both, not neither.")
+    sizes = {"batch_size": batch_size, "num_buckets": num_buckets, "bucket_batches": bucket_batches}
+    for name, value in sizes.items():
+        if value is not None and (isinstance(value, bool) or value < 1):
+            raise BalanceError(f"{name} is {value!r}: it must be an integer of at least 1.")
+    if seed < 0 or epoch < 0:
+        raise BalanceError(f"seed is {seed} and epoch {epoch}: both must be at least 0.")
+    tokens = as_integers(lengths, name="lengths")
+    num_batches = tokens.size // batch_size
+    if bucket_batches is None:
+        assert num_buckets is not None
+        bucket_batches = max(-(-num_batches // num_buckets), 1)
+
+    random = np.random.default_rng([seed, epoch])
+    shuffled = random.permutation(tokens.size)
+    whole, rest = np.split(shuffled, [num_batches * batch_size])
+    by_length = whole[np.argsort(tokens[whole], kind="stable")]
+    bucket_samples = bucket_batches * batch_size
+    buckets = [
+        random.permutation(by_length[start : start + bucket_samples]) for start in range(0, whole.size, bucket_samples)
+    ]
+    batches = np.concatenate([*buckets, whole[:0]]).reshape(num_batches, batch_size)
+    return np.concatenate([batches[random.permutation(num_batches)].reshape(-1), rest]).astype(np.int64)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
-from megatron_balance.adapters.torchspec.bucketing import bucketed_order
+from megatron_balance.adapters.torchspec import bucketed_order
 
 lengths_of_samples = st.lists(st.integers(0, 1000), max_size=70)
 buckets = st.one_of(
