@@ -45,6 +45,9 @@ LIMITS = 4
 POLISHED = 1024
 """Samples of a batch up to which pairs are compared; larger ones gain less than 0.01 %."""
 
+FAR_BELOW = 16
+"""Bare rows that are faster by more than one part in this many than others are tried alone from then on."""
+
 SLOPES = (5, 0)
 """Slopes of targets in a pipeline: the costliest micro-batch costs six times the cheapest, or as much."""
 
@@ -91,6 +94,7 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
     work = least_work(batch)
     best: Packing | None = None
     lost = reached = 0
+    tried: tuple[tuple[int, bool], ...] = variants(batch)
     for count in row_counts(batch) if rows is None else (rows,):
         if count <= reached:
             continue
@@ -99,12 +103,14 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
             if lost == (1 if batch.waiting.pp_size == 1 else 2) or best.time <= bound + bound // GOOD_ENOUGH:
                 break
         lost += 1
-        for slope, bare in variants(batch):
+        for slope, bare in tried:
             found = packed(batch, count, slope=slope, work=work, bare=bare)
             if found is None:
                 continue
             reached = max(reached, found.rows)
             found = polished(batch, found, work=work)
+            if bare and best is not None and found.time + found.time // FAR_BELOW < best.time:
+                tried = ((slope, bare),)  # as it will be with more rows
             if best is None or found.time < best.time:
                 best, lost = found, 0
     assert best is not None, "one number of rows is always tried"
@@ -333,7 +339,7 @@ def targets(
 
 
 def pour_samples(batch: Batch, ids: Ints, slack: Ints) -> Ints:
-    """`pour` for samples of a batch: over-long ones first, which close their bins."""
+    """`pour` for samples of a batch, up to one that finds no room: over-long ones first, which close their bins."""
     room = np.full(slack.shape, batch.cap, dtype=np.int64)
     loads = -slack.max(axis=1) if slack.shape[1] == 1 else np.zeros(len(slack), dtype=np.int64)
     found = np.empty(ids.size, dtype=np.int64)
@@ -343,7 +349,7 @@ def pour_samples(batch: Batch, ids: Ints, slack: Ints) -> Ints:
         # Where bins are chosen first, a bin is as loaded as it is near its target.
         added = own + batch.shared[ids[at]] if batch.span == 1 else own
         weights = batch.weights[ids[at]].clip(max=batch.cap)
-        found[at] = pour(own, weights, slack=slack, room=room, loads=loads, added=added)
+        found[at] = pour(own, weights, slack=slack, room=room, loads=loads, added=added, stops=True)
         if over.any():
             room.reshape(-1)[found[over & (found >= 0)]] = -1
     return found
@@ -419,8 +425,9 @@ def no_empty(batch: Batch, bin_of: Ints, rows: int) -> Ints:
     empty = np.flatnonzero(np.bincount(bin_of, minlength=batch.num_ranks * rows) == 0)
     if not empty.size:
         return bin_of
-    costliest = np.unique(bin_of, return_index=True)[1]  # samples are sorted: the first of each bin, which stays
-    spare = np.setdiff1d(np.arange(bin_of.size), costliest)[::-1][: empty.size]
+    costliest = np.zeros(batch.num_ranks * rows, dtype=np.int64)
+    costliest[bin_of[::-1]] = np.arange(bin_of.size)[::-1]  # samples are sorted: the first of each bin, which stays
+    spare = np.flatnonzero(costliest[bin_of] != np.arange(bin_of.size))[::-1][: empty.size]
     bin_of = bin_of.copy()
     bin_of[spare] = empty[: spare.size]
     return bin_of
