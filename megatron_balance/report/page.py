@@ -6,11 +6,8 @@ is escaped; what charts show is in its captions and tables as well.
 
 from __future__ import annotations
 
-import json
-from html import escape
 from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from megatron_balance.errors import BalanceError
@@ -24,9 +21,9 @@ from megatron_balance.report.charts import (
 )
 from megatron_balance.report.fit import CostFit, cost_fit
 from megatron_balance.report.length_bins import length_bins
-from megatron_balance.report.palette import DARK, LIGHT, css_variables
+from megatron_balance.report.palette import DARK, LIGHT
 from megatron_balance.report.run_figures import RunFigures, run_figures
-from megatron_balance.report.summary import Summary, summarize
+from megatron_balance.report.summary import summarize
 from megatron_balance.report.timeline_data import timeline_data
 
 
@@ -41,7 +38,7 @@ def write_report(run: RunRecord | Path, *, out: Path) -> Path:
         The file.
 
     Raises:
-        BalanceError: there is no run, it has no step, plotly is missing, or the file cannot be written.
+        BalanceError: there is no run, it has no step, plotly or jinja2 is missing, or the file cannot be written.
     """
     record = read_record(run) if isinstance(run, Path) else run
     return write_page(run_figures(record), out=out)
@@ -62,29 +59,34 @@ def render(figures: RunFigures) -> str:
     """The page as text.
 
     Raises:
-        BalanceError: plotly is missing.
+        BalanceError: plotly or jinja2 is missing.
     """
-    plotly = _plotly()
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise BalanceError(
+            f"the report is drawn with plotly and jinja2, and {error.name} is not installed: "
+            "pip install 'megatron-balance[report]'."
+        ) from error
     fit = cost_fit(figures)
     summary = summarize(figures, fit=fit)
     charts = _charts(figures, fit=fit)
     timelines = timeline_data(figures)
-    return Template(_asset("page.html")).substitute(
-        title=escape(summary.title),
-        light=css_variables(LIGHT),
-        dark=css_variables(DARK),
+    environment = jinja2.Environment(autoescape=True)
+    environment.filters |= {"script": _script, "variables": _variables}
+    return environment.from_string(_asset("page.html")).render(
+        summary=summary,
+        charts=charts,
+        timelines=timelines,
+        figures="["
+        + ",".join(f'{{"name":"{chart.name}","figure":{chart.figure.to_json()}}}' for chart in charts)
+        + "]",
+        light=LIGHT,
+        dark=DARK,
         style=_asset("style.css"),
-        facts="".join(f"<li>{escape(fact)}</li>" for fact in summary.facts),
-        tiles=_tiles(summary),
-        table=_table(summary),
-        notes='<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in summary.notes) + "</ul>",
-        timeline_note=escape(timelines.note),
-        charts="\n".join(_section(chart) for chart in charts),
-        palettes=_script_json({"light": LIGHT, "dark": DARK}),
-        timelines=_safe(timelines.text),
-        figures=_safe("[" + ",".join(_figure(chart) for chart in charts) + "]"),
-        plotly=plotly,
         script=_asset("page.js"),
+        plotly=get_plotlyjs(),
     )
 
 
@@ -95,56 +97,17 @@ def _charts(figures: RunFigures, *, fit: CostFit | None) -> list[Chart]:
     return [*charts, packing_chart(figures)]
 
 
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError as error:
-        raise BalanceError(
-            f"the report is drawn with plotly, and {error.name} is not installed: "
-            "pip install 'megatron-balance[report]'."
-        ) from error
-    return get_plotlyjs()
-
-
 def _asset(name: str) -> str:
     return (resources.files("megatron_balance.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _tiles(summary: Summary) -> str:
-    return "".join(
-        f'<div><dt>{escape(name)}</dt><dd class="value">{escape(value)}</dd><dd>{escape(meaning)}</dd></div>'
-        for name, value, meaning in summary.tiles
-    )
-
-
-def _table(summary: Summary) -> str:
-    first, *others = summary.columns
-    head = f"<td>{escape(first)}</td>" + "".join(f'<th scope="col">{escape(name)}</th>' for name in others)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-        for name, *cells in summary.rows
-    )
-    return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-
-
-def _section(chart: Chart) -> str:
-    heading = f"{chart.name}-heading"
-    return (
-        f'<section aria-labelledby="{heading}"><h2 id="{heading}">{escape(chart.heading)}</h2>'
-        f'<figure><div id="{chart.name}" class="chart" role="img" aria-labelledby="{heading}" '
-        f'aria-describedby="{chart.name}-caption"></div>'
-        f'<figcaption id="{chart.name}-caption">{escape(chart.caption)}</figcaption></figure></section>'
-    )
-
-
-def _figure(chart: Chart) -> str:
-    return json.dumps({"name": chart.name}, separators=(",", ":"))[:-1] + f',"figure":{chart.figure.to_json()}}}'
-
-
-def _script_json(content: Any) -> str:
-    return _safe(json.dumps(content, separators=(",", ":")))
-
-
-def _safe(text: str) -> str:
+def _script(text: str) -> Any:
     """JSON that may stand inside a script element."""
-    return text.replace("<", "\\u003c")
+    from markupsafe import Markup
+
+    return Markup(text.replace("<", "\\u003c"))  # noqa: S704 (no tag can begin in it)
+
+
+def _variables(colours: dict[str, str]) -> str:
+    """Declarations of the colours for a style sheet."""
+    return " ".join(f"--{name}: {value};" for name, value in colours.items())

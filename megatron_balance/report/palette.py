@@ -35,8 +35,3 @@ DARK = {
     "cheap": "#2f5590",
     "costly": "#d6e6ff",
 }
-
-
-def css_variables(colours: dict[str, str]) -> str:
-    """Declarations of the colours for a style sheet."""
-    return " ".join(f"--{name}: {value};" for name, value in colours.items())
