@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.setups import SETUPS, Setup, global_batches
+from benchmarks.planner.wheels import LINEAR
 from benchmarks.publish import ROOT, Measured, table
 from megatron_balance import CostModel, ModelShape, build_data_schedule
 from megatron_balance.cost.profiles import Profile, profiles
@@ -29,7 +30,7 @@ PROFILES = ROOT / "megatron_balance" / "cost" / "profiles.json"
 WEIGHTS = (1.0, 0.4, 0.5, 0.6, 0.7, 0.8, 1.5, 2.0, 3.0)
 """Rates of attention that are tried for all devices of a kind."""
 
-SHOWN = ("tokens", "1", "0.5", "0.7", "2")
+SHOWN = ("attention at 0.5", "attention at 0.7", "attention at 2")
 
 MICROBATCH_SECONDS = 0.3e-3
 SEQUENCE_SECONDS = 5e-6
@@ -113,8 +114,17 @@ def losses_of(truths: list[Profile], *, lengths_folder: Path | None) -> dict[str
     experts = truths[0].models == "moe"
     for setup in (setup for setup in SETUPS[:6] if bool(ModelShape.preset(setup.model).num_experts) == experts):
         for batch in global_batches(setup, lengths_folder=lengths_folder):
-            ways = {"tokens": CostModel.tokens()}
-            ways |= {f"{weight:g}": cost_model(setup, linear=1, attention=weight) for weight in WEIGHTS}
+            shape = ModelShape.preset(setup.model)
+            ways = {
+                "tokens": CostModel.tokens(),
+                "coeff*L + L², coeff as slime first had it": _slime_approximate(shape),
+                "slime's FLOPs": _slime_counter(shape),
+                "24576 L + L² (verl)": CostModel(linear=LINEAR, quadratic=1),
+                "FLOPs, all on the sample's rank": CostModel.from_shape(shape),
+            }
+            for weight in WEIGHTS:
+                way = "FLOPs" if weight == 1 else f"attention at {weight:g}"
+                ways[way] = cost_model(setup, linear=1, attention=weight)
             plans = {way: _plan(batch, setup, cost) for way, cost in ways.items()}
             for truth in truths:
                 cost = cost_model(setup, linear=truth.linear_tflops, attention=truth.attention_tflops, fixed=True)
@@ -139,6 +149,41 @@ def cost_model(setup: Setup, *, linear: float, attention: float, fixed: bool = F
     )
 
 
+def _slime_approximate(shape: ModelShape) -> CostModel:
+    """`coeff*L + L²` with `coeff = 2h + e*d_ff/2`, e 3 with a gated unit, else 2.
+
+    Source: slime pull request 2017, first version. It is `8h²L + 2e*h*d_ff*L + 4hL²` over `4h`: four projections
+    of h x h, attention that computes the masked half as well, no output layer. In a MoE model `d_ff` is the
+    width a token visits: the chosen experts' and the shared ones'. Every layer has full attention.
+    """
+    gemms = 3 if shape.gated_linear_unit else 2
+    return CostModel(linear=2 * shape.hidden_size + gemms * _visited_width(shape) // 2, quadratic=1)
+
+
+def _slime_counter(shape: ModelShape) -> CostModel:
+    """slime's `calculate_fwd_flops`: forward FLOPs, all layers equal.
+
+    Source: slime, `slime/utils/flops_utils.py`. Per token: queries `2h*nd`, keys and values `2h*(n/g)*d`, where
+    this package has `4h*gd`; output projection `2h²`, which is right where `nd` is h; three GEMMs in the MLP,
+    gated or not; no router; output layer `2hV`. Core `2nd*L²` in every layer, linear attention or not.
+    """
+    if shape.multi_latent_attention:
+        raise ValueError("slime's counter is written for grouped-query attention here: choose another model")
+    h, d = shape.hidden_size, shape.kv_channels
+    n, g = shape.num_attention_heads, shape.num_query_groups
+    layer = 2 * h * n * d + 2 * h * (n // g) * d + 2 * h * h + 6 * h * _visited_width(shape)
+    return CostModel(
+        linear=shape.num_layers * layer + 2 * h * shape.padded_vocab_size, quadratic=shape.num_layers * 2 * n * d
+    )
+
+
+def _visited_width(shape: ModelShape) -> int:
+    """Width of the MLP that a token goes through."""
+    if not shape.num_experts:
+        return shape.ffn_hidden_size
+    return shape.moe_router_topk * shape.moe_ffn_hidden_size + shape.moe_shared_expert_intermediate_size
+
+
 def _plan(batch: Any, setup: Setup, cost: CostModel) -> Any:
     return build_data_schedule(batch, cost_model=cost, topology=setup.topology, limits=setup.limits)
 
@@ -155,10 +200,12 @@ def section(figures: Mapping[str, Any]) -> str:
         if "held_out" in row
     )
     losses = figures["losses"]
-    lost = [(way, *("{:.2f} / {:.1f}".format(*of_kind[way]) for of_kind in losses.values())) for way in SHOWN]
+    ways = next(iter(losses.values()))
+    shown = [way for way in ways if not way.startswith("attention") or way in SHOWN]
+    lost = [(way, *("{:.2f} / {:.1f}".format(*of_kind[way]) for of_kind in losses.values())) for way in shown]
     return f"""Two rows of a published table of whole runs give both rates of a profile
 (megatron_balance/cost/profiles.json), and the other rows judge them, mean / worst error: {judged}. Loss in percent of
-the step against plans with each profile's own rates, mean / worst, of plans by tokens and by one rate of attention for
-all profiles; 1 is FLOPs.
+the step against plans with each profile's own rates, mean / worst, of plans by each cost model. *Attention at R*:
+FLOPs with one rate of attention for all profiles.
 
 {table("planned with | " + " | ".join(losses), lost)}"""

@@ -7,7 +7,6 @@ beat. verl's and AReaL's own functions run where their wheels are installed: `sc
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +14,6 @@ from importlib import metadata
 from typing import Any
 
 from benchmarks.planner.baselines import BASELINES
-from benchmarks.planner.cost_models import ABLATED_SETUPS, COST_WAYS, measure_losses
 from benchmarks.planner.measure import measure_row
 from benchmarks.planner.setups import (
     QUICK_SETUPS,
@@ -49,15 +47,11 @@ def measure(args: argparse.Namespace) -> Measured:
             row = asdict(measure_row(planner, setup=setup, batches=batches))
             _announce(f"    {planner:50} {row['mean_over_bound']} {row['note']}")
             rows.append(row)
-    _announce("losses of cost models")
-    gc.unfreeze()  # measure.py froze what was imported
-    losses = measure_losses(QUICK_SETUPS if args.quick else ABLATED_SETUPS, lengths_folder=folder)
     figures = {
         "lengths": lengths_said(folder),
         "wheels": {name: _version(name) for name in ("verl", "areal")},
         "setups": {setup.name: _described(setup) for setup in setups},
         "plans": _plans(rows),
-        "losses": _losses([asdict(loss) for loss in losses]),
     }
     return Measured(figures, raw=rows)
 
@@ -95,10 +89,6 @@ def _plans(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return plans
 
 
-def _losses(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    return {way: {row["setup"]: [row["mean"], row["worst"]] for row in rows if row["way"] == way} for way in COST_WAYS}
-
-
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
     setups = figures["setups"]
@@ -116,15 +106,7 @@ after another.
 
 {described}
 
-{table(f"{columns} | over cap", [_plan(*row, setups) for row in figures["plans"].items()])}
-
-### Cost models
-
-Plans made with each cost model, timed by assumed devices that run attention at twice, once, half and a third of the
-speed of GEMMs, with fixed times for a layer: loss in percent of the step against the plan made with the device's own
-times, mean / worst over devices and batches.
-
-{table(" | ".join(["planned with", *_of_losses(figures)]), [_loss(*row) for row in figures["losses"].items()])}"""
+{table(f"{columns} | over cap", [_plan(*row, setups) for row in figures["plans"].items()])}"""
 
 
 def _plan(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> list[str]:
@@ -132,11 +114,3 @@ def _plan(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> 
     over_cap = max((cell[2] for cell in known if not isinstance(cell, str)), default=0.0)
     shown = [cell if isinstance(cell, str) else f"{cell[0]:.4f}, {cell[3]:.1f}" for cell in known]
     return [planner, *shown, f"≤ {over_cap:.0%}" if over_cap else "none"]
-
-
-def _of_losses(figures: Mapping[str, Any]) -> list[str]:
-    return list(next(iter(figures["losses"].values())))
-
-
-def _loss(way: str, cells: Mapping[str, list[float]]) -> list[str]:
-    return [way, *(f"{100 * mean:.2f} / {100 * worst:.2f}" for mean, worst in cells.values())]

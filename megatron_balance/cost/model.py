@@ -33,7 +33,7 @@ from megatron_balance.model.vision import image_flops
 MICROBATCH_TOKENS = 128
 """Fixed cost of a micro-batch in tokens, if none was measured: kernel launches, reading weights and adding gradients.
 With FLOPs alone micro-batches are free, and a plan uses more than needed. The value has little effect: 32 to 512 lose
-equally little on assumed devices where 0 loses up to 2 % (benchmarks/RESULTS.md)."""
+equally little on assumed devices where 0 loses up to 2 %."""
 
 MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a few of them never exceeds int64."""
