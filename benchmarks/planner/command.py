@@ -106,7 +106,7 @@ after another.
 
 {described}
 
-{table(f"{columns} | over cap", [_plan(*row, setups) for row in figures["plans"].items()])}"""
+{table(f"{columns} | over cap", [_plan(planner, cells, setups) for planner, cells in figures["plans"].items()])}"""
 
 
 def _plan(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> list[str]:
