@@ -42,7 +42,7 @@ README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
 ADAPTERS = sorted((DOCS / "adapters").glob("*.md"))
 
-NOT_RUN = {"quickstart.md": 2, "megatron.md": 6, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1, "planner.md": 1}
+NOT_RUN = {"quickstart.md": 2, "megatron.md": 6, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1}
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU."""
 
 LANGUAGES = {"python", "bash", "text", "python no-run", "bash no-run"}
@@ -250,6 +250,12 @@ def test_plans_in_pictures_are_todays(monkeypatch: pytest.MonkeyPatch) -> None:
             assert panel.title in picture.read_text(), f"stale: run its script in docs/pictures ({panel.title})"
             assert figure in page.read_text()
         assert float(figures[1]) < float(figures[0])
+
+
+def test_the_steps_of_the_planner_are_drawn_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
+    steps = importlib.import_module("plan_steps")
+    assert steps.PICTURE.read_text() == steps.picture(), "stale: run python docs/pictures/plan_steps.py"
 
 
 def test_python_page_has_every_public_name() -> None:
