@@ -217,7 +217,7 @@ ERRORS = {
         "rank 1: packing this step's samples: RuntimeError: a bug in pack_microbatch",
         "bug-in-packing",
     ),
-    "planner-killed": Fault("one rank's planning process is killed", _PLANNER, "planner-killed"),
+    "planner-killed": Fault("one rank's planning process is killed", _PLANNER, "planner-killed", goes_on=True),
     "other-iterator": Fault("one rank's loop comes with another iterator", _DISAGREE, "other-iterator"),
 }
 

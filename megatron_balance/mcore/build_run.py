@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention
-from megatron_balance.mcore.dynamic_cp.groups import make_context_groups
+from megatron_balance.mcore.dynamic_cp.groups import connect, make_context_groups
 from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
 from megatron_balance.mcore.evaluation import balanced_evaluation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
@@ -73,6 +73,9 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         groups = make_context_groups(
             setup.topology.dynamic_cp_sizes, timeout=setup.timeout, for_routers=setup.counts_router_tokens
         )
+        taken = connect(groups)
+        if taken:
+            log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
         context = MicrobatchContext(groups)
         prepare_engine_attention()
     observer = build_watchers(setup, planner=prefetcher.planner, log=log)

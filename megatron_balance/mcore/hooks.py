@@ -35,7 +35,6 @@ from megatron_balance.mcore.wrappers import (
     with_figures_logged,
     with_group_of_the_microbatch,
     with_options_checked,
-    with_packs_kept,
     with_planned_shapes,
     with_record_flushed,
     with_router_group_of_the_microbatch,
@@ -175,15 +174,6 @@ HOOKS = (
         wrap=while_balancing(with_sequences_told_apart),
         why="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
         until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences",
-        first=(0, 19),
-    ),
-    Hook(
-        target="megatron.core.utils:_merge_cu_seqlens_across_micro_batch",
-        bound_in=("megatron.core.utils",),
-        parameters=("cu_seqlens", "seq_length"),
-        wrap=while_balancing(with_packs_kept),
-        why="waits for the device to find padding in cu_seqlens, and again in cu_seqlens_padded; packs have none there",
-        until="Megatron cuts padding of cu_seqlens off before they are on the device",
         first=(0, 19),
     ),
 )

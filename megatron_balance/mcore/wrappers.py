@@ -176,16 +176,6 @@ def with_sequences_told_apart(mixer_forward: Function) -> Function:
     return wrapper
 
 
-def with_packs_kept(merge_rows: Function) -> Function:
-    """Return cu_seqlens as they are: packs have no padding there."""
-
-    @functools.wraps(merge_rows)
-    def wrapper(cu_seqlens: Any, seq_length: Any) -> Any:
-        return cu_seqlens.squeeze(0)
-
-    return wrapper
-
-
 def with_figures_logged(training_log: Function) -> Function:
     """Log the figures of balancing after Megatron's own."""
 

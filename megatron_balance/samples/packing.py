@@ -11,7 +11,7 @@ of `token_multiple`:
 
 A pack may be filled up with masked tokens to a given size (`num_tokens`), because FP8 and FP4 layers require
 multiples of a number of tokens, or so that few sizes occur. The filler is sequences of its own, which no real token
-attends to, of at most FILLER_TOKENS each: their attention costs next to nothing. A dummy is all filler.
+attends to: a few short ones, whose attention costs next to nothing. A dummy is all filler.
 
 `max_seqlen` is the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE makes
 `max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
@@ -34,7 +34,10 @@ from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema, lengt
 DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 FILLER_TOKENS = 128
-"""Longest sequence that a pack is filled up with."""
+"""Longest sequence that a pack is filled up with, unless more than MAX_FILLERS were needed."""
+
+MAX_FILLERS = 4
+"""cuDNN builds a graph for each number of sequences where there are many (Transformer Engine 2.9, from 512 on)."""
 
 
 def pack_microbatch(
@@ -197,7 +200,7 @@ def _filler_lengths(num_tokens: int, *, held: int = 0, token_multiple: int) -> l
             f"num_tokens is {num_tokens}: it must be a multiple of {token_multiple}, as sequences are padded, and at "
             f"least {max(held, token_multiple)}, which the pack holds."
         )
-    longest = max(FILLER_TOKENS // token_multiple, 1) * token_multiple
+    longest = -(-max(FILLER_TOKENS, -(-missing // MAX_FILLERS)) // token_multiple) * token_multiple
     return [longest] * (missing // longest) + ([missing % longest] if missing % longest else [])
 
 

@@ -17,6 +17,10 @@ Events = list[tuple[str, str]]
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen")
 
 
+DEVICE = 3
+"""Of the training thread."""
+
+
 class Device:
     """Stands for CUDA: it records, and marks the storages that were pinned."""
 
@@ -26,10 +30,11 @@ class Device:
         device = self
 
         class Event:
-            def __init__(self, **_: Any) -> None: ...
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.timing = enable_timing
 
             def record(self, *_: Any) -> None:
-                device.note("event")
+                device.note("event" if self.timing else "mark")
 
             def query(self) -> bool:
                 return True
@@ -40,7 +45,16 @@ class Device:
             def synchronize(self) -> None:
                 device.note("wait")
 
+        class Stream:
+            def wait_event(self, event: Event) -> None:
+                device.note("follow")
+
         torch.cuda.is_available = lambda: True
+        torch.cuda.current_device = lambda: DEVICE
+        torch.cuda.set_device = lambda index: device.note(f"device {index}")  # type: ignore[assignment]
+        torch.cuda.Stream = Stream  # type: ignore[misc, assignment]
+        torch.cuda.current_stream = lambda *_: Stream()  # type: ignore[assignment, return-value]
+        torch.cuda.set_stream = lambda stream: device.note("stream")
         torch.cuda.synchronize = lambda *_: device.note("wait")
         torch.cuda.Event = Event  # type: ignore[misc, assignment]
         torch.Tensor.pin_memory = device.pin_memory  # type: ignore[method-assign, assignment]

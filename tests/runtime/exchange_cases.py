@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.mcore.dynamic_cp import ContextGroups, connect
 from megatron_balance.runtime import (
     Replica,
     Share,
@@ -326,3 +327,26 @@ def wrong_arguments() -> list[str]:
         )
         for samples, to in wrong
     ]
+
+
+def neighbours_that_talk() -> list[tuple[str, int, int]]:
+    """The messages by which this rank connects to its neighbours in groups of 1, 2 and 4 ranks: kind, size, peer."""
+    groups = {1: dist.new_group([dist.get_rank()], use_local_synchronization=True), 4: world()}
+    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    groups[2] = pairs[dist.get_rank() // 2]
+    said: list[tuple[str, int, int]] = []
+    stock = dist.isend, dist.irecv
+
+    def noted(kind: str, send: Callable[..., Any]) -> Callable[..., Any]:
+        def note(number: Any, *, group: Any, **peer: int) -> Any:
+            said.append((kind, group.size(), next(iter(peer.values()))))
+            return send(number, group=group, **peer)
+
+        return note
+
+    dist.isend, dist.irecv = noted("send", stock[0]), noted("receive", stock[1])
+    try:
+        connect(ContextGroups(groups, static_size=1))
+    finally:
+        dist.isend, dist.irecv = stock
+    return said

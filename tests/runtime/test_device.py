@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from device_cases import KEYS
+from device_cases import DEVICE
 from worlds import World
 
 NUM_STEPS = 5
@@ -32,16 +32,23 @@ def test_micro_batches_are_pinned_and_typed_as_megatron_reads_them(ran: Any) -> 
         assert pack["max_seqlen"] == [True, "torch.int32", 1]
 
 
-def test_each_tensor_is_pinned_once_before_its_step_runs(ran: Any) -> None:
-    _, steps, packs = ran
+def test_a_step_is_pinned_in_one_piece_before_it_runs(ran: Any) -> None:
+    overlap, steps, packs = ran
     counts = [Counter(name for name, _ in events) for events in steps]
     assert sum(count["forward"] for count in counts) == len(packs)
-    pinned = run = 0
-    for count in counts:
-        pinned, run = pinned + count["pin"], run + len(KEYS) * count["forward"]
-        assert pinned >= run
-    # Nothing else is pinned; with overlap the thread may have made one step more.
-    assert pinned - run <= len(KEYS) * 2
+    pinned = 0
+    for number, count in enumerate(counts, start=1):
+        pinned += count["pin"]
+        assert number <= pinned <= number + overlap
+
+
+def test_the_thread_beside_has_the_device_of_training_and_a_stream_that_follows_it(ran: Any) -> None:
+    """An iterator that calls `.cuda()` pulls there; behind the step's own kernels a copy to the host would wait."""
+    overlap, steps, _ = ran
+    beside = [name for events in steps for name, thread in events if thread == "beside"]
+    assert beside[:4] == ([f"device {DEVICE}", "stream", "follow", "pull"] if overlap else [])
+    marks = [thread for events in steps for name, thread in events if name == "mark"]
+    assert marks == ["training"] * beside.count("follow")
 
 
 def test_steps_are_made_beside_training_where_they_overlap(ran: Any) -> None:

@@ -150,3 +150,14 @@ def test_wrong_arguments(world2: Any) -> None:
     for messages in world2.run("wrong_arguments"):
         for message, phrase in zip(messages, phrases, strict=True):
             assert phrase in message
+
+
+def test_neighbours_of_every_context_parallel_size_connect_before_training(world4: Any) -> None:
+    """In the order of Transformer Engine's ring, in which even ranks send first."""
+    for rank, said in enumerate(world4.run("neighbours_that_talk")):
+        expected = []
+        for size in (2, 4):
+            place = rank % size
+            both = [("send", size, (place + 1) % size), ("receive", size, (place - 1) % size)]
+            expected += both if place % 2 == 0 else both[::-1]
+        assert said == expected

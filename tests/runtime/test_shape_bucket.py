@@ -9,7 +9,8 @@ from megatron_balance import BalanceError
 from megatron_balance.samples import Sample, SampleSchema, dummy_microbatch, pack_microbatch
 
 FILLER_TOKENS = 128
-"""Of a sequence that fills a pack up, at most: no longer than others, so that attention over it costs little."""
+MAX_FILLERS = 4
+"""A few sequences fill a pack up, of this length or more where it takes more: attention over them costs little."""
 
 
 def build(length: int, *, mask: bool = True) -> Sample:
@@ -43,7 +44,9 @@ def test_a_filled_pack_is_the_pack_with_a_masked_tail(lengths, parallel, bucket)
             if any(lengths):
                 assert torch.equal(filled[name][:, :num_sequences], plain[name])
             fillers = filled[name][0, num_sequences - 1 if any(lengths) else 0 :].diff()
-            assert ((fillers > 0) & (fillers <= FILLER_TOKENS) & (fillers % token_multiple == 0)).all()
+            assert ((fillers > 0) & (fillers % token_multiple == 0)).all()
+            assert len(fillers) <= MAX_FILLERS
+            assert fillers.numel() == 0 or fillers.max() < max(FILLER_TOKENS, fillers.sum() / MAX_FILLERS) + 16
     starts = filled.get("cu_seqlens_padded", filled["cu_seqlens"])[0]
     assert int(starts[-1]) == filled["tokens"].shape[1]
     assert torch.equal(filled["position_ids"][0, starts[:-1].long()], torch.zeros(len(starts) - 1, dtype=torch.long))

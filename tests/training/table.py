@@ -235,7 +235,15 @@ ROWS = [
     Row("mxfp8", "PP2", ours=fp8("mxfp8"), slow=True),
     Row("fp8-blockwise", "CP2", ours=fp8("blockwise"), slow=True),
     # Auxiliary losses depend on which samples share a micro-batch: one each, as stock has them, some with filler.
-    Row("router-losses-filler", "EP2", f"{MOVED} --balance-shape-bucket 96", "moe", ROUTER_LOSSES, cap=None),
+    Row(
+        "router-losses-filler",
+        "EP2",
+        f"{MOVED} --balance-shape-bucket 96",
+        "moe",
+        ROUTER_LOSSES,
+        cap=None,
+        ours=(("stand_ins:whole_counts", {}),),
+    ),
     # Evaluation; it is in every other row too.
     Row("validation-sets", "DP2", flags=WHOLE_SETS),
     Row("validation-sets", "PP2", flags=WHOLE_SETS, slow=True),

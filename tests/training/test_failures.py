@@ -53,6 +53,21 @@ def test_a_killed_run_goes_on_with_more_ranks(train: KeptRuns) -> None:
     assert [step["lm_loss"] for step in resumed.steps] == pytest.approx([s["lm_loss"] for s in whole.steps[SAVED_AT:]])
 
 
+@pytest.mark.xdist_group("DP2")
+def test_helpers_that_fail_end_no_run(train: KeptRuns) -> None:
+    """Every rank loses its planning process and the record: it says so once, and trains on the same samples."""
+    flags = f"{ROWS[0].stock} {BY_FLOPS} {RECORDED} --global-batch-size 256 --eval-iters 0"
+    whole, struck = train(flags), train(flags, stand_ins=(("stand_ins:helpers_fail", {"step": 2}),))
+    for key in ("lm_loss", "grad_norm"):
+        assert [step[key] for step in struck.steps] == [step[key] for step in whole.steps]
+    assert [microbatches["microbatches"] for microbatches in struck.steps] == [
+        microbatches["microbatches"] for microbatches in whole.steps
+    ]
+    for rank in range(2):
+        assert struck.log(rank).count("has ended with signal 9 (Killed)") == 1
+        assert struck.log(rank).count("Training continues without the record") == 1
+
+
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong on some ranks.

@@ -13,14 +13,17 @@ context-parallel group serves its size; no group is shared with the gradient red
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_balance.mcore.setup.groups import split_world
+from megatron_balance.runtime.environment import device_kind
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,31 @@ class ContextGroups:
     def of_attention(self, size: int) -> dist.ProcessGroup | None:
         """The group for attention kernels; None for one rank, where attention exchanges nothing."""
         return None if size == 1 else self.by_size[size]
+
+
+def connect(groups: ContextGroups) -> int:
+    """Exchange a number with both neighbours in each group, before the first step; all members call it.
+
+    Transformer Engine sends keys and values around a ring of more than two ranks in messages of their own, for each
+    of which NCCL connects a pair of ranks when it first talks (context_parallel.py:124-133 of 2.18): in the middle of a
+    run, when memory is full. The order of calls is that of its ring, even ranks first.
+
+    Returns:
+        Bytes of device memory that it took.
+    """
+    free = torch.cuda.mem_get_info()[0] if device_kind() == "cuda" else 0
+    for size, group in sorted(groups.by_size.items()):
+        if size == 1:
+            continue
+        rank, device = group.rank(), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        numbers = torch.zeros(2, device=device)
+        send = functools.partial(dist.isend, numbers[0], group=group, group_dst=(rank + 1) % size)
+        receive = functools.partial(dist.irecv, numbers[1], group=group, group_src=(rank - 1) % size)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        for work in [call() for call in ((send, receive) if rank % 2 == 0 else (receive, send))]:
+            assert work is not None, "this rank is a member"
+            work.wait()
+    return max(free - torch.cuda.mem_get_info()[0], 0) if device_kind() == "cuda" else 0
 
 
 def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers: bool = False) -> ContextGroups:

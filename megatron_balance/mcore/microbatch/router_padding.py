@@ -135,7 +135,8 @@ def counts_of_real_tokens(count: Function) -> Function:
         per_expert, own, total = count(*positional, with_padding_mask=with_padding_mask, **keywords)
         if not with_padding_mask:
             return per_expert, own, total
-        total = total.clamp(min=1)
+        # Whole: Transformer Engine from 2.18 takes no other count in its fused loss (csrc/extensions/router.cpp).
+        total = total.round().to(torch.int64).clamp(min=1)
         return per_expert, total / keywords["reduce_group"].size(), total
 
     return wrapper

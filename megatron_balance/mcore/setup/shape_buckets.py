@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Limits, Topology
 
+DUMMY_TOKENS = 128
+"""Tokens of a dummy on each of its context-parallel ranks, at least, where the cap allows."""
+
 
 def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
     """The multiple that micro-batches up to the cap are filled up to, tokens over their context-parallel ranks.
@@ -87,4 +90,7 @@ def filled_tokens(
     if cap is not None:
         multiple[tokens > cap] = topology.pack_multiple
     filled = -(-tokens // multiple) * multiple
-    return np.where(tokens == 0, topology.pack_multiple, filled)
+    # A dummy of a few tokens is a shape of its own to compiled kernels, and one token is an edge case of many.
+    room = DUMMY_TOKENS * topology.cp_size if cap is None else min(DUMMY_TOKENS * topology.cp_size, cap)
+    dummy = max(-(-room // topology.pack_multiple), 1) * topology.pack_multiple
+    return np.where(tokens == 0, dummy, filled)

@@ -23,6 +23,7 @@ from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.runtime.prepared_exchange import PreparedExchange, prepare_exchange
 from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.wire import ALIGNMENT_NBYTES
 from megatron_balance.topology import Topology
 
 Microbatch = dict[str, Tensor]
@@ -152,16 +153,25 @@ def pack_slots(own: OwnSlots, *, topology: Topology, schema: SampleSchema, pin_m
         own: their samples and sizes.
         topology: the ranks.
         schema: of all samples.
-        pin_memory: copy them to pinned memory, for a GPU.
+        pin_memory: copy them to one block of pinned memory, for a GPU: torch keeps blocks, and a new one may make the
+            device wait.
     """
     packs: list[Microbatch] = []
     for slot, num_tokens, cp_size in zip(own.slots, own.num_tokens, own.cp_sizes, strict=True):
         pack = functools.partial(pack_microbatch, slot) if slot else functools.partial(dummy_microbatch, schema)
         token_multiple = topology.at_cp_size(cp_size).token_multiple
         packs.append(pack(token_multiple=token_multiple, cp_size=cp_size, num_tokens=num_tokens))
-    if not pin_memory:
-        return packs
-    return [{name: tensor.pin_memory() if tensor.is_cpu else tensor for name, tensor in pack.items()} for pack in packs]
+    return _pinned(packs) if pin_memory else packs
+
+
+def _pinned(packs: Sequence[Microbatch]) -> list[Microbatch]:
+    sizes = [-(-tensor.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for pack in packs for tensor in pack.values()]
+    parts = iter(torch.empty(sum(sizes), dtype=torch.uint8).pin_memory().split(sizes))
+
+    def placed(tensor: Tensor) -> Tensor:
+        return next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    return [{name: placed(tensor) for name, tensor in pack.items()} for pack in packs]
 
 
 def checksum(parts: Sequence[Microbatch] | Sequence[Sample]) -> int:

@@ -9,8 +9,8 @@ bytes a sample in every step, and no other rank would check its plan.
 
 Invariants: the plan is the one that `build_data_schedule` makes here; the process ends with this one, however that
 ends (`planner/worker.py`); signals that a scheduler or a terminal sends to all processes of a run do not end it
-before; a rank whose process has failed still makes this step's plan, in the thread, so that its peers do not wait for
-it in vain, and keeps the failure for the next agreement of ranks.
+before; a process that has failed ends no training: the rank warns, and makes this plan and all later ones itself,
+which are the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -29,7 +30,6 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, build_data_schedule
-from megatron_balance.runtime.failure import Failure
 from megatron_balance.runtime.resources import close_on_undo
 
 _MAIN = "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; run_module({!r}, run_name='__main__')"
@@ -53,13 +53,12 @@ class PlanProcess:
 
     Args:
         timeout: after which a plan counts as hanging; below the time that peers wait for this rank.
-
-    Attributes:
-        failure: of the process, once it has died, hung or failed; None until then. All later plans are made here.
+        warn: called with the text of a failure, once.
     """
 
-    def __init__(self, *, timeout: timedelta) -> None:
-        self.failure: Failure | None = None
+    def __init__(self, *, timeout: timedelta, warn: Callable[[str], None] = lambda text: None) -> None:
+        self._warn = warn
+        self._failed = False
         self._seconds = timeout.total_seconds()
         self._connection: Connection[Any, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,12 +78,13 @@ class PlanProcess:
         Raises:
             BalanceError: as `build_data_schedule`.
         """
-        if num_samples >= MIN_SAMPLES and self.failure is None:
+        if num_samples >= MIN_SAMPLES and not self._failed:
             try:
                 return self._ask(arguments)
             except PlanProcessError as error:
-                self.failure = Failure(error)
+                self._failed = True
                 self.close()
+                self._warn(f"{error} Training continues: plans are made in the training process from here on.")
         return build_data_schedule(**arguments)
 
     def _ask(self, arguments: dict[str, Any]) -> DataSchedule:

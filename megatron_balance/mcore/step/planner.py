@@ -24,6 +24,7 @@ import megatron_balance
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.item_splitter import ItemSplitter
 from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slots, prepare_samples
@@ -47,6 +48,10 @@ NOT_PACKED = (
     "such as --sft makes; add --balance-unpad where rows are padded at their end; or drop --use-dynamic-batch-size "
     "and --balance-data."
 )
+
+
+def _warn(text: str) -> None:
+    RunLog(enabled=True).warn_once(f"rank {dist.get_rank()}: {text}")
 
 
 class StepPlanner:
@@ -101,7 +106,7 @@ class StepPlanner:
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
         self._patch_values = patch_values if counts_images else None
         self._buffers = HostBuffers()
-        self._plans = PlanProcess(timeout=timeout / 2)
+        self._plans = PlanProcess(timeout=timeout / 2, warn=_warn)
         self._row_values = INLINE_LENGTHS
         self.reported: tuple[int, ...] = (0,) * NUM_REPORTED
         # Ranks that were started with different flags or versions would plan differently: they find out here.
@@ -178,8 +183,7 @@ class StepPlanner:
         schedule = self._plan(gathered)
         planned = time.perf_counter()
         raise_together(
-            # A rank whose planning process has failed has planned this step itself, so that all ranks come here.
-            self._plans.failure,
+            None,
             group=self.dp_group,
             what="the plans of all ranks (compare)",
             digest=schedule.digest(),
