@@ -32,7 +32,7 @@ from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.step.sample_origin import SampleOrigin
-from megatron_balance.mcore.telemetry.setup import build_watchers
+from megatron_balance.mcore.telemetry.watch import build_watch
 
 
 def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
@@ -78,7 +78,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
             log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
         context = MicrobatchContext(groups)
         prepare_engine_attention()
-    observer = build_watchers(setup, planner=prefetcher.planner, log=log)
+    observer = build_watch(setup, planner=prefetcher.planner, log=log)
     evaluation = None
     if setup.stock_evaluation:
         log.say(f"evaluation is Megatron's own: {setup.stock_evaluation}.")

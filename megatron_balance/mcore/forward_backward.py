@@ -34,7 +34,7 @@ from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.telemetry.observer import RunObserver
+from megatron_balance.mcore.telemetry.watch import Watch
 from megatron_balance.runtime.peers import annotate_peer_loss, with_step_context
 
 Schedule = Callable[..., Any]
@@ -60,7 +60,7 @@ class BalancedForwardBackward:
         loads_data: bool,
         overlap: bool,
         log: RunLog,
-        observer: RunObserver | None,
+        observer: Watch | None,
         router_padding: RouterPadding | None = None,
         context: MicrobatchContext | None = None,
         unpads: bool = False,
@@ -131,9 +131,7 @@ class BalancedForwardBackward:
         evaluation.check_sums(losses)
         return losses
 
-    def _run(
-        self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: RunObserver | None
-    ) -> Any:
+    def _run(self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: Watch | None) -> Any:
         """Megatron's schedule on the micro-batches of a step."""
         forward_step = self._for_each_microbatch(
             arguments["forward_step_func"], step, model=arguments["model"], observer=observer
@@ -169,7 +167,7 @@ class BalancedForwardBackward:
                     self.observer.flush()  # before Megatron closes its writers
 
     def _for_each_microbatch(
-        self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: RunObserver | None
+        self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
     ) -> Schedule:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
         padding = self._router_padding

@@ -28,8 +28,8 @@ from megatron_balance.samples.sample import Sample, SampleSchema
 
 NUM_SAMPLES, FINGERPRINT, SCHEMA_HASH, FAILED, DETAIL_NBYTES, NUM_VALUES, UNPACKED, STEP, NEW_SOURCE = range(9)
 REPORTED = 9
-NUM_REPORTED = 3
-"""Numbers of a rank that travel along and decide nothing, such as the memory that its device took."""
+NUM_REPORTED = 4
+"""Numbers of a rank that travel along and decide nothing: memory of its device (3) and the time of a step."""
 
 HEADER_FIELDS = REPORTED + NUM_REPORTED
 ROW_MULTIPLE = 64  # int64: 512 bytes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.mcore.step.figures import Figures
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.mcore.step.own_slots import Microbatch
 from megatron_balance.planner import DataSchedule
@@ -32,7 +33,9 @@ class BalancedStep:
         num_left: items pulled ahead from an earlier iterator, which wait for it to come again.
         cp_sizes: `[num_microbatches]` context-parallel ranks of each, or None where all have the run's. With sizes,
             other ranks may have another num_microbatches.
+        number: of the step, counted from 0 on a rank that reads data.
         reported: `[dp_size, NUM_REPORTED]` numbers that each data-parallel rank sent with the lengths of its samples.
+        figures: for the log, where they are known.
         leaves: what each context-parallel rank of this replica runs, where sizes differ; None elsewhere.
     """
 
@@ -50,4 +53,6 @@ class BalancedStep:
     num_left: int = 0
     cp_sizes: list[int] | None = None
     leaves: tuple[LeafSlots, ...] | None = None
+    number: int = 0
     reported: NDArray[np.int64] | None = None
+    figures: Figures | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -26,6 +26,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.figures import Figures
 from megatron_balance.mcore.step.item_splitter import ItemSplitter
 from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slots, prepare_samples
 from megatron_balance.mcore.step.plan_process import PlanProcess
@@ -73,7 +74,8 @@ class StepPlanner:
         patch_values: numbers of a patch of the model's vision encoder; 0 where that is not known.
 
     Attributes:
-        reported: numbers that travel to the other data-parallel ranks with the lengths of the next step's samples.
+        report: called with the number of a step, returns what travels to the other data-parallel ranks with the lengths
+            of its samples.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class StepPlanner:
         self._buffers = HostBuffers()
         self._plans = PlanProcess(timeout=timeout / 2, warn=_warn)
         self._row_values = INLINE_LENGTHS
-        self.reported: tuple[int, ...] = (0,) * NUM_REPORTED
+        self.report: Callable[[int], Sequence[int]] = lambda number: (0,) * NUM_REPORTED
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -170,7 +172,7 @@ class StepPlanner:
                 new_source=new_iterator,
                 problem=None if failure is None else failure.problem,
                 row_values=self._row_values,
-                reported=self.reported,
+                reported=self.report(step),
                 patch_values=self._patch_values,
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
@@ -212,6 +214,16 @@ class StepPlanner:
             what="that all ranks have packed their micro-batches",
         )
         assert not isinstance(packs, Failure), "raised"
+        assert gathered.reported is not None, "each rank sends some"
+        plan_seconds, ended = planned - plan_started, time.perf_counter()
+        exchange_seconds = ended - planned + plan_started - started
+        figures = Figures.of_schedule(
+            schedule,
+            step_tokens=own.step_tokens,
+            plan_seconds=plan_seconds,
+            exchange_seconds=exchange_seconds,
+            seconds=gathered.reported[:, -1] / 1e9,
+        )
         return BalancedStep(
             num_microbatches=len(own.slots),
             microbatch_tokens=own.num_tokens,
@@ -224,8 +236,10 @@ class StepPlanner:
             cp_sizes=own.cp_sizes if own.leaves else None,
             leaves=own.leaves,
             reported=gathered.reported,
-            plan_seconds=planned - plan_started,
-            exchange_seconds=time.perf_counter() - planned + plan_started - started,
+            plan_seconds=plan_seconds,
+            exchange_seconds=exchange_seconds,
+            number=step,
+            figures=figures,
             new_iterator=gathered.new_source,
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import numpy as np
+
 from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.figures import Figures
 from megatron_balance.mcore.step.leaf_slots import LeafSlots
 from megatron_balance.topology import Topology
 
@@ -17,13 +20,15 @@ def numbers_of(step: BalancedStep, *, with_lengths: bool) -> list[int]:
         step: made by this rank.
         with_lengths: include the lengths of its sequences. Sizes of context parallelism always come with them.
     """
+    assert step.figures is not None, "this rank planned the step"
+    figures = np.array(step.figures.row()).view(np.int64).tolist()
     if step.leaves is not None:
-        return [number for leaf in step.leaves for number in leaf.to_numbers()]
+        return [number for leaf in step.leaves for number in leaf.to_numbers()] + figures
     numbers = [step.num_microbatches, *step.microbatch_tokens]
     if with_lengths:
         assert step.sequence_lengths is not None, "this rank packed the step"
         numbers += [number for lengths in step.sequence_lengths for number in (len(lengths), *lengths)]
-    return numbers
+    return numbers + figures
 
 
 def step_of(numbers: Sequence[int], *, topology: Topology, cp_rank: int, with_lengths: bool) -> BalancedStep:
@@ -45,8 +50,13 @@ def step_of(numbers: Sequence[int], *, topology: Topology, cp_rank: int, with_le
             sequence_lengths=own.sequence_lengths,
             cp_sizes=own.cp_sizes,
             leaves=leaves,
+            figures=_figures_of(rest),
         )
     num_microbatches = next(rest)
     tokens = list(islice(rest, num_microbatches))
     lengths = [list(islice(rest, next(rest))) for _ in tokens] if with_lengths else None
-    return BalancedStep(num_microbatches, tokens, sequence_lengths=lengths)
+    return BalancedStep(num_microbatches, tokens, sequence_lengths=lengths, figures=_figures_of(rest))
+
+
+def _figures_of(rest: Iterator[int]) -> Figures:
+    return Figures.of_row(np.array(list(rest), dtype=np.int64).view(np.float64).tolist())

@@ -5,7 +5,7 @@ context-parallel rank 0) writes its seconds; with `--balance-context-parallel` t
 these run different micro-batches. A line is written with every step, so a killed run loses at most its last one.
 
 Invariants: nothing is sent between ranks for it; a new run replaces the record in the folder, a resumed one continues
-it. A full disk does not end training: the rank warns and stops recording.
+it. A folder that cannot be written to does not end training: the rank warns and stops recording.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatron_balance.mcore.setup.groups import is_first_of_replica
 from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.telemetry.observer import TimedStep, Watcher
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.planner import resolve_objective
 from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.runtime.environment import device_kind, environment
 
 
-class RunRecording(Watcher):
+class RunRecording:
     """One rank's part of the record.
 
     Args:
@@ -58,12 +63,10 @@ class RunRecording(Watcher):
         plans = self._plans
         self._write(lambda: plans.add(record))
 
-    def measured(self, timed: TimedStep) -> None:
+    def measured(self, iteration: int, *, seconds: NDArray[np.float64], num_microbatches: int) -> None:
         """Record the seconds of a step; unknown for each micro-batch under a virtual pipeline."""
-        seconds = timed.seconds
-        if len(seconds) != timed.num_microbatches:
-            seconds = np.full(timed.num_microbatches, np.nan)
-        self._write(lambda: self._seconds.add(timed.iteration, seconds=seconds))
+        of_each = seconds if len(seconds) == num_microbatches else np.full(num_microbatches, np.nan)
+        self._write(lambda: self._seconds.add(iteration, seconds=of_each))
 
     def _write(self, write: Callable[[], None]) -> None:
         if self._failed:
@@ -73,3 +76,40 @@ class RunRecording(Watcher):
         except OSError as error:
             self._failed = True
             self._log.warn_once(f"--balance-record {self._folder}: {error}. Training continues without the record.")
+
+
+def recording_of(setup: RunSetup, *, planner: StepPlanner, writes_plans: bool) -> RunRecording | None:
+    """This rank's part of the record; None where it has none, or its folder cannot be written to.
+
+    Args:
+        setup: of the run.
+        planner: of this rank.
+        writes_plans: this rank is the first of the world.
+    """
+    config, dynamic_cp = setup.config, planner.topology.dynamic_cp
+    if config.record is None or not is_first_of_replica(of_leaf=dynamic_cp):
+        return None
+    info = None
+    if writes_plans:
+        info = RunInfo(
+            topology=planner.topology,
+            limits=planner.limits,
+            cost_model=planner.cost_model,
+            cost_name=config.cost_name,
+            objective=resolve_objective(config.objective, topology=planner.topology),
+            policy=config.policy,
+            origin=environment(device_kind()),
+        )
+    try:
+        return RunRecording(
+            Path(config.record),
+            info=info,
+            dp_rank=planner.leaf if dynamic_cp else planner.dp_rank,
+            resume=setup.resumed_from is not None,
+        )
+    except OSError as error:
+        RunLog(enabled=True).warn_once(
+            f"--balance-record {config.record}: {error}. Training continues without the record; name a folder that "
+            "every node can write to."
+        )
+        return None

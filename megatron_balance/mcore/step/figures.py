@@ -12,7 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_balance.mcore.step.balanced_step import BalancedStep
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_balance.planner import DataSchedule, slowest_over_mean
 
 _UNKNOWN = float("nan")
@@ -25,8 +27,8 @@ class Figures:
     Attributes:
         planned_imbalance: slowest over mean as planned, by the objective: of ranks, or under `microbatch` of the
             costliest rank in each slot, summed. The report shows the same.
-        measured_imbalance: busiest rank's seconds over the mean rank's, as measured (`observer.py` says what is
-            in them). A rank stands for its model replica: pipeline stages and context-parallel ranks together.
+        measured_imbalance: busiest rank's seconds over the mean rank's, as measured (`telemetry/watch.py` says what
+            is in them), among the data-parallel ranks of one pipeline stage and context-parallel rank.
         busiest_rank_seconds: of the busiest rank, as measured.
         over_bound: planned cost over its lower bound.
         num_microbatches: slots of every rank.
@@ -60,12 +62,23 @@ class Figures:
         return sum(share * 2**level for level, share in enumerate(self.tokens_at_cp))
 
     @classmethod
-    def of_step(cls, step: BalancedStep, *, schedule: DataSchedule) -> Figures:
-        """The planned figures; nothing is measured yet. Cheap sums alone, since every step computes them.
+    def of_schedule(
+        cls,
+        schedule: DataSchedule,
+        *,
+        step_tokens: int,
+        plan_seconds: float,
+        exchange_seconds: float,
+        seconds: NDArray[np.float64],
+    ) -> Figures:
+        """The figures of a step: cheap sums alone, since every step computes them.
 
         Args:
-            step: the data of the step.
-            schedule: its plan.
+            schedule: the plan.
+            step_tokens: that run in the step, filler included.
+            plan_seconds: as in BalancedStep.
+            exchange_seconds: likewise.
+            seconds: `[dp_size]` measured, of an earlier step; 0 where not known.
         """
         tokens = int(schedule.lengths.sum())
         moved = _UNKNOWN
@@ -73,31 +86,26 @@ class Figures:
             moved = int(schedule.lengths[schedule.destinations() != schedule.home_ranks].sum()) / max(tokens, 1)
         unlabelled = schedule.moved_tokens_before_relabel
         planned = slowest_over_mean(schedule.cost_grid, objective=schedule.objective, topology=schedule.topology)
+        measured = bool((seconds > 0).all())
         return cls(
             planned_imbalance=planned,
+            measured_imbalance=float(seconds.max() / seconds.mean()) if measured else _UNKNOWN,
+            busiest_rank_seconds=float(seconds.max()) if measured else _UNKNOWN,
             over_bound=schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
             num_microbatches=schedule.num_microbatches,
-            padding_fraction=1 - tokens / max(step.step_tokens, 1),
+            padding_fraction=1 - tokens / max(step_tokens, 1),
             moved_fraction=moved,
             moved_fraction_unlabelled=_UNKNOWN if unlabelled is None else unlabelled / max(tokens, 1),
-            plan_seconds=step.plan_seconds,
-            exchange_seconds=step.exchange_seconds,
-            exposed_seconds=step.exposed_seconds,
+            plan_seconds=plan_seconds,
+            exchange_seconds=exchange_seconds,
             tokens_at_cp=_tokens_at_cp(schedule) if schedule.topology.dynamic_cp else (),
         )
-
-    @classmethod
-    def unknown(cls, *, num_cp_sizes: int) -> Figures:
-        """Of a rank without a plan, by the number of context-parallel sizes of micro-batches; 0 for the run's one."""
-        return cls(tokens_at_cp=(_UNKNOWN,) * num_cp_sizes)
 
     @classmethod
     def mean(cls, figures: Sequence[Figures]) -> Figures:
         """Each figure's mean over the steps where it is known."""
         rows = [of_step.row() for of_step in figures]
-        longest = max(len(row) for row in rows)
-        columns = zip(*(row + [_UNKNOWN] * (longest - len(row)) for row in rows), strict=True)
-        return cls.of_row([_mean_of_known(column) for column in columns])
+        return cls.of_row([_mean_of_known(column) for column in zip(*rows, strict=True)])
 
     def row(self) -> list[float]:
         """All figures in one order, unknown ones as well."""

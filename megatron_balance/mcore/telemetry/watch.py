@@ -1,0 +1,318 @@
+"""Watches a run on one rank: times its passes, logs figures and device memory, and feeds the record.
+
+Nothing here sends a message. The seconds of a step and the memory of the device travel in the header by which ranks
+gather lengths two steps later; the figures of each step go on to the ranks of a tensor-parallel group with its shapes.
+So the first rank of the world, which prints, and the last, which has Megatron's writers, know the seconds of the
+data-parallel ranks of their own pipeline stage.
+
+A pass is timed between two marks in this rank's stream of work, without making the device wait, so its seconds include
+what it waits for:
+
+- in expert-parallel layers the all-to-all, and under FSDP or ZeRO-3 the parameters: the slowest rank of such a group
+  makes the others look as slow as itself, and measured ranks look more even than they are;
+- in tensor- and context-parallel layers the peers of the same micro-batch, which do the same work.
+
+They exclude waiting for pipeline neighbours, the gradient reduction and the optimizer. On a CPU (the shim) they are
+the thread's own CPU time, and include no waiting.
+
+Invariants: watching does not change training; a writer that fails warns once and is not called again; a step that
+Megatron runs again counts once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatron_balance.mcore.setup.groups import is_first_of_tensor_group
+from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.setup.run_setup import RunSetup
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.figures import Figures, log_line
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.telemetry.recording import RunRecording, recording_of
+from megatron_balance.runtime.environment import device_kind
+from megatron_balance.runtime.failure import Failure, attempt
+from megatron_balance.runtime.resources import close_on_undo
+
+MAX_STEPS = 256
+"""The newest steps of a log interval, beyond which older ones are left out of the figures."""
+
+MAX_UNREAD_STEPS = 8
+"""Steps whose marks the device has not passed yet; older ones are dropped."""
+
+REPORTED_LATER = 2
+"""Steps after which seconds are reported: the next step is gathered while the one after that runs."""
+
+FIRST_STEPS = 4
+"""Steps after which memory is read: the optimizer has its state, and micro-batches were full."""
+
+LEFT_FREE = 0.1
+"""Part of a device that the cap leaves to other libraries, fragments and longer samples."""
+
+GIB = 2**30
+
+
+class StepTimer:
+    """Forward and backward passes of one step; one without the other is not reported.
+
+    Args:
+        on_gpu: marks are events in the stream that computes; else the thread's own CPU time, which other jobs of the
+            machine do not lengthen.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._forward: list[tuple[int, Any, Any]] = []
+        self._backward: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def forward(self, slot: int) -> Iterator[None]:
+        """Times one forward pass of the micro-batch in this slot."""
+        start = self._mark()
+        yield
+        self._forward.append((slot, start, self._mark()))
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Times one backward pass; they come in the order of the forward passes."""
+        start = self._mark()
+        yield
+        self._backward.append((start, self._mark()))
+
+    @property
+    def finished(self) -> bool:
+        """True if the device has passed the last mark of either kind; does not wait."""
+        last = [passes[-1][-1] for passes in (self._forward, self._backward) if passes]
+        return not self._on_gpu or all(mark.query() for mark in last)
+
+    def seconds(self, num_microbatches: int) -> NDArray[np.float64] | None:
+        """Forward and backward together: `[num_microbatches]`, or None where a pass was not measured.
+
+        `[1]`, their sum, where a rank holds several model chunks, whose backward passes come in another order.
+        """
+        if not self._forward or len(self._forward) != len(self._backward):
+            return None
+        slots = np.array([slot for slot, _, _ in self._forward])
+        forward = np.array([self._between(start, end) for _, start, end in self._forward])
+        backward = np.array([self._between(start, end) for start, end in self._backward])
+        if len(slots) != num_microbatches:
+            return np.array([forward.sum() + backward.sum()])
+        return (forward + backward)[np.argsort(slots, kind="stable")]
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+
+
+class Watch:
+    """One rank's view of the run.
+
+    Args:
+        planner: sends what this rank reports.
+        log: prints on the first rank.
+        log_interval: steps between lines.
+        prints: this rank is the first of the world.
+        writes: this rank is the last of the world, which has Megatron's TensorBoard and W&B writers.
+        times_passes: False where another rank stands for this one, and where passes overlap.
+        on_gpu: micro-batches run on a GPU.
+        recording: this rank's part of the record, or None.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        *,
+        log: RunLog,
+        log_interval: int,
+        prints: bool,
+        writes: bool,
+        times_passes: bool,
+        on_gpu: bool,
+        recording: RunRecording | None,
+    ) -> None:
+        self._planner, self._log, self._log_interval = planner, log, log_interval
+        self._prints, self._writes = prints, writes
+        self._times_passes, self._on_gpu = times_passes, on_gpu
+        self._recording = recording
+        self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
+        self._timer: StepTimer | None = None
+        self._nanoseconds: dict[int, int] = {}  # by the number of the step
+        self._objective = ""
+        self._figures: dict[int, Figures] = {}  # by iteration
+        self._shapes: set[int] = set()  # at most one for each token of the cap
+        self._memory = (0, 0, 0)
+        self._num_steps = self._most_tokens = 0
+        self._memory_said = False
+        planner.report = self._report
+        flush = self.flush  # one object, by which atexit knows it
+        atexit.register(flush)
+        close_on_undo(functools.partial(atexit.unregister, flush))
+        close_on_undo(flush)
+
+    def begin(self, step: BalancedStep, *, iteration: int) -> None:
+        """A step is about to run."""
+        self._read_finished()
+        if self._times_passes:
+            self._timer = StepTimer(on_gpu=self._on_gpu)
+            self._unread.append((step, iteration, self._timer))
+        if self._recording is not None:
+            self._recording.begin(step, iteration=iteration)
+        if step.figures is not None and (self._prints or self._writes):
+            self._objective = self._objective if step.schedule is None else step.schedule.objective
+            self._shapes.update(step.microbatch_tokens)
+            self._figures[iteration] = replace(step.figures, exposed_seconds=step.exposed_seconds)
+            if len(self._figures) > MAX_STEPS:
+                del self._figures[min(self._figures)]
+        if self._planner.loads_data:
+            self._watch_memory(step)
+
+    def forward(self, slot: int) -> AbstractContextManager[None]:
+        """Times a forward pass of the micro-batch in this slot."""
+        return contextlib.nullcontext() if self._timer is None else self._timer.forward(slot)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Times a backward pass; they come in the order of the forward passes."""
+        return contextlib.nullcontext() if self._timer is None else self._timer.backward()
+
+    def end(self) -> None:
+        """Ends the step: later passes (evaluation) are not timed."""
+        self._timer = None
+
+    def logged(self, iteration: int) -> None:
+        """Say and write the figures of an interval; called after Megatron has logged a step, which it waited for."""
+        self._read_finished()
+        if iteration % self._log_interval or not self._figures:
+            return
+        figures = replace(Figures.mean(list(self._figures.values())), num_shapes=float(len(self._shapes)))
+        self._figures.clear()
+        if self._prints:
+            self._log.say(f"iteration {iteration} | {self._objective} | {log_line(figures)}")
+        if self._writes:
+            outcome = attempt(write_scalars, figures, iteration=iteration)
+            if isinstance(outcome, Failure):
+                self._writes = False
+                RunLog(enabled=True).warn_once(
+                    f"the figures of iteration {iteration} were not written: {outcome.problem}. Training continues "
+                    "without them."
+                )
+
+    def flush(self) -> None:
+        """Read and write what the device has finished: the run ends or saves a checkpoint."""
+        self._read_finished()
+        if self._writes:
+            attempt(flush_scalars)
+
+    def _read_finished(self) -> None:
+        """Read the marks of every step that the device has finished."""
+        while self._unread and self._unread[0][-1] is not self._timer and self._unread[0][-1].finished:
+            step, iteration, timer = self._unread.popleft()
+            seconds = timer.seconds(step.num_microbatches)
+            if seconds is None:
+                continue
+            self._nanoseconds[step.number] = max(int(seconds.sum() * 1e9), 1)
+            if len(self._nanoseconds) > MAX_UNREAD_STEPS:
+                del self._nanoseconds[min(self._nanoseconds)]
+            if self._recording is not None:
+                self._recording.measured(iteration, seconds=seconds, num_microbatches=step.num_microbatches)
+
+    def _report(self, number: int) -> tuple[int, ...]:
+        """What travels with the lengths of this step: memory, and the seconds of an earlier step, 0 if not known."""
+        return (*self._memory, self._nanoseconds.get(number - REPORTED_LATER, 0))
+
+    def _watch_memory(self, step: BalancedStep) -> None:
+        """Read the allocator's counters once, resetting none, and say those of all ranks once they have arrived."""
+        if self._num_steps == FIRST_STEPS:
+            self._memory = self._read_memory()
+        if self._prints and not self._memory_said and step.reported is not None and step.reported[:, 0].all():
+            self._memory_said = True
+            peak, reserved = (step.reported[:, :2].max(axis=0) / GIB).tolist()
+            stage = " on pipeline stage 0" if self._planner.topology.pp_size > 1 else ""
+            self._log.say(
+                f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
+                f"--max-tokens-per-gpu {step.reported[:, 2].min()} would leave a tenth of the device free."
+            )
+        self._num_steps += 1
+        sizes = step.cp_sizes or [self._planner.topology.cp_size] * step.num_microbatches
+        tokens = [n // size for n, size in zip(step.microbatch_tokens, sizes, strict=True)]
+        self._most_tokens = max([self._most_tokens, *tokens])
+
+    def _read_memory(self) -> tuple[int, int, int]:
+        """Peaks allocated and reserved in bytes, and the cap; between steps, weights and optimizer are allocated."""
+        peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        if not kept:  # a CPU, which has no properties to ask for
+            return 0, 0, 0
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        room = max(total * (1 - LEFT_FREE) - kept, 0)
+        cap = int(self._most_tokens * room / max(peak - kept, 1)) // 128 * 128
+        return peak, torch.cuda.max_memory_reserved(), cap
+
+
+def build_watch(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Watch | None:
+    """The watch of this rank; None where it has nothing to watch.
+
+    Args:
+        setup: of the run.
+        planner: plans this rank's steps.
+        log: prints on the first rank of the world.
+    """
+    rank = dist.get_rank()
+    prints, writes = rank == 0, rank == dist.get_world_size() - 1
+    if not (planner.loads_data or writes):
+        return None
+    return Watch(
+        planner,
+        log=log,
+        log_interval=setup.log_interval,
+        prints=prints,
+        writes=writes,
+        times_passes=planner.loads_data and is_first_of_tensor_group() and not setup.overlaps_passes,
+        on_gpu=device_kind() == "cuda",
+        recording=recording_of(setup, planner=planner, writes_plans=prints),
+    )
+
+
+def write_scalars(figures: Figures, *, iteration: int) -> None:
+    """Write the known figures as scalars under `balance/`, where Megatron has writers. Call it from their thread."""
+    scalars = {f"balance/{name}": value for name, value in figures.known().items()}
+    tensorboard, wandb = _writers()
+    if tensorboard is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb is not None and wandb.run is not None:  # Megatron finishes the run before it exits early
+        wandb.log(scalars, iteration)
+
+
+def flush_scalars() -> None:
+    """Write to TensorBoard's file what was added since Megatron's own last flush: a signal may end a run after it."""
+    tensorboard, _ = _writers()
+    if tensorboard is not None:
+        tensorboard.flush()
+
+
+def _writers() -> tuple[Any, Any]:
+    """TensorBoard's writer and the module of W&B, each None where flags do not ask for it."""
+    if sys.modules.get("megatron.training") is None:  # a loop on megatron.core alone
+        return None, None
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    return get_tensorboard_writer(), get_wandb_writer()
