@@ -83,7 +83,7 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     if setup.stock_evaluation:
         log.say(f"evaluation is Megatron's own: {setup.stock_evaluation}.")
     if setup.balances_evaluation:
-        evaluation = balanced_evaluation(setup, training=prefetcher.planner, state=state)
+        evaluation = balanced_evaluation(setup, training=prefetcher, state=state)
     return BalancedForwardBackward(
         prefetcher,
         state=state,

@@ -93,16 +93,17 @@ class BalancedEvaluation:
 def balanced_evaluation(
     setup: RunSetup,
     *,
-    training: StepPlanner,
+    training: StepPrefetcher,
     state: MegatronState,
 ) -> BalancedEvaluation:
     """The evaluation of this rank, with a group of its own. Every rank of the world calls it.
 
     Args:
         setup: of the run.
-        training: plans the steps of training.
+        training: makes the steps of training.
         state: of Megatron.
     """
+    of_training = training.planner
     planner = StepPlanner(
         setup.config,
         topology=setup.topology,
@@ -110,10 +111,11 @@ def balanced_evaluation(
         cost_model=setup.cost_model,
         patch_values=setup.patch_values,
         dp_group=data_group(timeout=setup.timeout, loads=loads_here(setup)),
-        dp_rank=training.dp_rank,
-        cp_rank=training.cp_rank,
-        ranks_per_node=training.ranks_per_node,
+        dp_rank=of_training.dp_rank,
+        cp_rank=of_training.cp_rank,
+        ranks_per_node=of_training.ranks_per_node,
         pin_memory=torch.cuda.is_available(),
         timeout=setup.timeout,
     )
-    return BalancedEvaluation(prefetcher_of(planner, setup=setup), state=state, overlap=setup.config.overlap)
+    prefetcher = prefetcher_of(planner, setup=setup, replica=training.replica)
+    return BalancedEvaluation(prefetcher, state=state, overlap=setup.config.overlap)

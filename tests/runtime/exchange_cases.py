@@ -243,15 +243,15 @@ def share_in_replica(kinds: list[str]) -> list[int] | str:
     counts, digest = planned.get(kind, (None, 0))
     problem = "the data ended — early" if kind == "problem" else None
     try:
-        return Replica(firsts=world()).share(Share(3, counts, digest=digest, problem=problem)).numbers
+        return Replica(firsts=world()).share(Share(counts, digest=digest, problem=problem))
     except BalanceError as error:
         return str(error)
 
 
 def share_many(count: int) -> bool:
     """Rank 0 plans more numbers than one message holds; whether this rank has all of them."""
-    own = Share(3, list(range(count))) if dist.get_rank() == 0 else Share(3)
-    return Replica(firsts=world()).share(own).numbers == list(range(count))
+    own = Share(list(range(count))) if dist.get_rank() == 0 else Share()
+    return Replica(firsts=world()).share(own) == list(range(count))
 
 
 def schemas_differ(kind: str) -> str:

@@ -48,7 +48,8 @@ def test_the_thread_beside_has_the_device_of_training_and_a_stream_that_follows_
     beside = [name for events in steps for name, thread in events if thread == "beside"]
     assert beside[:4] == ([f"device {DEVICE}", "stream", "follow", "pull"] if overlap else [])
     marks = [thread for events in steps for name, thread in events if name == "mark"]
-    assert marks == ["training"] * beside.count("follow")
+    assert set(marks) == ({"training"} if overlap else set())
+    assert 0 <= len(marks) - beside.count("follow") <= 1  # the last may not have begun
 
 
 def test_steps_are_made_beside_training_where_they_overlap(ran: Any) -> None:

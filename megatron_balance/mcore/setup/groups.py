@@ -48,14 +48,11 @@ def data_group(*, timeout: timedelta, loads: bool) -> dist.ProcessGroup | None:
     return _group_of(ranks if loads else [], timeout=timeout)
 
 
-def replica_groups(
-    *, timeout: timedelta, some_stages_load_nothing: bool = False, tensor_ranks_load: bool = False
-) -> Replica:
+def replica_groups(*, timeout: timedelta, tensor_ranks_load: bool = False) -> Replica:
     """The ranks of this model replica, in groups of their own. Every rank of the world calls it.
 
     Args:
         timeout: of their collectives.
-        some_stages_load_nothing: pipeline stages between the first and the last.
         tensor_ranks_load: each tensor-parallel rank may have data of its own; then all ranks are one group.
     """
     from megatron.core import parallel_state
@@ -70,7 +67,6 @@ def replica_groups(
     return Replica(
         firsts=_group_of(firsts if takes_part else [], timeout=timeout) if len(firsts) > 1 else None,
         tensor=_group_of(tensor, timeout=timeout) if len(tensor) > 1 else None,
-        some_firsts_listen=some_stages_load_nothing or tensor_ranks_load,
     )
 
 

@@ -161,10 +161,11 @@ def pack_slots(own: OwnSlots, *, topology: Topology, schema: SampleSchema, pin_m
         pack = functools.partial(pack_microbatch, slot) if slot else functools.partial(dummy_microbatch, schema)
         token_multiple = topology.at_cp_size(cp_size).token_multiple
         packs.append(pack(token_multiple=token_multiple, cp_size=cp_size, num_tokens=num_tokens))
-    return _pinned(packs) if pin_memory else packs
+    return pinned(packs) if pin_memory else packs
 
 
-def _pinned(packs: Sequence[Microbatch]) -> list[Microbatch]:
+def pinned(packs: Sequence[Microbatch]) -> list[Microbatch]:
+    """The packs in one block of pinned memory."""
     sizes = [-(-tensor.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for pack in packs for tensor in pack.values()]
     parts = iter(torch.empty(sum(sizes), dtype=torch.uint8).pin_memory().split(sizes))
 

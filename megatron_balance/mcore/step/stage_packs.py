@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.own_slots import Microbatch
+from megatron_balance.mcore.step.own_slots import Microbatch, pinned
 from megatron_balance.samples.packing import lengths_as_packed, sequence_starts
 from megatron_balance.topology import Topology
 
@@ -45,6 +45,5 @@ def stage_microbatches(step: BalancedStep, *, topology: Topology, pin_memory: bo
         multiple = topology.at_cp_size(size).token_multiple
         as_packed = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=multiple)
         starts = sequence_starts(lengths, as_packed=as_packed, cp_size=size)
-        pinned = {name: tensor.pin_memory() if pin_memory else tensor for name, tensor in starts.items()}
-        microbatches.append(StageMicrobatch(pinned))
-    return microbatches
+        microbatches.append(starts)
+    return [StageMicrobatch(starts) for starts in (pinned(microbatches) if pin_memory else microbatches)]
