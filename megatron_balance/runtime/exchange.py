@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.gathered import GatheredLengths
-from megatron_balance.runtime.prepared_exchange import prepare_exchange
+from megatron_balance.runtime.prepared_exchange import check_samples, prepare_exchange
 from megatron_balance.samples.sample import Sample, SampleSchema
 
 
@@ -84,6 +84,9 @@ def send_copies(
     Raises:
         BalanceError: samples that are not those whose lengths were gathered.
     """
+    known = schema or gathered.schema
+    if known is not None:
+        check_samples(samples, gathered=gathered, rank=group.rank(), schema=known)
     prepared = prepare_exchange(
         samples,
         sample_ids=sample_ids,

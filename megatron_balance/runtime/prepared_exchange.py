@@ -131,12 +131,12 @@ def prepare_exchange(
     device: torch.device | str | None = None,
     buffers: HostBuffers | None = None,
 ) -> PreparedExchange:
-    """Write what this rank sends. No collective; errors as for `send_copies`, and arguments but for the last.
+    """Write what this rank sends. No collective; arguments as for `send_copies`, but for the last.
 
     Bytes that go from host memory to a GPU are written to pinned memory, from which the copy does not wait.
 
     Args:
-        samples: as there, and so are the others.
+        samples: as there, and so are the others; they are those whose lengths were gathered (`check_samples`).
         sample_ids: int64 `[num_copies]`.
         destinations: int64 `[num_copies]`.
         gathered: lengths of all samples.
@@ -153,7 +153,6 @@ def prepare_exchange(
     no_block = Block([], [], None, [], 0)
     if schema is None:
         return PreparedExchange(None, device, {}, no_block, nothing, nothing, {}, {}, False)
-    _check_samples(samples, gathered=gathered, rank=rank, schema=schema)
     pin_memory = home_device.type == "cpu" and device.type == "cuda"
 
     def own(ids: Sequence[int]) -> list[Sample]:
@@ -197,7 +196,7 @@ def _buffer(
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
 
 
-def _check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank: int, schema: SampleSchema) -> None:
+def check_samples(samples: Sequence[Sample], *, gathered: GatheredLengths, rank: int, schema: SampleSchema) -> None:
     """The layout of the bytes follows from the gathered lengths, so a sample that differs would be read as garbage."""
     own = np.flatnonzero(gathered.home_ranks == rank)
     expected, given = gathered.lengths[own].tolist(), [sample.length for sample in samples]

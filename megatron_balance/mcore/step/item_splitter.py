@@ -48,7 +48,7 @@ class ItemSplitter:
             of_item = attempt(self._split_item, item, schema=schema)
             if isinstance(of_item, Failure):
                 return replace(of_item, during=self._name(index, first_item=first_item, error=of_item.error))
-            schema = schema or SampleSchema.shared_by(of_item)
+            schema = schema or (SampleSchema.of(of_item[0]) if of_item else None)
             samples.extend(of_item)
         return samples
 
@@ -59,7 +59,7 @@ class ItemSplitter:
         if self._unpad is not None and on_cpu.get("cu_seqlens") is None:
             on_cpu = with_row_lengths(on_cpu, padding=self._unpad)
         of_item = split_packed(on_cpu, unit=self._unit)
-        schema = schema or SampleSchema.shared_by(of_item)
+        # Samples of one item are slices of the same tensors; `gather_sample_lengths` compares each of them.
         if schema is not None and of_item and not schema.fits(of_item[0]):
             difference = "; ".join(SampleSchema.of(of_item[0]).differences(schema))
             raise BalanceError(f"it differs from the items before it: {difference}.")
