@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_balance
-from megatron_balance.mcore.step import item_splitter, own_slots, plan_process
+from megatron_balance.mcore.step import items, packs, plan_process
 from megatron_balance.mcore.step import planner as step_planner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.runtime.prepared_exchange import PreparedExchange
+from megatron_balance.runtime.exchange import PreparedExchange
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ STRIKES: dict[str, Callable[[Strike], None]] = {
     "interrupted": _while_computing(signal.SIGINT),
     "terminated": _while_computing(signal.SIGTERM),
     "loader-raises": _loader_raises,
-    "bug-in-splitting": _bug("split_packed", module=item_splitter),
-    "bug-in-packing": _bug("pack_microbatch", module=own_slots),
+    "bug-in-splitting": _bug("split_packed", module=items),
+    "bug-in-packing": _bug("pack_microbatch", module=packs),
     "other-iterator": _other_iterator,
     "planner-killed": _planner_killed,
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_balance.mcore.step import planner
 from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.runtime.prepared_exchange import PreparedExchange
+from megatron_balance.runtime.exchange import PreparedExchange
 
 STAGES = {
     "gather": (planner, "gather_sample_lengths"),

@@ -29,9 +29,9 @@ from megatron_balance.mcore.setup.groups import (
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
+from megatron_balance.mcore.step.items import SampleOrigin
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.mcore.telemetry.watch import build_watch
 
 

@@ -8,9 +8,9 @@ import torch
 
 from megatron_balance.mcore.setup.groups import is_first_of_tensor_group, loads_data, replica_groups
 from megatron_balance.mcore.setup.run_setup import RunSetup
+from megatron_balance.mcore.step.packs import stage_microbatches
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.step.stage_packs import stage_microbatches
 from megatron_balance.runtime.replica import Replica
 
 

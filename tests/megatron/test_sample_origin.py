@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_balance.mcore.step.sample_origin import SampleOrigin
+from megatron_balance.mcore.step.items import SampleOrigin
 
 
 @pytest.mark.parametrize("consumed", [0, 24])

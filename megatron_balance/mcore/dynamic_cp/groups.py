@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.mcore.setup.groups import split_world
-from megatron_balance.runtime.environment import device_kind
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,20 @@ def connect(groups: ContextGroups) -> int:
     Returns:
         Bytes of device memory that it took.
     """
-    free = torch.cuda.mem_get_info()[0] if device_kind() == "cuda" else 0
+    on_gpu = any(dist.get_backend(group) == "nccl" for group in groups.by_size.values())
+    device = "cuda" if on_gpu else "cpu"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
     for size, group in sorted(groups.by_size.items()):
         if size == 1:
             continue
-        rank, device = group.rank(), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        numbers = torch.zeros(2, device=device)
+        rank, numbers = group.rank(), torch.zeros(2, device=device)
         send = functools.partial(dist.isend, numbers[0], group=group, group_dst=(rank + 1) % size)
         receive = functools.partial(dist.irecv, numbers[1], group=group, group_src=(rank - 1) % size)
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         for work in [call() for call in ((send, receive) if rank % 2 == 0 else (receive, send))]:
             assert work is not None, "this rank is a member"
             work.wait()
-    return max(free - torch.cuda.mem_get_info()[0], 0) if device_kind() == "cuda" else 0
+    return max(free - torch.cuda.mem_get_info()[0], 0) if on_gpu else 0
 
 
 def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers: bool = False) -> ContextGroups:

@@ -1,16 +1,49 @@
-"""The data of one step on one rank."""
+"""The data of one step on one rank, and the integers that describe it to ranks of its replica that load none."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_balance.mcore.step.figures import Figures
-from megatron_balance.mcore.step.leaf_slots import LeafSlots
-from megatron_balance.mcore.step.own_slots import Microbatch
 from megatron_balance.planner import DataSchedule
+from megatron_balance.topology import Topology
+
+Microbatch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LeafSlots:
+    """The micro-batches of one leaf, in slot order.
+
+    Attributes:
+        cp_sizes: leaves that share the micro-batch.
+        num_tokens: of the whole micro-batch, padding and filler included.
+        sequence_lengths: of the whole micro-batch, without padding and filler.
+    """
+
+    cp_sizes: list[int]
+    _: KW_ONLY
+    num_tokens: list[int]
+    sequence_lengths: list[list[int]]
+
+    def to_numbers(self) -> list[int]:
+        """Encode as integers, for ranks that read no data."""
+        numbers = [len(self.cp_sizes), *self.cp_sizes, *self.num_tokens]
+        return numbers + [number for lengths in self.sequence_lengths for number in (len(lengths), *lengths)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Iterator[int]) -> LeafSlots:
+        """Decode one leaf from the front of the numbers."""
+        num_slots = next(numbers)
+        cp_sizes, num_tokens = (list(islice(numbers, num_slots)) for _ in range(2))
+        lengths = [list(islice(numbers, next(numbers))) for _ in range(num_slots)]
+        return cls(cp_sizes, num_tokens=num_tokens, sequence_lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -56,3 +89,52 @@ class BalancedStep:
     number: int = 0
     reported: NDArray[np.int64] | None = None
     figures: Figures | None = None
+
+
+def numbers_of(step: BalancedStep, *, with_lengths: bool) -> list[int]:
+    """Encode a step.
+
+    Args:
+        step: made by this rank.
+        with_lengths: include the lengths of its sequences. Sizes of context parallelism always come with them.
+    """
+    assert step.figures is not None, "this rank planned the step"
+    figures = np.array(step.figures.row()).view(np.int64).tolist()
+    if step.leaves is not None:
+        return [number for leaf in step.leaves for number in leaf.to_numbers()] + figures
+    numbers = [step.num_microbatches, *step.microbatch_tokens]
+    if with_lengths:
+        assert step.sequence_lengths is not None, "this rank packed the step"
+        numbers += [number for lengths in step.sequence_lengths for number in (len(lengths), *lengths)]
+    return numbers + figures
+
+
+def step_of(numbers: Sequence[int], *, topology: Topology, cp_rank: int, with_lengths: bool) -> BalancedStep:
+    """The step that another rank of the replica encoded.
+
+    Args:
+        numbers: of `numbers_of`.
+        topology: the ranks.
+        cp_rank: context-parallel rank of this one.
+        with_lengths: as it was encoded.
+    """
+    rest = iter(numbers)
+    if topology.dynamic_cp:
+        leaves = tuple(LeafSlots.from_numbers(rest) for _ in range(topology.cp_size))
+        own = leaves[cp_rank]
+        return BalancedStep(
+            len(own.cp_sizes),
+            own.num_tokens,
+            sequence_lengths=own.sequence_lengths,
+            cp_sizes=own.cp_sizes,
+            leaves=leaves,
+            figures=_figures_of(rest),
+        )
+    num_microbatches = next(rest)
+    tokens = list(islice(rest, num_microbatches))
+    lengths = [list(islice(rest, next(rest))) for _ in tokens] if with_lengths else None
+    return BalancedStep(num_microbatches, tokens, sequence_lengths=lengths, figures=_figures_of(rest))
+
+
+def _figures_of(rest: Iterator[int]) -> Figures:
+    return Figures.of_row(np.array(list(rest), dtype=np.int64).view(np.float64).tolist())

@@ -27,12 +27,12 @@ from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import Figures
-from megatron_balance.mcore.step.item_splitter import ItemSplitter
-from megatron_balance.mcore.step.own_slots import checksum, own_slots, pack_slots, prepare_samples
+from megatron_balance.mcore.step.items import ItemSplitter, SampleOrigin
+from megatron_balance.mcore.step.packs import checksum, own_slots, pack_slots, prepare_samples
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.pull_ahead import Fetched
-from megatron_balance.mcore.step.sample_origin import SampleOrigin
 from megatron_balance.planner import DataSchedule, Images
+from megatron_balance.runtime.exchange import HostBuffers
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
@@ -40,7 +40,6 @@ from megatron_balance.runtime.gather import (
     GatheredLengths,
     gather_sample_lengths,
 )
-from megatron_balance.runtime.host_buffers import HostBuffers
 from megatron_balance.samples.padding import sequence_lengths
 from megatron_balance.topology import Limits, Topology
 

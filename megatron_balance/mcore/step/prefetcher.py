@@ -27,11 +27,9 @@ from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.background import BackgroundThread
-from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.own_slots import Microbatch
+from megatron_balance.mcore.step.balanced_step import BalancedStep, Microbatch, numbers_of, step_of
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.pull_ahead import PullAhead, Sources, next_items
-from megatron_balance.mcore.step.step_numbers import numbers_of, step_of
 from megatron_balance.runtime.failure import AgreedError, Failure, attempt
 from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.peers import PeerError

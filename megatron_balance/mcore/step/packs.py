@@ -1,6 +1,14 @@
-"""Receives the samples that this rank runs, and packs them into its micro-batches.
+"""Packs the samples that this rank runs into its micro-batches.
 
-With dynamic context parallelism a sample is sent to every rank that shares it.
+A *leaf* is one context-parallel rank of one data-parallel rank: `dp_rank * cp_size + cp_rank`. With dynamic context
+parallelism a sample is sent to every leaf that shares it: the s leaves that share a micro-batch of size s pack it
+identically, with sequences padded for s, and each computes its part. Leaves of one replica may run different numbers of
+micro-batches, and every rank of the replica knows those of all, so that all agree on them.
+
+Pipeline stages that load no data get the starts of sequences alone. Between the first stage and the last, Megatron's
+own `get_batch` (pretrain_gpt.py and pretrain_hybrid.py, from 0.18) takes `cu_seqlens`, `cu_seqlens_padded` and
+`max_seqlen` from a micro-batch and returns None for all other keys; they are those of the pack that the stage would
+have received.
 """
 
 from __future__ import annotations
@@ -8,25 +16,63 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.shape_buckets import filled_tokens
-from megatron_balance.mcore.step.leaf_slots import LeafSlots, leaf_slots, tokens_of_leaves
+from megatron_balance.mcore.step.balanced_step import BalancedStep, LeafSlots, Microbatch
 from megatron_balance.planner import DataSchedule
-from megatron_balance.runtime.exchange import checked_destinations
-from megatron_balance.runtime.gathered import GatheredLengths
-from megatron_balance.runtime.host_buffers import HostBuffers
-from megatron_balance.runtime.prepared_exchange import PreparedExchange, prepare_exchange
-from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.runtime.exchange import HostBuffers, PreparedExchange, checked_destinations, prepare_exchange
+from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.samples.packing import dummy_microbatch, lengths_as_packed, pack_microbatch, sequence_starts
 from megatron_balance.samples.sample import Sample, SampleSchema
 from megatron_balance.samples.wire import ALIGNMENT_NBYTES
 from megatron_balance.topology import Topology
 
-Microbatch = dict[str, Tensor]
+
+def tokens_of_leaves(schedule: DataSchedule, *, shape_bucket: int) -> list[list[int]]:
+    """Tokens of every leaf's micro-batches once they are filled up, over all ranks that share them.
+
+    Args:
+        schedule: the plan.
+        shape_bucket: `--balance-shape-bucket`.
+    """
+    sizes = schedule.cp_size_grid
+    tokens = schedule.slot_tokens().reshape(len(sizes), -1)
+    for size in np.unique(sizes[sizes > 0]).tolist():
+        here, topology = sizes == size, schedule.topology.at_cp_size(size)
+        tokens[here] = filled_tokens(tokens[here], topology=topology, limits=schedule.limits, shape_bucket=shape_bucket)
+    num_slots: list[int] = (sizes > 0).sum(axis=1).tolist()
+    return [of_leaf[:count] for of_leaf, count in zip(tokens.tolist(), num_slots, strict=True)]
+
+
+def leaf_slots(schedule: DataSchedule, *, leaf: int, num_tokens: list[int], gathered: GatheredLengths) -> LeafSlots:
+    """The micro-batches that a leaf runs.
+
+    Args:
+        schedule: the plan.
+        leaf: index of the leaf.
+        num_tokens: its row of `tokens_of_leaves`.
+        gathered: lengths of the samples that the plan places.
+    """
+    slots = schedule.ranks[leaf]
+    return LeafSlots(
+        list(schedule.cp_sizes[leaf]),
+        num_tokens=num_tokens,
+        sequence_lengths=[_sequence_lengths(slot, gathered=gathered) for slot in slots],
+    )
+
+
+def _sequence_lengths(sample_ids: Sequence[int], *, gathered: GatheredLengths) -> list[int]:
+    ids = np.array(sample_ids, dtype=np.int64)
+    segments = gathered.segments_of(ids)
+    lengths = gathered.lengths[ids].tolist() if segments is None else [n for of_one in segments for n in of_one]
+    return [length for length in lengths if length]
 
 
 @dataclass(frozen=True)
@@ -185,3 +231,33 @@ def checksum(parts: Sequence[Microbatch] | Sequence[Sample]) -> int:
     for of_part in torch.stack(sums).tolist() if sums else []:  # one wait where they are on a GPU
         total = 31 * total + of_part
     return total
+
+
+class StageMicrobatch(dict[str, Tensor]):
+    """Starts of the sequences of a micro-batch. Reading any other key is an error, since its values are not here."""
+
+    def __missing__(self, key: Any) -> NoReturn:
+        raise BalanceError(
+            f"The forward step asks for '{key}' on a pipeline stage between the first and the last, which loads no "
+            f"data: it has {', '.join(self)}. Set --balance-load-every-stage, or read the others on the first and last "
+            "stage alone, as Megatron's own get_batch does."
+        )
+
+
+def stage_microbatches(step: BalancedStep, *, topology: Topology, pin_memory: bool = False) -> list[Microbatch]:
+    """The micro-batches of a step on a stage that loads no data.
+
+    Args:
+        step: with sequence lengths.
+        topology: the ranks.
+        pin_memory: copy them to pinned memory, for a GPU.
+    """
+    assert step.sequence_lengths is not None, "ranks that load no data are sent them"
+    sizes = step.cp_sizes or [topology.cp_size] * step.num_microbatches
+    microbatches: list[Microbatch] = []
+    for lengths, num_tokens, size in zip(step.sequence_lengths, step.microbatch_tokens, sizes, strict=True):
+        multiple = topology.at_cp_size(size).token_multiple
+        as_packed = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=multiple)
+        starts = sequence_starts(lengths, as_packed=as_packed, cp_size=size)
+        microbatches.append(starts)
+    return [StageMicrobatch(starts) for starts in (pinned(microbatches) if pin_memory else microbatches)]
