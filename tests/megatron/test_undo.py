@@ -11,7 +11,7 @@ BATCH = 1100
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --num-query-groups 2 --ffn-hidden-size 16 --seq-length 32 "
-    f"--max-position-embeddings 32 --global-batch-size {BATCH} --train-iters 2"
+    f"--max-position-embeddings 32 --global-batch-size {BATCH} --train-iters 3"
 )
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 1024 --balance-data --balance-by-flops"
 
