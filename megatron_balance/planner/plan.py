@@ -94,7 +94,7 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
     work = least_work(batch)
     best: Packing | None = None
     lost = reached = 0
-    tried: tuple[tuple[int, bool], ...] = variants(batch)
+    bare_alone = False
     for count in row_counts(batch) if rows is None else (rows,):
         if count <= reached:
             continue
@@ -103,14 +103,16 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
             if lost == (1 if batch.waiting.pp_size == 1 else 2) or best.time <= bound + bound // GOOD_ENOUGH:
                 break
         lost += 1
-        for slope, bare in tried:
+        for slope, bare in variants(batch):
+            if bare_alone and not bare:
+                continue
             found = packed(batch, count, slope=slope, work=work, bare=bare)
             if found is None:
                 continue
             reached = max(reached, found.rows)
             found = polished(batch, found, work=work)
             if bare and best is not None and found.time + found.time // FAR_BELOW < best.time:
-                tried = ((slope, bare),)  # as it will be with more rows
+                bare_alone = True  # as it will be with more rows
             if best is None or found.time < best.time:
                 best, lost = found, 0
     assert best is not None, "one number of rows is always tried"

@@ -25,6 +25,6 @@ def test_alignment_holds_for_over_long_samples_and_dummies_too() -> None:
     limits = bucketed_limits(Limits(1000), topology=topology, shape_bucket=300, flag="--shape-bucket")
     assert limits == Limits(960)  # a bucket of 320: 300 tokens, raised to shares of 32 on two sequence-parallel ranks
     filled = filled_tokens(np.array([0, 8, 1288, 1920, 1928]), topology=topology, limits=limits, shape_bucket=300)
-    assert filled.tolist() == [128, 640, 1920, 1920, 2048]
+    assert filled.tolist() == [256, 640, 1920, 1920, 2048]
     with pytest.raises(BalanceError, match=r"multiples of 64 tokens .*alignment is 32 .*--max-tokens-per-gpu 60 holds"):
         bucketed_limits(Limits(60), topology=topology, shape_bucket=1, flag="--shape-bucket")
