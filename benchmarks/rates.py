@@ -120,7 +120,6 @@ def losses_of(truths: list[Profile], *, lengths_folder: Path | None) -> dict[str
                 "coeff*L + L², coeff as slime first had it": _slime_approximate(shape),
                 "slime's FLOPs": _slime_counter(shape),
                 "24576 L + L² (verl)": CostModel(linear=LINEAR, quadratic=1),
-                "FLOPs, all on the sample's rank": CostModel.from_shape(shape),
             }
             for weight in WEIGHTS:
                 way = "FLOPs" if weight == 1 else f"attention at {weight:g}"
