@@ -180,6 +180,7 @@ def _cells() -> Iterator[Cell]:
         ("lognormal", Topology(8, ep_size=8), 256),
         ("reasoning_gym", Topology(16, ep_size=4), 512),
         ("bimodal", Topology(32, ep_size=8), 512),
+        ("giant", Topology(32, ep_size=8), 512),
         ("pareto", Topology(64, ep_size=32), 4096),
     ):
         name = f"experts DP{topology.dp_size} EP{topology.ep_size} {lengths}"
