@@ -190,7 +190,7 @@ def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator
     while (item := next(data_iterator, None)) is not None:  # Megatron's iterators have no __iter__
         note: dict[str, Any] = {"cp_size": parallel_state.get_context_parallel_world_size()}
         if "tokens" in item:  # not on a pipeline stage that loads no data
-            note |= {"tokens": item["tokens"].numel(), "lengths": [], "samples": []}
+            note |= {"tokens": item["tokens"].numel(), "lengths": [], "samples": [], "dummies": []}
             width = item["tokens"].shape[-1]
             starts_of = item.get("cu_seqlens_padded", item.get("cu_seqlens"))
             for row in range(len(item["tokens"])):
@@ -199,6 +199,8 @@ def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator
                     if item["loss_mask"][row, start:end].any():  # else filler or a dummy
                         note["samples"].append(int(item["tokens"][row, start]))
                         note["lengths"].append(int(item["loss_mask"][row, start:end].nonzero().max()) + 1)
+                    elif not item["loss_mask"].any():
+                        note["dummies"].append(end - start)
         seen.append(note)
         yield item
 

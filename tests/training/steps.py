@@ -80,13 +80,15 @@ def assert_evaluates_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
 def assert_counted(run: Run) -> None:
     """Megatron counts the tokens of the first step's samples, and the squares of their lengths, once each.
 
-    Dummies have a token; tokens of evaluations count to the step that follows, so later steps are not compared.
+    Dummies count as what a GPU computes; tokens of evaluations count to the step that follows, so later steps are not
+    compared.
     """
     tokens, squares = Fraction(), Fraction()
     for row in (rows[0] for rows in run.of_kind("step")):
         for m in row["microbatches"] if not row["stage"] and not row["tp_rank"] else ():
-            tokens += Fraction(sum(m["lengths"]), m["cp_size"])
-            squares += Fraction(sum(length**2 for length in m["lengths"]), m["cp_size"])
+            lengths = [*m["lengths"], *m["dummies"]]
+            tokens += Fraction(sum(lengths), m["cp_size"])
+            squares += Fraction(sum(length**2 for length in lengths), m["cp_size"])
     counted = run.of_kind("counted")[0][0]
     assert counted["tokens"] == pytest.approx(float(tokens), rel=0.02)
     assert counted["squares"] == pytest.approx(float(squares), rel=0.02)
