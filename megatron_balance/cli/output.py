@@ -1,4 +1,4 @@
-"""What commands print and write: tables, a progress bar, and files that are checked before any work."""
+"""Prints tables and a progress bar, and checks output files before any work."""
 
 from __future__ import annotations
 

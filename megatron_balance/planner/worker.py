@@ -55,7 +55,7 @@ def _answer(request: dict[str, Any]) -> tuple[Any, Any]:
         return build_data_schedule(**request), None
     except BalanceError as error:
         return None, error
-    except Exception:  # noqa: BLE001 - sent to the parent, which raises it on every rank
+    except Exception:  # noqa: BLE001 - sent to the parent, which warns and makes its plans itself
         return None, traceback.format_exc()
 
 

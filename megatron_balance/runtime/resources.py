@@ -1,4 +1,4 @@
-"""What this process has started for balanced runs, so that undoing the hooks ends it: threads, processes, groups."""
+"""Ends the threads, processes and groups that this process has started for balanced runs, when hooks are undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What balancing makes of Megatron's options: refusals, reasons to stay stock, cautions; everything else is harmless.
+"""Judges Megatron's options: refuses some, leaves a run stock for some, warns of some; all others are harmless.
 
 Rules are applied right after parsing, before anything is initialised, and again on validated arguments, which
 checkpoints and Megatron's validation may have changed; all ranks agree on the findings.
