@@ -38,10 +38,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from thd_attention import thd_block_spec
 from torch import Tensor
 
 from megatron_balance.mcore import balanced_schedule, packed_seq_params
-from megatron_balance.mcore.thd.attention import thd_block_spec
 
 LONGEST = 96
 VOCAB_SIZE = 102

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_balance.mcore.bridge import install_bridge
     from megatron_balance.mcore.loop import balanced_schedule
     from megatron_balance.mcore.options import cautions, why_stock
-    from megatron_balance.mcore.thd.packed_params import packed_seq_params
+    from megatron_balance.mcore.packed_params import packed_seq_params
 
 __all__ = [
     "add_balance_args",
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
         return install_bridge
     if name == "packed_seq_params":  # loads Megatron
-        from megatron_balance.mcore.thd.packed_params import packed_seq_params
+        from megatron_balance.mcore.packed_params import packed_seq_params
 
         return packed_seq_params
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,8 +48,7 @@ def patch_megatron() -> None:
     """Replace the Megatron functions that cannot work without a GPU machine's tools."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.utils as core_utils
-
-    from megatron_balance.mcore.thd.context_parallel import thd_get_partitioned_indices
+    from thd_attention import thd_get_partitioned_indices
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         # The wheel ships the compiled helpers but no Makefile to build them again.

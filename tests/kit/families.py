@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from thd_attention import ThdAttention, build_norm, thd_layer_spec
 from torch import Tensor
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
 from watched_steps import Watch
-
-from megatron_balance.mcore.thd.attention import ThdAttention, build_norm, thd_layer_spec
 
 
 def kernels(watch: Watch) -> None:
@@ -259,8 +258,7 @@ def stand_in_for_sparse_attention() -> None:
 def stand_in_for_mamba() -> None:
     """mamba-ssm's fused convolution and scan, and its norm of groups."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
-
-    from megatron_balance.mcore.thd.context_parallel import thd_get_partitioned_indices
+    from thd_attention import thd_get_partitioned_indices
 
     mamba_context_parallel.tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
     mamba_context_parallel.is_te_min_version = lambda *_, **__: True

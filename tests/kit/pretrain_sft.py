@@ -31,7 +31,7 @@ from sft_batch import get_batch
 from sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
 from torch import Tensor
 
-from megatron_balance.mcore.thd.packed_params import packed_seq_params
+from megatron_balance.mcore.packed_params import packed_seq_params
 
 
 def main() -> None:

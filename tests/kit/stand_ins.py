@@ -80,8 +80,7 @@ def mtp_attention(watch: Watch) -> None:
     From 0.19 Megatron makes the specs of these layers itself, whatever `--spec` says.
     """
     from megatron.training.models import gpt
-
-    from megatron_balance.mcore.thd.attention import thd_layer_spec
+    from thd_attention import thd_layer_spec
 
     specs = gpt.get_gpt_decoder_layer_specs
     gpt.get_gpt_decoder_layer_specs = lambda *positional, **keywords: [  # type: ignore[assignment]

@@ -18,7 +18,7 @@ RECORD_STEPS = ROOT / "tests" / "kit" / "record_steps.py"
 CPU_LAUNCH = Path(__file__).with_name("cpu_launch.py")
 
 CPU_FLAGS = (
-    "--transformer-impl local --spec megatron_balance.mcore.thd.attention thd_block_spec --distributed-backend gloo "
+    "--transformer-impl local --spec thd_attention thd_block_spec --distributed-backend gloo "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
     "--no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
 )

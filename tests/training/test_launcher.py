@@ -167,6 +167,6 @@ def test_one_flag_leaves_what_is_given(
     parser: argparse.ArgumentParser, given: str, expected: dict[str, object]
 ) -> None:
     rows = "--calculate-per-token-loss --micro-batch-size 2 --seq-length 4096 --transformer-impl local"
-    rows += " --spec megatron_balance.mcore.thd.attention thd_block_spec"
+    rows += " --spec thd_attention thd_block_spec"
     args = parser.parse_args(f"{rows} {given}".split())
     assert {name: getattr(args, name) for name in CHOSEN} == expected

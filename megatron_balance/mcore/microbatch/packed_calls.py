@@ -26,7 +26,7 @@ def packed_params_of(step: BalancedStep, *, topology: Topology) -> list[Any]:
         step: with `sequence_lengths`.
         topology: the ranks; without context parallelism.
     """
-    from megatron_balance.mcore.thd.packed_params import packed_seq_params
+    from megatron_balance.mcore.packed_params import packed_seq_params
 
     assert step.sequence_lengths is not None, "ranks that read no data are sent them"
     result: list[Any] = []

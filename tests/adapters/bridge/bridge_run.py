@@ -30,9 +30,9 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+from thd_attention import thd_block_spec
 
 from megatron_balance.mcore import bridge as ours
-from megatron_balance.mcore.thd.attention import thd_block_spec
 
 __all__ = ["main", "train_here"]
 

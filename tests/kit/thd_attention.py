@@ -1,10 +1,10 @@
-"""Packed (thd) attention for Megatron's local layers, where Transformer Engine is not installed.
+"""Packed (thd) attention for Megatron's local layers, where Transformer Engine is not installed, as on a CPU.
 
 Megatron's own `DotProductAttention` refuses packed sequences. `ThdAttention` takes its place: torch's
 variable-length flash attention on a GPU, torch's scaled_dot_product_attention per sequence on a CPU.
 Use it with
 
-    --transformer-impl local --spec megatron_balance.mcore.thd.attention thd_block_spec
+    --transformer-impl local --spec thd_attention thd_block_spec
 
 Shapes: t tokens of the micro-batch on this context-parallel rank, n attention heads and g query groups
 of this tensor-parallel rank, d channels a head.
@@ -13,6 +13,7 @@ of this tensor-parallel rank, d channels a head.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from megatron_balance.mcore.thd.chunk_attention import attend_chunk
-from megatron_balance.mcore.thd.context_parallel import gather_sequences, split_sequences
 
 _MIN_WINDOW_BLOCK = 64
 """Queries attended at a time on a CPU, at least: smaller blocks spend their time in calls."""
@@ -228,3 +226,148 @@ class ThdAttention(MegatronModule):
             out = self._attend_last(*(x.transpose(0, 1).unsqueeze(0) for x in chunk))
             pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
+
+
+def attend_chunk(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+    """Attention of the last queries of a sequence.
+
+    Args:
+        query: `[b, n, s, d]`, the last s positions of the keys.
+        key: `[b, g, k, d]`, k >= s.
+        value: as key.
+        scale: of scores; by default `d**-0.5`.
+
+    Returns:
+        `[b, n, s, d]`.
+    """
+    if query.shape[2] == 0:
+        return query
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    return _ChunkAttention.apply(query, key, value, scale)  # type: ignore[no-any-return]
+
+
+class _ChunkAttention(torch.autograd.Function):
+    """The kernel's backward pass takes the joined output and log-sum-exp: gradients of both parts add up."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        parts = [
+            attend(query, key[:, :, keys], value[:, :, keys], 0.0, is_causal, scale=scale)
+            for keys, is_causal in _parts(query, key)
+        ]
+        out, lse = parts[0]
+        if len(parts) > 1:
+            lse = torch.logaddexp(parts[0][1], parts[1][1])
+            weighted = [part * torch.exp(own - lse).unsqueeze(-1) for part, own in parts]
+            out = torch.stack(weighted).sum(dim=0).to(query.dtype)  # log-sum-exps of bf16 scores are fp32
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+        attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        parts = [
+            attend_backward(
+                grads[0], query, key[:, :, keys], value[:, :, keys], out, lse, 0.0, is_causal, scale=ctx.scale
+            )
+            for keys, is_causal in _parts(query, key)
+        ]
+        of_queries, of_keys, of_values = zip(*parts, strict=True)
+        return torch.stack(of_queries).sum(dim=0), torch.cat(of_keys, dim=2), torch.cat(of_values, dim=2), None
+
+
+def _parts(query: Tensor, key: Tensor) -> list[tuple[slice, bool]]:
+    """Slices of keys, each with True if attention to them is causal: those before the chunk, if any, and its own."""
+    start = key.shape[2] - query.shape[2]
+    own = (slice(start, None), True)
+    return [(slice(0, start), False), own] if start else [own]
+
+
+def partitioned_indices(bounds: Sequence[int], *, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the micro-batch that a rank holds, in its order.
+
+    Args:
+        bounds: `[num_sequences + 1]` starts of the sequences, each a multiple of `2*cp_size` tokens long.
+        cp_size: context-parallel ranks.
+        cp_rank: this rank.
+
+    Returns:
+        `[total_tokens / cp_size]` int64.
+    """
+    pieces: list[Tensor] = []
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        chunk = (end - start) // (2 * cp_size)
+        assert chunk * 2 * cp_size == end - start, (
+            f"a sequence of {end - start} tokens does not split into 2*{cp_size} chunks"
+        )
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+    return torch.cat(pieces)
+
+
+def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+    """`partitioned_indices` under the name and signature of Transformer Engine's extension."""
+    indices = partitioned_indices(cu_seqlens.tolist(), cp_size=cp_size, cp_rank=cp_rank)
+    assert indices.numel() * cp_size == total_tokens, f"sequences end at {cu_seqlens[-1]}, not at {total_tokens}"
+    return indices.to(cu_seqlens.device)
+
+
+def split_sequences(
+    local: Tensor, *, bounds: Sequence[int], cp_size: int, cp_rank: int
+) -> Iterator[tuple[Tensor, int, int]]:
+    """The chunks of a rank, one after another.
+
+    Args:
+        local: `[total_tokens / cp_size, ...]`, what the rank holds.
+        bounds: as in `partitioned_indices`.
+        cp_size: context-parallel ranks.
+        cp_rank: this rank.
+
+    Yields:
+        The chunk, the index of its sequence and where the chunk starts in it.
+    """
+    chunks = [(end - start) // (2 * cp_size) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    # Split at once: the gradient of each slice by itself would be as long as the whole.
+    pieces = iter(local.split([chunk for chunk in chunks for _ in range(2)]))
+    for sequence, chunk in enumerate(chunks):
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            yield next(pieces), sequence, index * chunk
+
+
+def gather_sequences(local: Tensor, *, bounds: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """All ranks' chunks in the order of the micro-batch; gradients flow back to the rank they came from.
+
+    Args:
+        local: `[total_tokens / cp_size, ...]`.
+        bounds: as in `partitioned_indices`.
+        group: the context-parallel ranks.
+
+    Returns:
+        `[total_tokens, ...]`.
+    """
+    order = torch.cat([partitioned_indices(bounds, cp_size=group.size(), cp_rank=rank) for rank in range(group.size())])
+    inverse = torch.argsort(order).to(local.device)
+    return _AllGather.apply(local, group).index_select(0, inverse)  # type: ignore[no-any-return]
+
+
+class _AllGather(torch.autograd.Function):
+    """Concatenation over ranks; the gradient is summed over ranks, and each takes its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Not every supported torch has reduce_scatter for gloo; a sum and a slice are equivalent.
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()], None
