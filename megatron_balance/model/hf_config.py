@@ -113,11 +113,19 @@ class _Keys:
         self.used: set[str] = set()
 
     def get(self, *names: str, default: Any = None) -> Any:
-        for name in names:
-            if name in self._values:
-                self.used.add(name)
-                return self._values[name]
-        return default
+        name = next((name for name in names if name in self._values), None)
+        if name is None:
+            return default
+        self.used.add(name)
+        if isinstance(self._values[name], bool):
+            raise BalanceError(f"{name} is {self._values[name]} in the Hugging Face config: it must be a number.")
+        return self._values[name]
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """True where the value is neither false nor 0 nor empty."""
+        if name in self._values:
+            self.used.add(name)
+        return bool(self._values.get(name, default))
 
     def need(self, *names: str) -> Any:
         value = self.get(*names)
@@ -148,7 +156,7 @@ def _load(path: Path) -> Config:
 
 def _fields(keys: _Keys) -> Fields:
     for name, reason in _TABLE["refused_keys"].items():
-        if keys.get(name):
+        if keys.flag(name):
             raise keys.refusal(reason)
     kinds = _layer_kinds(keys)
     hidden_size, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
@@ -161,7 +169,7 @@ def _fields(keys: _Keys) -> Fields:
         "ffn_hidden_size": keys.get("dense_intermediate_size", "intermediate_size", default=0),
         "padded_vocab_size": keys.need("vocab_size"),
         "gated_linear_unit": _is_gated(keys),
-        "attention_output_gate": keys.get("attn_output_gate", default=False),
+        "attention_output_gate": keys.flag("attn_output_gate"),
     }
     if keys.get("kv_lora_rank"):
         result |= _latent(keys, kinds)
@@ -206,9 +214,9 @@ def _layer_kinds(keys: _Keys) -> list[str]:
     ):
         full = period.replace("G", "0").replace("L", "1") if isinstance(period, str) else "1" * (period - 1) + "0"
         kinds = [("full_attention", "sliding_attention")[int(full[i % len(full)])] for i in range(num_layers)]
-    elif window and keys.get("use_sliding_window", default=True):
-        first = keys.get("max_window_layers") if keys.get("use_sliding_window") else None
-        if first is None and not keys.get("every_layer_windowed"):
+    elif window and keys.flag("use_sliding_window", default=True):
+        first = keys.get("max_window_layers") if keys.flag("use_sliding_window") else None
+        if first is None and not keys.flag("every_layer_windowed"):
             raise keys.refusal(
                 "a sliding_window without layer_types: which layers it is for is not said, and so layers"
             )
@@ -240,7 +248,7 @@ def _checked_kinds(keys: _Keys, kinds: list[str]) -> list[str]:
 def _is_gated(keys: _Keys) -> bool:
     """Newer models leave the gate out with these activations; GELU by tanh has one in Gemma."""
     activation = keys.get("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu")
-    return keys.get("gated_mlp", default=activation not in ("relu2", "xielu", "relu", "gelu", "gelu_new"))
+    return keys.flag("gated_mlp", default=activation not in ("relu2", "xielu", "relu", "gelu", "gelu_new"))
 
 
 def _experts(keys: _Keys, num_layers: int, num_experts: int) -> Fields:

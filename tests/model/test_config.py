@@ -128,6 +128,9 @@ def test_a_missing_or_absurd_value_is_named() -> None:
         ModelShape.from_hf_config(LLAMA | {"num_hidden_layers": 10**9})
     with pytest.raises(BalanceError, match="value of a wrong kind"):
         ModelShape.from_hf_config(LLAMA | {"num_attention_heads": "four"})
+    for name in ("num_hidden_layers", "sliding_window", "n_shared_experts"):  # a truth value counts as 1 in Python
+        with pytest.raises(BalanceError, match=f"{name} is True"):
+            ModelShape.from_hf_config(LLAMA | EXPERTS | {name: True, "model_type": "mistral"})
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.97, True), (0.9, False), (1.1, False)])
