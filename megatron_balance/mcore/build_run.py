@@ -62,8 +62,8 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.warn_once(setup.extrapolation)
     if setup.exchange_source is not None:
         log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
-    rate, reason = attention_rate_of(args)
-    if reason:
+    if config.cost_name == "flops" and getattr(args, "balance_cost_model", None) is None:
+        rate, reason = attention_rate_of(args)
         log.say(f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     state = MegatronState(args)

@@ -7,6 +7,7 @@ MEGATRON_CHECKOUT=DIR python -m pytest -m checkout tests/training/test_scheduler
 
 from __future__ import annotations
 
+import argparse
 import enum
 import json
 import os
@@ -22,7 +23,8 @@ from dynamic_contract import check_contract
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance import BalanceError, CostModel
+from megatron_balance import BalanceError, CostModel, ModelShape, build_data_schedule
+from megatron_balance.cost import default_attention_rate
 from megatron_balance.mcore import dynamic_packing_scheduler, packing_scheduler
 from megatron_balance.mcore.dynamic_packing_scheduler import (
     REPLACED,
@@ -138,6 +140,26 @@ def test_the_contract_of_get_groups_and_subsamples(
         assert all(len(slot) == 1 or sum(padded[i - 7] for i in slot) <= 400 * cp_size for slot in group)
     ids = [sample for group in groups for rank in range(0, dp_size * cp_size, cp_size) for sample in group[rank]]
     assert sorted(ids) == list(range(7, 7 + len(lengths)))
+
+
+def test_flops_are_weighed_as_in_a_run_by_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import global_vars
+
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 64}
+    ranks = {"expert_model_parallel_size": 1, "context_parallel_size": 1, "recompute_granularity": None}
+    args = argparse.Namespace(**sizes, **ranks, num_experts=None)
+    monkeypatch.setattr(global_vars, "get_args", lambda: args)
+    seen: list[CostModel] = []
+
+    def plan(lengths: Any, *, cost_model: CostModel, **rest: Any) -> Any:
+        seen.append(cost_model)
+        return build_data_schedule(lengths, cost_model=cost_model, **rest)
+
+    monkeypatch.setattr(packing_scheduler, "build_data_schedule", plan)
+    planned(scheduler_class(Stock)(400, 1, 2, None), [300, 100])
+    shape = ModelShape.from_megatron_args(args)
+    weighed = {"attention_tflops": default_attention_rate(has_experts=False, fp8=False), "microbatch_tokens": 128}
+    assert seen == [CostModel.from_shape(shape, **weighed)]
 
 
 def test_more_samples_than_megatron_allows_are_refused() -> None:

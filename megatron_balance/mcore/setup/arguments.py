@@ -181,13 +181,10 @@ def _costs_of_run(args: Any, *, config: BalanceConfig) -> ExchangeCost:
 
 
 def attention_rate_of(args: Any) -> tuple[float, str]:
-    """The rate of attention over that of all else to plan with, and its reason; 1.0 and nothing where none is used."""
-    if not getattr(args, "balance_by_flops", False) or args.balance_cost is not None:
-        return 1.0, ""
-    if getattr(args, "balance_cost_model", None) is not None:
-        return 1.0, ""
-    if args.balance_attention_rate is not None:
-        return args.balance_attention_rate, "--balance-attention-rate"
+    """The rate of attention over that of all else that FLOPs are weighed by, and its reason."""
+    given = getattr(args, "balance_attention_rate", None)
+    if given is not None:
+        return given, "--balance-attention-rate"
     has_experts, fp8 = bool(args.num_experts), bool(getattr(args, "fp8", None))
     kind, precision = "mixtures of experts" if has_experts else "dense models", "FP8" if fp8 else "bf16"
     rate = default_attention_rate(has_experts=has_experts, fp8=fp8)
