@@ -26,7 +26,6 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import SYNTHETIC_LENGTHS
 from megatron_balance.model.presets import PRESETS
 from megatron_balance.record import RunInfo, RunRecord, StepRecord, is_record, read_record, text_of
-from megatron_balance.record.judging import samples_of_ranks
 from megatron_balance.record.step import line_of
 from megatron_balance.topology import Limits, Topology
 
@@ -196,10 +195,7 @@ def run(args: argparse.Namespace) -> int:
 def _gain(question: Question, policy: Policy, batches: Sequence[GlobalBatch], *, factor: float) -> float:
     """Speed-up over stock of plans as they are, where attention runs at a multiple of the device's rate."""
     judged = replace(question, costs=replace(question.costs, attention_factor=factor))
-    stock, planned = (
-        judged.plan(each, batches, after_step=lambda: None)
-        for each in (Policy("stock", flags="", cost_model=None), policy)
-    )
+    stock, planned = (judged.plan(each, batches, after_step=lambda: None) for each in (question.policies()[0], policy))
     return planned.figures(stock=stock).speedup
 
 
@@ -328,12 +324,12 @@ def _print_plan(result: PolicyResult) -> None:
     if step.cp_sizes is not None:
         _print_groups(step)
         return
-    lengths, costs = step.lengths, step.cost_grid.sum(axis=1)
+    lengths, costs, ranks = step.lengths, step.cost_grid.sum(axis=1), step.slot_of // step.num_microbatches
     rows: list[list[str]] = []
-    for rank, slots in enumerate(samples_of_ranks(step)):
-        held = lengths[[sample for slot in slots for sample in slot]]
-        counts = [sum(map(bool, slots)), held.size, held.sum(), held.max(initial=0)]
-        rows.append([str(rank), *map(str, counts), f"{costs[rank] / max(costs.mean(), 1e-300):.3f}"])
+    for rank, cost in enumerate(costs.tolist()):
+        held = lengths[ranks == rank]
+        counts = [np.unique(step.slot_of[ranks == rank]).size, held.size, held.sum(), held.max(initial=0)]
+        rows.append([str(rank), *map(str, counts), f"{cost / max(costs.mean(), 1e-300):.3f}"])
     print(f"Step 1 under {result.policy.name}:")
     print_table(["rank", "micro-batches", "samples", "tokens", "longest", "cost over mean"], rows)
 

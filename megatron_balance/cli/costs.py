@@ -41,8 +41,8 @@ from megatron_balance.mcore.setup.arguments import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import is_makespan
 from megatron_balance.record import RunRecord
-from megatron_balance.record.judging import imbalance, recosted
-from megatron_balance.report.time_scale import is_measured, time_scale
+from megatron_balance.record.judging import imbalance, is_measured, recosted
+from megatron_balance.report.figures import time_scale
 from megatron_balance.topology import Topology
 
 GPUS_PER_NODE = 8

@@ -16,6 +16,7 @@ from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.fit import Fit, core_of, fit_microbatches
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import RunInfo, RunRecord, StepRecord, read_record
+from megatron_balance.record.judging import is_slowest
 
 _EPILOG = """\
 examples:
@@ -67,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(record: RunRecord) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Features, seconds and step of every micro-batch that was measured and waited for no other rank."""
-    from megatron_balance.report.time_scale import is_slowest
-
     parts: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = []
     for step in record.steps:
         features = step_features(step, info=record.info)

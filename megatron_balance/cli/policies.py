@@ -27,10 +27,9 @@ from megatron_balance.planner import (
     build_data_schedule,
     is_makespan,
     resolve_objective,
-    schedule_metrics,
 )
 from megatron_balance.record import RunInfo, RunRecord, StepRecord
-from megatron_balance.record.judging import assigned_step, recosted, step_metrics, stock_slots
+from megatron_balance.record.judging import recosted, step_metrics, stock_step
 from megatron_balance.topology import Limits, Topology
 
 
@@ -198,7 +197,7 @@ class Question:
         pack = f"--use-dynamic-batch-size --max-tokens-per-gpu {self.limits.max_tokens_per_gpu}"
         tokens, objective = CostModel.tokens(), self.setting().objective
         policies = [
-            Policy("stock", flags="", cost_model=None),
+            Policy("stock", flags="", cost_model=None, move_samples=False),
             Policy("packed", flags=pack, cost_model=tokens, move_samples=False),
             Policy("balance-data", flags=f"{pack} --balance-data", cost_model=tokens),
         ]
@@ -267,31 +266,18 @@ def _planned(
     batch: GlobalBatch, policy: Policy, *, setting: RunInfo, iteration: int
 ) -> tuple[StepRecord, ScheduleMetrics]:
     """A step, and its figures by the cost that judges."""
-    topology = setting.topology
-    homes = batch.home_ranks(topology.dp_size)
-    if policy.cost_model is None:
-        slot_of, num_microbatches = stock_slots(homes, info=setting)
-        step = assigned_step(
-            slot_of,
-            iteration=iteration,
-            num_microbatches=num_microbatches,
-            segment_lengths=batch.segment_lengths,
-            num_segments=batch.num_segments,
-            home_ranks=homes,
-            cost_model=setting.cost_model,
-            info=setting,
-        )
-        return step, step_metrics(step, info=setting)
     started = time.perf_counter()
     schedule = build_data_schedule(
         batch.segment_lengths,
         num_segments=batch.num_segments,
-        cost_model=policy.cost_model,
-        topology=topology,
+        cost_model=policy.cost_model or setting.cost_model,
+        topology=setting.topology,
         limits=setting.limits,
         objective=setting.objective,
-        home_ranks=homes,
+        home_ranks=batch.home_ranks(setting.topology.dp_size),
         move_samples=policy.move_samples,
     )
     step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
-    return step, schedule_metrics(schedule, cost_model=setting.cost_model)
+    if policy.cost_model is None:
+        step = stock_step(step, info=setting)
+    return step, step_metrics(recosted(step, cost_model=setting.cost_model, info=setting), info=setting)

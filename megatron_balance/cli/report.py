@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and the trace if asked to."""
+    from megatron_balance.report.figures import run_figures
     from megatron_balance.report.page import write_page
-    from megatron_balance.report.run_figures import run_figures
     from megatron_balance.report.trace import write_trace
 
     check_writable(args.out, flag="--out")

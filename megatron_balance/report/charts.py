@@ -1,31 +1,39 @@
 """Draws the charts of the page with plotly: imbalance and packing over steps, lengths, predicted against measured.
 
-Invariant: every number drawn is in `RunFigures`; captions say which points are left out.
+Charts have no theme: the page adds plotly's own for light and dark. A colour means the same in all charts and stands
+out from both: orange is stock, blue is planned, green is measured, violet planned beforehand. Lines differ in dashes
+as well, for readers with colour blindness.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.report.fit import CostFit
-from megatron_balance.report.length_bins import LengthBins
-from megatron_balance.report.palette import LIGHT
-from megatron_balance.report.run_figures import RunFigures
-from megatron_balance.report.summary import amount
+from megatron_balance.record.judging import is_measured, is_slowest
+from megatron_balance.report.figures import RunFigures
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-MAX_POINTS = 150
-"""Most points of a line; a longer run is drawn as means over this many intervals of steps."""
+COLOURS = {
+    "stock": "#d97706",
+    "planned": "#3b82f6",
+    "measured": "#0f9d68",
+    "beforehand": "#9061f9",
+    "neutral": "#8c959f",
+}
+TITLES = {"stock": "stock, predicted", "beforehand": "planned beforehand", "planned": "planned"}
+"""Name of a policy in charts and tables."""
 
-_DASHES = {"stock": "dot", "planned": "solid", "measured": "solid", "beforehand": "dash", "idle": "dot"}
-_SECONDS = "%{x:.3s}s predicted, %{y:.3s}s measured"
+MAX_POINTS = 1500
+"""Most micro-batches, and most lengths, drawn; figures in captions are over all."""
+
+_DASHES = {"stock": "dot", "beforehand": "dash"}
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,42 @@ class Chart:
     figure: Figure
 
 
-def imbalance_chart(figures: RunFigures) -> Chart:
-    """Slowest over mean, step by step: stock, planned, measured."""
-    lines = {"stock": ("stock, predicted", figures.stock.imbalance)}
-    if figures.beforehand is not None:
-        lines["beforehand"] = ("planned beforehand", figures.beforehand.imbalance)
-    lines["planned"] = ("planned", figures.planned.imbalance)
+@dataclass(frozen=True, eq=False)
+class CostFit:
+    """Measured micro-batches that waited for no other rank, beside their predictions.
+
+    Attributes:
+        predicted: `[num_points]` seconds.
+        measured: `[num_points]` seconds.
+        median_error: relative.
+    """
+
+    predicted: NDArray[np.float64]
+    measured: NDArray[np.float64]
+    median_error: float
+
+
+def cost_fit(figures: RunFigures) -> CostFit | None:
+    """Compare every measured micro-batch with its prediction; None where there are none."""
+    pairs: list[NDArray[np.float64]] = []
+    for step in figures.record.steps:
+        if is_measured(step):
+            chosen = is_slowest(step, info=figures.info) & (step.cost_grid > 0)
+            pairs.append(np.stack([figures.scale.times(step)[chosen], step.seconds[chosen]]))
+    if not sum(pair.shape[1] for pair in pairs):
+        return None
+    predicted, measured = np.concatenate(pairs, axis=1)
+    return CostFit(predicted, measured, float(np.median(np.abs(predicted / measured - 1))))
+
+
+def charts_of(figures: RunFigures, *, fit: CostFit | None) -> list[Chart]:
+    """The charts of the page, in order."""
+    charts = [_imbalance(figures), _lengths(figures)]
+    return [*charts, *([_fit(fit, figures=figures)] if fit is not None else []), _packing(figures)]
+
+
+def _imbalance(figures: RunFigures) -> Chart:
+    lines = {name: (TITLES[name], policy.imbalance) for name, policy in figures.policies.items()}
     if figures.is_measured:
         lines["measured"] = ("measured", figures.measured_imbalance)
     text = ", ".join(f"{label} {np.nanmean(values):.3f}" for label, values in lines.values())
@@ -63,15 +101,14 @@ def imbalance_chart(figures: RunFigures) -> Chart:
         "imbalance",
         "Imbalance over the steps",
         f"{slowest} over the mean rank's; 1 is even. Means over the steps: {text}.",
-        _lines(figures.iterations, lines, y_title="slowest / mean", y_format=".3f"),
+        _over_steps(figures, lines, title="slowest / mean", tickformat=".2f"),
     )
 
 
-def packing_chart(figures: RunFigures) -> Chart:
-    """Padding, and room under the token cap, step by step."""
-    metrics = figures.planned.metrics
+def _packing(figures: RunFigures) -> Chart:
+    metrics = figures.policies["planned"].metrics
     padding = np.array([step.padding_fraction for step in metrics])
-    lines = {"idle": ("padding", padding)}
+    lines = {"neutral": ("padding", padding)}
     caption = f"Padding is {padding.mean():.2%} of the tokens run, on the mean."
     headroom = np.array([np.nan if step.cap_headroom is None else step.cap_headroom for step in metrics])
     if not np.isnan(headroom).all():
@@ -81,106 +118,81 @@ def packing_chart(figures: RunFigures) -> Chart:
             f"{headroom.min():.2%} at least"
             + ("; below zero one sample alone is longer than the cap." if headroom.min() < 0 else ".")
         )
-    figure = _lines(figures.iterations, lines, y_title="", y_format=".2%")
-    return Chart("packing", "Padding and headroom", caption, figure)
+    return Chart("packing", "Padding and headroom", caption, _over_steps(figures, lines, title="", tickformat=".1%"))
 
 
-def lengths_chart(bins: LengthBins) -> Chart:
-    """Distribution of samples and costs over lengths."""
-    from plotly import graph_objects as go
-
-    figure = go.Figure(layout=_layout(x_title="tokens of a sequence", y_title=""))
-    for name, values, key in (("of the sequences", bins.counts, "idle"), ("of the cost", bins.costs, "costly")):
-        figure.add_bar(
-            x=list(bins.labels),
-            y=np.round(values, 6),
-            name=name,
-            marker={"color": LIGHT[key]},
-            hovertemplate="%{x} tokens: %{y:.1%} " + name + "<extra></extra>",
-        )
-    figure.update_layout(barmode="group", bargap=0.25, xaxis={"type": "category"}, yaxis={"tickformat": ".0%"})
-    return Chart("lengths", "Lengths and their cost", bins.summary, figure)
-
-
-def fit_chart(fit: CostFit) -> Chart:
-    """Predicted against measured seconds of micro-batches."""
-    figure = _against(
-        {"micro-batches": (fit.predicted, fit.measured, LIGHT["measured"], "circle")},
-        x_title="predicted seconds",
-        y_title="measured seconds",
-    )
-    return Chart("fit", "Does the cost model predict the time?", fit.summary, figure)
-
-
-def _against(points: dict[str, tuple[Any, Any, str, str]], *, x_title: str, y_title: str) -> Figure:
-    """Points beside the diagonal, both axes logarithmic."""
-    from plotly import graph_objects as go
-
-    figure = go.Figure(layout=_layout(x_title=x_title, y_title=y_title))
-    both = np.concatenate([np.concatenate([x, y]) for x, y, _, _ in points.values()])
-    ends = [float(both.min()) / 1.2, float(both.max()) * 1.2]
-    figure.add_scatter(
-        x=ends, y=ends, mode="lines", name="equal", line={"color": LIGHT["muted"], "width": 1}, hoverinfo="skip"
-    )
-    for name, (x, y, colour, symbol) in points.items():
-        figure.add_scatter(
-            x=np.asarray(x, dtype=np.float32),
-            y=np.asarray(y, dtype=np.float32),
-            mode="markers",
-            name=name,
-            marker={"color": colour, "size": 5, "symbol": symbol, "opacity": 0.7},
-            hovertemplate=_SECONDS + "<extra></extra>",
-        )
-    ticks = _log_ticks(*ends)
-    axis = {"type": "log", "tickvals": ticks, "ticktext": [amount(tick, unit="s") for tick in ticks]}
-    figure.update_layout(xaxis=axis, yaxis=axis)
-    return figure
-
-
-def _log_ticks(first: float, last: float) -> list[float]:
-    """1, 2 and 5 times powers of ten; powers of ten alone where those are enough."""
-    powers = [10.0**power for power in range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)]
-    factors = (1, 2, 5) if last < 100 * first else (1,)
-    return [factor * power for power in powers for factor in factors if first <= factor * power <= last]
-
-
-def _lines(
-    iterations: NDArray[np.int64],
-    lines: dict[str, tuple[str, NDArray[np.float64]]],
-    *,
-    y_title: str,
-    y_format: str,
+def _over_steps(
+    figures: RunFigures, lines: Mapping[str, tuple[str, NDArray[np.float64]]], *, title: str, tickformat: str
 ) -> Figure:
+    figure = _figure(x="step", y=title)
+    for name, (label, values) in lines.items():
+        figure.add_scatter(
+            x=figures.iterations.astype(np.int32),
+            y=values.astype(np.float32),
+            name=label,
+            mode="lines+markers" if values.size < 40 else "lines",
+            line={"color": COLOURS[name], "dash": _DASHES.get(name, "solid"), "width": 1.8},
+        )
+    return figure.update_layout(yaxis_tickformat=tickformat)
+
+
+def _lengths(figures: RunFigures) -> Chart:
+    """Parts of the sequences and of the cost, by the run's first cost model, up to each length."""
+    info = figures.info
+    lengths, counts = np.unique(
+        np.concatenate([step.segment_lengths for step in figures.record.steps]), return_counts=True
+    )
+    costs = counts * np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
+    total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(costs)
+    half = int(np.searchsorted(costs_up_to, costs_up_to[-1] / 2))
+    shown = np.unique(np.linspace(0, lengths.size - 1, MAX_POINTS).astype(int))
+    figure = _figure(x="tokens of a sequence, at most", y="")
+    parts = {"neutral": ("of the sequences", cumulative), "planned": ("of the cost", costs_up_to)}
+    for name, (label, values) in parts.items():
+        figure.add_scatter(
+            x=lengths[shown].astype(np.int32),
+            y=(values[shown] / max(float(values[-1]), 1.0)).astype(np.float32),
+            name=label,
+            line={"color": COLOURS[name], "shape": "hv"},
+        )
+    caption = (
+        f"{total:,} sequences: median {lengths[np.searchsorted(cumulative, (total + 1) // 2)]:,}, mean "
+        f"{float(lengths @ counts) / total:,.0f}, longest {lengths[-1]:,} tokens. The longest "
+        f"{counts[half:].sum() / total:.1%} of them make up half of the cost."
+    )
+    figure.update_layout(xaxis_type="log", yaxis_tickformat=".0%", hovermode="x unified")
+    return Chart("lengths", "Lengths and their cost", caption, figure)
+
+
+def _fit(fit: CostFit, *, figures: RunFigures) -> Chart:
+    """Predicted against measured seconds, both axes logarithmic, beside the diagonal."""
+    shown = np.unique(np.linspace(0, fit.predicted.size - 1, MAX_POINTS).astype(int))
+    predicted, measured = fit.predicted[shown], fit.measured[shown]
+    figure = _figure(x="predicted", y="measured")
+    ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
+    figure.add_scatter(x=ends, y=ends, mode="lines", name="equal", line={"color": COLOURS["neutral"], "width": 1})
+    figure.add_scatter(
+        x=predicted.astype(np.float32),
+        y=measured.astype(np.float32),
+        mode="markers",
+        name="micro-batches",
+        marker={"color": COLOURS["measured"], "size": 5, "opacity": 0.7},
+    )
+    axis = {"type": "log", "tickformat": "~s", "ticksuffix": "s"}
+    figure.update_layout(xaxis=axis, yaxis=axis)
+    caption = f"Off by {fit.median_error:.1%} (median) over {fit.predicted.size:,} micro-batches. "
+    caption += (
+        "One factor, from cost to seconds, was fitted to this run; the rest is the cost model's error and noise."
+        if figures.scale.fitted
+        else "Predictions are in seconds already; nothing was fitted to this run."
+    )
+    if figures.info.objective == "microbatch":
+        caption += " Where ranks wait for one another inside a micro-batch, only the costliest of them is compared."
+    return Chart("fit", "Does the cost model predict the time?", caption, figure)
+
+
+def _figure(*, x: str, y: str) -> Figure:
     from plotly import graph_objects as go
 
-    stretches = np.array_split(np.arange(iterations.size), min(iterations.size, MAX_POINTS))
-    longest = max(map(len, stretches))
-    figure = go.Figure(layout=_layout(x_title="step" if longest == 1 else f"step, means of {longest}", y_title=y_title))
-    few = iterations.size < 40
-    for key, (label, values) in lines.items():
-        figure.add_scatter(
-            x=np.array([iterations[stretch[0]] for stretch in stretches], dtype=np.int32),
-            y=np.array([_mean(values[stretch]) for stretch in stretches], dtype=np.float32),
-            name=label,
-            mode="lines+markers" if few else "lines",
-            line={"color": LIGHT[key], "dash": _DASHES[key], "width": 1.8},
-            marker={"size": 5},
-            hovertemplate=f"step %{{x}}: %{{y:{y_format}}} {label}<extra></extra>",
-        )
-    figure.update_layout(yaxis={"tickformat": y_format.replace(".3f", ".2f").replace(".2%", ".0%")})
-    return figure
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    """Mean of the known values; NaN, drawn as a gap, without any."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else float("nan")
-
-
-def _layout(*, x_title: str, y_title: str) -> dict[str, Any]:
-    return {
-        "template": "none",
-        "xaxis": {"title": {"text": x_title}},
-        "yaxis": {"title": {"text": y_title}},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
-    }
+    legend: dict[str, Any] = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
+    return go.Figure(layout={"template": "none", "xaxis_title": x, "yaxis_title": y, "legend": legend})

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.record.judging import rows_of
-from megatron_balance.report.run_figures import RunFigures
-from megatron_balance.report.time_scale import is_measured
-from megatron_balance.report.timeline import step_timeline
+from megatron_balance.record.judging import is_measured, rows_of
+from megatron_balance.report.figures import RunFigures, step_timeline
 
 _STEPS, _RANKS = 0, 1
 """Process ids: the track of steps, and the tracks of ranks."""
@@ -59,7 +57,7 @@ def _microseconds(figures: RunFigures) -> float:
     """Microseconds of one unit of the time scale."""
     if figures.scale.unit == "s":
         return 1e6
-    mean = float(figures.planned.times.mean())
+    mean = float(figures.policies["planned"].times.mean())
     return 1e6 / mean if mean else 1.0
 
 
@@ -81,20 +79,19 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
             "tid": 0,
             **_span(begin, end),
             "args": {
-                "planned_imbalance": float(figures.planned.imbalance[index]),
+                "planned_imbalance": float(figures.policies["planned"].imbalance[index]),
                 "measured_imbalance": float(figures.measured_imbalance[index]) if measured else None,
                 "plan_ms": step.plan_seconds * 1e3,
                 "exchange_ms": step.exchange_seconds * 1e3,
                 "exposed_ms": step.exposed_seconds * 1e3,
             },
         }
-        rows, lengths = rows_of(step, info=figures.info), step.lengths.tolist()
+        (rows, sizes), lengths = rows_of(step, info=figures.info), step.lengths.tolist()
         for place in np.argsort(begins, axis=None, kind="stable").tolist():
             rank, slot = divmod(place, step.num_microbatches)
-            sizes = rows[rank].cp_sizes
-            if sizes and not sizes[slot]:
+            if not sizes[rank, slot]:
                 continue
-            samples = rows[rank].samples[slot]
+            samples = rows[rank][slot]
             yield {
                 "ph": "X",
                 "name": f"micro-batch {slot}",
@@ -105,7 +102,7 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
                 "args": {
                     "samples": samples,
                     "lengths": [lengths[sample] for sample in samples],
-                    **({"cp_size": sizes[slot]} if sizes else {}),
+                    **({"cp_size": int(sizes[rank, slot])} if figures.info.topology.dynamic_cp else {}),
                     "cost": int(step.cost_grid[rank, slot]) << step.cost_shift,
                     f"predicted_{figures.scale.unit}": float(times[rank, slot]),
                     "measured_s": float(step.seconds[rank, slot]) if measured else None,
@@ -128,5 +125,5 @@ def _names(figures: RunFigures) -> Iterator[dict[str, Any]]:
     topology = figures.info.topology
     kind = "data- and context-parallel ranks" if topology.dynamic_cp else "data-parallel ranks"
     yield named("process_name", pid=_RANKS, tid=0, name=kind)
-    for rank in range(topology.num_leaves if topology.dynamic_cp else topology.dp_size):
+    for rank in range(figures.num_rows):
         yield named("thread_name", pid=_RANKS, tid=rank, name=f"rank {rank}")

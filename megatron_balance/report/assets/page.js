@@ -1,8 +1,8 @@
 "use strict";
-// Draws the charts in the reader's colours, and the timelines of one step from compact numbers.
+// Draws the charts in the reader's theme, and the timelines of one step from compact numbers.
 (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
-  const palettes = read("palettes");
+  const themes = read("themes");
   const timelines = read("timelines");
   const figures = read("figures");
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -10,30 +10,14 @@
   const select = document.getElementById("step");
   const MAX_SAMPLES = 12; // that a tooltip lists
 
-  const palette = () => (dark.matches ? palettes.dark : palettes.light);
-
-  // Charts come in the light colours; each one stands for the same thing in the dark.
-  function recolour(value, swaps) {
-    if (typeof value === "string") return swaps.get(value) ?? value;
-    if (Array.isArray(value)) return value.map((item) => recolour(item, swaps));
-    if (value && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, recolour(item, swaps)]));
-    }
-    return value;
-  }
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
   function themed(layout) {
-    const colours = palette();
-    const axis = (own) => ({
-      gridcolor: colours.rule, zerolinecolor: colours.rule, linecolor: colours.rule, automargin: true, ...own,
-    });
+    const axis = (own) => ({ automargin: true, ...own });
     const result = {
+      template: dark.matches ? themes.dark : themes.white,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: colours.text, family: "system-ui, sans-serif", size: narrow.matches ? 11 : 13 },
-      hoverlabel: {
-        bgcolor: colours.surface, bordercolor: colours.muted, align: "left",
-        font: { color: colours.text, family: "system-ui, sans-serif", size: 13 },
-      },
+      font: { family: "system-ui, sans-serif", size: narrow.matches ? 11 : 13 }, hoverlabel: { align: "left" },
       margin: { l: 56, r: 12, t: 36, b: 44 }, hovermode: "closest", dragmode: narrow.matches ? false : "zoom",
       ...layout,
     };
@@ -46,10 +30,9 @@
   const config = { responsive: true, displayModeBar: false };
 
   function drawCharts() {
-    const swaps = new Map(Object.keys(palettes.light).map((name) => [palettes.light[name], palette()[name]]));
-    return figures.map(({ name, figure }) => {
-      const { data, layout } = recolour(figure, swaps);
-      return Plotly.react(name, data, themed(layout), config);
+    return figures.map(({ name, figure: { data, layout } }) => {
+      const { template, ...own } = structuredClone(layout);
+      return Plotly.react(name, structuredClone(data), themed(own), config);
     });
   }
 
@@ -129,7 +112,6 @@
 
   function drawTimeline() {
     const step = timelines.steps[select.selectedIndex];
-    const colours = palette();
     const numRows = step.ranks.length;
     const rowPixels = Math.max(7, Math.min(26, 420 / numRows));
     const panelPixels = numRows * rowPixels;
@@ -143,7 +125,7 @@
     const layout = {
       height: inner + margin.t + margin.b, margin, barmode: "overlay", bargap: 0, annotations: [], shapes: [],
       coloraxis: {
-        cmin: 0, colorscale: [[0, colours.cheap], [1, colours.costly]], showscale: !narrow.matches,
+        cmin: 0, colorscale: [[0, colour("cheap")], [1, colour("costly")]], showscale: !narrow.matches,
         colorbar: {
           title: { text: "micro-batch", side: "top" }, thickness: 12, outlinewidth: 0, tickformat: "~s",
           ticksuffix: timelines.unit === "s" ? "s" : "", len: Math.min(1, 260 / inner), y: 1, yanchor: "top",
@@ -174,15 +156,15 @@
       data.push({
         ...bars(waits, step, axes), name: "waiting",
         marker: {
-          color: colours.surface, line: { width: 0 },
-          pattern: { shape: "/", fgcolor: colours.idle, bgcolor: colours.page, size: 6, solidity: 0.22 },
+          color: colour("surface"), line: { width: 0 },
+          pattern: { shape: "/", fgcolor: colour("muted"), bgcolor: colour("page"), size: 6, solidity: 0.22 },
         },
         hovertext: waits.map((wait) => `rank ${wait.rank} waits ${amount((wait.end - wait.start) * step.tick)}`),
         hovertemplate: "%{hovertext}<extra></extra>",
       });
       data.push({
         ...bars(work, step, axes), name: panel.title,
-        marker: { color: times, coloraxis: "coloraxis", line: { width: 0.6, color: colours.page } },
+        marker: { color: times, coloraxis: "coloraxis", line: { width: 0.6, color: colour("page") } },
         hovertext: work.map((slice) => about(slice, panel, step)),
         hovertemplate: "%{hovertext}<extra></extra>",
       });
@@ -193,7 +175,7 @@
       });
       layout.shapes.push({
         type: "line", xref: "x", x0: end, x1: end, yref: `y${suffix} domain`, y0: 0, y1: 1,
-        line: { color: colours[panel.key], width: 2 },
+        line: { color: panel.colour, width: 2 },
       });
     });
     layout.coloraxis.cmax = costliest;
