@@ -208,17 +208,18 @@ def leaf_cost(lengths: np.ndarray, *, exchange: int) -> int:
 
 
 def rank_cost(lengths: np.ndarray, *, exchange: int) -> float:
-    """The slowest rank of two GPUs under by-flops, on each of them: half of its samples, and what it receives."""
+    """The slowest rank of two GPUs under by-flops, on each of them: half of its samples, and what it waits for."""
     topology = Topology(4, cp_size=2)
+
+    def shared(length: int) -> int:
+        return FLOPS.linear * length + max(FLOPS.quadratic * length**2, exchange * length)
+
     schedule = build_data_schedule(
         lengths, cost_model=FLOPS, topology=topology, limits=Limits(4096), home_ranks=np.arange(64) % 4
     )
     padded = topology.padded_seq_len(lengths).tolist()
     return max(
-        sum(
-            FLOPS.per_microbatch + sum((FLOPS(padded[sample]) + exchange * padded[sample]) / 2 for sample in ids)
-            for ids in slots
-        )
+        sum(FLOPS.per_microbatch + sum(shared(padded[sample]) / 2 for sample in ids) for ids in slots)
         for slots in schedule.ranks
     )
 

@@ -63,10 +63,11 @@ def shared_cost(cost_model: CostModel, *, cp_size: int) -> CostModel:
     """Cost of a sample for each of `cp_size` ranks, its exchange included."""
     return replace(
         cost_model,
-        linear=(cost_model.linear + cost_model.cp_exchange * (cp_size - 1)) // cp_size,
+        linear=cost_model.linear // cp_size,
         quadratic=cost_model.quadratic // cp_size,
         windows=tuple((window, coefficient // cp_size) for window, coefficient in cost_model.windows),
         cp_exchange=0,
+        cp_received=cost_model.cp_exchange * (cp_size - 1) // cp_size,
     )
 
 

@@ -20,7 +20,7 @@ PICTURE = Path(__file__).parent / "dynamic_cp.svg"
 SHAPE = ModelShape.preset("Qwen3-8B")
 COST_MODEL = replace(
     CostModel.from_shape(SHAPE, microbatch_tokens=MICROBATCH_TOKENS),
-    cp_exchange=exchange_flops_per_token(SHAPE, link=BETWEEN_NODES),
+    cp_exchange=exchange_flops_per_token(SHAPE, bytes_per_second=BETWEEN_NODES),
 )
 LIMITS = Limits(4096)
 TOPOLOGY = Topology(2, cp_size=4, dynamic_cp=True)

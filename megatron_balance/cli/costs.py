@@ -27,9 +27,9 @@ import numpy as np
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.communication import (
+    ASSUMED_TFLOPS,
     BETWEEN_NODES,
     WITHIN_NODE,
-    exchange_bytes_per_token,
     exchange_flops_per_token,
 )
 from megatron_balance.cost.model import CostModel
@@ -165,7 +165,7 @@ class Costs:
         if self.cost is not None and self.name == "seconds":
             # Fitted costs are those of one rank already: each receives (c-1)/c of a sample.
             received = exchange * (topology.cp_size - 1) // topology.cp_size
-            return replace(cost_model, linear=cost_model.linear + received, cp_exchange=0)
+            return replace(cost_model, cp_received=received, cp_exchange=0)
         return replace(cost_model, cp_exchange=exchange).at_cp_size(topology.cp_size)
 
     def exchange(self, topology: Topology) -> int | None:
@@ -178,16 +178,13 @@ class Costs:
                 return known or None
         if self.shape is None:
             return None
-        link = WITHIN_NODE if num_gpus(topology) <= GPUS_PER_NODE else BETWEEN_NODES
-        if self.rates is not None:
-            link = replace(link, flops_per_second=self.rates[0] * 1e12)
+        tflops = self.rates[0] if self.rates is not None else ASSUMED_TFLOPS
+        if self.name != "flops":  # FLOPs at this rate are attoseconds
+            tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
         try:
-            if self.name == "flops":
-                return exchange_flops_per_token(self.shape, link=link)
-            seconds = exchange_bytes_per_token(self.shape) / link.bytes_per_second / topology.tp_size
+            return exchange_flops_per_token(self.shape, bytes_per_second=_link(topology)[0], tflops=tflops)
         except BalanceError:  # it has layers that pass no keys and values around a ring
             return None
-        return round(seconds * UNITS_PER_SECOND)
 
     def why_not_dynamic(self, topology: Topology) -> str | None:
         """The reason why training refuses `--balance-context-parallel` with this model, or None.
@@ -236,12 +233,8 @@ class Costs:
         if self.name == "flops" and self.rates is None and self.record is None:
             said += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
         if self.shape is not None and self.exchange(topology) is not None:
-            link, where = (
-                (WITHIN_NODE, f"at most {GPUS_PER_NODE} GPUs")
-                if num_gpus(topology) <= GPUS_PER_NODE
-                else (BETWEEN_NODES, "several nodes")
-            )
-            said += f". Context-parallel ranks receive {link.bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
+            bytes_per_second, where = _link(topology)
+            said += f". Context-parallel ranks receive {bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
         return said
 
     def extrapolation(self, longest: int) -> str:
@@ -279,3 +272,10 @@ def num_gpus(topology: Topology) -> int:
 def _sharing(topology: Topology) -> int:
     """GPUs that do the work a cost counts, on one pipeline stage: with dynamic context-parallel sizes a leaf's."""
     return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
+
+
+def _link(topology: Topology) -> tuple[float, str]:
+    """Bytes a second between context-parallel ranks, and what they are assumed for."""
+    if num_gpus(topology) <= GPUS_PER_NODE:
+        return WITHIN_NODE, f"at most {GPUS_PER_NODE} GPUs"
+    return BETWEEN_NODES, "several nodes"

@@ -6,7 +6,6 @@ from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.communication import (
     BETWEEN_NODES,
     WITHIN_NODE,
-    Link,
     exchange_bytes_per_token,
     exchange_flops_per_token,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "WITHIN_NODE",
     "Calibration",
     "CostModel",
-    "Link",
     "Profile",
     "default_attention_rate",
     "exchange_bytes_per_token",

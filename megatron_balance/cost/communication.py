@@ -1,58 +1,27 @@
-"""Cost of context-parallel communication, from the width of a model's keys and values.
+"""Time of context-parallel communication, from the width of a model's keys and values.
 
 Ring attention passes the keys and values of a token to every other rank of its group: once in the forward pass, once
 more in the backward pass, and there their gradients as well (Liu et al. 2023, arXiv 2310.01889, section 3). So a rank
 of a group of c receives, for a sample of L tokens, `exchange_bytes_per_token * L * (c-1)/c` bytes. A sliding window
-does not shorten the ring. Recomputed layers pass keys and values once more.
-
-The transfer is counted in full. Where attention takes longer than the transfer a ring hides behind it (the same
-section), so this is an upper end for long samples.
+does not shorten the ring. Recomputed layers pass keys and values once more. What attention hides of it is counted in
+`CostModel.at_cp_size`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 
+WITHIN_NODE = 450e9
+"""Bytes a second that one GPU receives by NVLink: an H100 has 900 GB/s in both directions (NVIDIA H100 data sheet)."""
 
-@dataclass(frozen=True)
-class Link:
-    """Bandwidth between the ranks of a context-parallel group, and the speed of the GPUs it connects.
+BETWEEN_NODES = 50e9
+"""Bytes a second over one 400 Gb/s link a GPU."""
 
-    Attributes:
-        bytes_per_second: received by one GPU.
-        flops_per_second: that a GPU reaches in training.
-
-    Raises:
-        BalanceError: one is not above zero.
-
-    Example:
-        >>> round(BETWEEN_NODES.flops_per_byte)
-        8000
-    """
-
-    bytes_per_second: float
-    flops_per_second: float = 400e12
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_second", "flops_per_second"):
-            if not getattr(self, name) > 0:
-                raise BalanceError(f"Link.{name} is {getattr(self, name)!r}: it must be above zero.")
-
-    @property
-    def flops_per_byte(self) -> float:
-        """FLOPs that a GPU computes while it receives one byte."""
-        return self.flops_per_second / self.bytes_per_second
-
-
-WITHIN_NODE = Link(450e9)
-"""NVLink of an H100: 900 GB/s in both directions together (NVIDIA H100 data sheet). 400 TFLOP/s are 40 % of its bf16
-peak."""
-
-BETWEEN_NODES = Link(50e9)
-"""One 400 Gb/s link a GPU, and an H100 as above."""
+ASSUMED_TFLOPS = 400.0
+"""Of an H100 in training, to compare a time with FLOPs where no rate is known: 40 % of its bf16 peak."""
 
 
 def exchange_bytes_per_token(shape: ModelShape, *, bytes_per_number: int = 2, recompute: bool = False) -> int:
@@ -66,7 +35,6 @@ def exchange_bytes_per_token(shape: ModelShape, *, bytes_per_number: int = 2, re
     Raises:
         BalanceError: the model has layers that context parallelism does not split by a ring of keys and values.
     """
-    passes = 3 + int(recompute)
     numbers = 0
     for layer in (*shape.decoder_layers(), *shape.mtp_layers()):
         if layer.mixer == "attention":
@@ -78,27 +46,23 @@ def exchange_bytes_per_token(shape: ModelShape, *, bytes_per_number: int = 2, re
                 f"The model has {layer.mixer} layers, whose context-parallel communication is not that of a ring of "
                 "keys and values: give cp_exchange, or keep --context-parallel-size for all samples."
             )
-    return passes * numbers * bytes_per_number
+    return (3 + recompute) * numbers * bytes_per_number
 
 
 def exchange_flops_per_token(
-    shape: ModelShape, *, link: Link = BETWEEN_NODES, bytes_per_number: int = 2, recompute: bool = False
+    shape: ModelShape, *, bytes_per_second: float, tflops: float = ASSUMED_TFLOPS, **passes: Any
 ) -> int:
-    """The time that a rank takes to receive one token's keys and values, in FLOPs: `cp_exchange` of a CostModel.
+    """FLOPs in the time that a rank takes to receive one token's keys and values: `cp_exchange` of a CostModel.
 
     Args:
         shape: the model.
-        link: between the ranks of a group.
-        bytes_per_number: of an activation (bf16: 2).
-        recompute: all layers are recomputed in the backward pass.
-
-    Raises:
-        BalanceError: the model has layers that context parallelism does not split by a ring of keys and values.
+        bytes_per_second: that a GPU receives.
+        tflops: 10**12 FLOP/s of what is linear in tokens, on one GPU.
+        passes: `bytes_per_number` and `recompute`, as for `exchange_bytes_per_token`.
 
     Example:
         >>> shape = ModelShape.preset("Qwen3-8B")
-        >>> exchange_flops_per_token(shape, link=WITHIN_NODE), exchange_flops_per_token(shape, link=BETWEEN_NODES)
-        (393216000, 3538944000)
+        >>> [exchange_flops_per_token(shape, bytes_per_second=link) for link in (WITHIN_NODE, BETWEEN_NODES)]
+        [393216000, 3538944000]
     """
-    nbytes = exchange_bytes_per_token(shape, bytes_per_number=bytes_per_number, recompute=recompute)
-    return round(nbytes * link.flops_per_byte)
+    return round(exchange_bytes_per_token(shape, **passes) * tflops * 1e12 / bytes_per_second)

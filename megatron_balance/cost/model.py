@@ -4,9 +4,9 @@ A cost model gives the time of a sample as a function of its padded length L in 
 
     cost(L) = linear*L + quadratic*L² + Σ_w window_w*pairs(L, w) + per_sequence
 
-where `pairs(L, w) = 2wL - w(w-1)` once `w < L`, and `L²` below: the causal attention of a layer with a
-sliding window of w tokens, in the units of `quadratic`. Expert-parallel work is shared by the
-expert-parallel group, so it is kept apart as `expert_linear`.
+or with `cp_received*L` in place of both terms of attention, if that is more. `pairs(L, w) = 2wL - w(w-1)` once `w < L`,
+and `L²` below: the causal attention of a layer with a sliding window of w tokens, in the units of `quadratic`.
+Expert-parallel work is shared by the expert-parallel group, so it is kept apart as `expert_linear`.
 
 A sample's images add the time of the vision encoder, which runs before the language model on the same rank:
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,9 +69,10 @@ class CostModel:
         expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
             attention.
-        cp_exchange: cost of receiving one token's keys and values from another context-parallel rank. On each of c
-            ranks a sample then costs a c-th of `cost(L)`, `per_sequence` apart, and `cp_exchange*L*(c-1)/c`. Only
-            plans with dynamic context-parallel sizes use it: at one size it adds the same to every token.
+        cp_exchange: cost of receiving one token's keys and values from another context-parallel rank, which attention
+            hides as far as it takes as long. Plans with dynamic context-parallel sizes use it; see `at_cp_size`.
+        cp_received: cost of receiving one token's keys and values on all ranks, where all samples are shared by the
+            same number of them; as far as attention takes less, it is waited for.
         image_linear: cost per patch of an image in the vision encoder and the projector.
         image_quadratic: cost per squared patch of an image.
 
@@ -90,6 +92,7 @@ class CostModel:
     expert_linear: int = 0
     windows: tuple[tuple[int, int], ...] = ()
     cp_exchange: int = 0
+    cp_received: int = 0
     image_linear: int = 0
     image_quadratic: int = 0
 
@@ -218,22 +221,43 @@ class CostModel:
     def at_cp_size(self, cp_size: int) -> CostModel:
         """Costs of samples that `cp_size` ranks share, summed over these ranks.
 
-        Each receives keys and values from the others, and pays a micro-batch's fixed cost in full.
+        Each of c ranks receives (c-1)/c of a sample's keys and values from the others while it computes attention, and
+        waits for what takes longer: `max(0, cp_exchange*L*(c-1)/c - attention(L)/c)` beside a c-th of the sample's
+        cost. It pays a micro-batch's fixed cost in full. Ring attention overlaps the two (Liu et al. 2023, arXiv
+        2310.01889, section 3); published tables of long samples refute an exchange in full (docs/cost-model.md).
 
         Example:
-            >>> CostModel(linear=100, cp_exchange=8).at_cp_size(4)(10)
-            1240
+            >>> shared = CostModel(linear=100, quadratic=1, cp_exchange=8).at_cp_size(4)
+            >>> shared(10), shared(100)  # 24 units a token are waited for until attention takes as long
+            (1240, 20000)
         """
-        received = self.cp_exchange * (cp_size - 1)
-        fixed = self.per_microbatch * cp_size
-        return replace(self, linear=self.linear + received, per_microbatch=fixed, cp_exchange=0)
+        return replace(
+            self,
+            per_microbatch=self.per_microbatch * cp_size,
+            cp_exchange=0,
+            cp_received=self.cp_received + self.cp_exchange * (cp_size - 1),
+        )
 
     def __call__(self, length: int) -> int:
         """Cost of one sample of `length` tokens on its own rank, unscaled, exact."""
-        cost = self.linear * length + self.quadratic * length**2 + self.per_sequence
+        attention = max(self.attention(length), self.cp_received * length)
+        return self.linear * length + attention + self.per_sequence
+
+    def attention(self, length: int) -> int:
+        """The part of attention in it."""
+        in_windows = sum(coefficient * causal_pairs(length, window=window) for window, coefficient in self.windows)
+        return self.quadratic * length**2 + in_windows
+
+    def exact_costs(self, lengths: NDArray[np.int64]) -> NDArray[Any]:
+        """Of each length as in a call: int64, or Python's integers where these do not fit. `[num_lengths]`"""
+        fits = self(int(lengths.max(initial=0))) < MAX_TOTAL_COST
+        exact: NDArray[Any] = lengths if fits else lengths.astype(object)
+        squares = exact * exact
+        attention = self.quadratic * squares
         for window, coefficient in self.windows:
-            cost += coefficient * causal_pairs(length, window=window)
-        return cost
+            pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), squares)
+            attention = attention + coefficient * pairs
+        return self.linear * exact + np.maximum(attention, self.cp_received * exact) + self.per_sequence
 
     def image_cost(self, num_patches: int) -> int:
         """Cost of one image of `num_patches` patches, unscaled, exact.
@@ -262,8 +286,7 @@ class CostModel:
             their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
         """
         unique, inverse, counts = _distinct(lengths)
-        # Python integers: a long sample of a large model passes int64 before it is scaled.
-        own = [self(length) for length in unique.tolist()]
+        own = self.exact_costs(unique).tolist()  # Python's integers from here on: a sum passes int64 sooner
         expert = [self.expert_linear * length for length in unique.tolist()]
         total = sum(count * (a + b) for count, a, b in zip(counts.tolist(), own, expert, strict=True))
         total += self.per_microbatch * lengths.size

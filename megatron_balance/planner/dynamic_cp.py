@@ -4,7 +4,7 @@ The `dp_size * cp_size` ranks are the leaves of a binary tree, or a forest if th
 micro-batch stands on a node, and the `2**level` leaves below it share its samples. The cost of a sample of L tokens on
 each of c = 2**level ranks is, rounded up,
 
-    (linear*L + quadratic*L² + ...) / c  +  cp_exchange * L * (c - 1) / c  +  per_sequence
+    linear*L / c  +  max(attention(L) / c, cp_exchange * L * (c - 1) / c)  +  per_sequence
 
 with L padded for that size: a larger size means less computation and more exchange on each rank.
 
@@ -19,7 +19,7 @@ with L padded for that size: a larger size means less computation and more excha
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -246,20 +246,7 @@ def make_sized_batch(
 
 
 def _work(lengths: Ints, *, size: int, cost_model: CostModel) -> NDArray[Any]:
-    """Exact unscaled cost of sequences over all ranks that share them: int64, or Python integers if too large.
-
-    Args:
-        lengths: `[num_lengths]` padded tokens.
-        size: ranks that share a sequence.
-        cost_model: cost of a sequence.
-    """
-    per_token = cost_model.linear + cost_model.expert_linear + cost_model.cp_exchange * (size - 1)
-    longest = int(lengths.max(initial=0))
-    highest = cost_model(longest) + per_token * longest + cost_model.per_sequence * size
-    exact: NDArray[Any] = lengths if highest < MAX_TOTAL_COST else lengths.astype(object)
-    squares = exact * exact
-    cost = per_token * exact + cost_model.quadratic * squares + cost_model.per_sequence * size
-    for window, coefficient in cost_model.windows:
-        pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), squares)
-        cost = cost + coefficient * pairs
-    return cost
+    """Exact unscaled cost of sequences over all `size` ranks that share them."""
+    at_size = cost_model.at_cp_size(size)
+    per_sequence, linear = cost_model.per_sequence * size, cost_model.linear + cost_model.expert_linear
+    return replace(at_size, per_sequence=per_sequence, linear=linear).exact_costs(lengths)

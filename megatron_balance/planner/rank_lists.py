@@ -98,16 +98,8 @@ def _blocks(topology: Topology, *, min_cp_size: int) -> Topology:
 
 
 def _of_blocks(cost_model: CostModel, *, min_cp_size: int) -> CostModel:
-    """The cost of a sample on blocks of ranks, times the ranks of a block.
-
-    On c blocks of m ranks: m * (cost(L)/(c*m) + x*L*(c*m - 1)/(c*m)) = (cost(L) + x*(m-1)*L)/c + m*x*L*(c - 1)/c.
-    """
-    return replace(
-        cost_model,
-        linear=cost_model.linear + cost_model.cp_exchange * (min_cp_size - 1),
-        cp_exchange=cost_model.cp_exchange * min_cp_size,
-        per_microbatch=cost_model.per_microbatch * min_cp_size,
-    )
+    """The cost of a sample on blocks of m ranks, times m: c blocks receive `cp_exchange*(c*m - 1)` a token."""
+    return replace(cost_model.at_cp_size(min_cp_size), cp_exchange=cost_model.cp_exchange * min_cp_size)
 
 
 def _filled(schedule: DataSchedule, *, other_slots: int) -> RankLists:

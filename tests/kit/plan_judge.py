@@ -193,8 +193,10 @@ class Batch:
     def cost_on(self, length: int, size: int) -> int:
         """Cost of a sample, summed over the `size` ranks that share it."""
         model, tokens = self.cost_model, self.padded(length, size)
+        per_token = (model.linear + model.expert_linear) * tokens
+        attention = model(tokens) - model.linear * tokens - model.per_sequence
         received = model.cp_exchange * (size - 1) * tokens
-        return model(tokens) + model.expert_linear * tokens + received + model.per_sequence * (size - 1)
+        return per_token + max(attention, received) + model.per_sequence * size
 
 
 def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -> int:

@@ -24,8 +24,8 @@ CAP = 4096
 FULLY_SHARDED = {"fully_sharded": True}
 FLOPS = {"linear": 1000, "quadratic": 1, "per_microbatch": 64_000}
 SHARED_EXPERTS = {"linear": 500, "quadratic": 1, "expert_linear": 500, "per_microbatch": 64_000}
-EXCHANGED = {"linear": 1000, "quadratic": 1, "cp_exchange": 80, "per_microbatch": 64_000}
-FREE_LAUNCHES = {"linear": 1000, "quadratic": 1, "cp_exchange": 80}
+EXCHANGED = {"linear": 1000, "quadratic": 1, "cp_exchange": 800, "per_microbatch": 64_000}
+FREE_LAUNCHES = {"linear": 1000, "quadratic": 1, "cp_exchange": 800}
 WITH_IMAGES = {"linear": 1000, "quadratic": 1, "image_linear": 500, "per_microbatch": 64_000}
 
 

@@ -328,9 +328,18 @@ def test_one_token_over_the_cap_of_a_rank_is_over():
 
 def test_a_small_size_costs_what_its_ranks_receive():
     # Each of two ranks receives half of the tokens: the exchange counts once, not twice.
-    model = CostModel(linear=100, quadratic=1, cp_exchange=8)
+    model = CostModel(linear=100, quadratic=1, cp_exchange=50)
     schedule = plan([40], topology=Topology(1, cp_size=2, dynamic_cp=True), cap=20, cost_model=model).check()
     assert schedule.cp_sizes == ((2,), (2,))
-    assert schedule.predicted_cost == (100 * 40 + 40**2 + 8 * 40) // 2
-    assert model.at_cp_size(2)(40) == 100 * 40 + 40**2 + 8 * 40
+    assert schedule.predicted_cost == schedule.lower_bound == (100 * 40 + 50 * 40) // 2  # attention takes 40 a token
+    assert model.at_cp_size(2)(40) == 100 * 40 + 50 * 40
     assert model.at_cp_size(1)(40) == 100 * 40 + 40**2
+
+
+def test_attention_hides_the_exchange_of_long_samples():
+    model = CostModel(linear=100, quadratic=1, cp_exchange=50)
+    for length, size, waited in ((40, 2, 50 * 40 - 40**2), (400, 2, 0), (400, 8, 0), (288, 8, 7 * 50 * 288 - 288**2)):
+        topology = Topology(1, cp_size=size, dynamic_cp=True)
+        schedule = plan([length], topology=topology, cap=length // size, cost_model=model).check()
+        assert schedule.cp_sizes == ((size,),) * size
+        assert schedule.predicted_cost == schedule.lower_bound == (100 * length + length**2 + waited) // size

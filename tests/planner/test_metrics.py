@@ -106,7 +106,7 @@ def test_an_assignment_must_be_whole(ranks, message):
         judge(ranks, [5, 5])
 
 
-SIZED = CostModel(linear=1000, quadratic=1, cp_exchange=10)
+SIZED = CostModel(linear=1000, quadratic=1, cp_exchange=800)
 
 
 def test_figures_of_sizes_of_their_own_by_hand():
@@ -118,8 +118,8 @@ def test_figures_of_sizes_of_their_own_by_hand():
         home_ranks=[0, 1, 0, 1, 0],
     )
     metrics = schedule_metrics(schedule)
-    # Four ranks share the long sample and receive three quarters of it; then each runs a short one.
-    shared, alone = (2000 * 1000 + 2000**2 + 3 * 10 * 2000) // 4, 500 * 1000 + 500**2
+    # Four ranks share the long sample, and what each receives takes longer than its attention; then a short one each.
+    shared, alone = (2000 * 1000 + 3 * 800 * 2000) // 4, 500 * 1000 + 500**2
     assert metrics.predicted_cost == metrics.lower_bound == shared + alone
     assert (metrics.over_bound, metrics.step_imbalance, metrics.microbatch_imbalance) == (1, 1, 1)
     assert metrics.tokens_by_cp_size == ((1, 2000), (4, 2000))
@@ -184,7 +184,7 @@ def test_one_size_may_count_what_its_ranks_receive():
     ranks, options = [[[0]], [[1]]], {"topology": Topology(2, cp_size=4), "limits": Limits(1024)}
     model = SIZED.at_cp_size(4)
     metrics = judge(ranks, [1000, 800], cost_model=model, **options)
-    assert metrics.predicted_cost == 1000 * 1000 + 1000**2 + 3 * 10 * 1000
+    assert metrics.predicted_cost == 1000 * 1000 + 3 * 800 * 1000
     assert judge(ranks, [1000, 800], cost_model=SIZED, **options).predicted_cost == 1000 * 1000 + 1000**2
 
 

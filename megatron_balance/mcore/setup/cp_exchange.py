@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.communication import (
+    ASSUMED_TFLOPS,
     BETWEEN_NODES,
     WITHIN_NODE,
-    exchange_bytes_per_token,
     exchange_flops_per_token,
 )
 from megatron_balance.cost.model import CostModel
@@ -57,20 +57,19 @@ def exchange_cost(
         ).cp_exchange
         cost_model = replace(cost_model, cp_exchange=measured)
         return ExchangeCost(cost_model, f"{_part(cost_model)}, measured in the run of --balance-cost")
-    shape, link = ModelShape.from_megatron_args(args), BETWEEN_NODES if between else WITHIN_NODE
-    how: dict[str, Any] = {
-        "bytes_per_number": 2 if args.bf16 or args.fp16 else 4,
-        "recompute": args.recompute_granularity == "full",
-    }
-    if calibration is None:
-        assumed = exchange_flops_per_token(shape, link=link, **how)
-    else:
-        seconds = exchange_bytes_per_token(shape, **how) / link.bytes_per_second
-        assumed = round(seconds * UNITS_PER_SECOND / args.tensor_model_parallel_size)
+    link = BETWEEN_NODES if between else WITHIN_NODE
+    assumed = exchange_flops_per_token(
+        ModelShape.from_megatron_args(args),
+        bytes_per_second=link,
+        # FLOPs at the second rate are attoseconds.
+        tflops=UNITS_PER_SECOND / 1e12 / args.tensor_model_parallel_size if calibration else ASSUMED_TFLOPS,
+        bytes_per_number=2 if args.bf16 or args.fp16 else 4,
+        recompute=args.recompute_granularity == "full",
+    )
     cost_model = replace(cost_model, cp_exchange=assumed)
     source = (
-        f"{_part(cost_model)}, assumed from {link.bytes_per_second / 1e9:g} GB/s {where}"
-        f"{'' if calibration else f' and {link.flops_per_second / 1e12:g} TFLOP/s'}; megatron-balance fit "
+        f"{_part(cost_model)}, of which attention hides what it can, assumed from {link / 1e9:g} GB/s {where}"
+        f"{'' if calibration else f' and {ASSUMED_TFLOPS:g} TFLOP/s'}; megatron-balance fit "
         "measures it in a run with --balance-context-parallel"
     )
     return ExchangeCost(cost_model, source)
