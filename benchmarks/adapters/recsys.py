@@ -1,4 +1,4 @@
-"""Cost of a recsys-examples shuffle as ranks grow: the gather, the plan, both ways to move rows; torchrec is needed.
+"""Cost of a recsys-examples shuffle as ranks grow: the gather, the plan, the exchange; torchrec is needed.
 
 Ranks are processes of this machine over gloo, so seconds are of its memory and cores, and more ranks than cores wait
 for one another; bytes and plans are those of any machine. The batch is HSTU's: items, actions and labels of lognormal
@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from megatron_balance.adapters.recsys.batch_rows import num_entries
 from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
-COLUMNS = [
-    *("gather", "plan", "all-gather", "all-to-all", "at once", "exposed"),
-    *("MiB in, all-gather", "MiB in, all-to-all", "load max/mean"),
-]
+COLUMNS = ["gather", "plan", "exchange", "at once", "exposed", "MiB in", "load max/mean"]
 SAYS = "Milliseconds of a shuffle, the slowest rank's quickest of 15: 128 rows a rank of 512 items in the mean, gloo."
 DP_SIZES = (1, 2, 4, 8)
 BATCH_SIZE = 128
@@ -88,24 +86,23 @@ def _rank(rank: int, dp_size: int, folder: str, results: Any) -> None:
     def in_halves() -> None:
         handle = shuffler.start_shuffle_async(batch, group)
         forward()
-        shuffler.finish_shuffle(batch, handle, group, True)
+        shuffler.finish_shuffle(batch, handle, group)
 
     def at_once() -> None:
-        shuffler.shuffle(batch, group, use_all2all=True)
+        shuffler.shuffle(batch, group)
         forward()
 
     handle = shuffler.start_shuffle_async(batch, group)
     handle.plan.result()
-    started = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group), repeats=REPEATS)
-    planned = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group).plan.result(), repeats=REPEATS)
+    started = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group))
+    planned = _milliseconds(lambda: shuffler.start_shuffle_async(batch, group).plan.result())
     figures = [
         started,
         max(planned - started, 0.0),
-        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, False), repeats=REPEATS),
-        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group, True), repeats=REPEATS),
-        _milliseconds(at_once, repeats=REPEATS) - FORWARD_MS,
-        _milliseconds(in_halves, repeats=REPEATS) - FORWARD_MS,
-        *_mebibytes_received(handle, rank=rank, dp_size=dp_size),
+        _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group)),
+        _milliseconds(at_once) - FORWARD_MS,
+        _milliseconds(in_halves) - FORWARD_MS,
+        _mebibytes_received(handle, batch, rank=rank),
     ]
     ranks = handle.plan.result()
     results.put((figures, int(handle.rows.workloads[ranks == rank].sum())))
@@ -130,10 +127,10 @@ def _make_batch(rank: int, *, batch_size: int, mean_length: float) -> Batch:
     )
 
 
-def _milliseconds(call: Callable[[], Any], *, repeats: int) -> float:
+def _milliseconds(call: Callable[[], Any]) -> float:
     """The quickest of calls that begin together on all ranks: other work on the machine only adds."""
     seconds: list[float] = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         dist.barrier()
         begin = time.perf_counter()
         call()
@@ -141,10 +138,8 @@ def _milliseconds(call: Callable[[], Any], *, repeats: int) -> float:
     return min(seconds) * 1000
 
 
-def _mebibytes_received(handle: Any, *, rank: int, dp_size: int) -> tuple[float, float]:
-    """MiB received from other ranks, by all-gather and by all-to-all."""
+def _mebibytes_received(handle: Any, batch: Batch, *, rank: int) -> float:
+    """MiB received from other ranks; every column of the batch has int64 entries."""
     rows, ranks = handle.rows, handle.plan.result()
-    nbytes = rows.layout.row_nbytes(rows.lengths)
-    of_ranks = np.bincount(rows.home_ranks, weights=nbytes, minlength=dp_size)
-    coming = nbytes[(ranks == rank) & (rows.home_ranks != rank)].sum()
-    return (dp_size - 1) * of_ranks.max() / 2**20, coming / 2**20
+    nbytes = 8 * num_entries(batch, lengths=rows.lengths).sum(axis=0)
+    return nbytes[(ranks == rank) & (rows.home_ranks != rank)].sum() / 2**20

@@ -2,7 +2,8 @@
 
 `Adapter` installs a checked table of hooks once and undoes it, `launch` runs a script unedited with it in place,
 `split_rollout`, `even_parts` and `agreed_microbatches` make the plans that several hosts ask for: steps of a rollout
-batch, rows on ranks, rows in micro-batches. `tests/adapters/template` has an adapter to copy.
+batch, rows on ranks, rows in micro-batches. `kit.rows`, which needs torch, moves rows between ranks.
+`tests/adapters/template` has an adapter to copy.
 """
 
 from megatron_balance.adapters.kit.installing import Adapter, find_version, launch

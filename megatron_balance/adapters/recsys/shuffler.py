@@ -1,30 +1,43 @@
 """The shuffler's methods with upstream's signatures: `shuffle`, or its two halves around the model's forward pass.
 
-The first half gathers and hands the plan to the shuffler's thread; the second waits for it and moves the rows.
-Collectives run on the calling thread alone. The handle between them holds everything, so that several batches may be
-under way.
+    1. the shuffler computes the cost of each row, int64: FLOPs of one layer, forward and backward
+    2. all ranks learn the workloads and lengths of all real rows             `batch_rows.py`
+    3. every rank gets nearly the same workload, and as many rows or one fewer
+    4. the rows move, all columns in one exchange                             `kit/rows.py`
+    5. the batch is put together again, real rows ascending, padding last
 
-Returned indices are positions in the old batches of all ranks, one after the other, and describe the new batch row by
-row; returned workloads are those of the new batch. All-gather and all-to-all give the same batch.
+Step 3 may run in the shuffler's thread while the model computes; collectives run on the calling thread alone. The
+handle between the halves holds everything, so that several batches may be under way. All-gather and all-to-all, which
+upstream lets its caller choose, give the same batch, so rows always move by all-to-all.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from megatron_balance.adapters.recsys.global_rows import GlobalRows, gather_rows
-from megatron_balance.adapters.recsys.layout import join_columns, split_columns
-from megatron_balance.adapters.recsys.plan import plan_rows, rows_of_batches
-from megatron_balance.adapters.recsys.settings import prefers_all_to_all
-from megatron_balance.adapters.recsys.transport import move_rows
-from megatron_balance.adapters.recsys.workloads import layer_cost, workloads
+from megatron_balance.adapters.kit import even_parts
+from megatron_balance.adapters.kit.rows import exchange_rows
+from megatron_balance.adapters.recsys.batch_rows import (
+    GlobalRows,
+    Ints,
+    gather_rows,
+    join_columns,
+    num_entries,
+    split_columns,
+)
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.shape import ModelShape
+
+MODELS = ("hstu", "sid_gr")
+"""Names of the layers with known FLOPs, as upstream's shufflers have them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +52,7 @@ class PendingShuffle:
 
     rows: GlobalRows
     group: dist.ProcessGroup
-    plan: Future[NDArray[np.int64]]
+    plan: Future[Ints]
 
 
 def shuffle(
@@ -58,9 +71,10 @@ def shuffle(
         self: the shuffler.
         batch: this rank's.
         pg_group: the data-parallel ranks; all ranks by default.
-        return_indices: also return the position that each row comes from, `[batch_size]` int64, padding last.
+        return_indices: also return the position that each row comes from, in the old batches of all ranks, one after
+            the other: `[batch_size]` int64, padding last.
         return_workloads: also return the workloads of the new batch, `[batch_size]` int64, 0 for padding.
-        use_all2all: by all-to-all; else by all-gather, unless SHUFFLE_WITH_ALL2ALL is 1.
+        use_all2all: no matter.
         *args: of `get_workloads`.
         **kwargs: of `get_workloads`.
 
@@ -70,14 +84,14 @@ def shuffle(
     Raises:
         BalanceError: on every rank: batches differ, or one cannot be cut into rows.
     """
+    del use_all2all
     group = _group(pg_group)
-    rows = _gather(self, batch, *args, group=group, **kwargs)
-    ranks = _plan(rows, dp_size=group.size())
-    returned = [_move(batch, rows, ranks=ranks, group=group, use_all2all=use_all2all)]
+    rows = gather_rows(batch, workloads=self.get_workloads(batch, *args, **kwargs), group=group)
+    ranks = plan_rows(rows, dp_size=group.size())
+    returned = [_move(batch, rows, ranks=ranks, group=group)]
     if return_indices or return_workloads:
-        size, dp_size = rows.layout.batch_size, group.size()
-        indices = rows_of_batches(ranks, positions=rows.positions, dp_size=dp_size, batch_size=size)[group.rank()]
-        row_workloads = np.zeros(dp_size * size, dtype=np.int64)
+        indices = _indices(rows, ranks=ranks, dp_size=group.size())[group.rank()]
+        row_workloads = np.zeros(group.size() * rows.batch_size, dtype=np.int64)
         row_workloads[rows.positions] = rows.workloads
         wanted = [indices] * return_indices + [row_workloads[indices]] * return_workloads
         returned += [torch.from_numpy(values).to(batch.features.values().device) for values in wanted]
@@ -93,8 +107,8 @@ def start_shuffle_async(
         BalanceError: as `shuffle`.
     """
     group = _group(pg_group)
-    rows = _gather(self, batch, *args, group=group, **kwargs)
-    return PendingShuffle(rows, group, self._kk_executor.submit(_plan, rows, dp_size=group.size()))
+    rows = gather_rows(batch, workloads=self.get_workloads(batch, *args, **kwargs), group=group)
+    return PendingShuffle(rows, group, self._kk_executor.submit(plan_rows, rows, dp_size=group.size()))
 
 
 def finish_shuffle(
@@ -105,8 +119,8 @@ def finish_shuffle(
     use_all2all: bool = False,
 ) -> Any:
     """The second half: waits for the plan and moves the rows; the ranks are those of the first half."""
-    del self, pg_group
-    return _move(batch, handle.rows, ranks=handle.plan.result(), group=handle.group, use_all2all=use_all2all)
+    del self, pg_group, use_all2all
+    return _move(batch, handle.rows, ranks=handle.plan.result(), group=handle.group)
 
 
 def make_shuffler_class(base: type) -> type:
@@ -153,36 +167,87 @@ def make_shuffler_class(base: type) -> type:
     return MegatronBalanceShuffler
 
 
+@lru_cache
+def layer_cost(model: str, *, num_heads: int, head_dim: int) -> CostModel:
+    """The cost of one layer, `num_heads * head_dim` wide. Attention is causal, and its heads are counted once.
+
+    HSTU has four projections (query, key, value and the gate U) and no MLP; SID-GR has three and an MLP of four times
+    the width. Both are layers that the planner's FLOPs know: U is an output gate as wide as the queries.
+
+    Args:
+        model: `hstu` or `sid_gr`.
+        num_heads: attention heads.
+        head_dim: width of one.
+
+    Raises:
+        BalanceError: there is no such model, or a size is not a positive integer.
+
+    Example:
+        >>> layer_cost("hstu", num_heads=4, head_dim=256).quadratic  # 3.5 times 2 FLOPs a head's channel
+        7168
+    """
+    if model not in MODELS:
+        raise BalanceError(f"model is {model!r}: it must be one of {', '.join(MODELS)}.")
+    hidden_size = num_heads * head_dim
+    shape = ModelShape(
+        hidden_size=hidden_size,
+        num_layers=1,
+        num_attention_heads=num_heads,
+        num_query_groups=num_heads,
+        kv_channels=head_dim,
+        ffn_hidden_size=4 * hidden_size,
+        # ModelShape needs an output layer; one of a single row adds next to nothing.
+        padded_vocab_size=1,
+        gated_linear_unit=False,
+        attention_output_gate=model == "hstu",
+        hybrid_layer_pattern="*" if model == "hstu" else "",
+    )
+    return CostModel.from_shape(shape)
+
+
+def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1) -> Any:
+    """The cost of sequences in int64, whatever the integer type of their lengths: a tensor, an array or an int.
+
+    int32 lengths, which a KeyedJaggedTensor often has, would wrap: 8192 tokens at 4 heads of 256 are far over 2**31.
+    """
+    if isinstance(lengths, torch.Tensor):
+        lengths = lengths.to(torch.int64)
+    elif not isinstance(lengths, int):
+        lengths = np.asarray(lengths, dtype=np.int64)
+    num_tokens = lengths * tokens_per_entry
+    return cost_model.linear * num_tokens + cost_model.quadratic * num_tokens * num_tokens
+
+
+def plan_rows(rows: GlobalRows, *, dp_size: int) -> Ints:
+    """`[num_rows]` the rank of every row. Padding costs nothing, is not planned, and goes where there is room."""
+    ranks = np.arange(rows.workloads.size) % dp_size
+    if rows.workloads.size > dp_size:
+        for rank, part in enumerate(even_parts(rows.workloads, num_parts=dp_size, equal_count=True)):
+            ranks[part] = rank
+    return ranks
+
+
+def _indices(rows: GlobalRows, *, ranks: Ints, dp_size: int) -> Ints:
+    """The positions of every rank's new rows, `[dp_size, batch_size]`: real ones ascending, then padding ascending."""
+    padding = np.setdiff1d(np.arange(dp_size * rows.batch_size), rows.positions, assume_unique=True)
+    rank_of_padding = np.repeat(np.arange(dp_size), rows.batch_size - np.bincount(ranks, minlength=dp_size))
+    # A stable sort by rank keeps real rows before padding, and each of them ascending.
+    order = np.argsort(np.concatenate([ranks, rank_of_padding]), kind="stable")
+    return np.concatenate([rows.positions, padding])[order].reshape(dp_size, rows.batch_size)
+
+
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     assert group is not None, "a shuffle needs torch.distributed to be initialised"
     return group
 
 
-def _gather(self: Any, batch: Any, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> GlobalRows:
-    # Ranks with different settings would wait in different collectives.
-    fingerprint = int(prefers_all_to_all())
-    row_workloads = self.get_workloads(batch, *args, **kwargs)
-    return gather_rows(batch, workloads=row_workloads, group=group, fingerprint=fingerprint)
-
-
-def _plan(rows: GlobalRows, *, dp_size: int) -> NDArray[np.int64]:
-    nbytes = rows.layout.row_nbytes(rows.lengths)
-    size = rows.layout.batch_size
-    return plan_rows(rows.workloads, nbytes=nbytes, home_ranks=rows.home_ranks, dp_size=dp_size, batch_size=size)
-
-
-def _move(
-    batch: Any, rows: GlobalRows, *, ranks: NDArray[np.int64], group: dist.ProcessGroup, use_all2all: bool
-) -> Any:
-    columns = move_rows(
-        split_columns(batch, layout=rows.layout, lengths=rows.own_lengths),
-        specs=rows.layout.columns,
-        num_entries=rows.layout.num_entries(rows.lengths),
+def _move(batch: Any, rows: GlobalRows, *, ranks: Ints, group: dist.ProcessGroup) -> Any:
+    columns = exchange_rows(
+        split_columns(batch, lengths=rows.own_lengths),
+        num_entries=num_entries(batch, lengths=rows.lengths),
         home_ranks=rows.home_ranks,
         ranks=ranks,
         group=group,
-        use_all2all=use_all2all or prefers_all_to_all(),
     )
-    lengths = rows.lengths[:, ranks == group.rank()]
-    return join_columns(batch, columns, layout=rows.layout, lengths=lengths)
+    return join_columns(batch, columns, lengths=rows.lengths[:, ranks == group.rank()])

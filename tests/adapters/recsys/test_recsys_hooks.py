@@ -1,6 +1,5 @@
 """Installing is checked, whole and undone; against a double of recsys-examples, on the real torchrec."""
 
-import importlib
 import subprocess
 import sys
 
@@ -52,14 +51,6 @@ def test_r24_the_identity_shuffler_stays_what_it_is():
         assert type(BatchShufflerFactory.create("identity")) is IdentityBalancedBatchShuffler
     finally:
         installed.undo()
-
-
-def test_autoinstall_is_one_import():
-    try:
-        importlib.import_module("megatron_balance.adapters.recsys.autoinstall")
-        assert recsys.is_installed()
-    finally:
-        recsys.install().undo()
 
 
 def test_a_changed_signature_changes_nothing_and_says_what_was_seen(monkeypatch):
