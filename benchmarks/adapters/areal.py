@@ -54,6 +54,11 @@ def ours(batches: list[dict[str, torch.Tensor]], dp_size: int) -> list[list[int]
     return lengths_of(balance_batch(batches, dp_size))
 
 
+def ours_uneven(batches: list[dict[str, torch.Tensor]], dp_size: int) -> list[list[int]]:
+    """`balance_batch` by tokens with any number of rows a rank, as the redistribution divides trajectories."""
+    return lengths_of(balance_batch(batches, dp_size, equal_count=False))
+
+
 def ours_by_flops(batches: list[dict[str, torch.Tensor]], dp_size: int) -> list[list[int]]:
     """`balance_batch` by FLOPs of Qwen3-8B."""
     return lengths_of(balance_batch(batches, dp_size, model="Qwen3-8B"))
@@ -94,6 +99,7 @@ def measure(num_seeds: int) -> dict[str, list[float]]:
         "AReaL's controller (greedy)": areals("greedy"),
         "AReaL's kk": areals("kk"),
         "adapter": ours,
+        "adapter, any number of rows": ours_uneven,
         "adapter by FLOPs": ours_by_flops,
     }
     costs = (CostModel.tokens(), resolve_cost("flops", model="Qwen3-8B"))

@@ -101,7 +101,6 @@ def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
         return BalancedDpSchedule(_never, options=SlimeOptions(**options))
 
     found["adapter"] = ours()
-    found["adapter, strict_cap=False"] = ours(strict_cap=False)
     found["adapter, objective=microbatch"] = ours(objective="microbatch")
     found["adapter, cost=tokens"] = ours(cost="tokens")
     return found

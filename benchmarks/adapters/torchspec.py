@@ -107,7 +107,7 @@ def _dispatch_all(
     epochs: Sequence[list[int]], lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int
 ) -> Figures:
     batch_size = micro_batch_size * DP_SIZE
-    window = DispatchWindow(way.window, dispatch_batch_size=batch_size, dp_size=DP_SIZE, cost=way.cost)
+    window = DispatchWindow(way.window, dispatch_batch_size=batch_size)
     times: list[list[int]] = []
     num_tokens = 0
     for turn, batch in enumerate(_dispatches(epochs, lengths, window=window, batch_size=batch_size)):
@@ -120,13 +120,12 @@ def _dispatch_all(
         num_tokens += int(tokens.sum())
     grid = np.array(times)  # [num_dispatches, DP_SIZE]
     ideal = num_tokens / DP_SIZE
-    delays = window.metrics()
     return Figures(
         step_time=float(grid.max(axis=1).sum() / ideal),
         padded_tokens=float(grid.sum() / num_tokens),
         rank_variance=float(grid.var(axis=1).mean() / (ideal / len(times)) ** 2),
-        max_delay=delays.max_delay,
-        mean_delay=delays.mean_delay,
+        max_delay=window.max_delay_seen,
+        mean_delay=window.mean_delay,
     )
 
 

@@ -12,29 +12,24 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib import metadata
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, launch
-from megatron_balance.adapters.slime import check_not_started
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, find_version, hook_row, launch
 from megatron_balance.adapters.slime.plan import BalancedDpSchedule, mask_copies
 from megatron_balance.adapters.slime.settings import SlimeOptions
 
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
+_MANAGER = "miles.ray.rollout.rollout_manager"
 
-
-def _find_version() -> str | None:
-    try:
-        return metadata.version("miles")
-    except metadata.PackageNotFoundError:
-        return None  # used from a source folder
-
-
-_REMEDY = "check out the commit of docs/adapters/slime.md from github.com/radixark/miles, or train without balancing"
-driver: Adapter[SlimeOptions] = Adapter("miles", versions=("0.1",), remedy=_REMEDY, find_version=_find_version)
+driver: Adapter[SlimeOptions] = Adapter(
+    "miles",
+    versions=("0.1",),
+    remedy="check out the commit of docs/adapters.md from github.com/radixark/miles, or train without balancing",
+    find_version=lambda: find_version("miles"),
+)
 """The hook of the driver."""
 
-actor: Adapter[SlimeOptions] = Adapter("miles", versions=("0.1",), remedy=_REMEDY, find_version=_find_version)
+actor: Adapter[SlimeOptions] = Adapter("miles", find_version=lambda: find_version("miles"))
 """The hooks of the process that makes the schedule."""
 
 
@@ -47,49 +42,47 @@ class BalancedSplit:
     def __call__(self, args: Any, data: dict[str, Any], train_parallel_config: dict[str, Any] | None) -> Any:
         """Hooks the schedule in this process, then calls miles's function, which asks for it."""
         actor.hook(self._options, lambda: _hooks_of_actor(self._options))
-        return _stock_split()(args, data, train_parallel_config)
+        return importlib.import_module(_CONVERSION).split_train_data_by_dp(args, data, train_parallel_config)
 
 
 def install(**options: Any) -> Adapter[SlimeOptions]:
     """Hook miles in this process, the driver, before `create_rollout_manager()`.
 
     Args:
-        **options: as `megatron_balance.adapters.slime.install`: cost, model, objective, algorithm, strict_cap.
+        **options: as `megatron_balance.adapters.slime.install`: cost, model, objective, algorithm.
 
     Raises:
         BalanceError: miles is missing, of another version, a target has moved, or RolloutManager runs already.
     """
     chosen = SlimeOptions(**options)
-    manager = "miles.ray.rollout.rollout_manager"
-    row = Hook(
+    row = Hook(  # bound by the actor's class alone: in its home the function stays miles's
         target=f"{_CONVERSION}:split_train_data_by_dp",
-        bound_in=(manager,),
+        bound_in=(_MANAGER,),
         parameters=("args", "data", "train_parallel_config"),
         wrap=lambda _: BalancedSplit(chosen),
         why="the function that the actor's class has bound, which reaches the actor with it",
         until="miles takes a schedule function by path, as it takes others",
     )
-    return driver.hook(chosen, lambda: (row,), check=check_not_started(manager))
 
+    def check() -> None:
+        check_not_started(getattr(sys.modules.get(_MANAGER), "RolloutManager", None))
 
-def _stock_split() -> Function:
-    return importlib.import_module(_CONVERSION).split_train_data_by_dp
+    return driver.hook(chosen, lambda: (row,), check=check)
 
 
 def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
     return (
-        Hook(
-            target="miles.utils.dp_schedule:build_dp_schedule",
-            bound_in=("miles.utils.dp_schedule", _CONVERSION),
-            parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
+        hook_row(
+            "miles.utils.dp_schedule:build_dp_schedule",
+            "args train_parallel_config total_lengths global_batch_size rollout_indices",
             wrap=lambda stock: BalancedDpSchedule(stock, options=options),
             why="it tells which rank runs which samples in which micro-batch",
             until="miles takes a schedule function by path, as it takes others",
+            also_in=(_CONVERSION,),
         ),
-        Hook(
-            target=f"{_CONVERSION}:_package_shards",
-            bound_in=(_CONVERSION,),
-            parameters=("args", "data", "partitions"),
+        hook_row(
+            f"{_CONVERSION}:_package_shards",
+            "args data partitions",
             wrap=_masked,
             why="copies that fill an empty micro-batch are masked before shards are sent",
             until="miles's trainer runs an empty micro-batch",

@@ -1,6 +1,6 @@
 """Runs one of AReaL's scripts for NCCL ranks over gloo on CPU, with the adapter on: `areal_on_gloo.py SCRIPT ARGS`.
 
-The script pickles what the redistribution returned and AReaL's test reads `all_data`, so that is filled.
+AReaL's test reads `all_data`, which the adapter fills with this rank's own alone: the others' are gathered here.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,8 +20,22 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
 
-    areal.install(gather_all=True)
+    areal.install()
+    from areal.infra import dist_rollout
     from areal.infra.platforms import current_platform
+
+    redistribute = dist_rollout.redistribute_trajectories
+
+    def with_all_data(*args: Any, **kwargs: Any) -> Any:
+        result = redistribute(*args, **kwargs)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, result.data)
+        for ids, data in zip(result.group_indices, of_ranks, strict=True):
+            for index, trajectory in zip(ids, data, strict=True):
+                result.all_data[index] = trajectory
+        return result
+
+    dist_rollout.redistribute_trajectories = with_all_data
 
     init_process_group = dist.init_process_group
     dist.init_process_group = lambda backend: init_process_group("gloo")

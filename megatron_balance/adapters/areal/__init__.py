@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from megatron_balance.adapters.areal.batches import balance_batch
 from megatron_balance.adapters.areal.hooks import ArealOptions, hooks_for
-from megatron_balance.adapters.areal.plan import balance_batch
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT, SingleRankLoad, endless, scaled_for_one_rank
 from megatron_balance.adapters.areal.transport import distributed_batch, redistribute
 from megatron_balance.adapters.kit import Adapter, find_version
@@ -46,7 +46,6 @@ def install(
     model: Model | None = None,
     ep_size: int = 1,
     single_rank_load: bool = False,
-    gather_all: bool = False,
     max_wait: timedelta = MAX_WAIT,
 ) -> Adapter[ArealOptions]:
     """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
@@ -57,8 +56,6 @@ def install(
         ep_size: expert-parallel ranks.
         single_rank_load: the first data-parallel rank rolls out the whole batch and the others receive their share
             (trainers that run as one process a rank; a single controller does it anyway).
-        gather_all: fill `RedistributedData.all_data` on every rank, as AReaL does. Nothing in AReaL reads it, and it
-            takes as much memory as the trajectories of all ranks, so by default entries of other ranks are None.
         max_wait: how long ranks wait for the one that rolls out.
 
     Raises:
@@ -66,11 +63,7 @@ def install(
             other options. Nothing is changed then.
     """
     options = ArealOptions(
-        resolve_cost(cost, model=model, ep_size=ep_size),
-        ep_size=ep_size,
-        single_rank_load=single_rank_load,
-        gather_all=gather_all,
-        max_wait=max_wait,
+        resolve_cost(cost, model=model, ep_size=ep_size), single_rank_load=single_rank_load, max_wait=max_wait
     )
     return adapter.hook(options, lambda: hooks_for(options))
 

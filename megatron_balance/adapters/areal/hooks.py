@@ -9,7 +9,6 @@ Invariants: signatures and results are AReaL's; an error on one rank, head or no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,13 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.areal.plan import make_dispatch
+from megatron_balance.adapters.areal.batches import make_dispatch
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT, single_rank_hooks
 from megatron_balance.adapters.areal.transport import redistribute
-from megatron_balance.adapters.kit import Hook, agreed_microbatches
+from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import gather_lengths
+
+_ROLLOUT = "areal.infra.dist_rollout"
+_CONTROLLER = "areal.infra.controller.train_controller"
+_DATA = "areal.utils.data"
 
 
 @dataclass(frozen=True)
@@ -32,77 +35,18 @@ class ArealOptions:
 
     Attributes:
         cost_model: what a row costs.
-        ep_size: expert-parallel ranks.
         single_rank_load: one rank rolls out for all.
-        gather_all: fill `RedistributedData.all_data` with what other ranks have.
         max_wait: how long ranks wait for the one that rolls out.
     """
 
     cost_model: CostModel
     _: KW_ONLY
-    ep_size: int = 1
     single_rank_load: bool = False
-    gather_all: bool = False
     max_wait: timedelta = MAX_WAIT
 
 
 def hooks_for(options: ArealOptions) -> tuple[Hook, ...]:
     """The table: the redistribution, the controller's dispatch, micro-batches, and `single_rank_load`."""
-    hooks = (
-        *redistribution_hooks(options),
-        Hook(
-            target="areal.infra.controller.train_controller:_dispatch_tensors",
-            bound_in=(
-                "areal.infra.controller.train_controller",
-                "areal.experimental.training_service.data_proxy.dispatcher",
-            ),
-            parameters=("item_list", "dp_size", "group_size"),
-            wrap=lambda _: make_dispatch(cost_model=options.cost_model, ep_size=options.ep_size),
-            why="balances by our cost, accepts a number of items that is no multiple of the ranks",
-            until="AReaL's controller takes a partition function",
-        ),
-        Hook(
-            target="areal.utils.data:allocate_balanced_mbs_synced",
-            bound_in=("areal.utils.data",),
-            parameters=("mb_spec", "lens", "group"),
-            wrap=lambda _: _allocate_balanced_mbs_synced(options),
-            why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
-            until="AReaL's ranks agree on failure before one raises",
-        ),
-    )
-    return (*hooks, *single_rank_hooks(max_wait=options.max_wait)) if options.single_rank_load else hooks
-
-
-def _allocate_balanced_mbs_synced(options: ArealOptions) -> Callable[..., list[list[int]]]:
-    def allocate_balanced_mbs_synced(
-        mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
-    ) -> list[list[int]]:
-        group = group_or_world(group) if dist.is_initialized() else None
-        return agreed_microbatches(
-            lens,
-            max_tokens=mb_spec.max_tokens_per_mb,
-            cost_model=options.cost_model,
-            least=mb_spec.n_mbs or 1,
-            multiple=mb_spec.n_mbs_divisor,
-            flag="max_tokens_per_mb",
-            group=group,
-            device="cpu" if group is None else buffer_device(group),
-        )
-
-    return allocate_balanced_mbs_synced
-
-
-_MODULE = "areal.infra.dist_rollout"
-
-
-class _Moved(list[Any]):
-    """Marks trajectories that were redistributed already, and holds the result to return for them."""
-
-    result: Any
-
-
-def redistribution_hooks(options: ArealOptions) -> tuple[Hook, ...]:
-    """The hooks of the redistribution."""
 
     def redistribute_trajectories(
         trajectories: list[dict[str, Any]], group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
@@ -112,25 +56,17 @@ def redistribution_hooks(options: ArealOptions) -> tuple[Hook, ...]:
 
         if isinstance(trajectories, _Moved):
             return trajectories.result
-        group = group_or_world(group)
-        moved = redistribute(
-            trajectories,
-            group=group,
-            cost_model=options.cost_model,
-            ep_size=options.ep_size,
-            gather_all=options.gather_all,
-            device=buffer_device(group),
-        )
-        all_data: list[Any] | None = moved.everything
-        if all_data is None:
-            all_data = [None] * sum(map(len, moved.ids_per_rank))
-            for index, trajectory in zip(moved.ids_per_rank[group.rank()], moved.trajectories, strict=True):
-                all_data[index] = trajectory
+        group = _group_or_world(group)
+        moved = redistribute(trajectories, group=group, cost_model=options.cost_model, device=_buffer_device(group))
+        # Nothing in AReaL reads what other ranks have, and it takes as much memory as the trajectories of all ranks.
+        all_data: list[Any] = [None] * sum(map(len, moved.ids_per_rank))
+        for index, trajectory in zip(moved.ids_per_rank[group.rank()], moved.trajectories, strict=True):
+            all_data[index] = trajectory
         return RedistributedData(
             all_data=all_data, data=moved.trajectories, rank=group.rank(), group_indices=moved.ids_per_rank
         )
 
-    def with_failures_shared(method: Callable[..., Any]) -> Callable[..., Any]:
+    def with_failures_shared(method: Function) -> Function:
         @functools.wraps(method)
         def wrapper(self: Any, trajectories: list[dict[str, Any]] | None) -> Any:
             problem = None
@@ -141,39 +77,77 @@ def redistribution_hooks(options: ArealOptions) -> tuple[Hook, ...]:
                 except BalanceError as error:
                     problem = str(error)
                 trajectories = moved
-            gather_lengths([], group=group_or_world(self.train_engine.cpu_group), problem=problem)
+            gather_lengths([], group=_group_or_world(self.train_engine.cpu_group), problem=problem)
             return method(self, trajectories)
 
         return wrapper
 
+    def allocate_balanced_mbs_synced(
+        mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
+    ) -> list[list[int]]:
+        group = _group_or_world(group) if dist.is_initialized() else None
+        return agreed_microbatches(
+            lens,
+            max_tokens=mb_spec.max_tokens_per_mb,
+            cost_model=options.cost_model,
+            least=mb_spec.n_mbs or 1,
+            multiple=mb_spec.n_mbs_divisor,
+            flag="max_tokens_per_mb",
+            group=group,
+            device="cpu" if group is None else _buffer_device(group),
+        )
+
     return (
         Hook(
-            target=f"{_MODULE}:redistribute_trajectories",
-            bound_in=(_MODULE,),
+            target=f"{_ROLLOUT}:redistribute_trajectories",
+            bound_in=(_ROLLOUT,),
             parameters=("trajectories", "group", "packing_algorithm"),
             wrap=lambda _: redistribute_trajectories,
             why="balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
             until="AReaL's redistribution takes an allocation function and lists of different lengths",
         ),
         Hook(
-            target=f"{_MODULE}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
-            bound_in=(f"{_MODULE}:DistRolloutCoordinator",),
+            target=f"{_ROLLOUT}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
+            bound_in=(f"{_ROLLOUT}:DistRolloutCoordinator",),
             parameters=("self", "trajectories"),
             wrap=with_failures_shared,
             why="an error of a data-parallel head raises on the ranks that wait for it too",
             until="AReaL's ranks agree on failure before one raises",
         ),
+        Hook(
+            target=f"{_CONTROLLER}:_dispatch_tensors",
+            bound_in=(_CONTROLLER, "areal.experimental.training_service.data_proxy.dispatcher"),
+            parameters=("item_list", "dp_size", "group_size"),
+            wrap=lambda _: make_dispatch(options.cost_model),
+            why="balances by our cost, accepts a number of items that is no multiple of the ranks",
+            until="AReaL's controller takes a partition function",
+        ),
+        Hook(
+            target=f"{_DATA}:allocate_balanced_mbs_synced",
+            bound_in=(_DATA,),
+            parameters=("mb_spec", "lens", "group"),
+            wrap=lambda _: allocate_balanced_mbs_synced,
+            why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
+            until="AReaL's ranks agree on failure before one raises",
+        ),
+        *(single_rank_hooks(options.max_wait) if options.single_rank_load else ()),
     )
 
 
-def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+class _Moved(list[Any]):
+    """Marks trajectories that were redistributed already, and holds the result to return for them."""
+
+    result: Any
+
+
+def _group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group, or all ranks, which AReaL means by None."""
     found = dist.group.WORLD if group is None else group
     assert found is not None
     return found
 
 
-def buffer_device(group: dist.ProcessGroup) -> torch.device | str:
+def _buffer_device(group: dist.ProcessGroup) -> torch.device | str:
     """The device of the buffers of the group's collectives."""
     from areal.infra.platforms import current_platform
 

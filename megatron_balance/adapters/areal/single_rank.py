@@ -5,8 +5,7 @@ longest prompts, or time out. With `single_rank_load` the first data-parallel ra
 `consumer_batch_size` and `max_concurrent_rollouts`, and the redistribution divides its trajectories among the ranks.
 
 A rollout may take longer than the time-out of a process group, so ranks do not wait in the group that moves data but in
-one of their own, over gloo, whose time-out is a parameter. They go on together when the rank that loads has finished or
-failed.
+one of their own, over gloo, whose time-out is a parameter.
 
 Invariants: `load` runs on one rank. Where it fails every rank raises: that rank its own error, the others one that
 quotes it. Batches never run out because an epoch ended. Evaluation stays on every rank, and nothing changes where there
@@ -15,6 +14,7 @@ is one data-parallel rank (or a single controller, which is one).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -23,31 +23,27 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_balance.adapters.kit import Hook
+from megatron_balance.adapters.kit import Function, Hook
 from megatron_balance.errors import BalanceError
+from megatron_balance.runtime import gather_lengths
 
 Item = TypeVar("Item")
 
-_MAX_TEXT_NBYTES = 4096
-"""Longest error text sent to the ranks that wait; longer ones are cut."""
-
 MAX_WAIT = timedelta(days=7)
 """Longer than any rollout; a rank that dies ends the wait at once, since its connection breaks."""
+
+_TRAINER = "areal.trainer.rl_trainer:PPOTrainer"
+_COORDINATOR = "areal.infra.dist_rollout:DistRolloutCoordinator"
 
 
 class SingleRankLoad:
     """Ranks of which one loads. Every rank of the world constructs it, in the same order as its process groups.
 
     Args:
-        loads: True if this rank loads.
+        loads: True on the rank that loads.
         max_wait: time-out of the others for one load.
-
-    Raises:
-        BalanceError: on every rank: not exactly one rank loads.
     """
 
     def __init__(self, *, loads: bool, max_wait: timedelta = MAX_WAIT) -> None:
@@ -55,12 +51,6 @@ class SingleRankLoad:
         group = dist.new_group(backend="gloo", timeout=max_wait)
         assert isinstance(group, dist.ProcessGroup), "every rank of the world is a member"
         self._waiting_group = group
-        answers = [torch.zeros(1, dtype=torch.uint8) for _ in range(dist.get_world_size())]
-        dist.all_gather(answers, torch.tensor([loads], dtype=torch.uint8), group=self._waiting_group)
-        loading = [rank for rank, answer in enumerate(answers) if answer]
-        if len(loading) != 1:
-            raise BalanceError(f"single_rank_load: the ranks that load are {loading}: it must be exactly one.")
-        self._source = loading[0]
 
     def run(self, load: Callable[[], list[Item]]) -> list[Item]:
         """The result of `load` on the rank that loads; an empty list on the others, once that has finished.
@@ -68,31 +58,20 @@ class SingleRankLoad:
         Raises:
             BalanceError: on the ranks that wait, where `load` failed; the rank that loads raises what `load` did.
         """
-        if self.loads:
-            finished = False
-            try:
-                loaded = load()
-                finished = True
-                return loaded
-            finally:
-                error = sys.exc_info()[1]
-                self._broadcast("" if finished else f"{type(error).__name__}: {error}")
-        failure = _as_text(self._broadcast(""))
-        if failure:
-            raise BalanceError(f"rank {self._source}, which loads for all, failed: {failure}")
-        return []
-
-    def _broadcast(self, text: str) -> Tensor:
-        """The text of the rank that loads, as uint8 `[_MAX_TEXT_NBYTES]` filled up with zeros."""
-        message = torch.zeros(_MAX_TEXT_NBYTES, dtype=torch.uint8)
-        encoded = text.encode(errors="replace")[:_MAX_TEXT_NBYTES]
-        message[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-        dist.broadcast(message, src=self._source, group=self._waiting_group)
-        return message
-
-
-def _as_text(message: Tensor) -> str:
-    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+        if not self.loads:
+            gather_lengths([], group=self._waiting_group)
+            return []
+        problem: str | None = "it loads for all, and was stopped"
+        try:
+            loaded = load()
+            problem = None
+            return loaded
+        finally:
+            error = sys.exc_info()[1]
+            if problem and error:
+                problem = f"it loads for all, and failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(BalanceError):  # its own error is the one to raise
+                gather_lengths([], group=self._waiting_group, problem=problem)
 
 
 class IdleDataLoader:
@@ -136,10 +115,6 @@ def endless(loader: Iterable[Item]) -> Iterator[Item]:
             raise BalanceError("the data loader gives no batches: its data set is smaller than one batch.")
 
 
-_TRAINER = "areal.trainer.rl_trainer"
-_COORDINATOR = "areal.infra.dist_rollout"
-
-
 def scaled_for_one_rank(config: Any, *, dp_size: int) -> Any:
     """A copy of AReaL's rollout configuration with the capacity of all ranks on one.
 
@@ -157,11 +132,11 @@ def scaled_for_one_rank(config: Any, *, dp_size: int) -> Any:
     return scaled
 
 
-def single_rank_hooks(*, max_wait: timedelta) -> tuple[Hook, ...]:
+def single_rank_hooks(max_wait: timedelta) -> tuple[Hook, ...]:
     """The hooks of `single_rank_load`; `max_wait` is the time-out of the ranks that wait."""
     loads: WeakKeyDictionary[Any, SingleRankLoad] = WeakKeyDictionary()
 
-    def rolled_out_by_one(method: Callable[..., Any]) -> Callable[..., Any]:
+    def rolled_out_by_one(method: Function) -> Function:
         @functools.wraps(method)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             engine = self.train_engine
@@ -179,33 +154,33 @@ def single_rank_hooks(*, max_wait: timedelta) -> tuple[Hook, ...]:
 
         return wrapper
 
+    def row(owner: str, name: str, parameters: str, *, wrap: Callable[[Function], Function], why: str) -> Hook:
+        return Hook(
+            target=f"{owner}.{name}",
+            bound_in=(owner,),
+            parameters=("self", *parameters.split()),
+            wrap=wrap,
+            why=f"single_rank_load: {why}",
+            until="AReaL has single_rank_load",
+        )
+
+    waits = "one rank rolls out, and NCCL's time-out does not end the wait of the others"
     return (
-        *(
-            Hook(
-                target=f"{_COORDINATOR}:DistRolloutCoordinator.{name}",
-                bound_in=(f"{_COORDINATOR}:DistRolloutCoordinator",),
-                parameters=("self", "workflow", "group_size"),
-                wrap=rolled_out_by_one,
-                why="single_rank_load: one rank rolls out, and NCCL's time-out does not end the wait of the others",
-                until="AReaL has single_rank_load",
-            )
-            for name in ("rollout_batch", "prepare_batch")
-        ),
-        Hook(
-            target=f"{_TRAINER}:PPOTrainer._create_dataloader",
-            bound_in=(f"{_TRAINER}:PPOTrainer",),
-            parameters=("self", "dataset", "dataset_config", "rank", "world_size"),
+        row(_COORDINATOR, "rollout_batch", "workflow group_size", wrap=rolled_out_by_one, why=waits),
+        row(_COORDINATOR, "prepare_batch", "workflow group_size", wrap=rolled_out_by_one, why=waits),
+        row(
+            _TRAINER,
+            "_create_dataloader",
+            "dataset dataset_config rank world_size",
             wrap=_loaded_by_one,
-            why="single_rank_load: the rank that rolls out has the whole data loader, the others an idle one",
-            until="AReaL has single_rank_load",
+            why="the rank that rolls out has the whole data loader, the others an idle one",
         ),
-        Hook(
-            target=f"{_TRAINER}:PPOTrainer._init_rollout",
-            bound_in=(f"{_TRAINER}:PPOTrainer",),
-            parameters=("self", "rollout_config", "is_eval"),
+        row(
+            _TRAINER,
+            "_init_rollout",
+            "rollout_config is_eval",
             wrap=_with_whole_capacity,
-            why="single_rank_load: the rank that rolls out has the capacity of all",
-            until="AReaL has single_rank_load",
+            why="the rank that rolls out has the capacity of all",
         ),
     )
 
@@ -231,7 +206,7 @@ def _is_first(engine: Any) -> bool:
     return engine.is_data_parallel_head() and engine.data_parallel_rank == 0
 
 
-def _loaded_by_one(create: Callable[..., Any]) -> Callable[..., Any]:
+def _loaded_by_one(create: Function) -> Function:
     @functools.wraps(create)
     def wrapper(self: Any, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         from areal.api.cli_args import ValidDatasetConfig
@@ -247,7 +222,7 @@ def _loaded_by_one(create: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _with_whole_capacity(init: Callable[..., Any]) -> Callable[..., Any]:
+def _with_whole_capacity(init: Function) -> Function:
     @functools.wraps(init)
     def wrapper(self: Any, rollout_config: Any, is_eval: bool = False, **kwargs: Any) -> Any:
         dp_size = self.actor.data_parallel_world_size

@@ -1,41 +1,53 @@
 """Moves trajectories from the ranks that hold them to the data-parallel ranks that train on them.
 
-    1. every rank packs its trajectories into parcels
+    1. every rank packs its trajectories into bytes
     2. lengths, keys and problems of all ranks are gathered; a problem on one rank raises on every rank
-    3. the planner gives every rank the same number of trajectories, of nearly the same cost
-    4. one all-to-all moves the parcels
+    3. the planner gives every rank trajectories of nearly the same cost
+    4. one exchange moves them
 
-Ranks may hold different numbers of trajectories, and none at all: a scatter from one rank is the same call.
+A trajectory is packed by `torch.save`, and read with `weights_only`: whatever its rows, paddings and keys, and without
+running code of another rank, as unpickling could. Ranks may hold different numbers of trajectories, and none at all: a
+scatter from one rank is the same call.
 
-Invariants: every trajectory arrives on one rank, with equal bits, without the columns of padding that none of its rows
-uses; no rank raises alone; the same plan on every rank, compared by its digest.
+Invariants: every trajectory arrives on one rank, with equal bits, in memory of its own, without the columns of padding
+that none of its rows uses; no rank raises alone; the same plan on every rank, compared.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.serialization import safe_globals
+from torch.utils._pytree import tree_map_only
 
-from megatron_balance.adapters.areal.parcel import BYTES, pack_parcel, unpack_parcel
-from megatron_balance.adapters.areal.plan import ids_per_rank, plan_ranks
-from megatron_balance.adapters.areal.trajectories import (
+from megatron_balance.adapters.areal.batches import (
     MASK,
     Batch,
+    divide,
     has_entry_a_token,
     join_rows,
     row_lengths,
     trimmed,
 )
+from megatron_balance.adapters.kit.rows import exchange_rows
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.gather import check_same_schedule, gather_lengths, gather_sample_lengths
-from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
+from megatron_balance.runtime import KeySpec, SampleSchema, gather_lengths
+
+_ONE = np.zeros(1)
+NUMPY_TYPES: list[Any] = [
+    *(_ONE.__reduce__()[0], _ONE[0].__reduce__()[0], np.ndarray, np.dtype),
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefdFD"},
+]
+"""Of numpy's numbers and arrays, for torch's reader, which knows torch's and Python's own types."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,10 @@ class Redistribution:
     Attributes:
         trajectories: this rank's, by ascending id.
         ids_per_rank: `[dp_size]` ids that each rank has, ascending.
-        everything: `[num_trajectories]` with `gather_all` all of them; else None.
     """
 
     trajectories: list[Batch]
     ids_per_rank: list[list[int]]
-    everything: list[Batch] | None
 
 
 def redistribute(
@@ -58,8 +68,7 @@ def redistribute(
     *,
     group: dist.ProcessGroup,
     cost_model: CostModel,
-    ep_size: int = 1,
-    gather_all: bool = False,
+    equal_count: bool = False,
     device: torch.device | str = "cpu",
 ) -> Redistribution:
     """Balances the trajectories of all ranks; every rank of the group calls it.
@@ -69,51 +78,46 @@ def redistribute(
             empty.
         group: the data-parallel ranks.
         cost_model: what a row costs.
-        ep_size: expert-parallel ranks.
-        gather_all: give every rank all trajectories as well, at the price of that memory.
+        equal_count: as many trajectories on every rank, or one fewer; else one at least.
         device: where buffers and arriving tensors live; NCCL needs `cuda`.
 
     Raises:
         BalanceError: on every rank: a trajectory of some rank has no mask, other keys or dtypes than the others,
             or cannot be packed; there are fewer trajectories than ranks.
     """
-    problem, schema, parcels, lengths = None, None, [], []
+    problem, schema, packed, values = None, None, [], []
     try:
         lengths = [row_lengths(trajectory) for trajectory in trajectories]
         schema = _shared_schema(trajectories)
-        parcels = [pack_parcel(trimmed(trajectory), device=device) for trajectory in trajectories]
+        packed = [_pack(trimmed(trajectory)) for trajectory in trajectories]
+        values = [[parcel.numel(), *rows] for parcel, rows in zip(packed, lengths, strict=True)]
     except BalanceError as error:
         problem = str(error)
-    rows = gather_lengths(
-        [length for of_trajectory in lengths for length in of_trajectory],
-        num_segments=[len(of_trajectory) for of_trajectory in lengths],
+    gathered = gather_lengths(
+        # A trajectory is a sample of several sequences: its bytes, and its rows.
+        [value for of_trajectory in values for value in of_trajectory],
+        num_segments=[len(of_trajectory) for of_trajectory in values],
         group=group,
         schema=schema,
         problem=problem,
         device=device,
     )
     # From here on all ranks know the same, so an error raises on every one.
-    schedule = plan_ranks(
-        rows.segment_lengths,
-        num_rows=rows.num_segments,
-        dp_size=group.size(),
-        cost_model=cost_model,
-        ep_size=ep_size,
-        home_ranks=rows.home_ranks,
-    )
-    check_same_schedule(schedule.digest(), group=group, device=device)
-    per_rank = ids_per_rank(schedule)
-    if gather_all:
-        everything = _gather_parcels(parcels, group=group, device=device)
-        return Redistribution([everything[index] for index in per_rank[group.rank()]], per_rank, everything)
-    arrived = reroute_samples(
-        parcels,
-        destinations=schedule.destinations(),
-        gathered=gather_sample_lengths(parcels, group=group, device=device),
+    of_all = gathered.segments_of(np.arange(gathered.lengths.size)) or []
+    parts = divide([rows for _, *rows in of_all], dp_size=group.size(), cost_model=cost_model, equal_count=equal_count)
+    ranks = np.zeros(len(of_all), dtype=np.int64)
+    for rank, part in enumerate(parts):
+        ranks[part] = rank
+    nothing = torch.empty(0, dtype=torch.uint8)
+    (arrived,) = exchange_rows(
+        [torch.cat([nothing, *packed]).to(device)],
+        num_entries=np.array([[nbytes for nbytes, *_ in of_all]]),
+        home_ranks=gathered.home_ranks,
+        ranks=ranks,
         group=group,
-        device=device,
     )
-    return Redistribution([unpack_parcel(arrived[index]) for index in per_rank[group.rank()]], per_rank, None)
+    parcels = arrived.cpu().split([of_all[index][0] for index in parts[group.rank()]])
+    return Redistribution([_unpack(parcel, device=device) for parcel in parcels], parts)
 
 
 def distributed_batch(
@@ -125,7 +129,7 @@ def distributed_batch(
     ep_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Divides the batches that one rank loaded among all ranks of a group, and pads each rank's share together.
+    """Divides what one rank loaded among all ranks, as many batches each or one fewer, and pads each share together.
 
     A batch of several rows, such as the answers to one prompt, stays on one rank.
 
@@ -144,8 +148,30 @@ def distributed_batch(
         BalanceError: as `redistribute`.
     """
     cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
-    shared = redistribute(batches or [], group=group, cost_model=cost_model, ep_size=ep_size, device=device)
+    shared = redistribute(batches or [], group=group, cost_model=cost_model, equal_count=True, device=device)
     return join_rows(shared.trajectories)
+
+
+def _pack(content: Batch) -> torch.Tensor:
+    """The bytes of a trajectory, uint8 on the CPU. What does not read back is refused here, before it is sent."""
+    file = io.BytesIO()
+    # A view would be saved with all of the memory that it is a view of.
+    own = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), content)
+    try:
+        torch.save(own, file)
+        packed = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        _unpack(packed, device="cpu")
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise BalanceError(
+            f"a trajectory cannot travel between ranks ({str(error).splitlines()[0]}): give tensors, numpy arrays, "
+            "numbers, texts, and dicts, lists and tuples of them."
+        ) from error
+    return packed
+
+
+def _unpack(packed: torch.Tensor, *, device: torch.device | str) -> Any:
+    with safe_globals(NUMPY_TYPES):
+        return torch.load(io.BytesIO(packed.numpy().data), weights_only=True, map_location=device)
 
 
 def _shared_schema(trajectories: Sequence[Mapping[str, Any]]) -> SampleSchema | None:
@@ -170,20 +196,3 @@ def _schema(trajectory: Mapping[str, Any]) -> SampleSchema:
         else:
             keys.append(KeySpec(f"{name} (no tensor)", dtype=torch.uint8, shape=(), per_token=False))
     return SampleSchema(tuple(keys))
-
-
-def _gather_parcels(parcels: Sequence[Sample], *, group: dist.ProcessGroup, device: torch.device | str) -> list[Batch]:
-    """The trajectories of all ranks on every rank: one all_gather of bytes, each rank's filled up to the largest."""
-    gathered = gather_sample_lengths(parcels, group=group, device=device)
-    nbytes = [gathered.lengths[gathered.home_ranks == rank].tolist() for rank in range(group.size())]
-    own = torch.zeros(max(map(sum, nbytes)), dtype=torch.uint8, device=device)
-    if parcels:
-        own[: sum(nbytes[group.rank()])] = torch.cat([parcel.per_token[BYTES] for parcel in parcels])
-    of_all = torch.empty(group.size() * own.numel(), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(of_all, own, group=group)
-    return [
-        unpack_parcel(Sample({BYTES: parcel}))
-        for of_rank, sizes in zip(of_all.view(group.size(), -1), nbytes, strict=True)
-        for parcel in of_rank[: sum(sizes)].split(sizes)
-        if sizes
-    ]

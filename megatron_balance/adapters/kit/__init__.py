@@ -6,7 +6,7 @@ batch, rows on ranks, rows in micro-batches. `kit.rows`, which needs torch, move
 `tests/adapters/template` has an adapter to copy.
 """
 
-from megatron_balance.adapters.kit.installing import Adapter, find_version, launch
+from megatron_balance.adapters.kit.installing import Adapter, check_not_started, find_version, hook_row, launch
 from megatron_balance.adapters.kit.plans import RolloutSplit, agreed_microbatches, even_parts, row_costs, split_rollout
 from megatron_balance.hooking import Function, Hook, Installation
 
@@ -17,8 +17,10 @@ __all__ = [
     "Installation",
     "RolloutSplit",
     "agreed_microbatches",
+    "check_not_started",
     "even_parts",
     "find_version",
+    "hook_row",
     "launch",
     "row_costs",
     "split_rollout",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Hook, Installation, Patches, check_version, install_hooks
+from megatron_balance.hooking import Function, Hook, Installation, Patches, check_version, install_hooks
 
 Settings = TypeVar("Settings")
 
@@ -87,17 +87,55 @@ class Adapter(Installation[Settings]):
         return self
 
 
-def find_version(distribution: str, *, missing: str) -> str:
+def hook_row(
+    target: str,
+    parameters: str,
+    *,
+    wrap: Callable[[Function], Function],
+    why: str,
+    until: str,
+    also_in: Sequence[str] = (),
+) -> Hook:
+    """A row of an adapter's table: a function that is replaced where it is defined.
+
+    Args:
+        target: `module:function` or `module:Class.method`.
+        parameters: those that the wrapper relies on, with spaces between them.
+        wrap: takes the function and returns its replacement.
+        why: what the hook is for.
+        until: when it can go.
+        also_in: further modules that bind it by value.
+    """
+    module, _, name = target.partition(":")
+    owner = f"{module}:{name.rpartition('.')[0]}" if "." in name else module
+    return Hook(target, (owner, *also_in), tuple(parameters.split()), wrap, why, until)
+
+
+def find_version(distribution: str, *, missing: str | None = None) -> str | None:
     """The installed release of a distribution.
 
     Args:
         distribution: its name.
-        missing: what to say where it is not installed.
+        missing: what to say where it is not installed; None where it may be used from a source folder.
     """
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as error:
+        if missing is None:
+            return None
         raise BalanceError(missing) from error
+
+
+def check_not_started(actor_class: Any) -> None:
+    """Refuses to hook where Ray has pickled an actor's class, which keeps the functions that it started with.
+
+    Raises:
+        BalanceError: one was started in this process, in this or an earlier connection.
+    """
+    ray_metadata = getattr(actor_class, "__ray_metadata__", None)
+    if getattr(ray_metadata, "last_export_cluster_and_job", None) is not None:
+        name = getattr(ray_metadata, "class_name", "controller")
+        raise BalanceError(f"a {name} was started already: install the balancing before it starts.")
 
 
 def launch(arguments: Sequence[str], *, install: Callable[[], Any], usage: str) -> None:

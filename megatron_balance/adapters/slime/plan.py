@@ -7,8 +7,7 @@
 Invariants (slime's own, from the module docstring of slime/utils/dp_schedule.py, and more):
 
     - every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group
-    - with `strict_cap` no micro-batch of two samples or more is over the cap; without it there are never more
-      micro-batches than the tokens of the step fill, and never fewer than with it at a higher cap
+    - no micro-batch of two samples or more is over the cap
     - every kept sample is placed once; further mentions are `MaskedCopy`
     - `micro_batch_indices` of a rank, flattened, are `range(len(partition))`; no micro-batch is empty
     - ranks come costliest first in a step, as largest differencing leaves them, the micro-batches of a rank
@@ -29,13 +28,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.adapters.kit import Function, split_rollout
 from megatron_balance.adapters.slime.settings import SlimeOptions, limits_from_slime, topology_from_slime
-from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
-from megatron_balance.topology import Limits, Topology
-
-CAP_STEPS = 128
-"""Without `strict_cap`, the cap is raised in steps of this fraction of it."""
 
 SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 """`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""
@@ -164,7 +158,14 @@ def plan_rollout(
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
     num_microbatches: list[int] = []
     for samples in steps:
-        schedule = plan_step(lengths[samples], options=options, cost_model=cost_model, topology=topology, limits=limits)
+        schedule = build_data_schedule(
+            lengths[samples],
+            cost_model=cost_model,
+            topology=topology,
+            limits=limits,
+            objective=options.objective,
+            algorithm=options.algorithm,
+        )
         num_microbatches.append(schedule.num_microbatches)
         ranks = fill_with_copies(in_slime_order(schedule), lengths=schedule.lengths)
         for partition, indices, slots in zip(partitions, micro_batch_indices, ranks, strict=True):
@@ -173,46 +174,6 @@ def plan_rollout(
                 # A copy stays a MaskedCopy when it becomes a position of the rollout batch.
                 partition += [type(local)(samples[local]) for local in held]
     return partitions, micro_batch_indices, num_microbatches
-
-
-def plan_step(
-    lengths: NDArray[np.int64], *, options: SlimeOptions, cost_model: CostModel, topology: Topology, limits: Limits
-) -> DataSchedule:
-    """The plan of one optimiser step.
-
-    `lengths` are `[num_samples]` tokens.
-    """
-
-    def plan(within: Limits) -> DataSchedule:
-        return build_data_schedule(
-            lengths,
-            cost_model=cost_model,
-            topology=topology,
-            limits=within,
-            objective=options.objective,
-            algorithm=options.algorithm,
-        )
-
-    schedule = plan(limits)
-    cap = limits.max_tokens_per_gpu
-    if options.strict_cap or cap is None:
-        return schedule
-    total = int(topology.padded_seq_len(lengths).sum())
-    slots, per_slot = topology.dp_size * topology.microbatch_multiple, cap * topology.cp_size
-    fewest = max(-(-total // (per_slot * slots)), 1) * topology.microbatch_multiple
-    # The least number of steps above the cap that gives as few micro-batches, found by halving.
-    step = max(cap // CAP_STEPS, 1)
-    too_low, enough = 0, -(-total // (step * topology.cp_size))
-    if schedule.num_microbatches <= fewest:
-        return schedule
-    while enough - too_low > 1:
-        middle = (too_low + enough) // 2
-        found = plan(Limits(cap + middle * step))
-        if found.num_microbatches <= fewest:
-            schedule, enough = found, middle
-        else:
-            too_low = middle
-    return schedule if schedule.num_microbatches <= fewest else plan(Limits(cap + enough * step))
 
 
 def in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:

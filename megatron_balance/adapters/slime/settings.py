@@ -32,10 +32,6 @@ class SlimeOptions:
             config.json of `--hf-checkpoint`.
         objective: `auto` (from the parallel sizes), `step`, `microbatch` or `pipeline`.
         algorithm: `auto` or `karmarkar_karp`.
-        strict_cap: never more than `--max-tokens-per-gpu` × context-parallel size tokens in a micro-batch of
-            several samples. False counts micro-batches as slime does, by total tokens over the cap; where the
-            samples do not fit into that many, it raises the cap by the smallest step that makes them fit: fewer
-            micro-batches, more memory.
     """
 
     _: KW_ONLY
@@ -43,7 +39,6 @@ class SlimeOptions:
     model: Model | None = None
     objective: str = "auto"
     algorithm: str = "auto"
-    strict_cap: bool = True
 
     def cost_model(self, args: Any) -> CostModel:
         """The cost model for slime's arguments."""

@@ -11,7 +11,7 @@ TorchSpec's controller collects samples in a pool, and every dispatch gives each
 them in turn. The trainer pads them to the longest, and all ranks wait for the slowest.
 
     A  the samples of a dispatch are given to ranks by length (`plan.py`)
-    B  also, they are chosen among `window` dispatches' worth of the pool (`window.py`, `dispatch.py`)
+    B  also, they are chosen among `window` dispatches' worth of the pool (`window.py`, `controller.py`)
     C  also, the data set is sorted into dispatches of similar lengths beforehand (`plan.py`)
 
 Each includes the one before it. Importing the package patches nothing.
@@ -20,11 +20,14 @@ Each includes the one before it. Importing the package patches nothing.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from importlib import util
+from pathlib import Path
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook
-from megatron_balance.adapters.torchspec.actor_class import SUPPORTED_VERSIONS, check_not_started, find_version
-from megatron_balance.adapters.torchspec.dispatch import (
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, find_version, hook_row
+from megatron_balance.adapters.torchspec.controller import (
+    CONTROLLER,
     with_delays_reported,
     with_presorted_data,
     with_ranks_by_length,
@@ -33,16 +36,31 @@ from megatron_balance.adapters.torchspec.dispatch import (
 from megatron_balance.adapters.torchspec.plan import assign_ranks, bucketed_order
 from megatron_balance.adapters.torchspec.settings import Settings
 from megatron_balance.adapters.torchspec.window import DispatchWindow
+from megatron_balance.errors import BalanceError
 
 __all__ = ["DispatchWindow", "Settings", "adapter", "assign_ranks", "bucketed_order", "install", "is_installed"]
 
-_CONTROLLER = "megatron_balance.adapters.torchspec.actor_class:AsyncTrainingController"
+_CONTROLLER = "megatron_balance.adapters.torchspec.controller:AsyncTrainingController"
+
+
+def _find_version() -> str | None:
+    """The version of the TorchSpec that would be imported."""
+    spec = util.find_spec("torchspec")
+    # A folder of that name without an __init__.py has no origin.
+    if spec is None or spec.origin is None:
+        raise BalanceError("torchspec is not installed: install it from its git repository, PyPI's is a placeholder.")
+    # A checkout on PYTHONPATH has no metadata; its version is in a file beside the package.
+    version_file = Path(spec.origin).parent.parent / "version.txt"
+    if version_file.is_file():
+        return version_file.read_text().strip()
+    return find_version("torchspec", missing=f"torchspec in {spec.origin} has no version: install it with pip.")
+
 
 adapter: Adapter[Settings] = Adapter(
     "torchspec",
-    versions=SUPPORTED_VERSIONS,
+    versions=("0.1.0",),
     remedy="use that, or train without balancing",
-    find_version=find_version,
+    find_version=_find_version,
 )
 
 
@@ -56,7 +74,7 @@ def install(
     Args:
         approach: `A`, `B` or `C`, described in the package's docstring.
         window: dispatches' worth of samples to choose among in `B` and `C`: 2, 3 or 4; in `C` also 1, for none.
-        cost: `padded`, as TorchSpec trains, or `tokens`, for a trainer that packs.
+        cost: `padded`, as TorchSpec trains, or `tokens`, with `A` alone, for a trainer that packs.
         bucket_batches: dispatches of a bucket of similar lengths in `C`.
 
     Raises:
@@ -64,7 +82,11 @@ def install(
             controller has started; other settings are installed. Nothing is changed then.
     """
     settings = Settings(approach, window=window, cost=cost, bucket_batches=bucket_batches)
-    return adapter.hook(settings, lambda: _hooks(settings), check=check_not_started)
+
+    def check() -> None:
+        check_not_started(importlib.import_module(CONTROLLER).AsyncTrainingController)
+
+    return adapter.hook(settings, lambda: _hooks(settings), check=check)
 
 
 def is_installed() -> bool:
@@ -74,53 +96,45 @@ def is_installed() -> bool:
 
 def _hooks(settings: Settings) -> tuple[Hook, ...]:
     """The table of one approach."""
+
+    def row(method: str, parameters: str, *, wrap: Callable[..., Function], why: str, until: str) -> Hook:
+        wrap = functools.partial(wrap, settings=settings)
+        return hook_row(f"{_CONTROLLER}.{method}", f"self {parameters}", wrap=wrap, why=why, until=until)
+
     hooks = [
-        _hook(
+        row(
             "_partition_results",
-            parameters=("results",),
-            wrap=functools.partial(with_ranks_by_length, settings=settings),
+            "results",
+            wrap=with_ranks_by_length,
             why="gives the samples of a dispatch to ranks in turn, whatever their lengths",
             until="TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
         )
     ]
     if settings.chooses:
         hooks += [
-            _hook(
+            row(
                 "try_dispatch_batch",
-                parameters=(),
-                wrap=functools.partial(with_window, settings=settings),
+                "",
+                wrap=with_window,
                 why="takes the oldest samples of the pool, whatever their lengths",
                 until="TorchSpec chooses among the samples of its pool",
             ),
-            _hook(
+            row(
                 "get_status",
-                parameters=(),
-                wrap=functools.partial(with_delays_reported, settings=settings),
+                "",
+                wrap=with_delays_reported,
                 why="the delay that choosing costs is reported with the rest of the status",
                 until="the hook of try_dispatch_batch goes",
             ),
         ]
     if settings.approach == "C":
         hooks.append(
-            _hook(
+            row(
                 "_prepare_dataset",
-                parameters=("skip",),
-                wrap=functools.partial(with_presorted_data, settings=settings),
+                "skip",
+                wrap=with_presorted_data,
                 why="orders the prompts of an epoch, at random",
                 until="TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
             )
         )
     return tuple(hooks)
-
-
-def _hook(
-    method: str, *, parameters: tuple[str, ...], wrap: Callable[[Function], Function], why: str, until: str
-) -> Hook:
-    return Hook(
-        target=f"{_CONTROLLER}.{method}",
-        bound_in=(_CONTROLLER,),
-        parameters=("self", *parameters),
-        wrap=wrap,
-        why=why,
-        until=until,
-    )

@@ -85,8 +85,7 @@ def bucketed_order(
     lengths: Sequence[int] | NDArray[Any],
     *,
     batch_size: int,
-    num_buckets: int | None = None,
-    bucket_batches: int | None = None,
+    bucket_batches: int,
     seed: int = 0,
     epoch: int = 0,
 ) -> NDArray[np.int64]:
@@ -107,7 +106,6 @@ def bucketed_order(
     Args:
         lengths: `[num_samples]` tokens.
         batch_size: samples of a batch.
-        num_buckets: buckets of equal numbers of batches; this or `bucket_batches`.
         bucket_batches: batches of a bucket; the last bucket may have fewer. 1 is the least padding.
         seed: of all shuffling.
         epoch: another order for each.
@@ -116,27 +114,19 @@ def bucketed_order(
         `[num_samples]` int64 sample ids; batch `i` is `order[i * batch_size : (i + 1) * batch_size]`.
 
     Raises:
-        BalanceError: a size is below 1, seed or epoch is negative, or not exactly one of `num_buckets` and
-            `bucket_batches` is given.
+        BalanceError: a size is below 1, or seed or epoch is negative.
 
     Example:
         >>> bucketed_order([5, 1, 6, 2], batch_size=2, bucket_batches=1, seed=3).reshape(2, 2).tolist()
         [[0, 2], [3, 1]]
     """
-    if (num_buckets is None) == (bucket_batches is None):
-        raise BalanceError("bucketed_order takes either num_buckets or bucket_batches, not both, not neither.")
-    sizes = {"batch_size": batch_size, "num_buckets": num_buckets, "bucket_batches": bucket_batches}
-    for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or value < 1):
+    for name, value in {"batch_size": batch_size, "bucket_batches": bucket_batches}.items():
+        if value < 1:
             raise BalanceError(f"{name} is {value!r}: it must be an integer of at least 1.")
     if seed < 0 or epoch < 0:
         raise BalanceError(f"seed is {seed} and epoch {epoch}: both must be at least 0.")
     tokens = as_integers(lengths, name="lengths")
     num_batches = tokens.size // batch_size
-    if bucket_batches is None:
-        assert num_buckets is not None
-        bucket_batches = max(-(-num_batches // num_buckets), 1)
-
     random = np.random.default_rng([seed, epoch])
     shuffled = random.permutation(tokens.size)
     whole, rest = np.split(shuffled, [num_batches * batch_size])

@@ -23,7 +23,7 @@ class Settings:
         window: dispatches' worth of samples to choose among, for `B` and `C`; `C` takes 1 as well, which leaves
             dispatches in order of arrival.
         cost: measure of a rank's time. `padded`: its longest sample, which TorchSpec pads to. `tokens`: its tokens,
-            for a trainer that packs.
+            for a trainer that packs, with `A` alone: a window chooses by padding.
         bucket_batches: for `C`, dispatches that a bucket of similar lengths holds. More shuffles more and pads more.
 
     Raises:
@@ -41,6 +41,8 @@ class Settings:
             raise BalanceError(f"approach is {self.approach!r}: it must be one of {', '.join(APPROACHES)}.")
         if self.cost not in COSTS:
             raise BalanceError(f"cost is {self.cost!r}: it must be one of {', '.join(COSTS)}.")
+        if self.cost == "tokens" and self.approach != "A":
+            raise BalanceError(f"cost is 'tokens' with approach {self.approach}: give approach A, or cost padded.")
         windows = (1, *WINDOWS) if self.approach == "C" else WINDOWS
         if isinstance(self.window, bool) or self.window not in windows:
             raise BalanceError(f"window is {self.window!r}: approach {self.approach} takes one of {windows}.")

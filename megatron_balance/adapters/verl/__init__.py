@@ -27,7 +27,6 @@ def install(
     model: Model | None = None,
     *,
     cost: str | None = None,
-    keep_minibatch: bool = True,
     dispatch: bool | tuple[str, ...] = False,
 ) -> Adapter[Settings]:
     """Hook verl in this process. Installing twice with the same arguments installs once.
@@ -36,8 +35,6 @@ def install(
         model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
             `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
         cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
-        keep_minibatch: the trainers always balance inside mini-batches; False to leave it to verl's caller, which
-            does not ask for it in verl 0.9.
         dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.
 
     Raises:
@@ -46,7 +43,7 @@ def install(
     """
     from megatron_balance.adapters.verl import hooks  # loads verl
 
-    settings = Settings(choose_cost(model, cost=cost), keep_minibatch=keep_minibatch, dispatch=dispatch)
+    settings = Settings(choose_cost(model, cost=cost), dispatch=dispatch)
     return adapter.hook(settings, lambda: (*hooks.hooks(), *hooks.trainer_hooks()))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches, row_costs
+from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches, hook_row, row_costs
 from megatron_balance.adapters.verl.plan import balanced_partitions, group_balanced_partitions
 from megatron_balance.adapters.verl.settings import Settings, adapter, is_hook, while_active
 from megatron_balance.hooking import install_hooks
@@ -27,71 +27,74 @@ V1_TRAINER = "verl.trainer.ppo.v1.trainer_base"
 TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
 ENGINES = ("verl.workers.engine.utils",)
 
+Names = tuple[str, ...]
+
 _ROWS_IN_ORDER = "verl has a hook for the order of rows"
 
 
 def hooks() -> tuple[Hook, ...]:
     """The table of hooks for the modules that are loaded."""
+
+    def balancing(name: str, parameters: str, balanced: Function, *, why: str, until: str, modules: Names = ()) -> Hook:
+        # A module that was loaded while the adapter was installed before has a hook already, and keeps it.
+        loaded = (other for other in modules if other in sys.modules)
+        also_in = [other for other in loaded if not is_hook(getattr(sys.modules[other], name, None))]
+        return hook_row(
+            f"{BALANCING}:{name}",
+            parameters,
+            wrap=lambda stock: while_active(stock, balanced),
+            why=why,
+            until=until,
+            also_in=also_in,
+        )
+
+    splits = ("_split_args_kwargs_data_proto_with_auto_padding", True), ("_split_args_kwargs_data_proto", False)
     return (
-        Hook(
-            target=f"{BALANCING}:calculate_workload",
-            bound_in=_bound("calculate_workload", *TRAINERS),
-            parameters=("seqlen_list",),
-            wrap=lambda stock: while_active(stock, _calculate_workload),
+        balancing(
+            "calculate_workload",
+            "seqlen_list",
+            _calculate_workload,
             why="its factor is that of one 7B model, and its sums overflow in its input's dtype",
             until="verl takes the factor from the model",
+            modules=TRAINERS,
         ),
-        Hook(
-            target=f"{BALANCING}:get_seqlen_balanced_partitions",
-            bound_in=_bound("get_seqlen_balanced_partitions", *TRAINERS),
-            parameters=("seqlen_list", "k_partitions", "equal_size"),
-            wrap=lambda stock: while_active(stock, _get_partitions),
+        balancing(
+            "get_seqlen_balanced_partitions",
+            "seqlen_list k_partitions equal_size",
+            _get_partitions,
             why="largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
             until="verl takes a partition function",
+            modules=TRAINERS,
         ),
-        Hook(
-            target=f"{BALANCING}:get_group_balanced_partitions",
-            bound_in=(BALANCING,),
-            parameters=("seqlen_list", "uid_list", "k_partitions"),
-            wrap=lambda stock: while_active(stock, _get_group_partitions),
+        balancing(
+            "get_group_balanced_partitions",
+            "seqlen_list uid_list k_partitions",
+            _get_group_partitions,
             why="a uid that comes again counts as another group there",
             until="verl collects the rows of a uid",
         ),
-        Hook(
-            target=f"{BALANCING}:rearrange_micro_batches",
-            bound_in=_bound("rearrange_micro_batches", *ENGINES),
-            parameters=(
-                "batch",
-                "max_token_len",
-                "dp_group",
-                "num_batches_divided_by",
-                "same_micro_num_in_dp",
-                "min_num_micro_batch",
-                "use_dynamic_bsz_balance",
-                "force_group_size",
-            ),
-            wrap=lambda stock: while_active(stock, _rearrange_micro_batches),
+        balancing(
+            "rearrange_micro_batches",
+            "batch max_token_len dp_group num_batches_divided_by same_micro_num_in_dp min_num_micro_batch "
+            "use_dynamic_bsz_balance force_group_size",
+            _rearrange_micro_batches,
             why="it raises the count until largest differencing happens to fit the cap",
             until="verl takes a packing function",
+            modules=ENGINES,
         ),
         *(
-            Hook(
-                target=f"{DECORATOR}:{name}",
-                bound_in=(DECORATOR,),
-                parameters=("chunks", "args", "kwargs"),
+            hook_row(
+                f"{DECORATOR}:{name}",
+                "chunks args kwargs",
                 wrap=functools.partial(_split, pads=pads),
                 why="the only place that sees all arguments of a call before they are cut",
                 until=_ROWS_IN_ORDER,
             )
-            for name, pads in (
-                ("_split_args_kwargs_data_proto_with_auto_padding", True),
-                ("_split_args_kwargs_data_proto", False),
-            )
+            for name, pads in splits
         ),
-        Hook(
-            target=f"{WORKER_GROUP}:func_generator",
-            bound_in=(WORKER_GROUP,),
-            parameters=("self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"),
+        hook_row(
+            f"{WORKER_GROUP}:func_generator",
+            "self method_name dispatch_fn collect_fn execute_fn blocking",
             wrap=_bound_methods,
             why="it joins dispatch and collect of one call, between which the order is kept",
             until=_ROWS_IN_ORDER,
@@ -101,24 +104,23 @@ def hooks() -> tuple[Hook, ...]:
 
 def trainer_hooks() -> tuple[Hook, ...]:
     """The rows of trainers that are loaded and not hooked yet."""
-    rows = (
-        Hook(
-            target=f"{module}:{class_name}._balance_batch",
-            bound_in=(f"{module}:{class_name}",),
-            parameters=("self", "batch", "metrics", "logging_prefix", "keep_minibatch"),
+    trainers = (
+        (RAY_TRAINER, "RayPPOTrainer", False, "it sorts rows over mini-batches, which it counts in prompts"),
+        (V1_TRAINER, "PPOTrainer", True, "it does not look at keep_minibatch"),
+    )
+    return tuple(
+        hook_row(
+            f"{module}:{class_name}._balance_batch",
+            "self batch metrics logging_prefix keep_minibatch",
             wrap=functools.partial(_balance_batch, of_keys=of_keys),
             why=why,
             until="verl keeps the mini-batches it is asked to keep",
         )
-        for module, class_name, of_keys, why in (
-            (RAY_TRAINER, "RayPPOTrainer", False, "it sorts rows over mini-batches, which it counts in prompts"),
-            (V1_TRAINER, "PPOTrainer", True, "it does not look at keep_minibatch"),
-        )
+        for module, class_name, of_keys, why in trainers
         # The row of a trainer without the class is installed too, which reports what is missing.
         if module in sys.modules
         and not is_hook(getattr(getattr(sys.modules[module], class_name, None), "_balance_batch", None))
     )
-    return tuple(rows)
 
 
 def hook_trainers() -> None:
@@ -129,15 +131,6 @@ def hook_trainers() -> None:
     """
     if rows := trainer_hooks():
         adapter.add(install_hooks(rows, version=adapter.version()))
-
-
-def _bound(function: str, *modules: str) -> tuple[str, ...]:
-    """Modules in which a function of `verl.utils.seqlen_balancing` is bound: that one, and loaded ones that import it.
-
-    A module that was loaded while the adapter was installed before has a hook already, and keeps it.
-    """
-    loaded = [name for name in modules if name in sys.modules]
-    return (BALANCING, *(name for name in loaded if not is_hook(getattr(sys.modules[name], function, None))))
 
 
 # These load verl's protocol, which loads the modules that are hooked here.

@@ -143,11 +143,6 @@ def order_rows(
     return RowOrder(tuple(np.concatenate(slices) for slices in parts))
 
 
-def minibatches_in_order(num_rows: int, *, minibatch_rows: int) -> list[NDArray[np.int64]]:
-    """Mini-batches of consecutive rows, of a batch that is not cut for ranks yet. The last may be short."""
-    return [np.arange(start, min(start + minibatch_rows, num_rows)) for start in range(0, num_rows, minibatch_rows)]
-
-
 def minibatches_of_parts(num_rows: int, *, num_ranks: int, minibatch_rows: int) -> list[NDArray[np.int64]]:
     """The mini-batches that verl forms from a batch in its present order: slice i of every rank's part.
 
@@ -162,12 +157,9 @@ def minibatches_of_parts(num_rows: int, *, num_ranks: int, minibatch_rows: int) 
 
 def _whole_numbers(loads: Any) -> list[int]:
     """Python integers of an array, a tensor, or a list of numbers or of tensors' items."""
-    listed = loads.tolist() if hasattr(loads, "tolist") else [_python_number(load) for load in loads]
+    # As Python objects: sums of costs may leave int64.
+    listed = loads.tolist() if hasattr(loads, "tolist") else [np.asarray(load).item() for load in loads]
     for index, load in enumerate(listed):
         if load < 0 or load != int(load):
             raise BalanceError(f"workload {index} is {load!r}: it must be a whole number of at least 0.")
     return [int(load) for load in listed]
-
-
-def _python_number(load: Any) -> Any:
-    return load.item() if hasattr(load, "item") else load

@@ -2,7 +2,7 @@
 
     MEGATRON_BALANCE_VERL=1                                       verl's own workload formula
     MEGATRON_BALANCE_VERL="model=/models/Qwen3-8B"                FLOPs of that model
-    MEGATRON_BALANCE_VERL="cost=tokens keep_minibatch=no dispatch=compute_log_prob,compute_values"
+    MEGATRON_BALANCE_VERL="cost=tokens dispatch=compute_log_prob,compute_values"
 
 Without the variable, or with 0, it does nothing. verl swallows exceptions of a plug-in, and a rank without its hooks
 would hang the others. So an error here ends the process with its message.

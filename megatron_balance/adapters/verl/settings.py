@@ -48,13 +48,11 @@ class Settings:
 
     Attributes:
         cost_model: cost of a row from its tokens.
-        keep_minibatch: rows stay in their mini-batch, whatever verl's caller asks for.
         dispatch: balance all worker-group calls, none, or those of these methods.
     """
 
     cost_model: CostModel
     _: KW_ONLY
-    keep_minibatch: bool
     dispatch: bool | tuple[str, ...]
 
     def dispatches(self, method_name: str) -> bool:
@@ -121,14 +119,12 @@ def read_options(text: str) -> dict[str, Any]:
         key, _, value = word.partition("=")
         if key in ("model", "cost") and value:
             options[key] = value
-        elif key == "keep_minibatch" and value in _SWITCH:
-            options[key] = _SWITCH[value]
         elif key == "dispatch" and value:
             options[key] = _SWITCH[value] if value in _SWITCH else tuple(value.split(","))
         else:
             raise BalanceError(
                 f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE, "
-                "keep_minibatch=yes|no, dispatch=yes|no|METHOD,METHOD."
+                "dispatch=yes|no|METHOD,METHOD."
             )
     return options
 

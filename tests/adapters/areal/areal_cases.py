@@ -8,6 +8,7 @@ import functools
 import time
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from areal.api.cli_args import MicroBatchSpec
@@ -51,7 +52,7 @@ FAULTS = {
     "dtype": lambda rows: rows[-1].update(logprobs=rows[-1]["logprobs"].double()),
     "mask": lambda rows: rows[-1].pop("attention_mask"),
     "object": lambda rows: rows[-1].update(name=lambda: None),
-    "sparse": lambda rows: rows[-1].update(rewards=rows[-1]["rewards"].to_sparse()),
+    "text array": lambda rows: rows[-1].update(name=np.array(["a"])),
     "none": lambda rows: None,
 }
 
@@ -102,10 +103,6 @@ def load_that_fails(source):
             outcomes.append((type(error).__name__, str(error)))
     outcomes.append(single.run(lambda: ["later"]))
     return outcomes
-
-
-def ranks_that_all_load(ranks):
-    return error_of(lambda: areal.SingleRankLoad(loads=dist.get_rank() in ranks))
 
 
 @functools.cache
@@ -177,9 +174,9 @@ def coordinate(lengths, method, single_rank_load, fails_on=None, without_mask_on
     return {"calls": engine.calls, **found}
 
 
-def redistribute_as_areal_does(lengths, gather_all):
+def redistribute_as_areal_does(lengths):
     """AReaL's function, hooked, with AReaL's result."""
-    installed = areal.install(gather_all=gather_all)
+    installed = areal.install()
     own = lengths[dist.get_rank()]
     result = dist_rollout.redistribute_trajectories(
         [make_trajectory(100 * dist.get_rank() + number, rows) for number, rows in enumerate(own)],

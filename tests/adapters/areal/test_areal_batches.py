@@ -59,9 +59,11 @@ def variation(batches, cost_model=None) -> float:
 
 
 def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
-    """R44. Means over 50 batches. At dp 16 a rank has two rows: the longest with the shortest is the best there is."""
+    """R44. Means over 50 batches. At dp 16 a rank has two rows: the longest with the shortest is the best there is, and
+    AReaL's own `kk`, of any number of rows a rank, has 0.0454.
+    """
     flops = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
-    loaded, by_tokens, by_flops, of_16 = [], [], [], []
+    loaded, by_tokens, by_flops, of_16, free = [], [], [], [], []
     for seed in range(50):
         batches = drawn(seed, dp_size=4)
         loaded.append(variation(batches))
@@ -70,10 +72,12 @@ def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
         by_tokens.append((variation(balanced), variation(balanced, flops)))
         by_flops.append(variation(areal.balance_batch(batches, 4, model="Qwen3-8B"), flops))
         of_16.append(variation(areal.balance_batch(drawn(seed, dp_size=16), 16)))
+        free.append(variation(areal.balance_batch(drawn(seed, dp_size=16), 16, equal_count=False)))
     assert np.mean(loaded) > 0.1
     assert np.mean(by_tokens, axis=0)[0] <= 0.0009
     assert np.mean(by_flops) <= 0.0009 < np.mean(by_tokens, axis=0)[1]
     assert np.mean(of_16) <= 0.051
+    assert np.mean(free) <= 0.0452
 
 
 @pytest.mark.parametrize(

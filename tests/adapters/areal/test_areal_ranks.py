@@ -16,8 +16,6 @@ def check_moved(results, lengths):
     for result, ids in zip(results, ids_per_rank, strict=True):
         assert result["ids_per_rank"] == ids_per_rank
         assert result["digests"] == [expected[index] for index in ids]
-    if len(flat) % len(lengths) == 0:
-        assert {len(ids) for ids in ids_per_rank} == {len(flat) // len(lengths)}
     assert all(ids_per_rank)
     return [sum(sum(flat[index]) for index in ids) for ids in ids_per_rank]
 
@@ -52,8 +50,8 @@ def test_tokens_come_out_even(world):
         ("own key", "reward_model"),
         ("dtype", "float64"),
         ("mask", "attention_mask is a NoneType"),
-        ("object", "cannot travel"),
-        ("sparse", "sparse"),
+        ("object", "cannot travel between ranks"),
+        ("text array", "cannot travel between ranks"),
     ],
 )
 def test_what_is_wrong_on_one_rank_raises_on_all(world, fault, text):
@@ -94,15 +92,12 @@ def test_a_load_that_fails_raises_on_all_and_the_next_one_works(world):
             assert first == ("KeyError", "'prompt 0'")
             assert third == ["later"]
         else:
-            assert first == ("BalanceError", "rank 1, which loads for all, failed: KeyError: 'prompt 0'")
+            assert first == (
+                "BalanceError",
+                "rank 1 cannot go on. rank 1: it loads for all, and failed: KeyError: 'prompt 0'",
+            )
             assert second[0] == "BalanceError"
             assert third == []
-
-
-@pytest.mark.parametrize("ranks", [[], [0, 2]])
-def test_exactly_one_rank_loads(world, ranks):
-    message = same_error(world("ranks_that_all_load", ranks=ranks))
-    assert f"the ranks that load are {ranks}" in message
 
 
 def lengths_of_heads(*counts):
@@ -130,7 +125,8 @@ def test_the_coordinator_gives_every_head_its_share(world, method, counts, singl
     for result in results:
         expected = [trajectory_digest(make_trajectory(number, rolled_out[number])) for number in result["ids"]]
         assert result["digests"] == expected
-    assert abs(len(results[0]["ids"]) - len(results[2]["ids"])) <= 1
+    tokens = [sum(map(sum, (rolled_out[number] for number in results[head]["ids"]))) for head in (0, 2)]
+    assert max(tokens) <= 1.1 * min(tokens)
 
 
 def test_a_rollout_that_fails_raises_on_every_rank(world):
@@ -145,7 +141,7 @@ def test_a_rollout_that_fails_raises_on_every_rank(world):
     assert own == "ConnectionError: the inference server is gone"
     for error in others:
         assert error.startswith("BalanceError: ")
-        assert f"rank 0, which loads for all, failed: {own}" in error
+        assert f"it loads for all, and failed: {own}" in error
     assert [result["ranks"] for result in results] == [4] * 4
 
 
@@ -161,18 +157,17 @@ def test_what_one_head_finds_wrong_raises_on_ranks_without_data_too(world):
     assert all("attention_mask" in result["error"] for result in results)
 
 
-@pytest.mark.parametrize("gather_all", [False, True])
-def test_the_result_is_areals(world, gather_all):
+def test_the_result_is_areals_without_what_other_ranks_have(world):
     lengths = [[[3, 5]], [[2], [9]], [[7]], [[1, 1, 1]]]
     ids = [0, 100, 101, 200, 300]
-    results = world("redistribute_as_areal_does", lengths=lengths, gather_all=gather_all)
+    results = world("redistribute_as_areal_does", lengths=lengths)
     assert sorted(index for part in results[0]["group_indices"] for index in part) == [0, 1, 2, 3, 4]
     for rank, result in enumerate(results):
         own = results[0]["group_indices"][rank]
         assert (result["type"], result["rank"]) == ("RedistributedData", rank)
         assert result["group_indices"] == results[0]["group_indices"]
         assert result["ids"] == [ids[index] for index in own]
-        assert result["all"] == [ids[index] if gather_all or index in own else None for index in range(5)]
+        assert result["all"] == [ids[index] if index in own else None for index in range(5)]
 
 
 def test_a_padded_batch_is_split_alike_on_every_rank(world):

@@ -55,8 +55,8 @@ def test_install_binds_everywhere_and_undo_restores() -> None:
 @pytest.mark.usefixtures("rollout")
 def test_another_choice_needs_undo_first() -> None:
     slime.install()
-    with pytest.raises(BalanceError, match=r"hooked already .*strict_cap=True.* undo"):
-        slime.install(strict_cap=False)
+    with pytest.raises(BalanceError, match=r"hooked already .*algorithm='auto'.* undo"):
+        slime.install(algorithm="karmarkar_karp")
 
 
 def test_masked_copies_carry_no_loss(rollout: types.ModuleType) -> None:
@@ -115,10 +115,10 @@ def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_too_late_is_refused(rollout: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has pickled the actor's class."""
-    metadata = types.SimpleNamespace(last_export_cluster_and_job="session")
+    metadata = types.SimpleNamespace(last_export_cluster_and_job="session", class_name="RolloutManager")
     monkeypatch.setattr(rollout, "RolloutManager", types.SimpleNamespace(__ray_metadata__=metadata))
     before = bound()
-    with pytest.raises(BalanceError, match="before create_rollout_manager"):
+    with pytest.raises(BalanceError, match="RolloutManager was started already"):
         slime.install()
     assert bound() == before
     assert not slime.is_installed()

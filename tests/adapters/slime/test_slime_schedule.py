@@ -215,17 +215,10 @@ def test_dynamic_batches_need_a_cap() -> None:
         plan([10] * 8, args=qwen3_4b(max_tokens_per_gpu=None))
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-def test_without_a_strict_cap_micro_batches_are_as_few_as_slime_counts(pickled: bool) -> None:
-    """A Ray actor gets the function pickled with its choice, not by the name of the function that it replaces."""
-    lengths = [6000] * 4 + [3200] * 4
-    assert plan(lengths, strict_cap=False) == plan(lengths)  # one of 9200 each: the cap holds, and is not raised
-    lengths = [6000] * 5 + [100]
-    strict, loose = plan(lengths, pickled=pickled), plan(lengths, strict_cap=False, pickled=pickled)
-    assert (strict[2], loose[2]) == ([2], [1])
-    check(strict, lengths)
-    check(loose, lengths, cap=12100)
-    assert sorted(len(partition) for partition in loose[0]) == [1, 1, 2, 2]
+def test_a_ray_actor_gets_the_function_with_its_options() -> None:
+    """It is pickled by value, not by the name of the function that it replaces."""
+    lengths = synthetic_lengths("code_files", num_samples=64, seed=4).clip(max=9216).tolist()
+    assert plan(lengths, cost="tokens", pickled=True) == plan(lengths, cost="tokens") != plan(lengths)
 
 
 def test_a_cost_and_a_model_of_ones_own() -> None:

@@ -26,7 +26,6 @@ def bytes_in(pool):
         {"approach": "A"},
         {"approach": "B", "window": 2},
         {"approach": "B", "window": 4},
-        {"approach": "B", "window": 3, "cost": "tokens"},
         {"approach": "C", "window": 1},
         {"approach": "C", "window": 2},
     ],

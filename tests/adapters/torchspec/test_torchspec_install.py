@@ -67,6 +67,7 @@ def test_installing_twice_installs_once_and_never_other_settings(install, upstre
         ({"approach": "B", "window": 1}, "window is 1"),
         ({"approach": "B", "window": 5}, "window is 5"),
         ({"approach": "A", "cost": "flops"}, "cost is 'flops'"),
+        ({"approach": "B", "cost": "tokens"}, "cost is 'tokens' with approach B"),
         ({"approach": "C", "bucket_batches": 0}, "bucket_batches is 0"),
     ],
 )

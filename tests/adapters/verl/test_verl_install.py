@@ -109,7 +109,7 @@ def test_the_variable_installs_it_by_the_entry_point(entry_points):
         "print(seqlen_balancing.calculate_workload(torch.tensor([100])).tolist())"
     )
     variables = {"PYTHONPATH": entry_points, "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform"}
-    found = run(code, MEGATRON_BALANCE_VERL="model=Qwen3-8B keep_minibatch=no dispatch=infer,train", **variables)
+    found = run(code, MEGATRON_BALANCE_VERL="model=Qwen3-8B dispatch=infer,train", **variables)
     assert found.stdout.strip() == str(QWEN3_8B), found.stderr
 
 

@@ -71,17 +71,6 @@ def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
     assert metrics["global_seqlen/balanced_max"] < metrics["global_seqlen/max"]
 
 
-def test_rows_may_change_their_mini_batch_where_no_one_keeps_them():
-    with installed(keep_minibatch=False):
-        trainer = trainer_of(ppo_mini_batch_size=16)
-        free, _ = balance(trainer)
-        kept, _ = balance(trainer, keep_minibatch=True)
-    loads = work(LENGTHS[free.reshape(DP_SIZE, -1)]).sum(axis=1)
-    assert loads.max() <= 1.005 * loads.mean()
-    assert set(slices_of(free, minibatch_rows=16)[0].reshape(-1)) != set(range(16))
-    assert set(slices_of(kept, minibatch_rows=16)[0].reshape(-1)) == set(range(16))
-
-
 @pytest.mark.usefixtures("adapter")
 def test_62_rows_over_4_ranks():
     rows, _ = balance(trainer_of(ppo_mini_batch_size=62), lengths=LENGTHS[:62])

@@ -1,4 +1,9 @@
-"""Wraps the methods of TorchSpec's controller that assign, dispatch and order samples.
+"""Finds the class of TorchSpec's controller, and wraps its methods that assign, dispatch and order samples.
+
+`@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which it
+wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts. Patches
+made before that reach the actor, but only those on the subclass: its methods hide those of the plain class.
+`AsyncTrainingController` of this module is that subclass, so that a hook can name it.
 
 `try_dispatch_batch`, with a window before it (approach B):
 
@@ -16,6 +21,7 @@ deadlocks where the pool may not grow to the window; at the end of data all whol
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 from megatron_balance.adapters.kit import Function
@@ -23,9 +29,24 @@ from megatron_balance.adapters.torchspec.plan import assign_ranks, bucketed_orde
 from megatron_balance.adapters.torchspec.settings import Settings
 from megatron_balance.adapters.torchspec.window import DispatchWindow
 
+CONTROLLER = "torchspec.controller.training_controller"
+
 MAX_IDLE_CALLS = 500
 """Calls of `try_dispatch_batch` without a new sample after which the pool is taken as it is. TorchSpec's loop calls
 every 10 ms, and considers the data exhausted after the same number."""
+
+
+def __getattr__(name: str) -> Any:
+    """`AsyncTrainingController`, looked up on access: importing this module does not import TorchSpec."""
+    if name != "AsyncTrainingController":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    controller = getattr(importlib.import_module(CONTROLLER), name, None)
+    ray_metadata = getattr(controller, "__ray_metadata__", None)
+    if ray_metadata is None:
+        return controller  # Ray's decorator was switched off.
+    # Where Ray does not trace, the subclass has no methods of its own.
+    modified = ray_metadata.modified_class
+    return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
 
 
 def with_ranks_by_length(partition_results: Function, *, settings: Settings) -> Function:
@@ -70,12 +91,7 @@ class _HeldDispatch:
     """One controller's window, and the number of calls that were held back."""
 
     def __init__(self, controller: Any, *, settings: Settings) -> None:
-        self.window = DispatchWindow(
-            settings.window,
-            dispatch_batch_size=controller.dispatch_batch_size,
-            dp_size=controller.dp_size,
-            cost=settings.cost,
-        )
+        self.window = DispatchWindow(settings.window, dispatch_batch_size=controller.dispatch_batch_size)
         self.num_held_calls = 0
         self._idle_calls = 0
         self._last_pool_size = 0
@@ -138,11 +154,10 @@ def with_delays_reported(get_status: Function, *, settings: Settings) -> Functio
     @functools.wraps(get_status)
     def wrapper(controller: Any) -> dict[str, Any]:
         held = _held_dispatch(controller, settings)
-        delays = held.window.metrics()
         return {
             **get_status(controller),
-            "balance_max_delay_dispatches": delays.max_delay,
-            "balance_mean_delay_dispatches": delays.mean_delay,
+            "balance_max_delay_dispatches": held.window.max_delay_seen,
+            "balance_mean_delay_dispatches": held.window.mean_delay,
             "balance_delay_limit_dispatches": held.window.max_delay,
             "balance_held_calls": held.num_held_calls,
         }
