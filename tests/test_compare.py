@@ -132,7 +132,7 @@ def test_policies_are_those_that_can_be_judged(lengths_file: Path, calibration_f
 
     tokens = ["stock", "packed", "balance-data"]
     assert names() == tokens
-    assert names("--model", "Qwen3-8B") == [*tokens, "by-flops", "by-flops, dynamic CP"]
+    assert names("--model", "Qwen3-8B") == [*tokens, "by-flops", "dynamic-cp"]
     assert names("--cost", calibration_file) == [*tokens, "calibrated"]
     # Sliding windows: training refuses dynamic sizes.
     assert names("--model", "gpt-oss-20b") == [*tokens, "by-flops"]
@@ -151,7 +151,7 @@ def test_training_understands_every_policys_flags(lengths_file: Path, calibratio
     assert parsed["packed"].max_tokens_per_gpu == 8192
     assert parsed["by-flops"].balance_by_flops
     assert parsed["calibrated"].balance_cost == str(calibration_file)
-    assert parsed["calibrated, dynamic CP"].balance_context_parallel
+    assert parsed["dynamic-cp"].balance_context_parallel
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_dynamic_sizes_are_judged_like_one_size(lengths_file: Path, tmp_path: Pa
     nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2
     exchange = round(nbytes * 400e12 / 450e9)
     dynamic = [leaf_cost(batch, exchange=exchange) for batch in batches]
-    gain = policies["by-flops, dynamic CP"]["speedup"] / policies["by-flops"]["speedup"]
+    gain = policies["dynamic-cp"]["speedup"] / policies["by-flops"]["speedup"]
     assert gain == pytest.approx(sum(rank_cost(batch, exchange=exchange) for batch in batches) / sum(dynamic))
-    assert policies["by-flops, dynamic CP"]["seconds_per_step"] == pytest.approx(np.mean(dynamic) / 400e12)
-    assert policies["by-flops"]["mean_cp_size"] == 2 > policies["by-flops, dynamic CP"]["mean_cp_size"]
+    assert policies["dynamic-cp"]["seconds_per_step"] == pytest.approx(np.mean(dynamic) / 400e12)
+    assert policies["by-flops"]["mean_cp_size"] == 2 > policies["dynamic-cp"]["mean_cp_size"]
 
 
 def test_what_fits_is_advised_before_what_is_fast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,9 +245,9 @@ def test_what_fits_is_advised_before_what_is_fast(tmp_path: Path, capsys: pytest
     content = figures_of(tmp_path, *arguments)
     policies, advice = content["policies"], content["advice"]
     assert policies["by-flops"]["cap_headroom"] < -1
-    assert policies["by-flops, dynamic CP"]["cap_headroom"] >= 0
-    assert (advice["policy"], advice["fits"]) == ("by-flops, dynamic CP", True)
-    assert "only by-flops, dynamic CP keeps every micro-batch under it" in capsys.readouterr().out
+    assert policies["dynamic-cp"]["cap_headroom"] >= 0
+    assert (advice["policy"], advice["fits"]) == ("dynamic-cp", True)
+    assert "only dynamic-cp keeps every micro-batch under it" in capsys.readouterr().out
 
 
 @given(

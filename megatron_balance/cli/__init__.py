@@ -41,7 +41,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong flag in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
-        raise BalanceError(f"{message} (see {self.prog} --help)")
+        # argparse says "argument --flag: what is wrong".
+        raise BalanceError(f"{message.removeprefix('argument ').replace(': ', ' ', 1)} (see {self.prog} --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -25,19 +25,13 @@ class GlobalBatch:
     Attributes:
         segment_lengths: `[sum(num_segments)]` int64 original tokens of each sequence.
         num_segments: `[num_samples]` int64 sequences of each sample.
-        loaded_by: `[num_samples]` int64 rank that loaded each sample; None for Megatron's own sampler.
+        home_ranks: `[num_samples]` int64 rank that loads each sample.
     """
 
     segment_lengths: NDArray[np.int64]
     _: KW_ONLY
     num_segments: NDArray[np.int64]
-    loaded_by: NDArray[np.int64] | None = None
-
-    def home_ranks(self, dp_size: int) -> NDArray[np.int64]:
-        """The rank that loads each sample, `[num_samples]`: Megatron's sampler deals them out one by one."""
-        if self.loaded_by is not None:
-            return self.loaded_by
-        return np.arange(self.num_segments.size, dtype=np.int64) % dp_size
+    home_ranks: NDArray[np.int64]
 
 
 def lengths_of(source: str, *, key: str | None, shuffle: int | None, most: int) -> NDArray[np.int64]:
@@ -64,7 +58,7 @@ def lengths_of(source: str, *, key: str | None, shuffle: int | None, most: int) 
     return lengths
 
 
-def cut(lengths: NDArray[np.int64], *, global_batch_size: int, steps: int | None) -> list[GlobalBatch]:
+def cut(lengths: NDArray[np.int64], *, global_batch_size: int, steps: int | None, dp_size: int) -> list[GlobalBatch]:
     """Global batches in order; an incomplete last one is left out, as Megatron's sampler does."""
     num_full = lengths.size // global_batch_size
     if num_full < (steps or 1):
@@ -74,7 +68,11 @@ def cut(lengths: NDArray[np.int64], *, global_batch_size: int, steps: int | None
         )
     one_each = np.ones(global_batch_size, dtype=np.int64)
     return [
-        GlobalBatch(lengths[step * global_batch_size :][:global_batch_size], num_segments=one_each)
+        GlobalBatch(
+            lengths[step * global_batch_size :][:global_batch_size],
+            num_segments=one_each,
+            home_ranks=_dealt(global_batch_size, dp_size=dp_size),
+        )
         for step in range(num_full if steps is None else steps)
     ]
 
@@ -87,8 +85,15 @@ def recorded_batches(record: RunRecord, *, dp_size: int) -> list[GlobalBatch]:
             step.segment_lengths,
             num_segments=step.num_segments,
             # Home ranks that were not recorded are zeros.
-            loaded_by=step.home_ranks if kept and step.home_ranks.any() else None,
+            home_ranks=step.home_ranks
+            if kept and step.home_ranks.any()
+            else _dealt(step.num_segments.size, dp_size=dp_size),
         )
         for step in record.steps
         if step.segment_lengths.size
     ]
+
+
+def _dealt(num_samples: int, *, dp_size: int) -> NDArray[np.int64]:
+    """The rank that loads each sample: Megatron's sampler deals them out one by one."""
+    return np.arange(num_samples, dtype=np.int64) % dp_size

@@ -12,14 +12,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_balance.cli.advice import Recommendation, recommend
 from megatron_balance.cli.batches import SYNTHETIC_STEPS, GlobalBatch, cut, lengths_of, recorded_batches
 from megatron_balance.cli.costs import Costs
-from megatron_balance.cli.output import check_writable, print_table, progress_bar
-from megatron_balance.cli.policies import Figures, Policy, PolicyResult, Question
+from megatron_balance.cli.output import check_writable, count, print_table
+from megatron_balance.cli.policies import Policy, PolicyResult, Question
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.cost.profiles import profiles
 from megatron_balance.errors import BalanceError
@@ -57,23 +58,18 @@ policies (their flags are printed below the table):
   balance-data  samples move, ranks are made even in tokens
   by-flops      samples move, ranks are made even in FLOPs of --model
   calibrated    samples move, ranks are made even in the seconds of --cost seconds.json
-  dynamic CP    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
+  dynamic-cp    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
                 where training does not refuse it
 
 columns, means over the steps:
-  step s         predicted time of a step, forward and backward. Shown where its speed is known: --device,
-                 a seconds.json, or a recorded run that was measured
+  step s         predicted time, forward and backward; with --device, a seconds.json, or a record that was measured
   tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
   speed          predicted time under stock over this policy's
   imbalance      slowest over mean; 1.000 is even. Ranks wait for one another once a step; with expert parallelism in
                  every micro-batch; in a pipeline at its end, whose bubble is not counted
   over bound     predicted time above a lower bound that no schedule can beat
-  padding        padding for context and sequence parallelism, of all tokens run
-  headroom       room below the token cap in the fullest micro-batch of all steps, in tokens, not in bytes; below 0:
-                 one sample is longer than the cap
+  headroom       room below the token cap in the fullest micro-batch of all steps; below 0: one sample is longer
   CP             ranks that share a token by context parallelism
-  micro-batches  of one rank in one step
-  plan ms        time to plan one step
 
 With --model each context-parallel rank receives the keys, values and gradients of the others, at one size and with
 dynamic CP; no overlap with attention is assumed, so this is an upper bound on its time. With --tp-size activations are
@@ -100,25 +96,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shuffle", nargs="?", type=int, const=0, metavar="SEED", help="shuffle the lengths first, by this seed (0)"
     )
     group = parser.add_argument_group("batch")
-    group.add_argument("--global-batch-size", type=int, metavar="N", help="samples a step")
+    group.add_argument("--global-batch-size", type=count, metavar="N", help="samples a step")
     group.add_argument(
         "--max-tokens-per-gpu",
-        type=int,
+        type=count,
         metavar="T",
         help="tokens a GPU may hold in a micro-batch; longer samples run alone",
     )
     group.add_argument(
         "--steps",
-        type=int,
+        type=count,
         metavar="K",
         help=f"global batches to plan (default: all, but at most {MAX_SAMPLES} samples)",
     )
     group = parser.add_argument_group("ranks, as in Megatron")
-    group.add_argument("--dp-size", type=int, metavar="D", help="data-parallel ranks")
-    group.add_argument("--cp-size", type=int, metavar="C", help="context-parallel ranks (default: 1)")
-    group.add_argument("--tp-size", type=int, metavar="P", help="tensor-parallel ranks (default: 1)")
-    group.add_argument("--pp-size", type=int, metavar="P", help="pipeline stages (default: 1)")
-    group.add_argument("--ep-size", type=int, metavar="E", help="expert-parallel ranks (default: 1)")
+    group.add_argument("--dp-size", type=count, metavar="D", help="data-parallel ranks")
+    group.add_argument("--cp-size", type=count, metavar="C", help="context-parallel ranks (default: 1)")
+    group.add_argument("--tp-size", type=count, metavar="P", help="tensor-parallel ranks (default: 1)")
+    group.add_argument("--pp-size", type=count, metavar="P", help="pipeline stages (default: 1)")
+    group.add_argument("--ep-size", type=count, metavar="E", help="expert-parallel ranks (default: 1)")
     group = parser.add_argument_group("cost")
     group.add_argument(
         "--model", metavar="MODEL", help="preset name, or a Hugging Face config.json; its FLOPs are the cost"
@@ -154,8 +150,9 @@ def run(args: argparse.Namespace) -> int:
     costs = Costs(args.cost, args.model, record, args.device)
     question = Question(costs, topology, limits, objective=None if record is None else record.info.objective)
     policies = question.policies()
-    if args.policy is not None:
-        _named([policy.name for policy in policies], name=args.policy)
+    names = [policy.name for policy in policies]
+    if args.policy not in (None, *names):
+        raise BalanceError(f"--policy is {args.policy!r}: it must be one of {', '.join(names)}.")
     check_writable(args.json, flag="--json")
     batches = _batches(args, record=record, dp_size=topology.dp_size)
     print(_inputs(batches, cost=costs.text(topology)))
@@ -163,24 +160,22 @@ def run(args: argparse.Namespace) -> int:
     refusal = question.why_not_dynamic() if costs.name != "tokens" else None
     for note in filter(None, (costs.extrapolation(longest), refusal and f"dynamic CP is not compared: {refusal}")):
         print(f"Note: {note}")
-    with progress_bar("planning", total=len(policies) * len(batches)) as after_step:
-        results = [question.plan(policy, batches, after_step=after_step) for policy in policies]
+    results = [question.plan(policy, batches) for policy in policies]
     advice = recommend(results)
     shown = [result.figures(stock=results[0]) for result in results]
     if record is not None and topology == _at_one_size(record.info.topology):
         shown.insert(1, question.as_it_ran(record, batches).figures(stock=results[0]))
-    _print_policies(shown, question=question, advised=advice.policy)
+    _print_policies(shown, question=question)
     if costs.measured_imbalance is not None:
         print(f"Measured in the run: slowest over mean {costs.measured_imbalance:.3f}.")
     print("Recommendation, predicted by " + ("seconds:" if costs.in_seconds else f"{costs.name}:"))
     for sentence in advice.sentences:
         print(f"  {sentence}")
-    names = [result.policy.name for result in results]
     if costs.rates is not None and advice.policy != results[0].policy.name:
-        advised = results[names.index(advice.policy)].policy
+        advised = policies[names.index(advice.policy)]
         gains = [_gain(question, advised, batches, factor=factor) for factor in (0.5, 2.0)]
         print("  Planned so, and were attention at half or twice that rate: {:.2f}x, {:.2f}x.".format(*gains))
-    chosen = results[names.index(advice.policy) if args.policy is None else _named(names, name=args.policy)]
+    chosen = results[names.index(args.policy or advice.policy)]
     if args.policy is not None:
         _print_plan(chosen)
     if args.json is not None:
@@ -195,28 +190,12 @@ def run(args: argparse.Namespace) -> int:
 def _gain(question: Question, policy: Policy, batches: Sequence[GlobalBatch], *, factor: float) -> float:
     """Speed-up over stock of plans as they are, where attention runs at a multiple of the device's rate."""
     judged = replace(question, costs=replace(question.costs, attention_factor=factor))
-    stock, planned = (judged.plan(each, batches, after_step=lambda: None) for each in (question.policies()[0], policy))
-    return planned.figures(stock=stock).speedup
-
-
-_COUNTS = (
-    "global_batch_size",
-    "max_tokens_per_gpu",
-    "steps",
-    "dp_size",
-    "cp_size",
-    "tp_size",
-    "pp_size",
-    "ep_size",
-)
+    stock, planned = (judged.plan(each, batches) for each in (question.policies()[0], policy))
+    return stock.seconds / planned.seconds if planned.seconds else 1.0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Wrong flags are reported before any work."""
-    for name in _COUNTS:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise BalanceError(f"--{name.replace('_', '-')} is {value}: it must be at least 1.")
     if args.shuffle is not None and args.shuffle < 0:
         raise BalanceError(f"--shuffle is {args.shuffle}: the seed must be 0 or more.")
     if not is_record(Path(args.lengths)):
@@ -259,7 +238,7 @@ def _batches(args: argparse.Namespace, *, record: RunRecord | None, dp_size: int
     else:
         most = (args.steps or SYNTHETIC_STEPS) * size
         lengths = lengths_of(args.lengths, key=args.key, shuffle=args.shuffle, most=most)
-        batches = cut(lengths, global_batch_size=size, steps=args.steps)
+        batches = cut(lengths, global_batch_size=size, steps=args.steps, dp_size=dp_size)
     samples = np.cumsum([batch.num_segments.size for batch in batches])
     planned = args.steps or max(int((samples <= MAX_SAMPLES).sum()), 1)
     if args.steps is None and planned < len(batches):
@@ -277,45 +256,29 @@ def _inputs(batches: Sequence[GlobalBatch], *, cost: str) -> str:
     )
 
 
-def _print_policies(shown: Sequence[Figures], *, question: Question, advised: str) -> None:
-    """Print one row per policy, stock first, and the flags of each. `advised`: name of the policy to highlight."""
+def _print_policies(shown: Sequence[dict[str, Any]], *, question: Question) -> None:
+    """Print one row per policy, stock first, and the flags of each."""
     timed, waiting = question.costs.in_seconds, question.waiting
     columns = ["policy", *(["step s", "tokens/s/GPU"] if timed else []), "speed", "imbalance", "over bound", "padding"]
     rows = [
         [
-            one.name,
-            *([f"{one.seconds_per_step:.4g}", f"{one.tokens_per_second_per_gpu:.0f}"] if timed else []),
-            f"{one.speedup:.2f}x",
-            f"{getattr(one, f'{waiting}_imbalance'):.3f}",
-            f"+{one.over_bound:.1%}",
-            f"{one.padding:.1%}",
-            f"{one.cap_headroom:.1%}",
-            f"{one.mean_cp_size:.1f}",
-            f"{one.num_microbatches:.1f}",
-            f"{one.plan_seconds * 1e3:.1f}",
+            one["name"],
+            *([f"{one['seconds_per_step']:.4g}", f"{one['tokens_per_second_per_gpu']:.0f}"] if timed else []),
+            f"{one['speedup']:.2f}x",
+            f"{one[f'{waiting}_imbalance']:.3f}",
+            f"+{one['over_bound']:.1%}",
+            f"{one['padding']:.1%}",
+            f"{one['cap_headroom']:.1%}",
+            f"{one['mean_cp_size']:.1f}",
+            f"{one['num_microbatches']:.1f}",
+            f"{one['plan_seconds'] * 1e3:.1f}",
         ]
         for one in shown
     ]
-    names = [one.name for one in shown]
-    print_table([*columns, "headroom", "CP", "micro-batches", "plan ms"], rows, emphasized=names.index(advised))
+    print_table([*columns, "headroom", "CP", "micro-batches", "plan ms"], rows)
     print("Flags:")
     for one in shown[1:]:
-        print(f"  {one.name:<{max(map(len, names))}}  {one.flags}")
-
-
-def _named(names: Sequence[str], *, name: str) -> int:
-    """Index of a name of the table, also with hyphens for commas and spaces, or the end of it.
-
-    Raises:
-        BalanceError: there is none of this name, or there are several.
-    """
-    hyphened = [one.replace(", ", "-").replace(" ", "-").lower() for one in (*names, name)]
-    *known, wanted = hyphened
-    found = [index for index, one in enumerate(known) if one == wanted]
-    found = found or [index for index, one in enumerate(known) if one.endswith(f"-{wanted}")]
-    if len(found) != 1:
-        raise BalanceError(f"--policy is {name!r}: it must be one of {', '.join(known)}.")
-    return found[0]
+        print(f"  {one['name']:<{max(len(each['name']) for each in shown)}}  {one['flags']}")
 
 
 def _print_plan(result: PolicyResult) -> None:
@@ -353,12 +316,11 @@ def _print_groups(step: StepRecord) -> None:
         print(f"and {step.num_microbatches - MAX_SLOTS} slots more")
 
 
-def _write(out: Path, chosen: PolicyResult, *, shown: Sequence[Figures], advice: Recommendation) -> None:
+def _write(out: Path, chosen: PolicyResult, *, shown: Sequence[dict[str, Any]], advice: Recommendation) -> None:
     """A record of one policy's plan, with a line for the figures of every policy and one for the advice."""
     info: RunInfo = chosen.setting
     lines = [info.line(), *(line_of(step, cost_model=info.cost_model) for step in chosen.steps)]
-    lines += [{"kind": "policy", **asdict(one)} for one in shown]
-    lines.append({"kind": "advice", **asdict(advice)})
+    lines += [*shown, {"kind": "advice", **asdict(advice)}]
     try:
         out.write_bytes(b"".join(map(text_of, lines)))
     except OSError as error:

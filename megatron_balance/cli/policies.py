@@ -5,7 +5,7 @@ packed         every rank packs the samples it loaded, up to the token cap
 balance-data   samples move; ranks are made even in tokens
 by-flops       samples move; ranks are made even in FLOPs of the model
 calibrated     samples move; ranks are made even in the seconds of --cost seconds.json
-dynamic CP     the last of these, each micro-batch with a context-parallel size of its own
+dynamic-cp     the last of these, each micro-batch with a context-parallel size of its own
 
 Invariant: one cost model judges all policies; each is planned with the cost that its flags select in training. Every
 figure comes from plans of these very batches.
@@ -14,8 +14,9 @@ figure comes from plans of these very batches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,9 @@ from megatron_balance.planner import (
 from megatron_balance.record import RunInfo, RunRecord, StepRecord
 from megatron_balance.record.judging import recosted, step_metrics, stock_step
 from megatron_balance.topology import Limits, Topology
+
+DYNAMIC_CP = "dynamic-cp"
+_MEANS = ("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "num_microbatches", "mean_cp_size")
 
 
 @dataclass(frozen=True)
@@ -51,41 +55,6 @@ class Policy:
     cost_model: CostModel | None
     move_samples: bool = True
     dynamic_cp: bool = False
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Figures of one policy over all steps: means, and the least headroom.
-
-    Attributes:
-        name: of the policy.
-        flags: training flags that select it.
-        seconds_per_step: predicted; in an arbitrary unit where no speed is known.
-        tokens_per_second_per_gpu: original tokens (no padding) of a step, by its predicted time and all GPUs.
-        speedup: predicted time under stock over this one's.
-        step_imbalance, microbatch_imbalance, pipeline_imbalance, num_microbatches: as in ScheduleMetrics.
-        over_bound: predicted time over the lower bound, less 1.
-        padding: part of the tokens run that is padding.
-        cap_headroom: room below the token cap in the fullest micro-batch of all steps; negative if one sample
-            is longer.
-        plan_seconds: to plan a step.
-        mean_cp_size: ranks that share a token by context parallelism.
-    """
-
-    name: str
-    flags: str
-    seconds_per_step: float
-    tokens_per_second_per_gpu: float
-    speedup: float
-    step_imbalance: float
-    microbatch_imbalance: float
-    pipeline_imbalance: float
-    over_bound: float
-    padding: float
-    cap_headroom: float
-    num_microbatches: float
-    plan_seconds: float
-    mean_cp_size: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,35 +85,29 @@ class PolicyResult:
         """Room below the token cap in the fullest micro-batch, as a fraction of the cap."""
         return min(step.cap_headroom or 0.0 for step in self.metrics)
 
-    def figures(self, *, stock: PolicyResult) -> Figures:
-        """Its figures beside those of stock."""
+    def figures(self, *, stock: PolicyResult) -> dict[str, Any]:
+        """Its figures beside those of stock, as a line of a record: means over the steps, and the least headroom.
+
+        Seconds are in an arbitrary unit where no speed is known. Tokens are original ones, not padding.
+        """
 
         def mean(name: str) -> float:
             return float(np.mean([getattr(step, name) for step in self.metrics]))
 
         num_tokens = sum(int(step.segment_lengths.sum()) for step in self.steps)
-        gpus = num_gpus(self.setting.topology)
-        return Figures(
-            name=self.policy.name,
-            flags=self.policy.flags,
-            seconds_per_step=self.seconds / len(self.steps),
-            tokens_per_second_per_gpu=num_tokens / (self.seconds * gpus) if self.seconds else 0.0,
-            speedup=stock.seconds / self.seconds if self.seconds else 1.0,
-            over_bound=mean("over_bound") - 1,
-            padding=mean("padding_fraction"),
-            cap_headroom=self.least_headroom,
-            plan_seconds=float(np.mean([step.plan_seconds for step in self.steps])),
-            **{
-                name: mean(name)
-                for name in (
-                    "step_imbalance",
-                    "microbatch_imbalance",
-                    "pipeline_imbalance",
-                    "num_microbatches",
-                    "mean_cp_size",
-                )
-            },
-        )
+        return {
+            "kind": "policy",
+            "name": self.policy.name,
+            "flags": self.policy.flags,
+            "seconds_per_step": self.seconds / len(self.steps),
+            "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * num_gpus(self.setting.topology)),
+            "speedup": stock.seconds / self.seconds if self.seconds else 1.0,
+            "over_bound": mean("over_bound") - 1,
+            "padding": mean("padding_fraction"),
+            "cap_headroom": self.least_headroom,
+            "plan_seconds": float(np.mean([step.plan_seconds for step in self.steps])),
+            **{name: mean(name) for name in _MEANS},
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +180,7 @@ class Question:
             best = policies[-1]
             policies.append(
                 Policy(
-                    f"{best.name}, dynamic CP",
+                    DYNAMIC_CP,
                     flags=f"{best.flags} --balance-context-parallel",
                     cost_model=self.costs.planning(self.dynamic_topology),
                     dynamic_cp=True,
@@ -225,47 +188,30 @@ class Question:
             )
         return policies
 
-    def plan(self, policy: Policy, batches: Sequence[GlobalBatch], *, after_step: Callable[[], None]) -> PolicyResult:
+    def plan(self, policy: Policy, batches: Sequence[GlobalBatch]) -> PolicyResult:
         """Plan every global batch under a policy."""
         setting = self.setting(self.dynamic_topology if policy.dynamic_cp else None)
-        steps: list[StepRecord] = []
-        metrics: list[ScheduleMetrics] = []
-        for index, batch in enumerate(batches, start=1):
-            step, judged = _planned(batch, policy, setting=setting, iteration=index)
-            steps.append(step)
-            metrics.append(judged)
-            after_step()
-        return self._result(policy, tuple(steps), tuple(metrics), setting=setting)
+        return self._judged(
+            policy, [_planned(batch, policy, setting, index) for index, batch in enumerate(batches, start=1)], setting
+        )
 
     def as_it_ran(self, record: RunRecord, batches: Sequence[GlobalBatch]) -> PolicyResult:
         """The recorded run's own plans for these batches, judged as the other policies are."""
-        setting = self.setting(record.info.topology)
         ran = [step for step in record.steps if step.segment_lengths.size][: len(batches)]
-        steps = tuple(recosted(step, cost_model=setting.cost_model, info=setting) for step in ran)
-        policy = Policy("as it ran", flags=record.info.policy, cost_model=setting.cost_model)
-        metrics = tuple(step_metrics(step, info=setting) for step in steps)
-        return self._result(policy, steps, metrics, setting=setting)
+        policy = Policy("as it ran", flags=record.info.policy, cost_model=record.info.cost_model)
+        return self._judged(policy, ran, self.setting(record.info.topology))
 
-    def _result(
-        self,
-        policy: Policy,
-        steps: tuple[StepRecord, ...],
-        metrics: tuple[ScheduleMetrics, ...],
-        *,
-        setting: RunInfo,
-    ) -> PolicyResult:
+    def _judged(self, policy: Policy, steps: Sequence[StepRecord], setting: RunInfo) -> PolicyResult:
+        judged = (recosted(step, cost_model=setting.cost_model, info=setting) for step in steps)
+        metrics = tuple(step_metrics(step, info=setting) for step in judged)
         seconds = self.costs.seconds(
             sum(step.predicted_cost for step in metrics), objective=setting.objective, topology=setting.topology
         )
-        return PolicyResult(
-            policy, steps, metrics, replace(setting, policy=f"megatron-balance compare, {policy.name}"), seconds
-        )
+        setting = replace(setting, policy=f"megatron-balance compare, {policy.name}")
+        return PolicyResult(policy, tuple(steps), metrics, setting, seconds)
 
 
-def _planned(
-    batch: GlobalBatch, policy: Policy, *, setting: RunInfo, iteration: int
-) -> tuple[StepRecord, ScheduleMetrics]:
-    """A step, and its figures by the cost that judges."""
+def _planned(batch: GlobalBatch, policy: Policy, setting: RunInfo, iteration: int) -> StepRecord:
     started = time.perf_counter()
     schedule = build_data_schedule(
         batch.segment_lengths,
@@ -274,10 +220,8 @@ def _planned(
         topology=setting.topology,
         limits=setting.limits,
         objective=setting.objective,
-        home_ranks=batch.home_ranks(setting.topology.dp_size),
+        home_ranks=batch.home_ranks,
         move_samples=policy.move_samples,
     )
     step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
-    if policy.cost_model is None:
-        step = stock_step(step, info=setting)
-    return step, step_metrics(recosted(step, cost_model=setting.cost_model, info=setting), info=setting)
+    return stock_step(step, info=setting) if policy.cost_model is None else step
