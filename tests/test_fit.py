@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,21 @@ from megatron_balance.cost import Calibration
 from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
-TRUTH = {"per_microbatch": 3e-3, "per_sequence": 2e-4, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-6}
+TRUTH = {"per_microbatch": 3e-3, "per_sequence": 2e-4, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
+RATE = 0.7
+"""Of attention, by which the FLOPs of the record are weighed: a unit of its core is 0.7 FLOPs."""
 
 
 def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: float = 0.0, longest: int = 4000) -> Path:
     """A run whose micro-batches take TRUTH, planned for real; every rank computes its part of shared samples."""
     info = RunInfo(
-        topology=topology, limits=Limits(4096), cost_model=FLOPS, cost_name="flops", objective="step", policy="by FLOPs"
+        topology=topology,
+        limits=Limits(4096),
+        cost_model=FLOPS,
+        cost_name="flops",
+        objective="step",
+        policy="by FLOPs",
+        origin={"attention_rate": RATE},
     )
     rng = np.random.default_rng(7)
     plans = PlanWriter(folder, info=info)
@@ -43,14 +52,9 @@ def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: flo
 
 def seconds_of(lengths: np.ndarray, *, topology: Topology, size: int) -> float:
     padded = (topology.at_cp_size(size) if topology.dynamic_cp else topology).padded_seq_len(lengths)
-    tokens, squares = padded.sum() / size, (padded.astype(float) ** 2).sum() / size
-    return (
-        TRUTH["per_microbatch"]
-        + TRUTH["per_sequence"] * len(padded)
-        + TRUTH["per_token"] * tokens
-        + TRUTH["per_core"] * squares
-        + TRUTH["per_received"] * tokens * (size - 1)
-    )
+    attention = np.maximum(TRUTH["per_core"] * padded.astype(float) ** 2, TRUTH["per_received"] * padded * (size - 1))
+    of_lengths = (TRUTH["per_token"] * padded + attention).sum() / size
+    return TRUTH["per_microbatch"] + TRUTH["per_sequence"] * len(padded) + of_lengths
 
 
 @pytest.mark.parametrize(
@@ -73,11 +77,19 @@ def test_known_seconds_come_back(
     assert costs.per_microbatch == pytest.approx(TRUTH["per_microbatch"], rel=0.2)
     if topology.dynamic_cp:
         assert costs.cp_exchange == pytest.approx(TRUTH["per_received"], rel=0.2)
+    assert costs.origin["linear_tflops"] == pytest.approx(2000 / TRUTH["per_token"] / ranks / 1e12, rel=0.1)
+    assert costs.origin["attention_tflops"] == pytest.approx(RATE / TRUTH["per_core"] / ranks / 1e12, rel=0.1)
     assert costs.held_out_error is not None
     assert costs.held_out_error < 0.02
     printed = capsys.readouterr().out
     assert f"it is off by {costs.held_out_error:.1%} (median)" in printed
     assert "Longer ones are extrapolated" in printed
+    assert "no long samples" not in printed
+    told = re.search(r"r = ([\d.]+) \(([\d.]+) to ([\d.]+) as", printed)
+    assert told is not None
+    rate, least, most = map(float, told.groups())
+    assert least <= rate <= most
+    assert rate == pytest.approx(RATE / TRUTH["per_core"] / (2000 / TRUTH["per_token"]), rel=0.1)
 
 
 def test_three_steps_are_enough_and_two_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +98,18 @@ def test_three_steps_are_enough_and_two_are_not(tmp_path: Path, capsys: pytest.C
         status = main(["fit", str(record), "--out", str(tmp_path / "seconds.json")])
         assert status == (0 if num_steps == 3 else 2)
     assert "measured micro-batches in 2 steps: 3 steps" in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_tell_the_rate_of_attention_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, longest, noise, said in (
+        ("short", 64, 0.01, "no long samples were seen, and its rate is not known"),
+        ("noisy", 600, 0.3, "the rate of attention changes much with the steps that are left out"),
+    ):
+        record = write_record(tmp_path / name, Topology(4), num_steps=3, longest=longest, noise=noise)
+        assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
+        assert said in capsys.readouterr().out
 
 
 def test_noise_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,15 @@ Reads the micro-batches that a run with --balance-record has measured, and write
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.cli.output import check_writable
-from megatron_balance.cost.calibration import Calibration
-from megatron_balance.cost.fit import Fit, core_of, fit_microbatches
+from megatron_balance.cost.calibration import LEAST_STEPS, Calibration, Fit, Measurements, fit_microbatches
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import RunInfo, RunRecord, StepRecord, read_record
 from megatron_balance.record.judging import is_slowest
@@ -32,6 +33,12 @@ are of this model, precision and kind of GPU; other tensor- and context-parallel
 NOTABLE_ERROR = 0.2
 """A median error above this is warned of."""
 
+TOLD_APART = 0.05
+"""Attention's least part of the longest micro-batch's time by which its rate can be told."""
+
+NOTABLE_SPREAD = 1.5
+"""Rates of attention that differ more, as steps are left out, need more steps."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `fit`."""
@@ -46,91 +53,134 @@ def run(args: argparse.Namespace) -> int:
     """Fit, write, and say how good the fit is."""
     check_writable(args.out, flag="--out")
     record = read_record(args.record)
-    features, seconds, steps = _measured(record)
-    fit = fit_microbatches(features, seconds=seconds, steps=steps, cost_model=record.info.cost_model)
+    measured = measurements(record)
+    fit = fit_microbatches(measured, cost_model=record.info.cost_model)
     longest = max(int(step.segment_lengths.max()) for step in record.steps)
-    costs = _costs(fit, info=record.info, longest=longest, num_measured=seconds.size)
+    costs = _costs(fit, info=record.info, longest=longest, num_measured=measured.seconds.size)
     try:
         costs.write(args.out)
     except OSError as error:
         raise BalanceError(f"--out is {str(args.out)!r}: it cannot be written ({error.strerror}).") from error
-    num_steps = np.unique(steps).size
-    print(f"Fitted to {seconds.size} micro-batches of {num_steps} steps. {_text(costs)}")
+    num_steps = np.unique(measured.steps).size
+    squared = f", {costs.quadratic * 1e12:.3g} ps a squared token" if costs.quadratic else ""
+    print(
+        f"Fitted to {measured.seconds.size} micro-batches of {num_steps} steps. A micro-batch takes "
+        f"{costs.per_microbatch * 1e3:.3g} ms, and {costs.per_sequence * 1e6:.3g} us a sequence, "
+        f"{(costs.linear + costs.expert_linear) * 1e6:.3g} us a token{squared}."
+    )
     print(f"On steps that were not fitted it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
         print("Warning: that is much. Record more steps, on ranks with nothing else to do, or plan by FLOPs.")
     if fit.scaled:
         print("Attention was not told apart from the rest better than FLOPs do: it keeps its ratio to it in FLOPs.")
+    for line in _about_rates(fit, costs=costs, info=record.info, longest=longest):
+        print(line)
     print(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record some if you train on them.")
     print(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
     return 0
 
 
-def _measured(record: RunRecord) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Features, seconds and step of every micro-batch that was measured and waited for no other rank."""
-    parts: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = []
+def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
+    """TFLOP/s of one GPU, where the run planned by FLOPs and the record says how they were weighed."""
+    model, rate = info.cost_model, info.origin.get("attention_rate")
+    _, _, per_token, per_core, _ = fit.coefficients.tolist()
+    if info.cost_name != "flops" or not isinstance(rate, int | float) or not (per_token and per_core):
+        return {}
+    # A unit of cost is a FLOP that is linear in tokens, or `rate` FLOPs of attention.
+    flops = {"linear_tflops": (model.linear + model.expert_linear) / per_token, "attention_tflops": rate / per_core}
+    return {name: each / _num_ranks(info) / 1e12 for name, each in flops.items()}
+
+
+def _num_ranks(info: RunInfo) -> int:
+    """GPUs that share the work of a sample of one size."""
+    ranks = info.topology
+    return ranks.pp_size * ranks.tp_size * (1 if ranks.dynamic_cp else ranks.cp_size)
+
+
+def _about_rates(fit: Fit, *, costs: Calibration, info: RunInfo, longest: int) -> Iterator[str]:
+    """The two rates, and whether the lengths and steps of the record are enough for them."""
+    rates = _rates(fit, info=info)
+    if rates and not fit.scaled:
+        linear, attention = rates.values()
+        least, most = (rate * float(info.origin["attention_rate"]) for rate in fit.rates)
+        yield (
+            f"A GPU runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = "
+            f"{attention / linear:.2g} ({least:.2g} to {most:.2g} as steps are left out): --balance-attention-rate "
+            f"{attention / linear:.2g} without the file."
+        )
+    if fit.rates[1] > NOTABLE_SPREAD * fit.rates[0]:
+        yield "Warning: the rate of attention changes much with the steps that are left out: record more of them."
+    model = costs.cost_model()
+    part = model.attention(longest) / model(longest)
+    if part < TOLD_APART:
+        yield (
+            f"Warning: attention is {part:.1%} of the longest sequence's time: no long samples were seen, and its rate "
+            "is not known from this record."
+        )
+
+
+def measurements(record: RunRecord) -> Measurements:
+    """All micro-batches that were measured and waited for no other rank."""
+    parts: list[Measurements] = []
+    num_slots = 0
     for step in record.steps:
-        features = step_features(step, info=record.info)
-        chosen = is_slowest(step, info=record.info) & np.isfinite(step.seconds) & (features[..., 1] > 0)
-        if chosen.any():
-            count = int(chosen.sum())
-            parts.append((features[chosen], step.seconds[chosen], np.full(count, step.iteration, dtype=np.int64)))
-    if len(parts) > 3 and record.steps[0].iteration == 1:
+        part = _of_step(step, info=record.info, first_slot=num_slots)
+        num_slots += step.cost_grid.size
+        if part.seconds.size:
+            parts.append(part)
+    if len(parts) > LEAST_STEPS and parts[0].steps[0] == 1:
         parts = parts[1:]  # it allocates memory, compiles and connects
     if not parts:
         raise BalanceError(
             "the record has no measured micro-batch: the run ended before its first seconds were written, or it has a "
             "virtual pipeline, whose micro-batches are not measured one by one."
         )
-    features, seconds, steps = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return features, seconds, steps
+    names = [one.name for one in fields(Measurements)]
+    return Measurements(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
-def step_features(step: StepRecord, *, info: RunInfo) -> NDArray[np.float64]:
-    """`[num_rows, num_microbatches, 5]` features of a step's micro-batches, as `fit_microbatches` takes them."""
+def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurements:
     topology, cost_model, grid = info.topology, info.cost_model, step.cost_grid
-    sizes = np.ones(grid.shape, dtype=np.int64) if step.cp_sizes is None else step.cp_sizes
+    sizes = np.ones(grid.shape, dtype=np.int64) if step.cp_sizes is None else np.maximum(step.cp_sizes, 1)
     slots = np.repeat(step.slot_of, step.num_segments)
-    of_segments = sizes.ravel()[slots]
+    size_of = sizes.ravel()[slots]
     padded = np.zeros(slots.size, dtype=np.int64)
-    for size in np.unique(of_segments).tolist():
-        here = of_segments == size
+    for size in np.unique(size_of).tolist():
+        here = size_of == size
         there = topology.at_cp_size(size) if step.cp_sizes is not None else topology
         padded[here] = there.padded_seq_len(step.segment_lengths[here])
-
-    def per_slot(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.bincount(slots, weights=values, minlength=grid.size).reshape(grid.shape)
-
-    tokens = per_slot(padded / of_segments)
+    count = np.bincount(slots, minlength=grid.size).reshape(grid.shape)
+    tokens = np.bincount(slots, weights=padded / size_of, minlength=grid.size).reshape(grid.shape)
     linear = cost_model.linear + cost_model.expert_linear
     shared = cost_model.expert_linear / linear if linear and step.cp_sizes is None else 0.0
     if shared:  # expert-parallel ranks compute the tokens of routed experts together
         of_groups = tokens.reshape(-1, topology.ep_span, step.num_microbatches)
         tokens = (1 - shared) * tokens + shared * np.repeat(of_groups.mean(axis=1), topology.ep_span, axis=0)
-    columns = [
-        np.ones(grid.shape),
-        per_slot(np.ones(slots.size)),
-        tokens,
-        per_slot(core_of(padded, cost_model=cost_model) / of_segments),
-        tokens * (np.maximum(sizes, 1) - 1),
-    ]
-    features = np.stack(columns, axis=-1)
-    if step.cp_sizes is not None:  # samples of a group are noted on its first leaf
-        leaves, columns_of_slots = np.indices(grid.shape)
-        features = features[leaves - leaves % np.maximum(sizes, 1), columns_of_slots]
-    return features
+    leaves, columns = np.indices(grid.shape)
+    held = (leaves - leaves % sizes) * grid.shape[1] + columns  # a group's samples are noted on its first leaf
+    chosen = is_slowest(step, info=info) & np.isfinite(step.seconds) & (count.ravel()[held] > 0)
+    fixed = np.stack([np.ones(grid.shape), count.astype(np.float64), tokens], axis=-1).reshape(-1, 3)
+    has_core = bool(cost_model.quadratic or cost_model.windows)
+    attention = replace(cost_model, linear=0, per_sequence=0) if has_core else CostModel(quadratic=1)
+    return Measurements(
+        seconds=step.seconds[chosen],
+        steps=np.full(int(chosen.sum()), step.iteration, dtype=np.int64),
+        slots=held[chosen] + first_slot,
+        fixed=fixed[held[chosen]],
+        slot_of=slots + first_slot,
+        core=attention.exact_costs(padded).astype(np.float64) / size_of,
+        received=padded * (size_of - 1) / size_of,
+    )
 
 
 def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calibration:
     """The fit as the seconds of the whole model on one rank."""
-    topology, model = info.topology, info.cost_model
-    stages = topology.pp_size  # seconds are those of the first one
-    ranks = stages * topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
+    model, ranks = info.cost_model, _num_ranks(info)
+    stages = info.topology.pp_size  # seconds are those of the first one
     per_microbatch, per_sequence, per_token, per_core, per_received = fit.coefficients.tolist()
     linear = model.linear + model.expert_linear
     shared = model.expert_linear / linear if linear else 0.0
     has_core = bool(model.quadratic or model.windows)
-    exchange = per_received * ranks if topology.dynamic_cp else None
     return Calibration(
         per_microbatch=per_microbatch * stages,
         per_sequence=per_sequence * stages,
@@ -138,16 +188,13 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
         expert_linear=per_token * ranks * shared,
         quadratic=per_core * ranks * (model.quadratic if has_core else 1),
         windows=tuple((window, per_core * ranks * each) for window, each in model.windows),
-        cp_exchange=exchange,
-        cp_exchange_between_nodes=exchange,
+        cp_exchange=per_received * ranks if info.topology.dynamic_cp else None,
         held_out_error=fit.error,
-        origin={**info.origin, "longest_sequence": longest, "num_microbatches": num_measured, "policy": info.policy},
-    )
-
-
-def _text(costs: Calibration) -> str:
-    squared = f", {costs.quadratic * 1e12:.3g} ps a squared token" if costs.quadratic else ""
-    return (
-        f"A micro-batch takes {costs.per_microbatch * 1e3:.3g} ms, and {costs.per_sequence * 1e6:.3g} us a sequence, "
-        f"{(costs.linear + costs.expert_linear) * 1e6:.3g} us a token{squared}."
+        origin={
+            **info.origin,
+            **_rates(fit, info=info),
+            "longest_sequence": longest,
+            "num_microbatches": num_measured,
+            "policy": info.policy,
+        },
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.calibration import Calibration, fit_seconds
 from megatron_balance.cost.communication import (
     BETWEEN_NODES,
     WITHIN_NODE,
     exchange_bytes_per_token,
     exchange_flops_per_token,
 )
-from megatron_balance.cost.fitting import fit_seconds
 from megatron_balance.cost.model import MAX_TOTAL_COST, MICROBATCH_TOKENS, CostModel
 from megatron_balance.cost.profiles import (
     ATTENTION_RATES,

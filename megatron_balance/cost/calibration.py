@@ -1,9 +1,13 @@
 """Seconds of micro-batches, fitted to a run and kept in seconds.json.
 
-    seconds = per_microbatch + per_sequence*num_sequences + linear*ΣL + quadratic*ΣL² + Σ_w window_w*Σpairs(L, w)
+    seconds = per_microbatch + per_sequence*n + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
 
-with `pairs` as in `cost.py`. FLOPs leave out how efficiently a device runs them: attention and GEMMs reach
-different fractions of its peak, and every launch costs time of its own.
+with `attention(L) = quadratic*L² + Σ_w window_w*pairs(L, w)` as in a CostModel. FLOPs leave out how efficiently a
+device runs them: attention and all that is linear reach different rates, and every launch costs time of its own.
+
+Two ways are tried: one factor for the cost model that the run planned with, and coefficients of their own for launches,
+sequences, tokens, attention and exchange. The terms of attention keep their proportions, since the lengths of a run
+seldom separate them. Each way is fitted to some steps and judged on the others; the better is fitted to all.
 
 Invariant: the integers of the cost model keep six digits of every coefficient that matters; they count
 attoseconds, which `CostModel.sample_costs` scales down if the sum over a batch exceeds int64.
@@ -13,20 +17,35 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.files.untrusted import parse_json
+
+Floats = NDArray[np.float64]
 
 FORMAT = "megatron_balance calibration 1"
 """Format name in the file; the number rises with incompatible changes."""
 
 UNITS_PER_SECOND = 10**18
 """A cost of 1 is an attosecond: a squared token costs as little as 1e-15 seconds on the fastest devices."""
+
+LEAST_STEPS = 3
+LEAST_MICROBATCHES = 10
+MAX_FOLDS = 5
+
+HUBER_THRESHOLD = 1.345
+"""In standard deviations: 95 % as efficient as plain least squares where nothing disturbs (P. J. Huber, 1981)."""
+
+MAX_ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -40,11 +59,11 @@ class Calibration:
         expert_linear: seconds per token in routed experts, on top of `linear`.
         quadratic: seconds per squared token.
         windows: pairs `(window tokens, seconds per squared token)` of sliding-window attention.
-        cp_exchange: seconds per token of keys and values that a rank receives from context-parallel ranks of its own
-            node, beyond its part of the computing; None where that was not measured.
-        cp_exchange_between_nodes: the same for ranks on several nodes.
+        cp_exchange: seconds per token of keys and values that a rank receives from context-parallel ranks; None where
+            that was not measured.
         held_out_error: median relative error on micro-batches that were not fitted; None where none were kept.
-        origin: conditions of the measurement: device, clock, versions, and `longest_sequence`, the most tokens seen.
+        origin: conditions of the measurement: device, clock, versions, `longest_sequence`, the most tokens seen, and
+            where FLOPs are known `linear_tflops` and `attention_tflops` of a GPU.
 
     Raises:
         BalanceError: a coefficient is negative or not finite, or all are zero.
@@ -58,18 +77,16 @@ class Calibration:
     quadratic: float = 0.0
     windows: tuple[tuple[int, float], ...] = ()
     cp_exchange: float | None = None
-    cp_exchange_between_nodes: float | None = None
     held_out_error: float | None = None
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        seconds = {name: getattr(self, name) for name in _COEFFICIENTS}
+        names = ("per_microbatch", "per_sequence", "linear", "expert_linear", "quadratic")
+        seconds = {name: getattr(self, name) for name in names}
         seconds |= {f"windows[{window}]": value for window, value in self.windows}
         if not any(seconds.values()):
             raise BalanceError("Calibration has no coefficient above zero: every micro-batch would be free.")
-        exchanges = {"cp_exchange": self.cp_exchange, "cp_exchange_between_nodes": self.cp_exchange_between_nodes}
-        seconds |= {name: value for name, value in exchanges.items() if value is not None}
-        for name, value in seconds.items():
+        for name, value in (seconds | {"cp_exchange": self.cp_exchange or 0}).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise BalanceError(f"Calibration.{name} is {value!r}: it must be a number of seconds, 0 or more.")
 
@@ -85,24 +102,14 @@ class Calibration:
             return ""
         return f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
 
-    def exchange_seconds(self, *, between_nodes: bool) -> float | None:
-        """Seconds to receive a token's keys and values; None if they were not measured.
-
-        Args:
-            between_nodes: context-parallel ranks are on several nodes.
-        """
-        return self.cp_exchange_between_nodes if between_nodes else self.cp_exchange
-
-    def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1, between_nodes: bool = False) -> CostModel:
+    def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
         """The same as integer costs, in attoseconds; `cp_exchange` is 0 where it was not measured.
 
         Args:
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart.
             model_parallel_size: tensor- times context-parallel ranks, over which tokens and heads are spread; the
                 fixed costs of a micro-batch and of a sequence stay the same on each.
-            between_nodes: context-parallel ranks are on several nodes.
         """
-        exchange = self.exchange_seconds(between_nodes=between_nodes) or 0.0
         linear = self.linear + (self.expert_linear if ep_size == 1 else 0.0)
 
         def units(seconds: float) -> int:
@@ -115,7 +122,7 @@ class Calibration:
             per_microbatch=units(self.per_microbatch),
             expert_linear=units(self.expert_linear / model_parallel_size) if ep_size > 1 else 0,
             windows=tuple((window, units(seconds / model_parallel_size)) for window, seconds in self.windows),
-            cp_exchange=units(exchange / model_parallel_size),
+            cp_exchange=units((self.cp_exchange or 0.0) / model_parallel_size),
         )
 
     def write(self, path: Path) -> None:
@@ -151,4 +158,163 @@ class Calibration:
             raise BalanceError(f"the calibration {str(path)!r} is damaged: {error}") from error
 
 
-_COEFFICIENTS = ("per_microbatch", "per_sequence", "linear", "expert_linear", "quadratic")
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """Measured micro-batches, and the sequences of all slots that they may be of.
+
+    Attributes:
+        seconds: `[num_measured]` above zero.
+        steps: `[num_measured]` the step of each.
+        slots: `[num_measured]` the slot that holds the sequences of each.
+        fixed: `[num_measured, 3]` 1, sequences, tokens.
+        slot_of: `[num_sequences]` slot of each sequence.
+        core: `[num_sequences]` its attention on each rank, in units of the run's cost model.
+        received: `[num_sequences]` tokens with keys and values that each rank receives for it.
+    """
+
+    seconds: Floats
+    steps: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    fixed: Floats
+    slot_of: NDArray[np.int64]
+    core: Floats
+    received: Floats
+
+    def features(self, exchange: float) -> Floats:
+        """`[num_measured, 5]`: `fixed`, attention, and tokens whose exchange takes longer than their attention.
+
+        Args:
+            exchange: of a received token, in units of `core`.
+        """
+        waits = exchange * self.received > self.core
+        columns = [
+            np.bincount(self.slot_of, weights=values, minlength=int(self.slots.max()) + 1)[self.slots]
+            for values in (np.where(waits, 0.0, self.core), np.where(waits, self.received, 0.0))
+        ]
+        return np.column_stack([self.fixed, *columns])
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was fitted.
+
+    Attributes:
+        coefficients: `[5]` seconds per micro-batch, sequence, token, unit of core, received token.
+        error: median relative error on micro-batches of steps that were not fitted.
+        worst: the largest such error.
+        scaled: one factor was fitted: attention and the rest keep their ratio in the cost model.
+        rates: the rate of attention over the linear rate, as a multiple of the cost model's: the least and the most of
+            the fits that leave some steps out.
+    """
+
+    coefficients: Floats
+    error: float
+    worst: float
+    scaled: bool
+    rates: tuple[float, float]
+
+
+def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
+    """Fit measured micro-batches. `cost_model`: FLOPs, tokens or seconds that the run planned with.
+
+    Raises:
+        BalanceError: there are too few steps or micro-batches.
+    """
+    seconds, distinct = measured.seconds, np.unique(measured.steps)
+    if distinct.size < LEAST_STEPS or seconds.size < LEAST_MICROBATCHES:
+        raise BalanceError(
+            f"the record has {seconds.size} measured micro-batches in {distinct.size} steps: {LEAST_STEPS} steps of a "
+            f"few micro-batches are enough, {LEAST_MICROBATCHES} in all; train a little longer."
+        )
+    linear = cost_model.linear + cost_model.expert_linear
+    has_core = bool(cost_model.quadratic or cost_model.windows)
+    exchange = float(cost_model.cp_exchange)
+    own = np.array([cost_model.per_microbatch, cost_model.per_sequence, linear, float(has_core), exchange])
+
+    def scaled(rows: NDArray[np.bool_]) -> Floats:
+        return own * fit_seconds((measured.features(exchange)[rows] @ own)[:, None], seconds=seconds[rows])[0]
+
+    def free(rows: NDArray[np.bool_]) -> Floats:
+        shared, assumed, coefficients = measured.received > 0, exchange, np.zeros(5)
+        if not exchange and shared.any():
+            assumed = float(np.median(measured.core[shared] / measured.received[shared]))
+        for _ in range(MAX_ROUNDS):
+            features = measured.features(assumed)[rows]
+            coefficients = fit_seconds(features, seconds=seconds[rows])
+            if not features[:, 4].any() or not coefficients[3]:  # nothing tells the exchange
+                coefficients[4] = assumed * coefficients[3]
+            found = coefficients[4] / coefficients[3] if coefficients[3] else assumed
+            if math.isclose(found, assumed, rel_tol=1e-6):
+                break
+            assumed = found
+        return coefficients
+
+    def predicted(coefficients: Floats) -> Floats:
+        ratio = coefficients[4] / coefficients[3] if coefficients[3] else exchange
+        return measured.features(ratio) @ coefficients
+
+    fold_of = np.searchsorted(distinct, measured.steps) % min(distinct.size, MAX_FOLDS)
+    ways: list[Callable[[NDArray[np.bool_]], Floats]] = [scaled, free]
+    fits = [[way(fold_of != fold) for fold in range(int(fold_of.max()) + 1)] for way in ways]
+    errors: list[Floats] = []
+    for of_way in fits:
+        guesses = np.stack([predicted(coefficients) for coefficients in of_way])[fold_of, np.arange(seconds.size)]
+        errors.append(np.abs(guesses / seconds - 1))
+    best = int(np.argmin([of_way.mean() for of_way in errors]))
+    rates = [float(each[2] / each[3] / linear) if each[3] and linear else math.inf for each in fits[1]]
+    return Fit(
+        ways[best](np.ones(seconds.size, dtype=np.bool_)),
+        float(np.median(errors[best])),
+        float(errors[best].max()),
+        scaled=best == 0,
+        rates=(min(rates), max(rates)),
+    )
+
+
+def fit_seconds(features: Floats, *, seconds: Floats) -> Floats:
+    """Coefficients, none negative, that predict the seconds of micro-batches from their features. `[num_features]`
+
+        minimise  Σ_i w_i (Σ_k coefficients_k*features_ik - seconds_i)² / seconds_i
+
+    The variance of a measurement is taken to grow with its seconds, as where disturbances come at a steady rate:
+    relative residuals would fit short micro-batches at the expense of the full ones that take most of a step. The
+    weights are Huber's (Robust Estimation of a Location Parameter, 1964), by iteration: a measurement that something
+    else disturbed counts less the further off it is.
+
+    Args:
+        features: `[num_measured, num_features]`, not negative.
+        seconds: `[num_measured]`, above zero.
+
+    Example:
+        >>> fit_seconds(np.array([[1.0, 10], [1, 20], [1, 40]]), seconds=np.array([12.0, 22, 42])).round(6).tolist()
+        [2.0, 1.0]
+    """
+    # Features and seconds of like size: the normal equations are then well conditioned.
+    scales = features.max(axis=0)
+    scales[scales == 0] = 1.0
+    mean = float(seconds.mean())
+    roots = np.sqrt(seconds / mean)
+    rows, target = features / scales / roots[:, None], roots
+    weights, coefficients = np.ones(seconds.size), np.zeros(features.shape[1])
+    for _ in range(MAX_ROUNDS):
+        before, coefficients = coefficients, _non_negative(rows, target=target, weights=weights)
+        residuals = np.maximum(np.abs(rows @ coefficients - target), 1e-9)  # below that it is rounding
+        weights = np.minimum(1.0, HUBER_THRESHOLD * 1.4826 * np.median(residuals) / residuals)
+        if np.allclose(coefficients, before, rtol=1e-9, atol=0):
+            break
+    return coefficients * mean / scales
+
+
+def _non_negative(rows: Floats, *, target: Floats, weights: Floats) -> Floats:
+    """The non-negative `x` with the least `Σ weights*(rows @ x - target)²`: the best of all sets of positive ones."""
+    gram, moments = (rows * weights[:, None]).T @ rows, rows.T @ (weights * target)
+    best, best_gain = np.zeros(rows.shape[1]), 0.0
+    for size in range(1, rows.shape[1] + 1):
+        for chosen in map(list, combinations(range(rows.shape[1]), size)):
+            solution: Floats = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], moments[chosen], rcond=1e-12)[0]
+            # The residual is Σ weights*target² - gain.
+            gain = float(moments[chosen] @ solution)
+            if (solution >= 0).all() and gain > best_gain * (1 + 1e-12):
+                best, best_gain = np.zeros(rows.shape[1]), gain
+                best[chosen] = solution
+    return best

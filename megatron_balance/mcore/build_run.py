@@ -21,7 +21,6 @@ from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.microbatch.router_padding import RouterPadding
 from megatron_balance.mcore.options import stock_notice
 from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
-from megatron_balance.mcore.setup.arguments import attention_rate_of
 from megatron_balance.mcore.setup.groups import (
     data_group,
     dp_ranks_per_node,
@@ -62,8 +61,8 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.warn_once(setup.extrapolation)
     if setup.exchange_source is not None:
         log.say(f"receiving a token's keys and values from context-parallel ranks: {setup.exchange_source}.")
-    if config.cost_name == "flops" and getattr(args, "balance_cost_model", None) is None:
-        rate, reason = attention_rate_of(args)
+    if setup.attention_rate is not None:
+        rate, reason = setup.attention_rate
         log.say(f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     state = MegatronState(args)

@@ -50,11 +50,9 @@ def exchange_cost(
     """
     between = spans_nodes(args, max_cp_size=max_cp_size)
     where = "between nodes" if between else "within a node"
-    if calibration is not None and calibration.exchange_seconds(between_nodes=between) is not None:
+    if calibration is not None and calibration.cp_exchange is not None:
         # The file is of all heads; each tensor-parallel rank receives its own.
-        measured = calibration.cost_model(
-            model_parallel_size=args.tensor_model_parallel_size, between_nodes=between
-        ).cp_exchange
+        measured = calibration.cost_model(model_parallel_size=args.tensor_model_parallel_size).cp_exchange
         cost_model = replace(cost_model, cp_exchange=measured)
         return ExchangeCost(cost_model, f"{_part(cost_model)}, measured in the run of --balance-cost")
     link = BETWEEN_NODES if between else WITHIN_NODE

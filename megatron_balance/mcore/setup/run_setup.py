@@ -22,6 +22,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import cautions, why_stock
 from megatron_balance.mcore.setup.arguments import (
     BalanceConfig,
+    attention_rate_of,
     cost_model_from_megatron_args,
     exchange_source,
     extrapolation_from_megatron_args,
@@ -66,6 +67,8 @@ class RunSetup:
         limits: of a micro-batch.
         cost_model: of a sample.
         patch_values: numbers of a patch of the vision encoder; 0 where that is not known.
+        attention_rate: rate of attention over that of all else that FLOPs are weighed by, and its reason; None where
+            costs are not the FLOPs of this package.
         exchange_source: where its cost of context-parallel exchange comes from, or None where all sizes are the same.
         extrapolation: a notice where samples may be longer than those that costs were measured on; else empty.
         timeout: of collectives.
@@ -91,6 +94,7 @@ class RunSetup:
     limits: Limits
     cost_model: CostModel
     patch_values: int
+    attention_rate: tuple[float, str] | None
     exchange_source: str | None
     extrapolation: str
     timeout: timedelta
@@ -135,12 +139,14 @@ class RunSetup:
         """
         topology = topology_from_megatron_args(args)
         cost_model = cost_model_from_megatron_args(args, config=config)
+        counts_flops = config.cost_name == "flops" and getattr(args, "balance_cost_model", None) is None
         return cls(
             config,
             topology=topology,
             limits=config.limits(micro_batch_size=args.micro_batch_size, topology=topology),
             cost_model=cost_model,
             patch_values=patch_values_from_megatron_args(args, cost_model=cost_model),
+            attention_rate=attention_rate_of(args) if counts_flops else None,
             exchange_source=exchange_source(args, config=config),
             extrapolation=extrapolation_from_megatron_args(args, config=config),
             timeout=timeout_of(args),

@@ -98,7 +98,8 @@ def recording_of(setup: RunSetup, *, planner: StepPlanner, writes_plans: bool) -
             cost_name=config.cost_name,
             objective=resolve_objective(config.objective, topology=planner.topology),
             policy=config.policy,
-            origin=environment(device_kind()),
+            origin=environment(device_kind())
+            | ({} if setup.attention_rate is None else {"attention_rate": setup.attention_rate[0]}),
         )
     try:
         return RunRecording(
