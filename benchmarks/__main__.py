@@ -21,7 +21,6 @@ BENCHMARKS = {
     "dynamic_cp": "benchmarks.dynamic_cp.command",
     "equality": "benchmarks.equality.command",
     "scale": "benchmarks.scale.command",
-    "faults": "benchmarks.faults.command",
     "resume": "benchmarks.resume.command",
     "hosts": "benchmarks.hosts.command",
     "soak": "benchmarks.soak.command",

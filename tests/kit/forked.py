@@ -9,6 +9,7 @@ Invariants: this process starts no thread, so that a fork lacks nothing; every f
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import ctypes
@@ -24,6 +25,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from training_run import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, Recorded, RunFailed, read_records
@@ -68,9 +70,26 @@ def import_once(also: Sequence[str] = ()) -> None:
     # weights of MoE routers, drawn after them, would depend on --micro-batch-size.
     importlib.import_module("megatron.training.training").set_jit_fusion_options = lambda *_, **__: None
 
+    _read_help_once()
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which a fork would lack"
+
+
+def _read_help_once() -> None:
+    """Megatron parses the source of its dataclasses for the help of its flags: a quarter of a rank's CPU seconds."""
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    stock, known = factory._get_field_docstrings, {}
+
+    def docstrings_of(self: Any, of_class: type) -> Any:
+        if of_class not in known:
+            known[of_class] = stock(self, of_class)
+        return known[of_class]
+
+    factory._get_field_docstrings = docstrings_of  # type: ignore[method-assign]
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 def train_forked(
@@ -84,6 +103,7 @@ def train_forked(
     leave_out: Collection[str] = (),
     watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
     grace_seconds: float = 0.0,
+    dead: Collection[int] = (),
 ) -> ForkedRun:
     """As `training_run.train`, in forks of this process.
 
@@ -97,6 +117,7 @@ def train_forked(
         leave_out: common flags to do without.
         watch: called again and again while ranks run, with process id → rank.
         grace_seconds: for the other ranks to end by themselves after one failed; then they are killed.
+        dead: ranks that are not waited for then.
 
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
@@ -131,7 +152,10 @@ def train_forked(
             else:
                 watch(running)
                 time.sleep(0.02)
-        _wait_for_end(running, seconds=grace_seconds)
+        until = time.monotonic() + grace_seconds
+        while set(running.values()) - set(dead) and time.monotonic() < until:
+            running.pop(os.waitpid(-1, os.WNOHANG)[0], None)
+            time.sleep(0.02)
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)
@@ -141,15 +165,6 @@ def train_forked(
     output = _log(record, 0).read_text(errors="replace")
     recorded = Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
     return ForkedRun(recorded, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
-
-
-def _wait_for_end(running: dict[int, int], *, seconds: float) -> None:
-    """Take those that end out of `running`."""
-    until = time.monotonic() + seconds
-    while running and time.monotonic() < until:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-        running.pop(pid, None)
-        time.sleep(0.02)
 
 
 def _log(record: Path, rank: int) -> Path:

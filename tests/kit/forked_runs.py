@@ -14,50 +14,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from training_run import ENVIRONMENT, Recorded, RunFailed, read_records, search_path
 
 
-def train(
-    record: Path,
-    flags: Sequence[str],
-    *,
-    num_ranks: int,
-    timeout_seconds: float = 300,
-    module: str = "record_steps",
-    environment: Mapping[str, str] | None = None,
-    leave_out: Collection[str] = (),
-    grace_seconds: float = 0.0,
-) -> Recorded:
-    """As `training_run.train`; the output is that of rank 0.
-
-    Args:
-        record: folder for the records and for what each rank prints.
-        flags: added to the common ones.
-        num_ranks: processes.
-        timeout_seconds: after which the run is killed.
-        module: of this folder or of scripts/, whose `main` each rank runs.
-        environment: variables beside those of this process.
-        leave_out: common flags to do without.
-        grace_seconds: for the other ranks to end by themselves after one failed.
+def train(record: Path, flags: Sequence[str], *, num_ranks: int, **keywords: Any) -> Recorded:
+    """As `forked.train_forked`, with its keywords; the output is that of rank 0.
 
     Raises:
         RunFailed: a rank ended with an error, or the run was killed.
     """
-    call(
-        "forked_runs:train_here",
-        str(record),
-        list(flags),
-        num_ranks=num_ranks,
-        timeout_seconds=timeout_seconds,
-        module=module,
-        environment=dict(environment or {}),
-        leave_out=list(leave_out),
-        grace_seconds=grace_seconds,
-    )
+    keywords = {"timeout_seconds": 300, **keywords}
+    call("forked_runs:train_here", str(record), list(flags), num_ranks=num_ranks, **keywords)
     output = (record / "rank0.log").read_text(errors="replace")
     return Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
 
@@ -112,13 +83,11 @@ def _server() -> subprocess.Popen[str]:
 def _serve() -> None:
     from fake_tensorboard import install_fake_tensorboard
     from forked import import_once
-    from sft_dataset import builtin_samples
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some modules print lines when they are imported
     install_fake_tensorboard()
     import_once()
-    builtin_samples()  # once for all
     for line in sys.stdin:
         function, positional, keywords = json.loads(line)
         module, name = function.split(":")

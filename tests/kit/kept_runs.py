@@ -86,10 +86,9 @@ class KeptRuns:
         *,
         num_ranks: int = 2,
         stand_ins: Sequence[tuple[str, Mapping[str, Any]]] = (),
-        module: str = "watched_steps",
         environment: Mapping[str, str] | None = None,
-        leave_out: Sequence[str] = (),
         fails: bool = False,
+        **keywords: Any,
     ) -> Run:
         """The run with these flags, made now or before.
 
@@ -97,57 +96,38 @@ class KeptRuns:
             flags: added to the common ones.
             num_ranks: processes.
             stand_ins: see watched_steps.py.
-            module: whose `main` each rank runs.
             environment: variables beside those of this process.
-            leave_out: common flags to do without.
             fails: whether it must fail; all ranks may then end by themselves.
+            keywords: others of `forked.train_forked`.
 
         Raises:
             RunFailed: it failed, or did not where it must.
         """
-        variables = {**(environment or {}), STAND_INS: json.dumps(list(stand_ins))}
         flags = " ".join(flags.split())
-        named = json.dumps([flags, num_ranks, module, variables, list(leave_out), fails], sort_keys=True)
+        keywords = {
+            "num_ranks": num_ranks,
+            "grace_seconds": GRACE_SECONDS * fails,
+            "module": "watched_steps",
+        } | keywords
+        keywords["environment"] = {**(environment or {}), STAND_INS: json.dumps(list(stand_ins))}
+        named = json.dumps([flags, keywords], sort_keys=True)
         folder = self._folder / hashlib.sha256(named.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         outcome = folder / "outcome.json"
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not outcome.exists():
-                problem = self._make(
-                    folder, flags, num_ranks, module=module, variables=variables, leave_out=leave_out, fails=fails
-                )
+                words = flags.replace("{data}", str(self.data)).replace("{run}", str(folder)).split()
+                problem = None
+                try:
+                    forked_runs.train(folder, words, **keywords)
+                except RunFailed as error:
+                    problem = str(error)
                 outcome.write_text(json.dumps({"problem": problem, "run": json.loads(named)}))
         problem = json.loads(outcome.read_text())["problem"]
         if (problem is not None) != fails:
             raise RunFailed(problem or f"it did not fail: {flags}")
         return Run(folder, num_ranks, problem)
-
-    def _make(
-        self,
-        folder: Path,
-        flags: str,
-        num_ranks: int,
-        *,
-        module: str,
-        variables: dict[str, str],
-        leave_out: Sequence[str],
-        fails: bool,
-    ) -> str | None:
-        words = flags.replace("{data}", str(self.data)).replace("{run}", str(folder)).split()
-        try:
-            forked_runs.train(
-                folder,
-                words,
-                num_ranks=num_ranks,
-                module=module,
-                environment=variables,
-                leave_out=leave_out,
-                grace_seconds=GRACE_SECONDS if fails else 0.0,
-            )
-        except RunFailed as error:
-            return str(error)
-        return None
 
 
 def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int, few: bool = False) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,15 @@ def _is_worker(pid: int) -> bool:
     except OSError:
         return False
     return int(stat.rpartition(b")")[2].split()[1]) == os.getpid() and b"planner.worker" in command
+
+
+def device_memory(watch: Watch) -> None:
+    """Counters of torch's allocator on devices of 80 GiB, of which rank 1 has filled more."""
+    gib, rank = 2**30, int(os.environ["RANK"])
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=80 * gib)
+    torch.cuda.memory_allocated = lambda: 12 * gib
+    torch.cuda.max_memory_allocated = lambda: (22 + 10 * rank) * gib
+    torch.cuda.max_memory_reserved = lambda: (30 + 10 * rank) * gib
 
 
 def mtp_attention(watch: Watch) -> None:
@@ -221,21 +231,13 @@ def iterators(watch: Watch, *, num_steps: int | None) -> None:
     training.train_step = train_step
 
 
-def killed(watch: Watch, *, step: int, ranks: list[int]) -> None:
-    """These ranks get SIGKILL as a step begins."""
-    _strike(watch, step=step, ranks=ranks, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def interrupted(watch: Watch, *, step: int, ranks: list[int], number: int = signal.SIGINT) -> None:
+def struck(watch: Watch, *, step: int, ranks: list[int], number: int = signal.SIGKILL) -> None:
     """These ranks get a signal as a step begins."""
-    _strike(watch, step=step, ranks=ranks, act=lambda: os.kill(os.getpid(), number))
 
-
-def _strike(watch: Watch, *, step: int, ranks: list[int], act: Any) -> None:
     def strike(now: int) -> None:
         if now == step and int(os.environ["RANK"]) in ranks:
             time.sleep(0.2)  # messages of the step before are through
-            act()
+            os.kill(os.getpid(), number)
 
     watch.before_step.append(strike)
 
@@ -251,6 +253,23 @@ def other_ties(watch: Watch, *, ranks: list[int]) -> None:
 
     np.lexsort = lambda keys: last_first(lexsort([np.asarray(key)[::-1] for key in keys]))
     np.argsort = lambda of, **keywords: last_first(argsort(np.asarray(of)[::-1], **keywords))
+
+
+def without_the_package(watch: Watch, *, ranks: list[int], flags: str) -> None:
+    """No hooks of the package on these ranks, nor its flags."""
+    if int(os.environ["RANK"]) in ranks:
+        from megatron_balance.mcore import hooks
+
+        hooks.installation.undo()
+        flags_there(watch, ranks=ranks, flags="", instead_of=flags)
+
+
+def other_version(watch: Watch, *, ranks: list[int]) -> None:
+    """Another version of the package on these ranks."""
+    if int(os.environ["RANK"]) in ranks:
+        import megatron_balance
+
+        megatron_balance.__version__ = "0.0.1"
 
 
 def flags_there(watch: Watch, *, ranks: list[int], flags: str, instead_of: str = "") -> None:
@@ -272,6 +291,10 @@ def bad_data(watch: Watch, *, rank: int, how: str, index: int) -> None:
         item = stock(self, at)
         if how == "other data":
             return {**item, "tokens": item["tokens"].flip(0)}
+        if how == "other dtype":
+            return {**item, "loss_mask": item["loss_mask"].double()}
+        if how == "not packed":
+            return {name: tensor for name, tensor in item.items() if name != "cu_seqlens"}
         if at != index:
             return item
         if how == "raises":

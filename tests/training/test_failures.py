@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 
 import pytest
@@ -18,11 +19,15 @@ DEATH = "--distributed-timeout-minutes 5 --distributed-timeout-seconds-after-ini
 """Ranks that do not talk to a dead one themselves wait so long."""
 
 
+def struck(*ranks: int, number: int = signal.SIGKILL, step: int = 2) -> StandIns:
+    """These ranks get a signal as a step begins."""
+    return (("stand_ins:struck", {"step": step, "ranks": list(ranks), "number": number}),)
+
+
 def killed_run(train: KeptRuns, balance: str, *, num_ranks: int = 2) -> Run:
     """A run that is killed in the step after its checkpoint."""
     flags = f"{ROWS[0].stock} {balance} --save {{run}}/checkpoints --save-interval {SAVED_AT} --ckpt-format torch"
-    strike = (("stand_ins:killed", {"step": SAVED_AT + 1, "ranks": list(range(num_ranks))}),)
-    killed = train(flags, num_ranks=num_ranks, stand_ins=strike, fails=True)
+    killed = train(flags, num_ranks=num_ranks, stand_ins=struck(*range(num_ranks), step=SAVED_AT + 1), fails=True)
     assert all(len(steps) == SAVED_AT for steps in killed.of_kind("step"))
     return killed
 
@@ -56,7 +61,7 @@ def test_a_killed_run_goes_on_with_more_ranks(train: KeptRuns) -> None:
 @pytest.mark.xdist_group("DP2")
 def test_helpers_that_fail_end_no_run(train: KeptRuns) -> None:
     """Every rank loses its planning process and the record: it says so once, and trains on the same samples."""
-    flags = f"{ROWS[0].stock} {BY_FLOPS} {RECORDED} --global-batch-size 256 --eval-iters 0"
+    flags = f"{ROWS[0].stock} {BY_FLOPS} {RECORDED} --global-batch-size 256 --max-tokens-per-gpu 4096 --eval-iters 0"
     whole, struck = train(flags), train(flags, stand_ins=(("stand_ins:helpers_fail", {"step": 2}),))
     for key in ("lm_loss", "grad_norm"):
         assert [step[key] for step in struck.steps] == [step[key] for step in whole.steps]
@@ -101,18 +106,14 @@ def flags(*ranks: int, flags: str = "", instead_of: str = "") -> StandIns:
     return (("stand_ins:flags_there", {"ranks": list(ranks), "flags": flags, "instead_of": instead_of}),)
 
 
-PP2 = "--pipeline-model-parallel-size 2"
+PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 LOST = r"not all answered|Megatron waited for other ranks"
 OTHER_COSTS = "--window-size 64,0"
 """A flag of the model that changes what samples cost, and no flag of balancing."""
 
 FAULTS = {
-    "a-rank-is-killed": Fault(
-        (("stand_ins:killed", {"step": 2, "ranks": [1]}),), LOST, num_ranks=4, dead=(1,), slow=False
-    ),
-    "a-stage-is-killed": Fault(
-        (("stand_ins:killed", {"step": 2, "ranks": [2]}),), LOST, layout=PP2, num_ranks=4, dead=(2,)
-    ),
+    "a-rank-is-killed": Fault(struck(1), LOST, num_ranks=4, dead=(1,), slow=False),
+    "a-stage-is-killed": Fault(struck(2), LOST, layout=PP2, num_ranks=4, dead=(2,)),
     "the-loader-raises": Fault(data("raises"), r"rank 1: .*OSError: \[Errno 5\] the disk is gone", slow=False),
     "the-loader-of-a-stage-raises": Fault(
         data("raises", rank=3, index=21), r"rank 3: .*OSError: \[Errno 5\] the disk is gone", layout=PP2, num_ranks=4
@@ -142,7 +143,27 @@ FAULTS = {
         balance=DYNAMIC_CP,
         slow=False,
     ),
-    "interrupted": Fault((("stand_ins:interrupted", {"step": 2, "ranks": [0, 1]}),), "KeyboardInterrupt"),
+    "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
+    "a-rank-is-terminated": Fault(struck(1, number=signal.SIGTERM), LOST, dead=(1,)),
+    "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),
+    "the-loader-raises-beside-a-rank-that-reads-nothing": Fault(
+        data("raises", rank=2), r"rank 2: .*the disk is gone", layout=TP2, num_ranks=4
+    ),
+    "data-ends-early-beside-a-rank-that-reads-nothing": Fault(
+        data("ends early", rank=2, index=31), "rank 2: its data ended after", layout=TP2, num_ranks=4
+    ),
+    "a-rank-has-another-dtype": Fault(data("other dtype"), r"on rank 1 'loss_mask' is float64"),
+    "a-rank-is-not-packed": Fault(data("not packed"), "Rows of rank 1 have no cu_seqlens, and those of rank 0"),
+    "a-rank-has-another-version": Fault(
+        (("stand_ins:other_version", {"ranks": [1]}),), r"version of megatron_balance is \S+ on rank 0 and 0\.0\.1 on"
+    ),
+    "a-rank-lacks-the-seconds": Fault(flags(1, flags="--balance-cost nowhere.json"), "rank 1: .* cannot be read"),
+    "a-rank-trains-without-the-package": Fault(
+        (("stand_ins:without_the_package", {"ranks": [1], "flags": BY_FLOPS}),),
+        r"rank 1 of 2 did not come to agree on .*trains without megatron_balance",
+        balance=f"{BY_FLOPS} --distributed-timeout-minutes 1",
+        dead=(1,),
+    ),
 }
 
 
@@ -152,9 +173,19 @@ FAULTS = {
 def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
     fault = FAULTS[name]
     row = f"{ROWS[0].stock} {fault.layout} {DEATH if fault.dead else ''} {fault.balance}"
-    run = train(row, num_ranks=fault.num_ranks, stand_ins=fault.stand_ins, fails=True)
+    run = train(row, num_ranks=fault.num_ranks, stand_ins=fault.stand_ins, fails=True, dead=fault.dead)
     for rank, errors in enumerate(run.of_kind("error")):
         if rank not in fault.dead:
             said = " ".join([*(error["text"] for error in errors), run.log(rank)])
             assert errors, f"rank {rank} did not end by itself: {said[-1500:]}"
             assert re.search(fault.says, said), f"rank {rank} says {said[-1500:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "stand_ins"), [("--exit-interval 2", ()), ("--exit-signal-handler", struck(1, number=signal.SIGTERM))]
+)
+def test_ends_that_megatron_knows_are_no_fault(train: KeptRuns, flags: str, stand_ins: StandIns) -> None:
+    ended = train(f"{ROWS[0].stock} {BY_FLOPS} {flags}", stand_ins=stand_ins)
+    assert [len(steps) for steps in ended.of_kind("step")] == [2, 2]
+    assert "exiting program" in ended.log(0)

@@ -1,1 +1,0 @@
-"""Faults in training runs, and what every rank makes of them."""
