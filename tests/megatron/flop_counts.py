@@ -1,30 +1,24 @@
-"""Counts the FLOPs of small GPTModels as torch sees them and as we do, in a process of its own; prints them as JSON.
-
-The shim makes `cuda` mean the CPU for the whole process, which is why tests do not do this in theirs.
-"""
+"""One rank that counts the FLOPs of small GPTModels, as torch sees them and as we do, for test_flop_counter.py."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from cpu_shim import enable_cpu, patch_megatron
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.utils.flop_counter import FlopCounterMode
 
-enable_cpu()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from megatron_balance import ModelShape, calculate_fwd_flops  # noqa: E402
+from megatron_balance import ModelShape, calculate_fwd_flops
 
 LENGTHS = (32, 96)
 VOCABULARY = 96
@@ -95,16 +89,11 @@ def counts(model: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'rendezvous'}", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        patch_megatron()
-        model_parallel_cuda_manual_seed(1)
-        DotProductAttention.__init__ = take_channels(DotProductAttention.__init__)
-        print(json.dumps({name: counts(model) for name, model in MODELS.items()}))
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    """Write a line: each model's counts."""
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    DotProductAttention.__init__ = take_channels(DotProductAttention.__init__)
+    row = {name: counts(model) for name, model in MODELS.items()}
+    (Path(sys.argv[1]) / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")
+    dist.destroy_process_group()

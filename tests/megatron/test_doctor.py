@@ -150,6 +150,7 @@ def test_ranks_of_torchrun_meet_and_are_measured(tmp_path: Path) -> None:
     assert re.search(r"the first step needs TCP on all ports.*a rank sends 0\.0 MiB in", text)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_version_and_without_its_interface_is_named(tmp_path: Path) -> None:
     package = tmp_path / "transformer_engine-9.9.dist-info"
     package.mkdir()

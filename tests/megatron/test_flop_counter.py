@@ -6,14 +6,8 @@ So of `a*L + b*L²`, solved from two lengths, torch's `a` is ours, and its `b` i
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from training_run import search_path
+from forked_runs import train
 
 LENGTHS = (32, 96)
 MODELS = [
@@ -27,12 +21,8 @@ MODELS = [
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, dict[str, list[int]]]:
-    script = Path(__file__).with_name("flop_counts.py")
-    environment = os.environ | {"PYTHONPATH": search_path()}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[int]]]:
+    return train(tmp_path_factory.mktemp("counts"), [], num_ranks=1, module="flop_counts").ranks[0][0]
 
 
 def linear_and_quadratic(counts: list[int]) -> tuple[float, float]:

@@ -26,10 +26,6 @@ import pytest
 
 from megatron_balance.model import PRESETS, ModelShape, fwd_flops, fwd_flops_by_part
 
-pytest.importorskip("megatron.training")
-arguments = pytest.importorskip("megatron.training.arguments")
-training = pytest.importorskip("megatron.training.training")
-
 
 def namespace(shape: ModelShape, **changes: Any) -> Namespace:
     """The arguments that Megatron's formula reads, from a shape."""
@@ -48,6 +44,8 @@ def namespace(shape: ModelShape, **changes: Any) -> Namespace:
 
 def megatron_flops(args: Namespace) -> tuple[float, float]:
     """Megatron's forward FLOPs per token and per squared token."""
+    from megatron.training import training
+
     linear = training.num_floating_point_operations(
         args, 1, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=1
     )
@@ -263,6 +261,8 @@ NEMOTRON = """--hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 3
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, text: str) -> Namespace:
+    from megatron.training import arguments
+
     monkeypatch.setattr(sys, "argv", ["train", *RUN.split(), *text.split()])
     return arguments.parse_args()
 
@@ -286,6 +286,8 @@ def test_the_real_parser_gives_the_preset(monkeypatch: pytest.MonkeyPatch, name:
 
 def test_the_defaults_of_validate_args_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --swiglu --num-experts 4 --moe-layer-freq 2"
+    from megatron.training import arguments
+
     args = parse(monkeypatch, text + " --moe-router-topk 2 --vocab-size 1000")
     before = ModelShape.from_megatron_args(args)
     arguments.validate_args(args)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from forked_runs import train
+from kept_runs import write_rows
 
-BATCH = 1100
+BATCH = 256
 """Samples, enough for a planning process."""
 
 FLAGS = (
@@ -18,14 +19,22 @@ BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 1024 --balance-data --
 
 def left(folder: Path, flags: str) -> tuple[dict[str, int], dict[str, int]]:
     """What a rank of two has after training, and once the hooks are undone."""
-    ran = train(folder, f"{FLAGS} {flags}".split(), num_ranks=2, module="undone_run", timeout_seconds=200)
+    data = folder.parent / "data.jsonl"
+    write_rows(data, range(1, 3 * BATCH + 1), longest=32, seed=0)
+    ran = train(
+        folder,
+        f"{FLAGS} {flags} --vocab-size 1024 --data-path {data}".split(),
+        num_ranks=2,
+        module="undone_run",
+        timeout_seconds=200,
+    )
     rows = [rank[0] for rank in ran.ranks]
     assert rows[0] == rows[1]
     return rows[0]["trained"], rows[0]["undone"]
 
 
 def test_undo_leaves_the_process_as_a_stock_run_does(tmp_path: Path) -> None:
-    stock, unhooked = left(tmp_path / "stock", "--micro-batch-size 50")
+    stock, unhooked = left(tmp_path / "stock", "--micro-batch-size 32")
     trained, undone = left(tmp_path / "balanced", BALANCED)
     assert trained["threads"] >= 1
     assert trained["processes"] == 1

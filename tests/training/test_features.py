@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from steps import cp_sizes, microbatches, samples
 from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS, Row
 from test_matrix import run_of
 
+from megatron_balance.cli import main
+from megatron_balance.cost import Calibration
 from megatron_balance.record import read_record
 
 
@@ -75,6 +78,30 @@ class TestOneRecordedRun:
         assert planned == [pytest.approx(float(value), abs=1e-4) for _, value in said]
         costs = [step.cost_grid.sum(axis=1) for step in read_record(run.folder / "record").steps]
         assert planned == [pytest.approx(float(of.max() / of.mean())) for of in costs]
+
+    def test_it_is_fitted_and_the_next_run_plans_by_seconds(self, run: Run, train: KeptRuns, tmp_path: Path) -> None:
+        costs = tmp_path / "seconds.json"
+        assert main(["fit", str(run.folder / "record"), "--out", str(costs)]) == 0
+        row = row_of("DP2", "by-flops")
+        ours = train(f"{row.stock} {BY_FLOPS} --balance-cost {costs} --balance-record {{run}}/record")
+        assert_equal(ours.recorded, reference=run_of(train, row, balanced=False).recorded)
+        planned = read_record(ours.folder / "record").info
+        assert planned.cost_name == "seconds"
+        assert planned.cost_model == Calibration.read(costs).cost_model()
+
+
+@group("DP2")
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: KeptRuns, has_memory: bool) -> None:
+    memory = (("stand_ins:device_memory", {}),) if has_memory else ()
+    ran = train(f"{ROWS[0].stock} {BY_FLOPS} --train-iters 6 --eval-iters 0", stand_ins=memory)
+    said = re.findall(
+        r"peak device memory: (.*) GiB allocated, (.*) reserved\. .*--max-tokens-per-gpu (\d+) ", ran.log(0)
+    )
+    # Both keep 12 of 80 GiB between steps. Of 60 left below nine tenths, the largest micro-batch took 10, or 20.
+    largest = [max(m["tokens"] for step in steps[:4] for m in step) for steps in microbatches(ran)]
+    cap = min(largest[0] * 60 // 10, largest[1] * 60 // 20) // 128 * 128
+    assert said == ([("32.0", "40.0", str(cap))] if has_memory else [])
 
 
 @group("DP2")
