@@ -25,7 +25,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, get_timers, pretrain, training
 from sft_batch import get_batch
 from sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
@@ -109,8 +108,7 @@ def _files_of_sets(args: Any, split: Split) -> list[tuple[str, ...] | None]:
 def _samples(files: tuple[str, ...]) -> tuple[SftSample, ...]:
     if not files:
         return builtin_samples()
-    tokenizer = build_tokenizer(get_args())
-    return tuple(sample for file in files for sample in jsonl_samples(Path(file), tokenizer))
+    return tuple(sample for file in files for sample in jsonl_samples(Path(file)))
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -1,8 +1,7 @@
 """A data set of supervised fine-tuning for Megatron's data loader, one packed (thd) sequence a sample.
 
-A sample is a row of tokens of which only the response is learned. It comes from the built-in corpus or
-from a jsonl file whose lines hold `prompt` and `response`, or `messages`, or `tokens` (with an optional
-`loss_mask`). Longer samples are cut at `--seq-length`; samples left without a learned token are dropped.
+A sample is a row of tokens of which only the response is learned, from the built-in corpus or a jsonl file. Longer
+samples are cut at `--seq-length`; samples left without a learned token are dropped.
 
 Invariants: a sample and its order depend on the data, the seed and the index alone, so every rank sees
 the same data set; labels are tokens shifted by one; the last token kept is learned, unless the sample was cut there.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,96 +112,16 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 @functools.cache  # chunks of a virtual pipeline ask for it again, and it takes seconds
 def builtin_samples() -> tuple[SftSample, ...]:
     """The standard library's functions and classes, byte by byte."""
-    return tuple(
-        _prompt_response(list(sample.prompt), [*sample.response, END_OF_DOCUMENT]) for sample in stdlib_samples()
-    )
+    samples = []
+    for sample in stdlib_samples():
+        tokens = np.array([*sample.prompt, *sample.response, END_OF_DOCUMENT], dtype=np.int64)
+        samples.append(SftSample(tokens, np.arange(tokens.size) >= len(sample.prompt)))
+    return tuple(samples)
 
 
-def jsonl_samples(path: Path, tokenizer: Any) -> Iterator[SftSample]:
-    """The lines of a jsonl file.
-
-    Args:
-        path: the file.
-        tokenizer: one of Megatron's (`megatron.core.tokenizers`).
-
-    Raises:
-        BalanceError: the file or a line cannot be used; the message names the line.
-    """
-    if not path.is_file():
-        raise BalanceError(f"--data-path {path}: there is no such file; give a jsonl file.")
+def jsonl_samples(path: Path) -> Iterator[SftSample]:
+    """The lines of a jsonl file: `tokens` and, where not all of them are learned, `loss_mask`."""
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse(line, where=f"{path} line {number}", tokenizer=tokenizer)
-
-
-def _parse(line: str, *, where: str, tokenizer: Any) -> SftSample:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BalanceError(f"{where} is not JSON ({error}): write one object a line.") from error
-    for keys, read in _READERS.items():
-        if isinstance(row, dict) and all(key in row for key in keys):
-            return read(row, where, tokenizer)
-    raise BalanceError(f"{where} has none of: " + "; ".join(" and ".join(keys) for keys in _READERS) + ".")
-
-
-def _read_tokens(row: dict[str, Any], where: str, tokenizer: Any) -> SftSample:
-    tokens = np.asarray(row["tokens"])
-    if tokens.ndim != 1 or tokens.size < 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise BalanceError(f"{where}: `tokens` must be a list of at least two integers.")
-    learned = np.asarray(row.get("loss_mask", np.ones(tokens.size)), dtype=bool)
-    if learned.shape != tokens.shape:
-        raise BalanceError(f"{where}: `loss_mask` has {learned.size} entries for {tokens.size} tokens.")
-    return SftSample(tokens.astype(np.int64), learned)
-
-
-def _read_prompt_response(row: dict[str, Any], where: str, tokenizer: Any) -> SftSample:
-    prompt, response = (_tokenize(row[key], where, tokenizer) for key in ("prompt", "response"))
-    return _prompt_response(prompt, [*response, tokenizer.eod])
-
-
-def _read_messages(row: dict[str, Any], where: str, tokenizer: Any) -> SftSample:
-    messages = row["messages"]
-    if getattr(tokenizer, "library", None) == "sft":
-        tokens, targets = tokenizer.tokenize_conversation(messages, return_target=True, add_generation_prompt=False)
-        return SftSample(np.asarray(tokens, dtype=np.int64), np.asarray(targets) >= 0)
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise BalanceError(f"{where} has `messages`, but the tokenizer has no chat template: pass --chat-template.")
-    rendered = _render(messages, tokenizer, generation=False)
-    learned = np.zeros(len(rendered), dtype=bool)
-    for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = len(_render(messages[:turn], tokenizer, generation=True))
-            learned[start : len(_render(messages[: turn + 1], tokenizer, generation=False))] = True
-    return SftSample(np.asarray(rendered, dtype=np.int64), learned)
-
-
-def _render(messages: list[dict[str, str]], tokenizer: Any, *, generation: bool) -> list[int]:
-    out = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=generation)
-    return list(out["input_ids"] if hasattr(out, "keys") else out)
-
-
-def _tokenize(text: Any, where: str, tokenizer: Any) -> list[int]:
-    if not isinstance(text, str):
-        raise BalanceError(f"{where}: {text!r} is not text.")
-    try:
-        return list(tokenizer.tokenize(text))
-    except ValueError as error:  # NullTokenizer reads numbers only
-        raise BalanceError(
-            f"{where}: the tokenizer cannot read text; pass --tokenizer-type HuggingFaceTokenizer (or another), "
-            "or give `tokens`."
-        ) from error
-
-
-def _prompt_response(prompt: list[int], response: list[int]) -> SftSample:
-    learned = np.zeros(len(prompt) + len(response), dtype=bool)
-    learned[len(prompt) :] = True
-    return SftSample(np.array([*prompt, *response], dtype=np.int64), learned)
-
-
-_READERS: dict[tuple[str, ...], Callable[[dict[str, Any], str, Any], SftSample]] = {
-    ("tokens",): _read_tokens,
-    ("messages",): _read_messages,
-    ("prompt", "response"): _read_prompt_response,
-}
+        for row in map(json.loads, lines):
+            tokens = np.asarray(row["tokens"], dtype=np.int64)
+            yield SftSample(tokens, np.asarray(row.get("loss_mask", np.ones(tokens.size)), dtype=bool))
