@@ -164,18 +164,12 @@ class SinkAttention(ThdAttention):
             num_heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
 
-    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.softmax_offset is None:
-            return super()._attend_last(query, key, value)
-        positions = torch.arange(key.shape[2])
-        return self._attend_block(query, key, value, self._sees(positions[-query.shape[2] :], positions))
-
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.softmax_offset is None:
             return super()._attend_block(query, key, value, mask)
         num_queries, num_keys = query.shape[2], key.shape[2]
         if mask is None:
-            mask = self._sees(torch.arange(num_queries), torch.arange(num_keys))
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril()
         # One more key, of zeros, has the sink's logit and a value of zeros.
         bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -torch.inf)
         sink = self.softmax_offset[:, None, None].expand(-1, num_queries, 1)

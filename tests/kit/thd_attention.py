@@ -1,8 +1,7 @@
 """Packed (thd) attention for Megatron's local layers, where Transformer Engine is not installed, as on a CPU.
 
-Megatron's own `DotProductAttention` refuses packed sequences. `ThdAttention` takes its place: torch's
-variable-length flash attention on a GPU, torch's scaled_dot_product_attention per sequence on a CPU.
-Use it with
+Megatron's own `DotProductAttention` refuses packed sequences. `ThdAttention` takes its place, with torch's
+scaled_dot_product_attention, one sequence after the other. Use it with
 
     --transformer-impl local --spec thd_attention thd_block_spec
 
@@ -27,9 +26,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-_MIN_WINDOW_BLOCK = 64
-"""Queries attended at a time on a CPU, at least: smaller blocks spend their time in calls."""
 
 
 def thd_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -135,8 +131,6 @@ class ThdAttention(MegatronModule):
         cp_group = self._group_of(packed_seq_params)
         if cp_group is not None:
             return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), cp_group)
-        if query.is_cuda:
-            return self._attend_varlen(query, key, value, cu_seqlens, int(packed_seq_params.max_seqlen_q))
         # The last sequence may end before the micro-batch does: what follows is padding, cut off below.
         bounds = [*cu_seqlens.tolist(), query.shape[0]]
         lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True) if end > start]
@@ -153,33 +147,16 @@ class ThdAttention(MegatronModule):
         return packed_seq_params.cp_group
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Whole sequences, `[b, n, s, d]` of queries and `[b, g, s, d]` of keys and values: `[b, n, s, d]`."""
-        length = query.shape[2]
-        if not self.window or length <= self.window:
-            return self._attend_block(query, key, value)
-        # One block of queries at a time, with the keys that one of them sees: a mask over the whole sequence
-        # would compute all of it.
-        block = max(_MIN_WINDOW_BLOCK, self.window // 4)
-        pieces: list[Tensor] = []
-        for start in range(0, length, block):
-            end = min(start + block, length)
-            seen = slice(max(0, start - self.window + 1), end)
-            mask = self._sees(torch.arange(start, end), torch.arange(seen.start, end)).to(query.device)
-            pieces.append(self._attend_block(query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask))
-        return torch.cat(pieces, dim=2)
-
-    def _sees(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Mask of the key positions that each query position sees: `[num_queries, num_keys]`."""
-        distance = queries[:, None] - keys[None, :]
-        return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
-
-    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The last s positions of `[b, g, k, d]` keys and values: `[b, n, s, d]` of queries and of the result."""
-        if not self.window and not query.is_cuda:
-            return attend_chunk(query, key, value, scale=self.softmax_scale)
-        num_keys = key.shape[2]
-        mask = self._sees(torch.arange(num_keys - query.shape[2], num_keys), torch.arange(num_keys))
-        return self._attend_block(query, key, value, mask.to(query.device))
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        if num_queries == 0:
+            return query
+        if not self.window and num_queries == num_keys:
+            return self._attend_block(query, key, value)
+        positions = torch.arange(num_keys, device=query.device)
+        distance = positions[num_keys - num_queries :, None] - positions
+        mask = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
+        return self._attend_block(query, key, value, mask)
 
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """`[b, n, s, d]` of queries against `[b, g, k, d]` of keys and values: `[b, n, s, d]`."""
@@ -193,24 +170,6 @@ class ThdAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            scale=self.softmax_scale,
-            window_size=(self.window - 1, 0),  # -1: no bound
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        assert isinstance(out, Tensor)
-        return out.flatten(1)
-
     def _attend_context_parallel(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup
     ) -> Tensor:
@@ -223,69 +182,9 @@ class ThdAttention(MegatronModule):
         for chunk_query, index, start in split_sequences(query, bounds=bounds, cp_size=cp_size, cp_rank=cp_rank):
             end = start + chunk_query.shape[0]
             chunk = (chunk_query, keys[index][:end], values[index][:end])
-            out = self._attend_last(*(x.transpose(0, 1).unsqueeze(0) for x in chunk))
+            out = self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in chunk))
             pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
-
-
-def attend_chunk(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-    """Attention of the last queries of a sequence.
-
-    Args:
-        query: `[b, n, s, d]`, the last s positions of the keys.
-        key: `[b, g, k, d]`, k >= s.
-        value: as key.
-        scale: of scores; by default `d**-0.5`.
-
-    Returns:
-        `[b, n, s, d]`.
-    """
-    if query.shape[2] == 0:
-        return query
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return _ChunkAttention.apply(query, key, value, scale)  # type: ignore[no-any-return]
-
-
-class _ChunkAttention(torch.autograd.Function):
-    """The kernel's backward pass takes the joined output and log-sum-exp: gradients of both parts add up."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        parts = [
-            attend(query, key[:, :, keys], value[:, :, keys], 0.0, is_causal, scale=scale)
-            for keys, is_causal in _parts(query, key)
-        ]
-        out, lse = parts[0]
-        if len(parts) > 1:
-            lse = torch.logaddexp(parts[0][1], parts[1][1])
-            weighted = [part * torch.exp(own - lse).unsqueeze(-1) for part, own in parts]
-            out = torch.stack(weighted).sum(dim=0).to(query.dtype)  # log-sum-exps of bf16 scores are fp32
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, lse = ctx.saved_tensors
-        attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts = [
-            attend_backward(
-                grads[0], query, key[:, :, keys], value[:, :, keys], out, lse, 0.0, is_causal, scale=ctx.scale
-            )
-            for keys, is_causal in _parts(query, key)
-        ]
-        of_queries, of_keys, of_values = zip(*parts, strict=True)
-        return torch.stack(of_queries).sum(dim=0), torch.cat(of_keys, dim=2), torch.cat(of_values, dim=2), None
-
-
-def _parts(query: Tensor, key: Tensor) -> list[tuple[slice, bool]]:
-    """Slices of keys, each with True if attention to them is causal: those before the chunk, if any, and its own."""
-    start = key.shape[2] - query.shape[2]
-    own = (slice(start, None), True)
-    return [(slice(0, start), False), own] if start else [own]
 
 
 def partitioned_indices(bounds: Sequence[int], *, cp_size: int, cp_rank: int) -> Tensor:
