@@ -41,15 +41,6 @@ class Mutant:
     tests: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the tests said of an error; `problem` is None where one of them failed."""
-
-    mutant: Mutant
-    problem: str | None
-    seconds: float
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="in the name or the file of an error")
@@ -59,25 +50,24 @@ def main() -> int:
     mutants = [mutant for mutant in mutants if options.only in mutant.name or options.only in mutant.file]
     if not mutants:
         parser.error(f"--only {options.only}: no error of {TABLE.name} contains it")
-    started = time.monotonic()
+    started, missed = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         copies: SimpleQueue[Path] = SimpleQueue()
         for job in range(options.jobs):
             copies.put(copy_of_tree(Path(folder) / str(job)))
-        tests = sorted({test for mutant in mutants for test in mutant.tests})
-        if run(copies_first := copies.get(), tests, workers=options.jobs) != 0:
+        first = copies.get()
+        if run(first, sorted({test for mutant in mutants for test in mutant.tests}), workers=options.jobs):
             print("FAILED: the tests are not green without an error", file=sys.stderr)
             return 1
-        copies.put(copies_first)
+        copies.put(first)
         with ThreadPoolExecutor(options.jobs) as pool:
-            verdicts = []
-            for verdict in pool.map(lambda mutant: judge(mutant, copies), mutants):
-                verdicts.append(verdict)
-                print(f"{verdict.problem or 'red':>12}  {verdict.seconds:4.0f} s  {verdict.mutant.name}", flush=True)
-    missed = [verdict.mutant.name for verdict in verdicts if verdict.problem]
+            verdicts = pool.map(lambda mutant: judge(mutant, copies), mutants)
+            for mutant, (problem, seconds) in zip(mutants, verdicts, strict=True):
+                missed += [mutant.name] if problem else []
+                print(f"{problem or 'red':>12}  {seconds:4.0f} s  {mutant.name}", flush=True)
     for name in missed:
         print(f"FAILED: {name}")
-    print(f"{len(verdicts) - len(missed)} of {len(verdicts)} errors caught in {time.monotonic() - started:.0f} s")
+    print(f"{len(mutants) - len(missed)} of {len(mutants)} errors caught in {time.monotonic() - started:.0f} s")
     return 1 if missed else 0
 
 
@@ -91,7 +81,8 @@ def copy_of_tree(folder: Path) -> Path:
     return folder
 
 
-def judge(mutant: Mutant, copies: SimpleQueue[Path]) -> Verdict:
+def judge(mutant: Mutant, copies: SimpleQueue[Path]) -> tuple[str | None, float]:
+    """Why the error was not caught, None where a test failed; and the seconds that it took."""
     copy, started = copies.get(), time.monotonic()
     path = copy / "megatron_balance" / mutant.file
     source = path.read_text() if path.exists() else ""
@@ -103,29 +94,16 @@ def judge(mutant: Mutant, copies: SimpleQueue[Path]) -> Verdict:
         problem = {_TESTS_FAILED: None, 0: "SURVIVED"}.get(status, f"NOT RUN: {status}")
         path.write_text(source)
     copies.put(copy)
-    return Verdict(mutant, problem, time.monotonic() - started)
+    return problem, time.monotonic() - started
 
 
 def run(copy: Path, tests: Sequence[str], *, workers: int = 0) -> int:
     """Pytest's exit status. A hang counts as a failed test, as pytest-timeout counts it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "",
-        "-n",
-        str(workers),
-        *tests,
-    ]
+    flags = ["-q", "-x", "-p", "no:cacheprovider", "-m", "", "-n", str(workers)]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            [*command, *tests],
+            [sys.executable, "-m", "pytest", *flags, *tests],
             cwd=copy,
             env=environment,
             capture_output=True,

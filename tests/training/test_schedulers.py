@@ -210,24 +210,11 @@ DYNAMIC_CAP = 256
 COST = CostModel(linear=1000, quadratic=1, cp_exchange=30)
 
 
-class StockDynamic:
+class StockDynamic(Stock):
     """Megatron's DefaultDynamicCPScheduler, as far as ours relies on it."""
 
-    def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        cp_size: int,
-        dp_size: int,
-        microbatch_group_size_per_vp_stage: int | None,
-        max_num_seqs: int | None = None,
-        *,
-        min_cp_size: int = 1,
-    ) -> None:
-        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
-        self.cp_size = cp_size
-        self.dp_size = dp_size
-        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
-        self.max_num_seqs = max_num_seqs
+    def __init__(self, *positional: Any, min_cp_size: int = 1) -> None:
+        super().__init__(*positional)
         self.min_cp_size = min_cp_size
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
