@@ -16,31 +16,21 @@ if sys.version_info[:2] != (3, int(sys.argv[1])):
 print(getattr(sys, "_base_executable", None) or sys.executable)' "$2" 2>/dev/null)
 }
 
-# Folders of one home where version managers keep interpreters.
-manager_folders() {
-    local root
-    for root in "$1/.pyenv/versions" "$1/.local/share/uv/python" "$1/.asdf/installs/python" \
-        "$1/.local/share/mise/installs/python" "$1/miniconda3/envs" "$1/anaconda3/envs" "$1/miniforge3/envs"; do
-        printf '%s\n' "$root"/*/bin
-    done
-    printf '%s\n' "$1/miniconda3/bin" "$1/anaconda3/bin" "$1/miniforge3/bin"
-}
-
-# PATH first, then what version managers name in variables, then their usual homes.
+# PATH first, then where version managers keep interpreters, as their variables say or in their usual homes.
 search_folders() {
     printf '%s\n' "${PATH:-}" | tr ':' '\n'
-    local root
-    for root in ${PYENV_ROOT:+"$PYENV_ROOT/versions"} ${UV_PYTHON_INSTALL_DIR:+"$UV_PYTHON_INSTALL_DIR"} \
-        ${ASDF_DATA_DIR:+"$ASDF_DATA_DIR/installs/python"} ${MISE_DATA_DIR:+"$MISE_DATA_DIR/installs/python"} \
-        ${CONDA_PREFIX:+"$CONDA_PREFIX/envs"} /opt/conda/envs /opt/python /opt; do
-        printf '%s\n' "$root"/*/bin
+    local home share root
+    # HOME may point elsewhere (a container, a build service): the user's own home counts as well.
+    for home in "${HOME:-}" "$(eval "echo ~$(id -un)")"; do
+        share=$home/.local/share
+        for root in "${PYENV_ROOT:-$home/.pyenv}/versions" "${UV_PYTHON_INSTALL_DIR:-$share/uv/python}" \
+            "${ASDF_DATA_DIR:-$home/.asdf}/installs/python" "${MISE_DATA_DIR:-$share/mise}/installs/python" \
+            "${CONDA_PREFIX:-$home/miniconda3}/envs" "$home/anaconda3/envs" "$home/miniforge3/envs" \
+            "$home" /opt/conda/envs /opt/python /opt; do
+            printf '%s\n' "$root"/*/bin
+        done
     done
-    printf '%s\n' ${CONDA_PREFIX:+"$CONDA_PREFIX/bin"} /opt/conda/bin /usr/local/bin /usr/bin /opt/homebrew/bin
-    [[ -z ${HOME:-} ]] || manager_folders "$HOME"
-    # HOME may point elsewhere (a container, a build service): look into the user's own home as well.
-    local own_home
-    own_home=$(eval "echo ~$(id -un)")
-    [[ $own_home == "${HOME:-}" ]] || manager_folders "$own_home"
+    printf '%s\n' "${CONDA_PREFIX:-/opt/conda}/bin" /usr/local/bin /usr/bin /opt/homebrew/bin
 }
 
 folders=()

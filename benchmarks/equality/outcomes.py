@@ -36,15 +36,13 @@ class Difference:
 
     loss: float
     grad_norm: float
-    first_loss: float
-    first_grad_norm: float
 
 
 def difference(outcome: Outcome, *, reference: Outcome) -> Difference:
     """The difference of a run from another."""
     losses = _relative(outcome.losses, reference.losses)
     grad_norms = _relative(outcome.grad_norms, reference.grad_norms)
-    return Difference(max(losses), max(grad_norms), losses[0], grad_norms[0])
+    return Difference(max(losses), max(grad_norms))
 
 
 def _relative(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -25,7 +25,7 @@ from benchmarks.resume.mishaps import MISHAPS
 
 TITLE = "Killed runs"
 FOLDER = RAW / "resume"
-LEAN = ("by FLOPs, DP2→DP2, overlap", "dynamic CP, record, DP2→DP4, overlap", "--async-save")
+LEAN = ("by FLOPs, DP2→DP2, overlap", "dynamic CP, DP2→DP4, overlap", "--async-save")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

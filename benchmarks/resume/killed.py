@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from rounding import ALLOWANCES
 from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
-from benchmarks.resume.cases import RECORDED, SAVE_INTERVAL, Case
-from megatron_balance.record import read_record
+from benchmarks.resume.cases import SAVE_INTERVAL, Case
 
 TIMEOUT_SECONDS = 900
 LONGEST_WAIT_SECONDS = 0.05
@@ -93,10 +92,8 @@ def kill_and_resume(
     case: Case, *, whole: list[dict[str, Any]], folder: Path, data: str, rng: np.random.Generator
 ) -> Outcome:
     """Run a case."""
-    checkpoints, record = folder / "checkpoints", folder / "record"
+    checkpoints = folder / "checkpoints"
     flags = f"{case.flags} {data} --save {checkpoints} --save-interval {SAVE_INTERVAL}"
-    if case.policy in RECORDED:
-        flags += f" --balance-record {record}"
     killer = Killer(folder / "killed", num_ranks=case.ranks, rng=rng)
     try:
         steps_of_killed(folder / "killed", flags=flags, case=case, killer=killer)
@@ -111,20 +108,7 @@ def kill_and_resume(
     except RunFailed as error:
         return Outcome(killer.num_steps, killer.victims, start, 0, 0, 0.0, f"did not resume: {error}")
     outcome = compare(resumed, whole=whole, start=start, bit_for_bit=case.ranks == case.ranks_after)
-    problem = outcome.problem
-    if not problem and case.policy in RECORDED:
-        problem = _wrong_in_record(record, whole=whole, from_step=0 if case.ranks == case.ranks_after else start)
-        if not problem and case.ranks != case.ranks_after:
-            problem = _wrong_in_record(record / "earlier_0", whole=whole[:start], from_step=0)
-    return Outcome(
-        killer.num_steps,
-        killer.victims,
-        start,
-        outcome.num_equal,
-        outcome.num_compared,
-        outcome.largest_difference,
-        problem,
-    )
+    return replace(outcome, killed_after=killer.num_steps, victims=killer.victims)
 
 
 def steps_of_killed(folder: Path, *, flags: str, case: Case, killer: Killer) -> None:
@@ -150,14 +134,3 @@ def compare(resumed: list[dict[str, Any]], *, whole: list[dict[str, Any]], start
         problem = f"differs by {difference:.1e}"
     num_equal = equal.index(False) if False in equal else len(equal)
     return Outcome(0, "", start, num_equal, len(expected), difference, problem)
-
-
-def _wrong_in_record(record: Path, *, whole: list[dict[str, Any]], from_step: int) -> str:
-    """Faults in the record of the steps from this one on; those of `whole` must be there."""
-    steps = [step for step in read_record(record).steps if from_step < step.iteration <= len(whole)]
-    if [step.iteration for step in steps] != list(range(from_step + 1, len(whole) + 1)):
-        return f"the record holds iterations {[step.iteration for step in steps]}"
-    expected = whole[from_step:]
-    if any(sorted(step.lengths.tolist()) != sorted(row["lengths"]) for step, row in zip(steps, expected, strict=True)):
-        return "the record holds other samples"
-    return ""

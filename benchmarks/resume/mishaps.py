@@ -18,13 +18,6 @@ WholeOf = Callable[..., list[dict[str, Any]]]
 """Trains, or remembers, the run of a case that nothing happens to; its steps."""
 
 
-def evaluation_between(folder: Path, data: str, whole_of: WholeOf) -> str:
-    """Every second step is followed by evaluation."""
-    flags = f"{CASE.flags} {data} --eval-interval 2 --eval-iters 1"
-    steps = steps_of(folder / "run", flags=flags, num_ranks=2)
-    return compare(steps, whole=whole_of(CASE, data=data), start=0, bit_for_bit=True).problem
-
-
 def saved_in_background(folder: Path, data: str, whole_of: WholeOf) -> str:
     """--async-save: another process writes the checkpoint while steps go on."""
     flags = f"{_saving(data=data, folder=folder)} {IN_BACKGROUND}"
@@ -46,7 +39,6 @@ def counted_in_samples(folder: Path, data: str, whole_of: WholeOf) -> str:
 
 
 MISHAPS: dict[str, Callable[[Path, str, WholeOf], str]] = {
-    "evaluation between steps": evaluation_between,
     "--async-save": saved_in_background,
     "--train-samples": counted_in_samples,
     "torchrun --nnodes=1:2: one of two nodes is killed, the other resumes": node_lost,

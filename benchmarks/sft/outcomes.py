@@ -25,13 +25,6 @@ class Outcome:
     recorded: Recorded | None = None
     error: str = ""
 
-    @property
-    def cpu_seconds(self) -> float:
-        """Of all ranks together, a step; the first step, which pays for allocations, left out."""
-        assert self.recorded is not None
-        steps = [step["cpu_seconds"] for rank in self.recorded.ranks for step in rank[1:]]
-        return sum(steps) / (NUM_STEPS - 1)
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -43,7 +36,6 @@ class Verdict:
     reference: str = ""
     loss: float | None = None
     grad_norm: float | None = None
-    cpu_seconds: tuple[float, float] | None = None
 
 
 def last_error(output: str) -> str:
@@ -87,5 +79,4 @@ def judge(case: Case, *, ours: Outcome, stock: Outcome, one_rank: Outcome | None
         reference=name,
         loss=loss,
         grad_norm=grad_norm,
-        cpu_seconds=None if stock.recorded is None else (stock.cpu_seconds, ours.cpu_seconds),
     )

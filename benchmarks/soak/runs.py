@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training_run import ROOT, read_records, train
+from training_run import ROOT, train
 
 from benchmarks.soak import GLOBAL_BATCH_SIZE
 
@@ -19,12 +19,8 @@ BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --b
 """The record is on as well; its folder is added."""
 
 
-def soak(
-    folder: Path, *, balanced: bool, num_steps: int, sample_steps: int, reuse: bool = False
-) -> list[list[dict[str, Any]]]:
-    """Train and sample."""
-    if reuse:
-        return records_of(folder)
+def soak(folder: Path, *, balanced: bool, num_steps: int, sample_steps: int) -> list[list[dict[str, Any]]]:
+    """Train and sample; for each rank its rows."""
     flags = [*MODEL.split(), "--train-iters", str(num_steps)]
     if balanced:
         flags += [*BALANCED.split(), "--balance-record", str(folder / "record")]
@@ -36,9 +32,3 @@ def soak(
         environment={"SOAK_SAMPLE_STEPS": str(sample_steps)},
         timeout_seconds=600 + 3 * num_steps,
     ).ranks
-
-
-def records_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """For each rank, the rows that all ranks have written: the run may have been ended early."""
-    ranks = read_records(folder, num_ranks=NUM_RANKS)
-    return [list(rows) for rows in zip(*zip(*ranks, strict=False), strict=True)]
