@@ -9,9 +9,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 ADAPTERS = Path(__file__).parent / "adapters"
+ON_ONE_WORKER = {"megatron", "runtime", "test_report_browser.py"}
+"""Folders and files of which a worker imports Megatron, or starts ranks or a browser, once for all tests."""
 collect_ignore = [
     str(requirements.parent)
     for requirements in ADAPTERS.glob("*/requirements.txt")
@@ -24,3 +27,10 @@ if not any(kind in sys.prefix for kind in ("venv-mcore", "venv-torch")) and "MEG
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("exploring", deadline=None)
 settings.load_profile("exploring" if os.environ.get("MEGATRON_BALANCE_EXPLORE") else "repeatable")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks them for pytest-xdist."""
+    for place in ON_ONE_WORKER.intersection(item.path.relative_to(ADAPTERS.parent).parts):
+        if not any(item.iter_markers("xdist_group")):
+            item.add_marker(pytest.mark.xdist_group(place))
