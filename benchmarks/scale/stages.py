@@ -16,9 +16,9 @@ from megatron_balance.runtime.exchange import PreparedExchange
 STAGES = {
     "gather": (planner, "gather_sample_lengths"),
     "plan": (StepPlanner, "_plan"),
-    "write": (planner, "prepare_samples"),
+    "write": (planner, "prepare_exchange"),
     "exchange": (PreparedExchange, "run"),
-    "pack": (planner, "pack_slots"),
+    "pack": (planner, "pack"),
     "agree": (planner, "raise_together"),
 }
 """Stage → where its function is looked up."""

@@ -13,24 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.mcore.dynamic_cp.engine_attention import prepare_engine_attention
-from megatron_balance.mcore.dynamic_cp.groups import connect, make_context_groups
-from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
-from megatron_balance.mcore.evaluation import balanced_evaluation
+from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect, make_context_groups
+from megatron_balance.mcore.evaluation import BalancedEvaluation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.microbatch.router_padding import RouterPadding
+from megatron_balance.mcore.model_keywords import RouterPadding
 from megatron_balance.mcore.options import stock_notice
-from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
 from megatron_balance.mcore.setup.groups import (
     data_group,
     dp_ranks_per_node,
+    is_first_of_tensor_group,
+    loads_data,
+    replica_groups,
 )
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
-from megatron_balance.mcore.step.items import SampleOrigin
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.mcore.step.source import SampleOrigin
 from megatron_balance.mcore.telemetry.watch import build_watch
 
 
@@ -76,17 +76,17 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         if taken:
             log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
         context = MicrobatchContext(groups)
-        prepare_engine_attention()
     observer = build_watch(setup, planner=prefetcher.planner, log=log)
     evaluation = None
     if setup.stock_evaluation:
         log.say(f"evaluation is Megatron's own: {setup.stock_evaluation}.")
     if setup.balances_evaluation:
-        evaluation = balanced_evaluation(setup, training=prefetcher, state=state)
+        limits = config.limits(micro_batch_size=setup.eval_micro_batch_size, topology=setup.topology)
+        evaluation = BalancedEvaluation(prefetcher, limits=limits, state=state)
     return BalancedForwardBackward(
         prefetcher,
         state=state,
-        loads_data=loads_here(setup),
+        loads_data=prefetcher.planner.loads_data,
         overlap=config.overlap,
         log=log,
         observer=observer,
@@ -102,7 +102,7 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
     from megatron.core import parallel_state
 
     config, topology, timeout = setup.config, setup.topology, setup.timeout
-    loads = loads_here(setup)
+    loads = loads_data(on_every_stage=setup.loads_on_every_stage, on_every_tensor_rank=setup.loads_on_every_tensor_rank)
     dp_group = data_group(timeout=timeout, loads=loads)
     dp_rank = parallel_state.get_data_parallel_rank()
     origin = None
@@ -122,4 +122,8 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         pin_memory=torch.cuda.is_available(),
         timeout=timeout,
     )
-    return prefetcher_of(planner, setup=setup)
+    return StepPrefetcher(
+        planner,
+        replica=replica_groups(timeout=timeout, tensor_ranks_load=setup.loads_on_every_tensor_rank),
+        reads_starts=not loads and (setup.loads_on_every_tensor_rank or is_first_of_tensor_group()),
+    )

@@ -4,57 +4,51 @@ Megatron sums the losses and tokens of micro-batches and divides the sums, which
 averages the means of micro-batches, over micro-batches, ranks and iterations, so that another packing is another
 number. Balanced evaluation has Megatron divide sums in every case.
 
-Invariants: iterations, items that are read, and consumed samples are stock; nothing of training's prefetcher is used:
-its thread may be preparing the next training step over a group of its own meanwhile.
+Invariants: iterations, items that are read, and consumed samples are stock; steps of training and of evaluation are
+made one at a time: the next training step may be in preparation when an evaluation begins.
 """
-
-# Megatron types its getters Optional; before training they are not.
-# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.replica_setup import loads_here, prefetcher_of
-from megatron_balance.mcore.setup.groups import data_group
 from megatron_balance.mcore.setup.megatron_state import MegatronState
-from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.topology import Limits
 
 
 class BalancedEvaluation:
     """The forward-only steps of Megatron's `evaluate`.
 
     Args:
-        prefetcher: of evaluation alone.
+        training: makes the steps of training.
+        limits: of a micro-batch of evaluation.
         state: of Megatron.
-        overlap: prepare the next step while one runs.
 
     Attributes:
         last_step: the data of the newest step, for tests.
     """
 
-    def __init__(self, prefetcher: StepPrefetcher, *, state: MegatronState, overlap: bool) -> None:
+    def __init__(self, training: StepPrefetcher, *, limits: Limits, state: MegatronState) -> None:
         self.last_step: BalancedStep | None = None
-        self._prefetcher = prefetcher
+        self._prefetcher = StepPrefetcher(
+            training.planner.of_evaluation(limits),
+            replica=training.replica,
+            reads_starts=training.reads_starts,
+            thread=training.thread,
+        )
         self._state = state
-        self._overlap = overlap
         self._steps_left = 0
 
     @contextlib.contextmanager
     def running(self, num_steps: int) -> Iterator[None]:
-        """Balance the forward-only steps in this context, Megatron's `evaluate`.
-
-        Args:
-            num_steps: iterations of this evaluation.
-        """
+        """Balance the forward-only steps in this context, Megatron's `evaluate` of so many iterations."""
         self._steps_left = num_steps
         try:
             with self._state.sft_as(False):
@@ -66,14 +60,13 @@ class BalancedEvaluation:
         """True if a forward-only call of a schedule is an iteration of `evaluate`, which all ranks run."""
         return self._steps_left > 0 and not arguments.get("collect_non_loss_data")
 
-    def step(self, source: Any, *, num_microbatches: int, on_lost: Callable[[BalanceError], None]) -> BalancedStep:
-        """The data of one iteration; arguments and errors as for `StepPrefetcher`."""
-        step = self._prefetcher.balance(source, num_microbatches=num_microbatches)
+    def step(self, source: Any, *, num_microbatches: int, overlap: bool, name: str) -> BalancedStep:
+        """The data of one iteration; the next is prepared where steps overlap."""
+        self.last_step = self._prefetcher.balance(source, num_microbatches=num_microbatches)
         self._steps_left -= 1
-        if self._overlap and self._steps_left:
-            self._prefetcher.prepare(source, num_microbatches=num_microbatches, on_lost=on_lost)
-        self.last_step = step
-        return step
+        if overlap and self._steps_left:
+            self._prefetcher.prepare(source, num_microbatches=num_microbatches, name=name)
+        return self.last_step
 
     @staticmethod
     def check_sums(loss_dicts: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -88,34 +81,3 @@ class BalancedEvaluation:
                     f"The loss function reports {name!r} as {loss.numel()} numbers in evaluation: a balanced one needs "
                     "the sum over tokens and their number. Return both, or set --no-balance-evaluation."
                 )
-
-
-def balanced_evaluation(
-    setup: RunSetup,
-    *,
-    training: StepPrefetcher,
-    state: MegatronState,
-) -> BalancedEvaluation:
-    """The evaluation of this rank, with a group of its own. Every rank of the world calls it.
-
-    Args:
-        setup: of the run.
-        training: makes the steps of training.
-        state: of Megatron.
-    """
-    of_training = training.planner
-    planner = StepPlanner(
-        setup.config,
-        topology=setup.topology,
-        limits=setup.config.limits(micro_batch_size=setup.eval_micro_batch_size, topology=setup.topology),
-        cost_model=setup.cost_model,
-        patch_values=setup.patch_values,
-        dp_group=data_group(timeout=setup.timeout, loads=loads_here(setup)),
-        dp_rank=of_training.dp_rank,
-        cp_rank=of_training.cp_rank,
-        ranks_per_node=of_training.ranks_per_node,
-        pin_memory=torch.cuda.is_available(),
-        timeout=setup.timeout,
-    )
-    prefetcher = prefetcher_of(planner, setup=setup, replica=training.replica)
-    return BalancedEvaluation(prefetcher, state=state, overlap=setup.config.overlap)

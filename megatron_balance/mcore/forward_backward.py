@@ -8,10 +8,6 @@ Invariants: Megatron's state that is changed for a step is restored after it, al
 Megatron's own, unless it is a step of an evaluation that is balanced (`evaluation.py`).
 """
 
-# Megatron types its getters Optional; before training they are not.
-# pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import contextlib
@@ -21,17 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
-from megatron_balance.mcore.dynamic_cp.engine_attention import restore_engine_attention
-from megatron_balance.mcore.dynamic_cp.microbatch_context import MicrobatchContext
+from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.evaluation import BalancedEvaluation
-from megatron_balance.mcore.microbatch.packed_calls import called_with_packs, packed_params_of
-from megatron_balance.mcore.microbatch.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
-from megatron_balance.mcore.microbatch.router_padding import RouterPadding, check_takes_mask
+from megatron_balance.mcore.model_keywords import RouterPadding, called_with_packs, packed_params_of
+from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.megatron_state import MegatronState
-from megatron_balance.mcore.setup.run_log import RunLog, warn_of_lost_peers
+from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.telemetry.watch import Watch
@@ -45,7 +36,7 @@ class BalancedForwardBackward:
 
     Attributes:
         last_step: the data of the newest step, for logs and tests.
-        in_step: whether Megatron's schedule runs balanced micro-batches now.
+        in_step: Megatron's schedule runs balanced micro-batches now.
         observer: watches the run on this rank, or None.
         pipeline_shapes: of the messages of the step that runs, or None where Megatron's stages exchange them.
         evaluation: balances forward-only steps, or None where they are Megatron's own.
@@ -68,26 +59,21 @@ class BalancedForwardBackward:
     ) -> None:
         self.prefetcher = prefetcher
         self.evaluation = evaluation
-        self._unpads = unpads
         self.context = context
-        self._router_padding = router_padding
         self.observer = observer
-        self._loads_data = loads_data
-        self._overlap = overlap
         self.last_step: BalancedStep | None = None
         self.in_step = False
         self.pipeline_shapes: PipelineShapes | None = None
+        self._unpads = unpads
+        self._router_padding = router_padding
+        self._loads_data = loads_data
+        self._overlap = overlap
         self._state = state
         self._sft = state.is_sft
         self._log = log
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
-        """Run one step.
-
-        Args:
-            schedule: Megatron's, for this run's pipeline.
-            arguments: what `train_step` or `evaluate` passes it, all by keyword.
-        """
+        """Run one step of Megatron's schedule, with what `train_step` or `evaluate` passes it, all by keyword."""
         with annotate_peer_loss(f"iteration {self._state.iteration}"):
             if not arguments.get("forward_only"):
                 return self._step(schedule, **arguments)
@@ -97,13 +83,12 @@ class BalancedForwardBackward:
                 return self._evaluation_step(schedule, self.evaluation, **arguments)
 
     def _step(self, schedule: Schedule, **arguments: Any) -> Any:
-        iterators = arguments["data_iterator"]
-        source = _first_iterator(iterators) if self._loads_data else None
+        source, number = self._source(arguments), arguments["num_microbatches"]
         with with_step_context(f"iteration {self._state.iteration}"):
-            step = self.prefetcher.balance(source, num_microbatches=arguments["num_microbatches"])
-        if step.num_left:
+            step = self.prefetcher.balance(source, num_microbatches=number)
+        if num_left := self.prefetcher.num_left:
             self._log.warn_once(
-                f"another iterator came while {step.num_left} items pulled ahead from the last one waited: they are "
+                f"another iterator came while {num_left} items pulled ahead from the last one waited: they are "
                 "handed out when that one comes again. If the new one reads the same loader through a wrapper of its "
                 "own, it continues after them: wrap the loader once, or set --no-balance-overlap.",
                 topic="another iterator",
@@ -114,8 +99,7 @@ class BalancedForwardBackward:
         if self.observer is not None:
             self.observer.begin(step, iteration=self._state.iteration)
         if self._overlap and self._state.has_next_step:
-            on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._state.iteration + 1)
-            self.prefetcher.prepare(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
+            self.prefetcher.prepare(source, num_microbatches=number, name=f"iteration {self._state.iteration + 1}")
         try:
             return self._run(schedule, step, arguments, observer=self.observer)
         finally:
@@ -123,40 +107,47 @@ class BalancedForwardBackward:
                 self.observer.end()
 
     def _evaluation_step(self, schedule: Schedule, evaluation: BalancedEvaluation, **arguments: Any) -> Any:
-        source = _first_iterator(arguments["data_iterator"]) if self._loads_data else None
-        on_lost = functools.partial(warn_of_lost_peers, rank=dist.get_rank(), iteration=self._state.iteration)
-        with with_step_context(f"evaluation after iteration {self._state.iteration}"):
-            step = evaluation.step(source, num_microbatches=arguments["num_microbatches"], on_lost=on_lost)
+        name = f"evaluation after iteration {self._state.iteration}"
+        with with_step_context(name):
+            source, number = self._source(arguments), arguments["num_microbatches"]
+            step = evaluation.step(source, num_microbatches=number, overlap=self._overlap, name=name)
         losses = self._run(schedule, step, arguments, observer=None)
         evaluation.check_sums(losses)
         return losses
 
+    def _source(self, arguments: dict[str, Any]) -> Iterator[Any] | None:
+        """The iterator to pull from: chunks of a virtual pipeline all read the same rows."""
+        iterators = arguments["data_iterator"]
+        candidates = iterators if isinstance(iterators, list) else [iterators]
+        return next((it for it in candidates if it is not None), None) if self._loads_data else None
+
     def _run(self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: Watch | None) -> Any:
         """Megatron's schedule on the micro-batches of a step."""
-        forward_step = self._for_each_microbatch(
-            arguments["forward_step_func"], step, model=arguments["model"], observer=observer
-        )
+        model, iterators = arguments["model"], arguments["data_iterator"]
+
+        def hand_out() -> Iterator[Any]:
+            return map(copy.copy, step.microbatches or ())
+
         arguments |= {
-            "data_iterator": _hand_out(arguments["data_iterator"], lambda: map(copy.copy, step.microbatches or ())),
+            # Every chunk of a virtual pipeline reads its own.
+            "data_iterator": [hand_out() for _ in iterators] if isinstance(iterators, list) else hand_out(),
             "num_microbatches": step.num_microbatches,
             "micro_batch_size": 1,
-            "forward_step_func": forward_step,
+            "forward_step_func": self._forward_step(
+                arguments["forward_step_func"], step, model=model, observer=observer
+            ),
         }
-        self.pipeline_shapes = planned_shapes(
-            step.microbatch_tokens,
-            topology=self.prefetcher.planner.topology,
-            arguments=arguments,
-            cp_sizes=step.cp_sizes,
-        )
+        topology = self.prefetcher.planner.topology
+        self.pipeline_shapes = planned_shapes(step.slots, topology=topology, arguments=arguments)
         self.in_step = True
         try:
-            with variable_seq_lengths(arguments["model"]):
+            with variable_seq_lengths(model):
                 return schedule(**arguments)
         finally:
             self.in_step = False
             self.pipeline_shapes = None
             if self.context is not None:
-                restore_engine_attention(arguments["model"], groups=self.context.groups)
+                self.context.restore_engine_attention(model)
 
     def logged(self) -> None:
         """Called after Megatron has logged a step."""
@@ -166,28 +157,25 @@ class BalancedForwardBackward:
                 if not self._state.has_next_step:
                     self.observer.flush()  # before Megatron closes its writers
 
-    def _for_each_microbatch(
+    def _forward_step(
         self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
     ) -> Schedule:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
-        padding = self._router_padding
-        masks: list[Tensor] = []
-        if padding is not None:
-            check_takes_mask(model)
-            masks = padding.masks(step)
-        starts = packed_params_of(step, topology=self.prefetcher.planner.topology) if self._unpads else []
-        slots: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
+        padding, slots = self._router_padding, step.slots
+        masks = [] if padding is None else padding.masks(slots, model=model)
+        starts = packed_params_of(slots, topology=self.prefetcher.planner.topology) if self._unpads else []
+        slot_of: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
 
         @functools.wraps(forward_step_func)
         def forward_step(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
-            slot = slots[id(model)]
-            slots[id(model)] += 1
-            cp_size = None if step.cp_sizes is None else step.cp_sizes[slot]
+            slot = slot_of[id(model)]
+            slot_of[id(model)] += 1
+            cp_size = slots.cp_sizes[slot]
             run = forward_step_func
-            if self.context is not None and cp_size is not None:
+            if self.context is not None:
                 run = functools.partial(self.context.forward_step, forward_step_func, size=cp_size)
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self._state.microbatch_of(step.microbatch_tokens[slot], cp_size=cp_size))
+                stack.enter_context(self._state.microbatch_of(slots.num_tokens[slot], cp_size=cp_size))
                 if padding is not None:
                     stack.enter_context(padding.given(masks[slot], model=model))
                 if starts:
@@ -197,16 +185,3 @@ class BalancedForwardBackward:
                 return run(data_iterator, model, *rest, **keywords)
 
         return forward_step
-
-
-def _first_iterator(iterators: Any) -> Iterator[Any] | None:
-    """The iterator to pull from: chunks of a virtual pipeline all read the same rows."""
-    candidates = iterators if isinstance(iterators, list) else [iterators]
-    return next((iterator for iterator in candidates if iterator is not None), None)
-
-
-def _hand_out(iterators: Any, make: Callable[[], Iterator[Any]]) -> Any:
-    """As many new iterators as there were; every chunk of a virtual pipeline reads its own."""
-    if isinstance(iterators, list):
-        return [make() for _ in iterators]
-    return make()

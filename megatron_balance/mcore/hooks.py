@@ -19,13 +19,11 @@ from megatron_balance.hooking.patches import Hook
 from megatron_balance.hooking.patches import install as install_hooks
 from megatron_balance.mcore.current_run import CurrentRun, current
 from megatron_balance.mcore.dynamic_packing_scheduler import replace_dynamic_scheduler
-from megatron_balance.mcore.microbatch.router_padding import (
+from megatron_balance.mcore.packing_scheduler import register
+from megatron_balance.mcore.wrappers import (
     counts_of_real_tokens,
     embeddings_with_mask_in_place,
     expert_bias_of_real_tokens,
-)
-from megatron_balance.mcore.packing_scheduler import register
-from megatron_balance.mcore.wrappers import (
     while_balancing,
     with_backward_timed,
     with_balance_arguments,

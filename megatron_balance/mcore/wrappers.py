@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore.current_run import current, run_of_process
@@ -172,6 +174,50 @@ def with_sequences_told_apart(mixer_forward: Function) -> Function:
                     "of the micro-batch over all context-parallel ranks, or make it by mcore.packed_seq_params."
                 )
         return mixer_forward(mixer, hidden_states, *positional, **keywords)
+
+    return wrapper
+
+
+def expert_bias_of_real_tokens(apply_expert_bias: Function) -> Function:
+    """`TopKRouter._apply_expert_bias` that leaves padding out of a map `[num_tokens, num_experts]`."""
+
+    @functools.wraps(apply_expert_bias)
+    def wrapper(router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+        return apply_expert_bias(router, routing_map)
+
+    return wrapper
+
+
+def counts_of_real_tokens(count: Function) -> Function:
+    """`get_tokens_per_expert_and_token_count` with at least one token, and the same number on every rank of the group.
+
+    An auxiliary loss is a sum over the ranks of `reduce_group`, each of which scales its part by its own number of
+    tokens. The mean is returned instead of that number, so that all parts weigh the same.
+    """
+
+    @functools.wraps(count)
+    def wrapper(*positional: Any, with_padding_mask: bool = False, **keywords: Any) -> Any:
+        per_expert, own, total = count(*positional, with_padding_mask=with_padding_mask, **keywords)
+        if not with_padding_mask:
+            return per_expert, own, total
+        # Whole: Transformer Engine from 2.18 takes no other count in its fused loss (csrc/extensions/router.cpp).
+        total = total.round().to(torch.int64).clamp(min=1)
+        return per_expert, total / keywords["reduce_group"].size(), total
+
+    return wrapper
+
+
+def embeddings_with_mask_in_place(get_embeddings: Function) -> Function:
+    """`MultiTokenPredictionLayer._get_embeddings` that shifts tokens and positions, and not the padding mask."""
+
+    @functools.wraps(get_embeddings)
+    def wrapper(*positional: Any, padding_mask: Any = None, **keywords: Any) -> Any:
+        if padding_mask is None:
+            return get_embeddings(*positional, **keywords)
+        input_ids, position_ids, _, *rest = get_embeddings(*positional, **keywords)
+        return input_ids, position_ids, padding_mask, *rest
 
     return wrapper
 

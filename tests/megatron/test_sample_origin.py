@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_balance.mcore.step.items import SampleOrigin
+from megatron_balance.mcore.step.source import SampleOrigin
 
 
 @pytest.mark.parametrize("consumed", [0, 24])

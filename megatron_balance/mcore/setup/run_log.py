@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule
 
 
@@ -47,14 +46,3 @@ class RunLog:
             "memory runs out.",
             topic="oversized",
         )
-
-
-def warn_of_lost_peers(error: BalanceError, *, rank: int, iteration: int) -> None:
-    """Warn at once, on any rank that noticed: training may be in a collective whose watchdog ends the process.
-
-    Args:
-        error: the error raised while a step was prepared.
-        rank: of this process.
-        iteration: that was prepared.
-    """
-    print(f"megatron_balance: WARNING: rank {rank} prepares iteration {iteration}: {error}", flush=True)

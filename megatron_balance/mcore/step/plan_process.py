@@ -1,8 +1,7 @@
 """Plans in a process of its own, so that planning does not hold the interpreter's lock of the training process.
 
 Every launch of a kernel from Python gives the lock up and takes it back. A thread that plans takes it in between and
-holds it for up to `sys.getswitchinterval()`, 5 ms. A thread that
-waits for a planning process holds no lock.
+holds it for up to `sys.getswitchinterval()`, 5 ms. A thread that waits for a planning process holds no lock.
 
 Every rank has a process of its own. One rank that plans for all would save CPU time and cost a broadcast of eight
 bytes a sample in every step, and no other rank would check its plan.
@@ -32,13 +31,15 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.runtime.resources import close_on_undo
 
-_MAIN = "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; run_module({!r}, run_name='__main__')"
+_MAIN = (
+    "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; "
+    "run_module('megatron_balance.planner.worker', run_name='__main__')"
+)
 _LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 """Blocked in the planning process: the parent decides whether they end the run, as under `--exit-signal-handler`."""
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 _END_SECONDS = 5.0
-
 
 MIN_SAMPLES = 256
 """Samples of a global batch from which on it is planned in the process. Fewer take milliseconds."""
@@ -69,31 +70,18 @@ class PlanProcess:
         return None if self._process is None else self._process.pid
 
     def plan(self, *, num_samples: int, **arguments: Any) -> DataSchedule:
-        """The plan of one global batch, wherever it is made.
-
-        Args:
-            num_samples: of the global batch.
-            arguments: keywords of `build_data_schedule`.
-
-        Raises:
-            BalanceError: as `build_data_schedule`.
-        """
+        """`build_data_schedule` with these keywords, for a global batch of so many samples, wherever it runs."""
         if num_samples >= MIN_SAMPLES and not self._failed:
             try:
                 return self._ask(arguments)
             except PlanProcessError as error:
                 self._failed = True
                 self.close()
-                self._warn(f"{error} Training continues: plans are made in the training process from here on.")
+                self._warn(f"plans: {error} Training continues: plans are made in the training process from here on.")
         return build_data_schedule(**arguments)
 
     def _ask(self, arguments: dict[str, Any]) -> DataSchedule:
-        """The answer of the process.
-
-        Raises:
-            PlanProcessError: it cannot be started, has died, hangs or failed.
-            BalanceError: as `build_data_schedule`.
-        """
+        """The answer of the process, which may be an error of `build_data_schedule`."""
         try:
             if self._connection is None:
                 self._start()
@@ -122,13 +110,13 @@ class PlanProcess:
         ours, theirs = Pipe()
         with socket.socket(fileno=os.dup(ours.fileno())) as both_directions:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                both_directions.setsockopt(socket.SOL_SOCKET, option, _timeval(self._seconds))
-        arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
+                timeval = struct.pack("@ll", int(self._seconds), int(self._seconds % 1 * 1e6))
+                both_directions.setsockopt(socket.SOL_SOCKET, option, timeval)
         # A mask set afterwards would leave a moment in which a signal to all processes ends this one.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN.format("megatron_balance.planner.worker"), *arguments],
+                [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _ONE_THREAD,
@@ -149,10 +137,6 @@ class PlanProcess:
             return f"the planning process ({self.pid}) has closed its connection: {broken!r}."
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
         return f"the planning process ({self.pid}) has ended with {how}. Signal 9 is often the kernel's: out of memory."
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _end(connection: Connection[Any, Any], process: subprocess.Popen[bytes], owner: int) -> None:

@@ -1,6 +1,6 @@
-"""Turns the samples that ranks loaded into the micro-batches that they run, for one step.
+"""Turns the items that ranks loaded into the micro-batches that they run, for one step.
 
-    items → samples → gather lengths → plan → compare → reroute → pack → agree
+    items → samples → gather lengths → plan → compare → exchange → pack → agree
 
 It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
 this one runs. Ranks meet four times: they gather lengths, compare their plans, exchange samples, and agree that all
@@ -12,9 +12,10 @@ gathered lengths and flags alone; no step is returned that another rank planned 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -26,13 +27,12 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.figures import Figures
-from megatron_balance.mcore.step.items import ItemSplitter, SampleOrigin
-from megatron_balance.mcore.step.packs import checksum, own_slots, pack_slots, prepare_samples
+from megatron_balance.mcore.step.figures import figures_of
+from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
-from megatron_balance.mcore.step.pull_ahead import Fetched
+from megatron_balance.mcore.step.source import Fetched, ItemSplitter, SampleOrigin
 from megatron_balance.planner import DataSchedule, Images
-from megatron_balance.runtime.exchange import HostBuffers
+from megatron_balance.runtime.exchange import HostBuffers, prepare_exchange
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
@@ -40,7 +40,7 @@ from megatron_balance.runtime.gather import (
     GatheredLengths,
     gather_sample_lengths,
 )
-from megatron_balance.samples.padding import sequence_lengths
+from megatron_balance.samples.sample import Sample
 from megatron_balance.topology import Limits, Topology
 
 NOT_PACKED = (
@@ -50,8 +50,13 @@ NOT_PACKED = (
 )
 
 
-def _warn(text: str) -> None:
-    RunLog(enabled=True).warn_once(f"rank {dist.get_rank()}: {text}")
+def warn_of(text: str) -> None:
+    """Print a warning of this rank."""
+    RunLog(enabled=True).warn_once(f"rank {dist.get_rank()} {text}")
+
+
+def _no_report(number: int) -> Sequence[int]:
+    return (0,) * NUM_REPORTED
 
 
 class StepPlanner:
@@ -99,26 +104,28 @@ class StepPlanner:
         self.cost_model = cost_model
         self.dp_rank = dp_rank if dp_group is None else dp_group.rank()
         self.cp_rank = cp_rank
+        self.pin_memory = pin_memory
         self._dp_group = dp_group
         self._splitter = ItemSplitter(unit=config.unit, unpad=config.unpad, origin=origin)
-        self.ranks_per_node = ranks_per_node
-        self._pin_memory = pin_memory
+        self._ranks_per_node = None if topology.dynamic_cp else ranks_per_node
         # Plans with dynamic context-parallel sizes take no images.
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
         self._patch_values = patch_values if counts_images else None
         self._buffers = HostBuffers()
-        self._plans = PlanProcess(timeout=timeout / 2, warn=_warn)
+        self._plans = PlanProcess(timeout=timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
-        self.report: Callable[[int], Sequence[int]] = lambda number: (0,) * NUM_REPORTED
+        self.report: Callable[[int], Sequence[int]] = _no_report
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that load different samples, this one among them."""
-        assert self._dp_group is not None, "this rank loads data"
-        return self._dp_group
+    def of_evaluation(self, limits: Limits) -> StepPlanner:
+        """Makes the steps of evaluation, over the same group: never at the same time as those of training."""
+        other = copy.copy(self)
+        other.limits, other.report = limits, _no_report
+        other._fingerprint ^= 1
+        other._splitter = ItemSplitter(unit=self.config.unit, unpad=self.config.unpad, origin=None)
+        return other
 
     @property
     def loads_data(self) -> bool:
@@ -131,20 +138,14 @@ class StepPlanner:
         return self.dp_rank * self.topology.cp_size + self.cp_rank
 
     def make(
-        self,
-        fetched: Fetched,
-        *,
-        num_items: int,
-        step: int = 0,
-        new_iterator: bool = False,
-        first_item: int = 0,
+        self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False, first_item: int = 0
     ) -> BalancedStep:
         """One step, on every rank of the group.
 
         Args:
             fetched: the items of the data loader, or its error.
             num_items: items that were wanted.
-            step: counted from 0. One that could not be prepared may be made again.
+            number: of the step, counted from 0. One that could not be prepared may be made again.
             new_iterator: the items come from another iterator than those of the last step.
             first_item: of these, counted from the loader's first.
 
@@ -153,94 +154,100 @@ class StepPlanner:
             AgreedError: the same, on a rank where code raised another error.
         """
         started = time.perf_counter()
-        items, failure, samples = fetched.items, fetched.failure, []
-        packed = all(isinstance(item, Mapping) and self._splitter.has_lengths(item) for item in items)
-        if failure is None and len(items) < num_items:
-            ended = f"its data ended after {len(items)} of {num_items} items of this step."
+        group, dynamic = self._dp_group, self.topology.dynamic_cp
+        assert group is not None, "this rank loads data"
+        samples, gathered = self._gather(
+            fetched, group=group, num_items=num_items, number=number, new_iterator=new_iterator, first_item=first_item
+        )
+        if gathered.schema is None:
+            raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
+        plan_started = time.perf_counter()
+        schedule = self._plan(gathered)
+        planned = time.perf_counter()
+        digest = schedule.digest()
+        raise_together(None, group=group, what="the plans of all ranks (compare)", digest=digest)
+        sample_ids, destinations = schedule.copies(cp_rank=self.cp_rank)
+        mine = prepare_exchange(
+            samples,
+            sample_ids=sample_ids,
+            destinations=destinations,
+            gathered=gathered,
+            group=group,
+            buffers=self._buffers,
+        ).run(group=group)
+        replica, step_tokens = slots_of_replica(
+            schedule, dp_rank=self.dp_rank, gathered=gathered, shape_bucket=self.config.shape_bucket
+        )
+        slots = replica[self.cp_rank if dynamic else 0]
+        packs = attempt(
+            pack,
+            mine,
+            leaf=schedule.ranks[self.leaf if dynamic else self.dp_rank],
+            slots=slots,
+            topology=self.topology,
+            schema=gathered.schema,
+            pin_memory=self.pin_memory,
+        )
+        raise_together(
+            replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None,
+            group=group,
+            what="that all ranks have packed their micro-batches",
+        )
+        assert not isinstance(packs, Failure), "raised"
+        assert gathered.reported is not None, "each rank sends some"
+        figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
+        figures["plan_seconds"] = planned - plan_started
+        figures["exchange_seconds"] = time.perf_counter() - planned + plan_started - started
+        return BalancedStep(
+            slots,
+            replica,
+            figures,
+            microbatches=packs,
+            schedule=schedule,
+            reported=gathered.reported,
+            # Leaves of a replica run different packs, made from what all of them loaded.
+            fingerprint=(digest ^ checksum(samples if dynamic else packs)) & (2**63 - 1),
+            new_iterator=gathered.new_source,
+            number=number,
+        )
+
+    def _gather(
+        self,
+        fetched: Fetched,
+        *,
+        group: dist.ProcessGroup,
+        num_items: int,
+        number: int,
+        new_iterator: bool,
+        first_item: int,
+    ) -> tuple[list[Sample], GatheredLengths]:
+        """The samples of this rank, and the lengths of all; what is wrong on one rank is raised on all."""
+        failure, samples = fetched.failure, []
+        packed = all(self._splitter.has_lengths(item) for item in fetched.items)
+        if failure is None and len(fetched.items) < num_items:
+            ended = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
             failure = Failure(BalanceError(ended))
         if failure is None and packed:
-            split = self._splitter.split(items, first_item=first_item)
+            split = self._splitter.split(fetched.items, first_item=first_item)
             samples, failure = ([], split) if isinstance(split, Failure) else (split, None)
         with agreeing_on(failure):
             gathered = gather_sample_lengths(
                 samples,
-                group=self.dp_group,
+                group=group,
                 fingerprint=self._fingerprint,
                 packed=packed,
-                step=step,
+                step=number,
                 new_source=new_iterator,
                 problem=None if failure is None else failure.problem,
                 row_values=self._row_values,
-                reported=self.report(step),
+                reported=self.report(number),
                 patch_values=self._patch_values,
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
         self._row_values = gathered.next_row_values
         if not packed:
             raise BalanceError(NOT_PACKED)
-        if gathered.schema is None:
-            raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
-        plan_started = time.perf_counter()
-        schedule = self._plan(gathered)
-        planned = time.perf_counter()
-        raise_together(
-            None,
-            group=self.dp_group,
-            what="the plans of all ranks (compare)",
-            digest=schedule.digest(),
-        )
-        exchange = prepare_samples(
-            samples,
-            schedule=schedule,
-            gathered=gathered,
-            dp_group=self.dp_group,
-            cp_rank=self.cp_rank,
-            buffers=self._buffers,
-        )
-        mine = exchange.run(group=self.dp_group)
-        own = own_slots(
-            mine,
-            schedule=schedule,
-            gathered=gathered,
-            dp_rank=self.dp_group.rank(),
-            cp_rank=self.cp_rank,
-            shape_bucket=self.config.shape_bucket,
-        )
-        packs = attempt(pack_slots, own, topology=self.topology, schema=gathered.schema, pin_memory=self._pin_memory)
-        raise_together(
-            replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None,
-            group=self.dp_group,
-            what="that all ranks have packed their micro-batches",
-        )
-        assert not isinstance(packs, Failure), "raised"
-        assert gathered.reported is not None, "each rank sends some"
-        plan_seconds, ended = planned - plan_started, time.perf_counter()
-        exchange_seconds = ended - planned + plan_started - started
-        figures = Figures.of_schedule(
-            schedule,
-            step_tokens=own.step_tokens,
-            plan_seconds=plan_seconds,
-            exchange_seconds=exchange_seconds,
-            seconds=gathered.reported[:, -1] / 1e9,
-        )
-        return BalancedStep(
-            num_microbatches=len(own.slots),
-            microbatch_tokens=own.num_tokens,
-            sequence_lengths=[sequence_lengths(slot) for slot in own.slots],
-            step_tokens=own.step_tokens,
-            microbatches=packs,
-            schedule=schedule,
-            # Leaves of a replica run different packs, made from what all of them loaded.
-            fingerprint=(schedule.digest() ^ checksum(samples if own.leaves else packs)) & (2**63 - 1),
-            cp_sizes=own.cp_sizes if own.leaves else None,
-            leaves=own.leaves,
-            reported=gathered.reported,
-            plan_seconds=plan_seconds,
-            exchange_seconds=exchange_seconds,
-            number=step,
-            figures=figures,
-            new_iterator=gathered.new_source,
-        )
+        return samples, gathered
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         whole = len(gathered.segment_lengths) == len(gathered.lengths)
@@ -256,5 +263,5 @@ class StepPlanner:
             algorithm=self.config.algorithm,
             home_ranks=gathered.home_ranks,
             move_samples=self.config.balance_data,
-            ranks_per_node=None if self.topology.dynamic_cp else self.ranks_per_node,
+            ranks_per_node=self._ranks_per_node,
         )

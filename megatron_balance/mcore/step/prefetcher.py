@@ -1,18 +1,18 @@
-"""Pulls a step's data from the loader, balances it, and passes it to every rank of the model replica.
+"""Makes a step's data as it begins or, in a thread, while the step before it runs; the replica's other ranks get it.
 
 The ranks that load data are the first of every tensor-parallel group, in every context-parallel rank and in those
 pipeline stages that need it: each makes steps with its own data-parallel group (`planner.py`). As the step begins, they
 pass it on to the other ranks of their model replica (`runtime/replica.py`).
 
-A thread pulls and makes the next step while this one runs, once the same iterator was passed twice in a row on every
-data-parallel rank: a loop that passes a new iterator each step is never read ahead. What was made is used if its items
-are the same objects as those that the step pulls. Otherwise, and if making it failed on any rank (its iterator has
-ended), the step is made as it begins.
+The thread pulls and makes the next step once the same iterator was passed twice in a row on every data-parallel rank: a
+loop that passes a new iterator each step is never read ahead. What was made is used if its items are the same objects
+as those that the step pulls. Otherwise, and if making it failed on any rank (its iterator has ended), the step is made
+as it begins.
 
 Invariants: the thread talks to the data-parallel ranks alone, and all else is of the training thread; every rank makes
-the same steps in the same order; a step that Megatron runs again gets the same data; an item that was pulled ahead is
-returned by its own iterator, once; an error in the data of one rank is raised on every rank of its data-parallel group
-and its model replica.
+the same steps in the same order, one at a time; a step that Megatron runs again gets the same data; an item that was
+pulled ahead is returned by its own iterator, once; an error in the data of one rank is raised on every rank of its
+data-parallel group and its model replica.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
+
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.step.background import BackgroundThread
-from megatron_balance.mcore.step.balanced_step import BalancedStep, Microbatch, numbers_of, step_of
-from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.mcore.step.pull_ahead import PullAhead, Sources, next_items
+from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.packs import stage_microbatches
+from megatron_balance.mcore.step.planner import StepPlanner, warn_of
+from megatron_balance.mcore.step.source import PullAhead, Sources, pull
 from megatron_balance.runtime.failure import AgreedError, Failure, attempt
 from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.peers import PeerError
 from megatron_balance.runtime.replica import Replica, Share
+from megatron_balance.runtime.resources import close_on_undo
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,56 @@ class _Prepared:
     step: BalancedStep
 
 
+class StepThread:
+    """The thread of a rank that makes steps while others run: one for all of its prefetchers, which share a group.
+
+    On a GPU it has the device of the thread that made it, and a stream of its own: a loader's `.cuda()` and copies back
+    to the host would otherwise go to device 0, and wait behind the kernels of the step that runs. It follows what was
+    on the other stream when the job was submitted. It is joined before the interpreter ends: a thread that still ran
+    would be killed inside native code.
+    """
+
+    def __init__(self) -> None:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._on_gpu = device is not None
+        self._executor = ThreadPoolExecutor(1, "megatron_balance", initializer=_on_device, initargs=(device,))
+        self._newest: Future[Any] | None = None
+        close_on_undo(self._executor.shutdown)
+
+    def submit(self, job: Callable[[], _Prepared | None]) -> Future[_Prepared | None]:
+        """Queue a job."""
+        submitted = torch.cuda.Event() if self._on_gpu else None
+        if submitted is not None:
+            submitted.record()
+
+        def after_it() -> _Prepared | None:
+            if submitted is not None:
+                torch.cuda.current_stream().wait_event(submitted)
+            return job()
+
+        self._newest = self._executor.submit(after_it)
+        return self._newest
+
+    def finish(self) -> None:
+        """Wait until it has nothing to do; errors are raised where results are asked for."""
+        if self._newest is not None:
+            wait([self._newest])
+
+
+def _on_device(device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
 class StepPrefetcher:
     """Turns the items of the data loader into balanced micro-batches.
 
     Args:
         planner: makes steps, on ranks that load data.
         replica: the ranks of this model replica.
-        shares_lengths: ranks that load no data receive `sequence_lengths` as well.
-        pack_starts: makes this rank's micro-batches, which say where sequences start, where it loads no data and its
-            forward step reads them.
-
-    Attributes:
-        planner: as given.
-        replica: as given.
+        reads_starts: this rank loads no data, and its forward step reads where sequences start.
+        thread: of another prefetcher of this rank, whose planner meets the same ranks.
     """
 
     def __init__(
@@ -65,20 +105,24 @@ class StepPrefetcher:
         planner: StepPlanner,
         *,
         replica: Replica | None = None,
-        shares_lengths: bool = False,
-        pack_starts: Callable[[BalancedStep], list[Microbatch]] | None = None,
+        reads_starts: bool = False,
+        thread: StepThread | None = None,
     ) -> None:
         self.planner = planner
         self.replica = replica or Replica()
-        self._shares_lengths = shares_lengths
-        self._pack_starts = pack_starts
-        self._last: BalancedStep | None = None
-        self._num_pulled = 0
-        self._num_steps = 0
+        self.reads_starts = reads_starts
+        self.thread = thread or StepThread()
         self._sources = Sources()
         self._newest: PullAhead | None = None
         self._prepared: Future[_Prepared | None] | None = None
-        self._thread = BackgroundThread()
+        self._last: BalancedStep | None = None
+        self._num_pulled = 0
+        self._num_steps = 0
+
+    @property
+    def num_left(self) -> int:
+        """Items pulled ahead from an earlier iterator, which wait for it to come again."""
+        return self._sources.num_left
 
     def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep:
         """Pull one step's items and balance them.
@@ -92,58 +136,53 @@ class StepPrefetcher:
             Exception: the data loader's own error, on the rank where it was raised; BalanceError on all others.
         """
         started = time.perf_counter()
-        made: BalancedStep | Failure | None = None
-        if data_iterator is not None:
-            if self._last is not None and getattr(data_iterator, "replaying", False):
-                made = self._last
-            else:
-                made = attempt(self._made, data_iterator, num_microbatches=num_microbatches)
-        step = self._last = self._shared(made)
-        return replace(step, exposed_seconds=time.perf_counter() - started, num_left=self._sources.num_left)
+        if data_iterator is None:
+            step = self._received()
+        elif self._last is not None and getattr(data_iterator, "replaying", False):
+            step = self._sent(self._last)
+        else:
+            step = self._sent(attempt(self._made, data_iterator, num_microbatches=num_microbatches))
+        self._last = replace(step, exposed_seconds=time.perf_counter() - started)
+        return self._last
 
-    def prepare(
-        self,
-        data_iterator: Iterator[Any] | None,
-        *,
-        num_microbatches: int,
-        on_lost: Callable[[BalanceError], None] = lambda error: None,
-    ) -> None:
+    def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str = "a step") -> None:
         """Have the thread make the next step's data; `balance` uses it if the step pulls the same items.
 
         Args:
             data_iterator: as in `balance`.
             num_microbatches: number expected for the next step.
-            on_lost: called by the thread as soon as peers do not answer or make another step, since the next step may
-                never begin.
+            name: of that step. The thread warns at once of peers that do not answer or make another step, since
+                training may be in a collective whose watchdog ends the process.
         """
         waits = self._prepared is not None
         if waits or data_iterator is None or self._last is None or self._last.new_iterator:
             return
         _, ahead = self._sources.of(data_iterator)
         ahead.begin_fetch()
-        step, first_item = self._num_steps, self._num_pulled
+        number, first_item = self._num_steps, self._num_pulled
 
         def work() -> _Prepared | None:
             fetched = ahead.fetch(num_microbatches)
             try:
-                made = self.planner.make(fetched, num_items=num_microbatches, step=step, first_item=first_item)
+                made = self.planner.make(fetched, num_items=num_microbatches, number=number, first_item=first_item)
             except (PeerError, OutOfStepError) as error:
-                on_lost(error)
+                warn_of(f"prepares {name}: {error}")
                 raise
             except BalanceError:
                 return None  # on every data-parallel rank: `balance` makes the step again, and raises if that fails too
             return _Prepared(ahead, fetched.items, made)
 
-        self._prepared = self._thread.submit(work)
+        self._prepared = self.thread.submit(work)
 
     def _made(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> BalancedStep:
         """The step, from the thread or made now."""
-        # Waits: no other thread may pull meanwhile. What fails there fails on every data-parallel rank.
+        # No other thread may pull or meet the other ranks meanwhile. What failed there failed on every one of them.
+        self.thread.finish()
         prepared = None if self._prepared is None else self._prepared.result()
         self._prepared = None
         iterator, ahead = self._sources.of(data_iterator)
         new_iterator, self._newest = ahead is not self._newest, ahead
-        fetched, first_item, number = next_items(iterator, num_microbatches), self._num_pulled, self._num_steps
+        fetched, first_item, number = pull(iterator, num_microbatches), self._num_pulled, self._num_steps
         self._num_pulled += num_microbatches
         self._num_steps += 1
         if prepared is not None and prepared.ahead is ahead and fetched.failure is None:
@@ -151,28 +190,27 @@ class StepPrefetcher:
             if same_number and all(map(operator.is_, prepared.items, fetched.items)):
                 return prepared.step
         return self.planner.make(
-            fetched, num_items=num_microbatches, step=number, new_iterator=new_iterator, first_item=first_item
+            fetched, num_items=num_microbatches, number=number, new_iterator=new_iterator, first_item=first_item
         )
 
-    def _shared(self, made: BalancedStep | Failure | None) -> BalancedStep:
-        """The step as all ranks of the replica run it; None where this rank loads no data. Raises on all or none."""
+    def _received(self) -> BalancedStep:
+        """The step of the ranks of the replica that load data."""
+        planner = self.planner
+        numbers = self.replica.share(Share())
+        step = BalancedStep.from_numbers(numbers, topology=planner.topology, cp_rank=planner.cp_rank)
+        if not self.reads_starts:
+            return step
+        starts = stage_microbatches(step.slots, topology=planner.topology, pin_memory=planner.pin_memory)
+        return replace(step, microbatches=starts)
+
+    def _sent(self, made: BalancedStep | Failure) -> BalancedStep:
+        """The step, or the error, once the replica's other ranks have received it."""
         if isinstance(made, Failure):
             self._raise(made)
-        if made is not None:
-            numbers = numbers_of(made, with_lengths=self._shares_lengths)
-            self.replica.share(Share(numbers, digest=made.fingerprint))
-            return made
-        planner = self.planner
-        step = step_of(
-            self.replica.share(Share()),
-            topology=planner.topology,
-            cp_rank=planner.cp_rank,
-            with_lengths=self._shares_lengths,
-        )
-        return step if self._pack_starts is None else replace(step, microbatches=self._pack_starts(step))
+        self.replica.share(Share(made.to_numbers(topology=self.planner.topology), digest=made.fingerprint))
+        return made
 
     def _raise(self, failure: Failure) -> NoReturn:
-        """Raise it here once the replica's other ranks have received it."""
         error = failure.error
         # Other ranks notice lost peers themselves, or are the lost ones.
         if not isinstance(error, PeerError):

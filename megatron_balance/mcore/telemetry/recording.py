@@ -56,8 +56,8 @@ class RunRecording:
         record = StepRecord.of_schedule(
             step.schedule,
             iteration=iteration,
-            plan_seconds=step.plan_seconds,
-            exchange_seconds=step.exchange_seconds,
+            plan_seconds=step.figures["plan_seconds"],
+            exchange_seconds=step.figures["exchange_seconds"],
             exposed_seconds=step.exposed_seconds,
         )
         plans = self._plans

@@ -29,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from megatron_balance.mcore.setup.groups import is_first_of_tensor_group
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.figures import Figures, log_line
+from megatron_balance.mcore.step.figures import Figures, log_line, mean_figures
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.telemetry.recording import RunRecording, recording_of
 from megatron_balance.runtime.environment import device_kind
@@ -177,10 +176,10 @@ class Watch:
             self._unread.append((step, iteration, self._timer))
         if self._recording is not None:
             self._recording.begin(step, iteration=iteration)
-        if step.figures is not None and (self._prints or self._writes):
+        if self._prints or self._writes:
             self._objective = self._objective if step.schedule is None else step.schedule.objective
-            self._shapes.update(step.microbatch_tokens)
-            self._figures[iteration] = replace(step.figures, exposed_seconds=step.exposed_seconds)
+            self._shapes.update(step.slots.num_tokens)
+            self._figures[iteration] = step.figures | {"exposed_seconds": step.exposed_seconds}
             if len(self._figures) > MAX_STEPS:
                 del self._figures[min(self._figures)]
         if self._planner.loads_data:
@@ -203,7 +202,7 @@ class Watch:
         self._read_finished()
         if iteration % self._log_interval or not self._figures:
             return
-        figures = replace(Figures.mean(list(self._figures.values())), num_shapes=float(len(self._shapes)))
+        figures = mean_figures(self._figures.values()) | {"num_shapes": float(len(self._shapes))}
         self._figures.clear()
         if self._prints:
             self._log.say(f"iteration {iteration} | {self._objective} | {log_line(figures)}")
@@ -252,8 +251,7 @@ class Watch:
                 f"--max-tokens-per-gpu {step.reported[:, 2].min()} would leave a tenth of the device free."
             )
         self._num_steps += 1
-        sizes = step.cp_sizes or [self._planner.topology.cp_size] * step.num_microbatches
-        tokens = [n // size for n, size in zip(step.microbatch_tokens, sizes, strict=True)]
+        tokens = [n // size for n, size in zip(step.slots.num_tokens, step.slots.cp_sizes, strict=True)]
         self._most_tokens = max([self._most_tokens, *tokens])
 
     def _read_memory(self) -> tuple[int, int, int]:
@@ -293,7 +291,7 @@ def build_watch(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Watch 
 
 def write_scalars(figures: Figures, *, iteration: int) -> None:
     """Write the known figures as scalars under `balance/`, where Megatron has writers. Call it from their thread."""
-    scalars = {f"balance/{name}": value for name, value in figures.known().items()}
+    scalars = {f"balance/{name}": value for name, value in figures.items()}
     tensorboard, wandb = _writers()
     if tensorboard is not None:
         for name, value in scalars.items():

@@ -9,9 +9,6 @@ Invariants: the ranks of a pipeline all answer from the plan, or none does; a te
 an error of the rank that would have sent it, before it is sent; the configuration is restored after the step.
 """
 
-# Megatron types its getters Optional; before training they are not.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import contextlib
@@ -19,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.step.balanced_step import Slots
 from megatron_balance.topology import Topology
 
 Shape = list[int]
@@ -35,28 +33,20 @@ class PipelineShapes:
     order of the activations.
 
     Args:
-        microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
+        slots: the micro-batches of this rank.
         order: `(micro-batch, model chunk)` of each virtual micro-batch: Megatron's `get_schedule_table`.
         topology: the ranks.
         stage: of this rank, from 0.
         hidden_size: of an activation.
-        cp_sizes: `[num_microbatches]` context-parallel ranks of each, where they differ.
     """
 
     def __init__(
-        self,
-        microbatch_tokens: Sequence[int],
-        *,
-        order: Sequence[tuple[int, int]],
-        topology: Topology,
-        stage: int,
-        hidden_size: int,
-        cp_sizes: Sequence[int] | None = None,
+        self, slots: Slots, *, order: Sequence[tuple[int, int]], topology: Topology, stage: int, hidden_size: int
     ) -> None:
         sp_size = topology.tp_size if topology.sequence_parallel else 1
-        sizes = cp_sizes or [topology.cp_size] * len(microbatch_tokens)
         shapes = [
-            [tokens // (size * sp_size), 1, hidden_size] for tokens, size in zip(microbatch_tokens, sizes, strict=True)
+            [tokens // (size * sp_size), 1, hidden_size]
+            for tokens, size in zip(slots.num_tokens, slots.cp_sizes, strict=True)
         ]
         every = [shapes[microbatch] for microbatch, _ in order]
         around = [shapes[microbatch] for microbatch, chunk in order if chunk > 0]
@@ -69,16 +59,7 @@ class PipelineShapes:
     def exchange(
         self, activation: Any, gradient: Any, *, receives_activation: bool, receives_gradient: bool
     ) -> tuple[Shape, Shape]:
-        """Answer one `P2PCommunicator._communicate_shapes`.
-
-        Args:
-            activation: sent to the next stage, or None.
-            gradient: sent to the previous stage, or None.
-            receives_activation: whether one comes from the previous stage.
-            receives_gradient: whether one comes from the next stage.
-
-        Returns:
-            The shapes of the activation and of the gradient that are received; `[0, 0, 0]` where there is none.
+        """Answer one `P2PCommunicator._communicate_shapes`: shapes of the activation and the gradient received.
 
         Raises:
             BalanceError: a tensor to send has another shape than planned, or the step has more messages than planned.
@@ -109,23 +90,11 @@ class PipelineShapes:
         )
 
 
-def planned_shapes(
-    microbatch_tokens: Sequence[int],
-    *,
-    topology: Topology,
-    arguments: Mapping[str, Any],
-    cp_sizes: Sequence[int] | None = None,
-) -> PipelineShapes | None:
-    """The shapes of a step's messages, or None where stages exchange them as in stock Megatron.
+def planned_shapes(slots: Slots, *, topology: Topology, arguments: Mapping[str, Any]) -> PipelineShapes | None:
+    """The shapes of a step's messages, by the arguments of its schedule; None where stages exchange them as in stock.
 
     They do where messages are not one activation a micro-batch: with multi-token prediction on a stage of its own,
     hyper-connections, or a caller that brings its own communicator or adjusts shapes (several modules, distillation).
-
-    Args:
-        microbatch_tokens: `[num_microbatches]`, padded tokens of this replica's micro-batches.
-        topology: the ranks.
-        arguments: of the schedule.
-        cp_sizes: as for PipelineShapes.
     """
     if topology.pp_size == 1:
         return None
@@ -140,23 +109,19 @@ def planned_shapes(
         or arguments.get("adjust_tensor_shapes_fn") is not None
     ):
         return None
+    stage: Any = parallel_state.get_pipeline_model_parallel_rank()
     return PipelineShapes(
-        microbatch_tokens,
-        order=get_schedule_table(len(microbatch_tokens), topology.vpp_size, topology.microbatch_multiple),
+        slots,
+        order=get_schedule_table(len(slots.num_tokens), topology.vpp_size, topology.microbatch_multiple),
         topology=topology,
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stage=stage,
         hidden_size=config.hidden_size,
-        cp_sizes=cp_sizes,
     )
 
 
 @contextlib.contextmanager
 def variable_seq_lengths(model: Any) -> Iterator[None]:
-    """Have Megatron ask for the shape of every message; validate_args forces this off.
-
-    Args:
-        model: Megatron's module, or a list of its chunks.
-    """
+    """Have the chunks of a model ask for the shape of every message; validate_args forces this off."""
     configs = _configs(model)
     stock = [config.variable_seq_lengths for config in configs]
     for config in configs:

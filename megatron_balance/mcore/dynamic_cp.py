@@ -1,0 +1,258 @@
+"""Context-parallel groups of several sizes, and the forward pass of a micro-batch in one of them.
+
+The ranks of one tensor-parallel rank and pipeline stage are a *lane* of `dp_size * cp_size` *leaves*, in the order of
+Megatron's data-parallel group with context parallelism: context-parallel ranks innermost. A group of `size` leaves
+starts at a multiple of `size`. Megatron's own context-parallel group serves its size.
+
+Megatron reads context-parallel state in several places while a micro-batch runs; each is switched:
+
+* the script's batch functions and loss function: `parallel_state`'s group, swapped while they run;
+* attention kernels: `cp_group` and `local_cp_size` of the PackedSeqParams, set as the model is called, so that
+  recomputation in the backward pass finds them;
+* rotary angles: the attention module's own collection of groups, replaced by a view while its forward runs;
+* auxiliary losses: the router's group, replaced while its layer runs; their logged values are summed over the static
+  group, the only one that all these ranks share;
+* the statistics for the logged FLOP/s: Megatron divides them by `--context-parallel-size`, so they are scaled first.
+
+Invariants: all ranks of the world make all groups, in one order (`setup/groups.py`), before training; none is shared
+with the gradient reduction; outside a forward pass and its loss function all state is that of
+`--context-parallel-size`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.groups import split_world
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The groups of this rank.
+
+    Attributes:
+        by_size: group of each size; a rank whose leaf is in no whole group of a size lacks that size.
+        static_size: `--context-parallel-size`, which evaluation runs at.
+        with_tensor: the same groups with all their tensor-parallel ranks, over which routers sum; empty where none has
+            a loss of its own.
+    """
+
+    by_size: Mapping[int, dist.ProcessGroup]
+    static_size: int
+    with_tensor: Mapping[int, dist.ProcessGroup] = field(default_factory=dict[int, dist.ProcessGroup])
+
+    def of_attention(self, size: int) -> dist.ProcessGroup | None:
+        """The group for attention kernels; None for one rank, where attention exchanges nothing."""
+        return None if size == 1 else self.by_size[size]
+
+
+def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers: bool = False) -> ContextGroups:
+    """Make the groups of these sizes, the same on all ranks. Every rank of the world calls it.
+
+    Args:
+        sizes: context-parallel sizes of micro-batches.
+        timeout: of the groups' collectives.
+        for_routers: MoE routers sum over the groups.
+    """
+    from megatron.core import parallel_state
+
+    lane_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    static_group: Any = parallel_state.get_context_parallel_group()
+    tensor_group: Any = parallel_state.get_tensor_model_parallel_group()
+    leaf, lane = lane_group.rank(), dist.get_process_group_ranks(lane_group)
+    static_size, backend = static_group.size(), dist.get_backend(static_group)
+
+    def make(static: dist.ProcessGroup, *, first_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
+        """Groups by size; `first_of[leaf]` is the color of the group that starts at this leaf."""
+        by_size = {static_size: static}
+        for size in sizes:
+            if size == static_size:
+                continue
+            start = leaf // size * size
+            color = first_of[start] if start + size <= len(lane) else None
+            group = split_world(color, timeout=timeout, backend=backend)
+            if group is not None:
+                by_size[size] = group
+        return by_size
+
+    by_size = make(static_group, first_of=lane)
+    with_tensor: Mapping[int, dist.ProcessGroup] = {}
+    if for_routers:
+        with_tensor = by_size
+        if tensor_group.size() > 1:
+            to_first = dist.get_process_group_ranks(tensor_group)[0] - dist.get_rank()
+            shared: Any = parallel_state.get_tensor_and_context_parallel_group()
+            with_tensor = make(shared, first_of=[rank + to_first for rank in lane])
+    return ContextGroups(by_size, static_size=static_size, with_tensor=with_tensor)
+
+
+def connect(groups: ContextGroups) -> int:
+    """Exchange a number with both neighbours in each group, before the first step; all members call it.
+
+    Transformer Engine sends keys and values around a ring of more than two ranks in messages of their own, for each
+    of which NCCL connects a pair of ranks when it first talks (context_parallel.py:124-133 of 2.18): in the middle of a
+    run, when memory is full. The order of calls is that of its ring, even ranks first.
+
+    Returns:
+        Bytes of device memory that it took.
+    """
+    on_gpu = any(dist.get_backend(group) == "nccl" for group in groups.by_size.values())
+    device = "cuda" if on_gpu else "cpu"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+    for size, group in sorted(groups.by_size.items()):
+        if size == 1:
+            continue
+        rank, numbers = group.rank(), torch.zeros(2, device=device)
+        send = functools.partial(dist.isend, numbers[0], group=group, group_dst=(rank + 1) % size)
+        receive = functools.partial(dist.irecv, numbers[1], group=group, group_src=(rank - 1) % size)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        for work in [call() for call in ((send, receive) if rank % 2 == 0 else (receive, send))]:
+            assert work is not None, "this rank is a member"
+            work.wait()
+    return max(free - torch.cuda.mem_get_info()[0], 0) if on_gpu else 0
+
+
+class MicrobatchContext:
+    """Switches this rank between context-parallel groups.
+
+    Transformer Engine's attention switches to the group in PackedSeqParams, and keeps it if they have none, as in
+    evaluation. It creates its stream for context parallelism only if `--context-parallel-size` is above 1.
+    """
+
+    def __init__(self, groups: ContextGroups) -> None:
+        self.groups = groups
+        self._engine_class = _engine_class()
+        if self._engine_class is not None and self._engine_class.cp_stream is None:
+            self._engine_class.cp_stream = torch.cuda.Stream()
+
+    def restore_engine_attention(self, model: Any) -> None:
+        """Set every attention module of Transformer Engine back to the static group."""
+        if self._engine_class is None:
+            return
+        group = self.groups.of_attention(self.groups.static_size)
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        for chunk in model if isinstance(model, list) else [model]:
+            for module in chunk.modules():
+                if isinstance(module, self._engine_class):
+                    stream = None if group is None else type(module).cp_stream
+                    module.set_context_parallel_group(group, ranks, stream, module.cp_comm_type)
+
+    def forward_step(
+        self, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, *rest: Any, size: int, **more: Any
+    ) -> Any:
+        """Call Megatron's forward-step function for a micro-batch that `size` ranks share."""
+        with self._parallel_state(size), self._packed_params(size, model=model), self._statistics(size):
+            output, loss_func = forward_step_func(data_iterator, model, *rest, **more)
+        if loss_func is None:
+            return output, None
+
+        @functools.wraps(loss_func)
+        def loss_of_group(*loss_positional: Any, **loss_keywords: Any) -> Any:
+            with self._parallel_state(size):
+                return loss_func(*loss_positional, **loss_keywords)
+
+        return output, loss_of_group
+
+    @contextlib.contextmanager
+    def rotary_group(self, attention: Any, packed_seq_params: Any) -> Iterator[None]:
+        """Compute an attention module's rotary angles for the group of these params, if they have one."""
+        size = getattr(packed_seq_params, "local_cp_size", None)
+        stock = attention.pg_collection
+        if size is not None and size != stock.cp.size():
+            view = copy.copy(stock)  # modules share theirs
+            view.cp = self.groups.by_size[size]
+            attention.pg_collection = view
+        try:
+            yield
+        finally:
+            attention.pg_collection = stock
+
+    @contextlib.contextmanager
+    def router_group(self, layer: Any, packed_seq_params: Any) -> Iterator[None]:
+        """Sum the router losses of a transformer layer, if it has any, over the group of these params."""
+        router = getattr(getattr(layer, "mlp", None), "router", None)
+        size = getattr(packed_seq_params, "local_cp_size", None)
+        if router is None or size in (None, self.groups.static_size) or not self.groups.with_tensor:
+            yield
+            return
+        stock, own = router.tp_cp_group, self.groups.with_tensor[size]
+        router.tp_cp_group = own
+        try:
+            yield
+        finally:
+            router.tp_cp_group = stock
+            _log_over(stock, instead_of=own)
+
+    @contextlib.contextmanager
+    def _parallel_state(self, size: int) -> Iterator[None]:
+        from megatron.core import parallel_state
+
+        group = self.groups.by_size[size]
+        stock = parallel_state._CONTEXT_PARALLEL_GROUP, parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS
+        parallel_state._CONTEXT_PARALLEL_GROUP = group
+        parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(group)
+        try:
+            yield
+        finally:
+            parallel_state._CONTEXT_PARALLEL_GROUP, parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = stock
+
+    @contextlib.contextmanager
+    def _packed_params(self, size: int, *, model: Any) -> Iterator[None]:
+        from megatron.core.utils import unwrap_model
+
+        def stamp(module: Any, positional: Any, keywords: dict[str, Any]) -> None:
+            params = keywords.get("packed_seq_params")
+            if params is None:
+                raise BalanceError(
+                    f"{type(module).__name__} was called without packed_seq_params, which carry the context-parallel "
+                    "size of a micro-batch: pass them by keyword, or train without --balance-context-parallel."
+                )
+            params.cp_group, params.local_cp_size = self.groups.of_attention(size), size
+
+        inner: Any = unwrap_model(model)
+        handle = inner.register_forward_pre_hook(stamp, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def _statistics(self, size: int) -> Iterator[None]:
+        """Count a pack once: Megatron sums it over `size` ranks and divides by the static size."""
+        training = sys.modules.get("megatron.training.training")  # absent in a loop on megatron.core alone
+        before = getattr(training, "_seqlen_stats_in_iteration", None)
+        before = None if before is None else before.clone()
+        yield
+        counted = getattr(training, "_seqlen_stats_in_iteration", None)
+        if counted is not None and size != self.groups.static_size:
+            start = 0 if before is None else before
+            counted.copy_(start + (counted - start) * (self.groups.static_size / size))
+
+
+def _engine_class() -> Any:
+    """Megatron's attention over Transformer Engine, None without it."""
+    try:
+        from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+    except ImportError:
+        return None
+    return TEDotProductAttention if HAVE_TE else None
+
+
+def _log_over(group: Any, *, instead_of: Any) -> None:
+    """Make Megatron sum the recorded router losses over `group`, in place of `instead_of`."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    for entry in get_moe_metrics_tracker().metrics.values():
+        if entry.reduce_group is instead_of:
+            entry.reduce_group = group

@@ -1,0 +1,140 @@
+"""Keyword arguments of a model's forward that a script's forward step does not give; a forward pre-hook adds them.
+
+Padding masks, for MoE routers, which then count real tokens only: Megatron's models hand a `padding_mask` to their
+routers, through recomputation too, and no script passes one. Multi-token prediction layers of 0.17 take no mask: their
+routers count padding. `hooks.py` has what Megatron 0.17 to 0.19 get wrong with a mask.
+
+PackedSeqParams under `--balance-unpad`: the script's forward step was written for padded rows and names no starts of
+sequences. Every rank adds them: those that read no data know the lengths of their micro-batches too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.step.balanced_step import Slots
+from megatron_balance.samples.packing import lengths_as_packed
+from megatron_balance.samples.padding import padding_mask
+from megatron_balance.topology import Topology
+
+
+@dataclass(frozen=True)
+class RouterPadding:
+    """Padding masks for the model chunks of this rank: `leaf` among data- and context-parallel ranks, and `tp_rank`."""
+
+    topology: Topology
+    leaf: int
+    tp_rank: int
+
+    @classmethod
+    def of_this_rank(cls, topology: Topology) -> RouterPadding:
+        """By Megatron's groups."""
+        from megatron.core import parallel_state
+
+        dp_group: Any = parallel_state.get_data_parallel_group()
+        tp_rank: Any = parallel_state.get_tensor_model_parallel_rank()
+        leaf = dp_group.rank() * topology.cp_size + parallel_state.get_context_parallel_rank()
+        return cls(topology, leaf=leaf, tp_rank=tp_rank)
+
+    def masks(self, slots: Slots, *, model: Any) -> list[Tensor]:
+        """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
+
+        One copy to the device serves the step.
+
+        Raises:
+            BalanceError: on every rank, where the model (or a chunk of it) takes none.
+        """
+        for chunk in model if isinstance(model, list) else [model]:
+            inner = _unwrapped(chunk)
+            if not _takes(inner, "padding_mask"):
+                raise BalanceError(
+                    f"{type(inner).__name__}.forward takes no padding_mask, without which MoE routers count padding in "
+                    "--moe-aux-loss-coeff, --moe-z-loss-coeff and --moe-router-enable-expert-bias: add the parameter "
+                    "and hand it to the decoder, train without these flags, or without --balance-*."
+                )
+        masks = [
+            padding_mask(
+                lengths,
+                num_tokens=num_tokens,
+                token_multiple=self.topology.at_cp_size(size).token_multiple,
+                cp_size=size,
+                cp_rank=self.leaf % size,
+            )
+            for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True)
+        ]
+        whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
+        return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
+
+    def given(self, mask: Tensor, *, model: Any) -> AbstractContextManager[None]:
+        """Have a chunk called with one of the masks in this context, or with the share of a sequence-parallel rank.
+
+        GPTModel splits a mask itself, and on the first pipeline stage only.
+        """
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        inner = _unwrapped(model)
+        splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
+        if self.topology.sequence_parallel and not splits:
+            mask = mask.chunk(self.topology.tp_size, dim=1)[self.tp_rank]
+        return _called_with(inner, padding_mask=mask)
+
+
+def packed_params_of(slots: Slots, *, topology: Topology) -> list[Any]:
+    """Megatron's PackedSeqParams of each micro-batch, on the device; without context parallelism."""
+    from megatron_balance.mcore.packed_params import packed_seq_params
+
+    result: list[Any] = []
+    for lengths, num_tokens in zip(slots.sequence_lengths, slots.num_tokens, strict=True):
+        packed = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=topology.token_multiple)
+        starts = torch.tensor([[0, *accumulate(packed)]], dtype=torch.int32).cuda(non_blocking=True)
+        result.append(packed_seq_params({"cu_seqlens": starts, "max_seqlen": torch.tensor([max(packed)])}))
+    return result
+
+
+def called_with_packs(params: Any, *, model: Any) -> AbstractContextManager[None]:
+    """Have a chunk called with PackedSeqParams in this context.
+
+    Raises:
+        BalanceError: the model takes no packed sequences.
+    """
+    inner = _unwrapped(model)
+    if not _takes(inner, "packed_seq_params"):
+        raise BalanceError(
+            f"{type(inner).__name__}.forward takes no packed_seq_params, so that samples of a pack would attend to one "
+            "another: add the parameter and hand it to the decoder, or train without --balance-unpad."
+        )
+    return _called_with(inner, packed_seq_params=params)
+
+
+def _unwrapped(model: Any) -> Any:
+    """A chunk without the wrappers for data parallelism and precision."""
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(model)
+
+
+def _takes(model: Any, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
+
+
+@contextlib.contextmanager
+def _called_with(model: Any, **added: Any) -> Iterator[None]:
+    def add(_: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return positional, keywords | added
+
+    handle = model.register_forward_pre_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

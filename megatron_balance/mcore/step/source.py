@@ -1,0 +1,180 @@
+"""The items of the data loader: pulled ahead, and split into samples.
+
+Megatron's rerun machine replays a step from the items that `RerunDataIterator` returned in it. Items are therefore
+pulled from the source that this iterator wraps, and returned through it when their step begins: replay and checkpoints
+see the same items as without pulling ahead.
+
+Invariants: items come in the loader's order, each once, from the iterator that they were pulled from, even if another
+iterator was used in between; an error of the loader is raised once, at its position among the items; after
+`begin_fetch` no other thread receives an item before that fetch has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_balance.runtime.failure import Failure, attempt
+from megatron_balance.samples.attention_keys import with_cu_seqlens
+from megatron_balance.samples.padded_rows import with_row_lengths
+from megatron_balance.samples.sample import Sample
+from megatron_balance.samples.unpacking import RowError, split_packed
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Items of an iterator; fewer than wanted if it `ended`, or raised what `failure` holds in place of the next."""
+
+    items: list[Any]
+    failure: Failure | None = None
+    ended: bool = False
+
+
+def pull(iterator: Iterator[Any], num_items: int, *, after: Sequence[Any] = ()) -> Fetched:
+    """The items before, and as many more as are missing. Megatron's iterators have no `__iter__`."""
+    items = list(after)
+    while len(items) < num_items:
+        item = attempt(next, iterator)
+        if isinstance(item, Failure):
+            if isinstance(item.error, StopIteration):
+                return Fetched(items, ended=True)
+            return Fetched(items, Failure(item.error, during=f"fetching item {len(items)} of this step"))
+        items.append(item)
+    return Fetched(items)
+
+
+class PullAhead(Iterator[Any]):
+    """An iterator that another thread may fill."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self._waiting = Fetched([])
+        self._fetching = threading.Lock()  # acquired by `begin_fetch`, released by the fetching thread
+
+    def __next__(self) -> Any:
+        """The next item: one pulled ahead, else from the source. Waits for a fetch that was begun."""
+        with self._fetching:
+            waiting = self._waiting
+            if waiting.items:
+                return waiting.items.pop(0)
+            if waiting.failure is not None:
+                self._waiting = Fetched([])
+                raise waiting.failure.error
+            return next(self.source)
+
+    @property
+    def num_waiting(self) -> int:
+        """Items pulled ahead and not returned yet; 0 once the source has ended, as they do not fill a step."""
+        waiting = self._waiting
+        return 0 if waiting.ended else len(waiting.items) + (waiting.failure is not None)
+
+    def begin_fetch(self) -> None:
+        """Announce a `fetch` in another thread."""
+        self._fetching.acquire()
+
+    def fetch(self, num_items: int) -> Fetched:
+        """Pull until this many items wait to be returned."""
+        try:
+            if self._waiting.failure is None:
+                self._waiting = pull(self.source, num_items, after=self._waiting.items)
+            waiting = self._waiting
+            return replace(waiting, items=waiting.items[:num_items])
+        finally:
+            self._fetching.release()
+
+
+class Sources:
+    """The iterators of a run, each with the items pulled ahead from it."""
+
+    def __init__(self) -> None:
+        self._known: list[PullAhead] = []
+
+    def of(self, iterator: Any) -> tuple[Iterator[Any], PullAhead]:
+        """The iterator to ask for a step's items, and where to pull the next step's. No fetch may be running.
+
+        A `PullAhead` is put between Megatron's RerunDataIterator and its source. Iterators over the same source share
+        one. One without waiting items is dropped when another iterator is passed.
+        """
+        replays = hasattr(iterator, "replaying") and hasattr(iterator, "iterable")
+        source = iterator.iterable if replays else iterator
+        ahead = source if isinstance(source, PullAhead) else None
+        ahead = ahead or next((known for known in self._known if known.source is source), None) or PullAhead(source)
+        self._known = [ahead, *(known for known in self._known if known is not ahead and known.num_waiting)]
+        if not replays:
+            return ahead, ahead
+        iterator.iterable = ahead
+        return iterator, ahead
+
+    @property
+    def num_left(self) -> int:
+        """Items pulled ahead from earlier iterators, which wait until their iterator is passed again."""
+        return sum(known.num_waiting for known in self._known[1:])
+
+
+@dataclass(frozen=True)
+class SampleOrigin:
+    """Positions in the data set of the items that one data-parallel rank loads, by Megatron's `single` sampler.
+
+    It goes through the data set in order, from the first sample of the run or checkpoint: `micro_batch_size` samples,
+    an item, to each data-parallel rank in turn. The order of other samplers is not known here.
+    """
+
+    first_sample: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def sample_of(self, item: int, *, row: int) -> int:
+        """Index in the data set of a row of an item, which is counted from the loader's first on this rank."""
+        return self.first_sample + (item * self.dp_size + self.dp_rank) * self.micro_batch_size + row
+
+
+class ItemSplitter:
+    """Splits one step's items into samples on the CPU; an error names the item, and its rows in the data set.
+
+    Args:
+        unit: `segment` or `sample`.
+        unpad: as in BalanceConfig.
+        origin: which sample of the data set a row is, or None where that is not known.
+    """
+
+    def __init__(self, *, unit: str, unpad: int | str | None, origin: SampleOrigin | None) -> None:
+        self._unit = unit
+        self._unpad = unpad
+        self._origin = origin
+
+    def has_lengths(self, item: Any) -> bool:
+        """True if the lengths of an item's sequences can be read."""
+        if not isinstance(item, Mapping):
+            return False
+        return self._unpad is not None or any(item.get(key) is not None for key in ("cu_seqlens", "cu_seqlens_q"))
+
+    def split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
+        """The samples of all items, the first of which is number `first_item`, or the failure of one."""
+        samples: list[Sample] = []
+        for index, item in enumerate(items):
+            of_item = attempt(self._split_item, item)
+            if isinstance(of_item, Failure):
+                return replace(of_item, during=self._name(index, first_item=first_item, error=of_item.error))
+            samples.extend(of_item)
+        return samples
+
+    def _split_item(self, item: Mapping[str, Any]) -> list[Sample]:
+        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
+        on_cpu = with_cu_seqlens(on_cpu)
+        if self._unpad is not None and on_cpu.get("cu_seqlens") is None:
+            on_cpu = with_row_lengths(on_cpu, padding=self._unpad)
+        return split_packed(on_cpu, unit=self._unit)
+
+    def _name(self, index: int, *, first_item: int, error: Exception) -> str:
+        """The item in the words of an error: its number in the step, and its samples in the data set if known."""
+        name = f"item {index} of this step"
+        if self._origin is None:
+            return name
+        rows = [error.row] if isinstance(error, RowError) else [0, self._origin.micro_batch_size - 1]
+        samples = [str(self._origin.sample_of(first_item + index, row=row)) for row in rows]
+        return f"{name} (in the data set: sample {' to '.join(dict.fromkeys(samples))})"
