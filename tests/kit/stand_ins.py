@@ -112,6 +112,23 @@ def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
     training.setup_model_and_optimizer = then_say
 
 
+def two_documents(watch: Watch) -> None:
+    """Rows of validation hold two documents each."""
+    from sft_dataset import SftDataset
+
+    stock = SftDataset.__getitem__
+
+    def split(self: SftDataset, index: int) -> dict[str, Tensor]:
+        row = stock(self, index)
+        if self.split.name == "valid":
+            total = row["tokens"].numel()
+            row["cu_seqlens"] = torch.tensor([0, 96, total], dtype=torch.int32)
+            row["max_seqlen"] = torch.tensor(total - 96, dtype=torch.int32)
+        return row
+
+    SftDataset.__getitem__ = split  # type: ignore[method-assign]
+
+
 def padded_rows(watch: Watch) -> None:
     """Rows that name no starts of sequences, and a forward step written for them, as in pretrain_gpt.py."""
     import pretrain_sft

@@ -206,7 +206,13 @@ ROWS = [
     Row("by-flops", "PP2"),
     Row("by-flops", "PP2-VPP2"),
     Row("by-flops", "CP2"),
-    Row("by-flops", "CP2-documents"),
+    # Evaluation is Megatron's own, which splits rows of several documents as one.
+    Row(
+        "stock-evaluation",
+        "CP2-documents",
+        f"{BY_FLOPS} --no-balance-evaluation",
+        stand_ins=(("stand_ins:two_documents", {}),),
+    ),
     Row("by-flops", "EP2", model="moe"),
     Row("by-flops", "TP2-PP2"),
     Row("by-flops", "PP4", slow=True),
