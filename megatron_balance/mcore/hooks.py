@@ -19,8 +19,7 @@ from megatron_balance.hooking.patches import Hook
 from megatron_balance.hooking.patches import install as install_hooks
 from megatron_balance.mcore import wrappers
 from megatron_balance.mcore.current_run import CurrentRun, current
-from megatron_balance.mcore.dynamic_packing_scheduler import replace_dynamic_scheduler
-from megatron_balance.mcore.packing_scheduler import register
+from megatron_balance.mcore.packing_scheduler import register, replace_dynamic_scheduler
 from megatron_balance.mcore.wrappers import building, while_balancing
 
 __all__ = ["HOOKS", "SUPPORTED_VERSIONS", "current", "hooks_of", "install", "installation", "supported_version"]

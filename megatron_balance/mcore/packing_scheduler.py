@@ -1,14 +1,17 @@
-"""Registers the balanced schedule as a packing scheduler of Megatron, where it has them (main and dev, 0.20).
+"""Our plans as packing schedulers of Megatron, where it has a registry of them (main and dev, 0.20).
 
     config.sequence_packing_scheduler = "megatron_balance"     # then Megatron's wrap_data_iterator chooses it
+    pretrain_gpt.py … --dynamic-context-parallel --max-seqlen-per-dp-cp-rank N --balance-data
 
-Megatron's `DpBalancedScheduler` fetches, gathers lengths, asks `get_groups_and_subsamples` for a plan, moves samples
-and packs them. Ours is a subclass in which this method calls `build_data_schedule`. Others, such as verl, call the
-method themselves.
+Megatron's schedulers fetch, gather lengths, ask `get_groups_and_subsamples` for a plan, move samples and pack them.
+Ours are subclasses that override this method; others, such as verl, call the method themselves. One is added beside
+`DpBalancedScheduler`. The other takes the place of dev's `DefaultDynamicCPScheduler`, under its name, since dev accepts
+no other with dynamic context parallelism; without `--balance-data` it returns Megatron's own plan.
 
-Invariants of a plan: every sample once; every rank has a sample in every micro-batch; context-parallel ranks of a
-data-parallel rank have the same samples; a micro-batch of several samples keeps to `max_seqlen_per_dp_cp_rank` tokens a
-GPU and to `max_num_seqs`. `Registration.undo` restores Megatron.
+Invariants of a plan at one size: every sample once; every rank has a sample in every micro-batch; context-parallel
+ranks of a data-parallel rank have the same samples; a micro-batch of several samples keeps to
+`max_seqlen_per_dp_cp_rank` tokens a GPU and to `max_num_seqs`. `planner/rank_lists.py` has the contract of the other.
+`undo` restores Megatron.
 """
 
 from __future__ import annotations
@@ -17,46 +20,116 @@ import enum
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.arguments import flops_from_megatron_args
-from megatron_balance.planner import build_data_schedule
+from megatron_balance.mcore.setup.arguments import (
+    BalanceConfig,
+    cost_model_from_megatron_args,
+    flops_from_megatron_args,
+)
+from megatron_balance.planner import build_data_schedule, plan_rank_lists
 from megatron_balance.topology import Limits, Topology
 
 NAME = "megatron_balance"
 """The value of `sequence_packing_scheduler` that chooses the balanced schedule."""
 
+REPLACED = "default_dynamic_cp"
+"""The name in `scheduler_map` that `--dynamic-context-parallel` chooses."""
+
 SEAM = "megatron.core.datasets.data_schedule"
-MOVED_ON = "megatron.core.datasets.data_schedule_utils"  # as old as scheduler_map
+_AS_OLD = "megatron.core.datasets.data_schedule_utils"  # as scheduler_map
+
+Groups = list[list[list[int]]]
+"""`[num_microbatches][dp_size * cp_size]` lists of sample ids."""
 
 
-def balanced_groups(
-    sample_id_seqlens: Sequence[tuple[int, int]],
+def scheduler_class(base: type[Any]) -> type[Any]:
+    """Our scheduler on top of Megatron's `DpBalancedScheduler`."""
+
+    def plan(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
+        limits = Limits(scheduler.max_seqlen_per_dp_cp_rank)
+        return _groups_of_one_size(sample_id_seqlens, topology=scheduler.topology, limits=limits)
+
+    return _planned_by(plan, base=base, instead="choose dp_balanced")
+
+
+def dynamic_scheduler_class(base: type[Any], *, cost_model: Callable[[], CostModel | None]) -> type[Any]:
+    """Our scheduler on top of Megatron's `DefaultDynamicCPScheduler`; without a cost model it plans as its base."""
+
+    def plan(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups | None:
+        cost = cost_model()
+        if cost is None:
+            return None
+        return plan_rank_lists(
+            sample_id_seqlens,
+            cost_model=cost,
+            topology=scheduler.topology,
+            max_tokens_per_gpu=scheduler.max_seqlen_per_dp_cp_rank,
+            min_cp_size=scheduler.min_cp_size,
+        )
+
+    return _planned_by(plan, base=base, instead="drop --balance-data", dynamic_cp=True)
+
+
+def _planned_by(
+    plan: Callable[[Any, Sequence[tuple[int, int]]], Groups | None],
     *,
-    topology: Topology,
-    limits: Limits,
-    cost_model: CostModel,
+    base: type[Any],
+    instead: str,
+    dynamic_cp: bool = False,
+) -> type[Any]:
+    class PackingScheduler(base):
+        """Plans one global batch; Megatron creates one for every step, and runs it by its own `run`."""
+
+        @functools.wraps(base.__init__)
+        def __init__(self, *positional: Any, **keywords: Any) -> None:
+            super().__init__(*positional, **keywords)
+            self.topology = Topology(
+                self.dp_size,
+                cp_size=self.cp_size,
+                microbatch_multiple=self.microbatch_group_size_per_vp_stage or 1,
+                dynamic_cp=dynamic_cp,
+            )
+
+        def run(
+            self, data_iterator: Any, num_microbatches: int, dp_group: Any, tp_group: Any, pp_group: Any, *rest: Any
+        ) -> Any:
+            self.topology = replace(self.topology, pp_size=pp_group.size())
+            if dynamic_cp:
+                *_, config = rest
+                chunks = config.virtual_pipeline_model_parallel_size or 1
+                experts = getattr(config, "expert_model_parallel_size", 1)
+                self.topology = replace(self.topology, vpp_size=chunks, ep_size=experts)
+            return super().run(data_iterator, num_microbatches, dp_group, tp_group, pp_group, *rest)
+
+        def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
+            groups = plan(self, sample_id_seqlens)
+            if groups is None:
+                return super().get_groups_and_subsamples(sample_id_seqlens)
+            most = max((len(slot) for of_slot in groups for slot in of_slot), default=0)
+            allowed = getattr(self, "max_num_seqs", None)
+            if allowed is not None and most > allowed:
+                raise BalanceError(
+                    f"A micro-batch holds {most} samples and --thd-max-packed-sequences allows {allowed}, which {NAME} "
+                    f"does not plan for: raise it, or {instead}."
+                )
+            return groups
+
+    return PackingScheduler
+
+
+def _groups_of_one_size(
+    sample_id_seqlens: Sequence[tuple[int, int]], *, topology: Topology, limits: Limits
 ) -> list[list[list[int]]]:
-    """A plan in the form of Megatron's packing schedulers.
-
-    Args:
-        sample_id_seqlens: `[num_samples]` pairs of id and padded length, tokens.
-        topology: the ranks.
-        limits: tokens of a micro-batch.
-        cost_model: of a sample.
-
-    Returns:
-        `[num_microbatches][dp_size * cp_size]` lists of ids, none empty.
-
-    Raises:
-        BalanceError: there are fewer samples than the micro-batches of all ranks.
-    """
+    """A plan by FLOPs, by tokens where megatron.core is used alone; no list is empty."""
     ids = [sample for sample, _ in sample_id_seqlens]
     lengths = [int(length) for _, length in sample_id_seqlens]
+    args = _megatron_args()
+    cost_model = CostModel.tokens() if args is None else flops_from_megatron_args(args)
     schedule = build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=limits)
     slots = [[list(slot) for slot in slots] for slots in schedule.ranks]
     _fill_empty(slots, costs=[cost_model(length) for length in lengths])
@@ -83,132 +156,88 @@ def _fill_empty(slots: list[list[list[int]]], *, costs: Sequence[int]) -> None:
         empty.append(cheapest)
 
 
-def scheduler_class(base: type[Any]) -> type[Any]:
-    """Our scheduler on top of one of Megatron's.
-
-    Args:
-        base: Megatron's `DpBalancedScheduler`, which fetches, moves and packs samples by a plan.
-    """
-
-    class PackingScheduler(base):
-        """Balances one global batch over the data-parallel ranks; Megatron builds one for every step."""
-
-        @functools.wraps(base.__init__)
-        def __init__(self, *positional: Any, **keywords: Any) -> None:
-            super().__init__(*positional, **keywords)
-            self.topology = Topology(
-                self.dp_size,
-                cp_size=self.cp_size,
-                microbatch_multiple=self.microbatch_group_size_per_vp_stage or 1,
-            )
-            self.limits = Limits(self.max_seqlen_per_dp_cp_rank)
-
-        def run(
-            self, data_iterator: Any, num_microbatches: int, dp_group: Any, tp_group: Any, pp_group: Any, *rest: Any
-        ) -> Any:
-            """One step, by Megatron's own `run`, planned for this many pipeline stages."""
-            self.topology = replace(self.topology, pp_size=pp_group.size())
-            return super().run(data_iterator, num_microbatches, dp_group, tp_group, pp_group, *rest)
-
-        def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-            """As `balanced_groups`.
-
-            Raises:
-                BalanceError: too few samples, or a micro-batch of more samples than `max_num_seqs`.
-            """
-            groups = balanced_groups(
-                sample_id_seqlens, topology=self.topology, limits=self.limits, cost_model=_cost_model()
-            )
-            check_num_samples(groups, allowed=getattr(self, "max_num_seqs", None), instead="choose dp_balanced")
-            return groups
-
-    return PackingScheduler
-
-
-def check_num_samples(groups: Sequence[Sequence[Sequence[int]]], *, allowed: int | None, instead: str) -> None:
-    """Checks the samples of every micro-batch.
-
-    Args:
-        groups: `[num_microbatches][num_ranks]` lists of sample ids.
-        allowed: samples of a micro-batch, at most; None for any number.
-        instead: what else a user may do, for the message.
-
-    Raises:
-        BalanceError: a micro-batch holds more.
-    """
-    most = max((len(slot) for of_slot in groups for slot in of_slot), default=0)
-    if allowed is not None and most > allowed:
-        raise BalanceError(
-            f"A micro-batch holds {most} samples and --thd-max-packed-sequences allows {allowed}, which {NAME} does "
-            f"not plan for: raise it, or {instead}."
-        )
-
-
 class Registration:
-    """The scheduler's entry in Megatron; `undo` removes it.
+    """An entry in Megatron's `scheduler_map`, and in its enumeration of their names where it has one."""
 
-    Megatron's main looks a name up in an enumeration and its member in `scheduler_map`; dev keys the map by names.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._names: Any = getattr(module, "PackingSchedulerEnum", None)
-        added: dict[Any, Any] = {}
-        key: Any = NAME
-        if self._names is not None:
-            # An enumeration cannot grow: a larger one replaces it. Members of the old one stay keys of the map.
-            members = {member.name: member.value for member in self._names}
-            self._larger: Any = enum.Enum(self._names.__name__, {**members, NAME.upper(): NAME})
-            added = {self._larger[member.name]: module.scheduler_map[member] for member in self._names}
-            key = self._larger[NAME.upper()]
-            module.PackingSchedulerEnum = self._larger
-        self._added = added | {key: scheduler_class(module.DpBalancedScheduler)}
-        module.scheduler_map.update(self._added)
+    def __init__(self, module: Any, entries: dict[Any, Any], *, names: Any = None) -> None:
+        self._module, self._entries, self._names = module, entries, names
+        self._stock = {key: module.scheduler_map[key] for key in entries if key in module.scheduler_map}
+        self._stock_names = getattr(module, "PackingSchedulerEnum", None)
+        module.scheduler_map.update(entries)
+        if names is not None:
+            module.PackingSchedulerEnum = names
 
     def undo(self) -> None:
         """Restore Megatron.
 
         Raises:
-            BalanceError: someone else has replaced the enumeration since; nothing is changed then.
+            BalanceError: someone else has replaced the entry or the enumeration since; nothing is changed then.
         """
+        module = self._module
+        if self._names is not None and module.PackingSchedulerEnum is not self._names:
+            raise BalanceError(f"{SEAM}.PackingSchedulerEnum was replaced after {NAME} was added: undo that first.")
+        for key, ours in self._entries.items():
+            if module.scheduler_map.get(key) is not ours:
+                raise BalanceError(f"{SEAM}.scheduler_map[{key!r}] was replaced after it was hooked: undo that first.")
         if self._names is not None:
-            if self._module.PackingSchedulerEnum is not self._larger:
-                raise BalanceError(f"{SEAM}.PackingSchedulerEnum was replaced after {NAME} was added: undo that first.")
-            self._module.PackingSchedulerEnum = self._names
-        for key in self._added:
-            del self._module.scheduler_map[key]
+            module.PackingSchedulerEnum = self._stock_names
+        for key in self._entries:
+            del module.scheduler_map[key]
+        module.scheduler_map.update(self._stock)
 
 
 def register() -> Registration | None:
     """Add the scheduler where this Megatron has a `scheduler_map` of a known form; None where it has none.
 
-    Training with the balance flags does not need it: an unknown form is left unchanged.
+    Main looks a name up in an enumeration and its member in the map; dev keys the map by names. Training with the
+    balance flags does not need it: an unknown form is left unchanged.
     """
-    if importlib.util.find_spec(MOVED_ON) is None:
+    module = _seam()
+    if module is None or not hasattr(module, "DpBalancedScheduler"):
         return None
-    module = importlib.import_module(SEAM)
-    schedulers: Any = getattr(module, "scheduler_map", None)
+    schedulers, ours = module.scheduler_map, scheduler_class(module.DpBalancedScheduler)
     names: Any = getattr(module, "PackingSchedulerEnum", None)
-    if not isinstance(schedulers, dict) or not hasattr(module, "DpBalancedScheduler"):
-        return None
     if names is None:
-        return Registration(module) if all(isinstance(key, str) for key in schedulers) else None
+        return Registration(module, {NAME: ours}) if all(isinstance(key, str) for key in schedulers) else None
     if not isinstance(names, enum.EnumMeta) or any(member not in schedulers for member in list(names)):
         return None
-    return Registration(module)
+    # An enumeration cannot grow: a larger one replaces it. Members of the old one stay keys of the map.
+    members: list[Any] = list(names)
+    larger: Any = enum.Enum(names.__name__, {**{member.name: member.value for member in members}, NAME.upper(): NAME})
+    entries = {larger[member.name]: schedulers[member] for member in members}
+    return Registration(module, entries | {larger[NAME.upper()]: ours}, names=larger)
 
 
-def _cost_model() -> CostModel:
-    """FLOPs of the model that Megatron's arguments describe; tokens where megatron.core is used alone.
+def replace_dynamic_scheduler() -> Registration | None:
+    """Replace this Megatron's scheduler of dynamic context parallelism; None if it has none."""
+    module = _seam()
+    if module is None or not isinstance(module.scheduler_map.get(REPLACED), type):
+        return None
+    stock = module.scheduler_map[REPLACED]
+    return Registration(module, {REPLACED: dynamic_scheduler_class(stock, cost_model=_dynamic_cost_model)})
 
-    The same on every rank: arguments were parsed on all of them or on none.
-    """
+
+def _seam() -> Any:
+    if importlib.util.find_spec(_AS_OLD) is None:
+        return None
+    module = importlib.import_module(SEAM)
+    return module if isinstance(getattr(module, "scheduler_map", None), dict) else None
+
+
+def _megatron_args() -> Any:
+    """Megatron's arguments, None where megatron.core is used alone: they were parsed on all ranks or on none."""
     try:
         from megatron.training.global_vars import get_args
-    except ModuleNotFoundError:  # megatron.core alone
-        return CostModel.tokens()
-    try:
-        args: Any = get_args()
-    except AssertionError:  # that there are none
-        return CostModel.tokens()
-    return flops_from_megatron_args(args)
+
+        return get_args()
+    except (ModuleNotFoundError, AssertionError):  # the second says that there are none
+        return None
+
+
+def _dynamic_cost_model() -> CostModel | None:
+    """FLOPs or the seconds of --balance-cost, the exchange of keys and values included; None without --balance-data."""
+    args = _megatron_args()
+    if not getattr(args, "balance_data", False):
+        return None
+    config = replace(BalanceConfig.unchecked(args), dynamic_cp=True, balance_by_flops=True)
+    return cost_model_from_megatron_args(args, config=config)

@@ -25,13 +25,15 @@ from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, ModelShape, build_data_schedule
 from megatron_balance.cost import default_attention_rate
-from megatron_balance.mcore import dynamic_packing_scheduler, packing_scheduler
-from megatron_balance.mcore.dynamic_packing_scheduler import (
+from megatron_balance.mcore import packing_scheduler
+from megatron_balance.mcore.packing_scheduler import (
+    NAME,
     REPLACED,
     dynamic_scheduler_class,
+    register,
     replace_dynamic_scheduler,
+    scheduler_class,
 )
-from megatron_balance.mcore.packing_scheduler import NAME, register, scheduler_class
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT")
 NUM_RANKS = 2
@@ -237,10 +239,10 @@ class StockDynamic(Stock):
 @pytest.fixture
 def dynamic_seam(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module with the map, where dev's would be."""
-    module = types.ModuleType(dynamic_packing_scheduler.SEAM)
+    module = types.ModuleType(packing_scheduler.SEAM)
     module.scheduler_map = {"dp_balanced": object, REPLACED: StockDynamic}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, dynamic_packing_scheduler.SEAM, module)
-    monkeypatch.setattr(dynamic_packing_scheduler.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, packing_scheduler.SEAM, module)
+    monkeypatch.setattr(packing_scheduler.importlib.util, "find_spec", lambda name: name)
     return module
 
 
