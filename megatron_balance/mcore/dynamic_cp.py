@@ -39,13 +39,10 @@ from megatron_balance.mcore.setup.groups import split_world
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The groups of this rank.
+    """The groups of this rank by size, of which it lacks those that its leaf is in no whole group of.
 
-    Attributes:
-        by_size: group of each size; a rank whose leaf is in no whole group of a size lacks that size.
-        static_size: `--context-parallel-size`, which evaluation runs at.
-        with_tensor: the same groups with all their tensor-parallel ranks, over which routers sum; empty where none has
-            a loss of its own.
+    `static_size` is `--context-parallel-size`. `with_tensor` has the same groups with all their tensor-parallel ranks,
+    over which routers sum; none where no router has a loss of its own.
     """
 
     by_size: Mapping[int, dist.ProcessGroup]
@@ -58,13 +55,7 @@ class ContextGroups:
 
 
 def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers: bool = False) -> ContextGroups:
-    """Make the groups of these sizes, the same on all ranks. Every rank of the world calls it.
-
-    Args:
-        sizes: context-parallel sizes of micro-batches.
-        timeout: of the groups' collectives.
-        for_routers: MoE routers sum over the groups.
-    """
+    """Make the groups of these sizes, also those that MoE routers sum over. Every rank of the world calls it."""
     from megatron.core import parallel_state
 
     lane_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -32,16 +32,7 @@ Schedule = Callable[..., Any]
 
 
 class BalancedForwardBackward:
-    """Replaces the result of `get_forward_backward_func` while a run balances.
-
-    Attributes:
-        last_step: the data of the newest step, for logs and tests.
-        in_step: Megatron's schedule runs balanced micro-batches now.
-        observer: watches the run on this rank, or None.
-        pipeline_shapes: of the messages of the step that runs, or None where Megatron's stages exchange them.
-        evaluation: balances forward-only steps, or None where they are Megatron's own.
-        context: switches between context-parallel groups, or None where all micro-batches have the same size.
-    """
+    """Replaces the result of `get_forward_backward_func` while a run balances."""
 
     def __init__(
         self,
@@ -61,9 +52,9 @@ class BalancedForwardBackward:
         self.evaluation = evaluation
         self.context = context
         self.observer = observer
-        self.last_step: BalancedStep | None = None
-        self.in_step = False
-        self.pipeline_shapes: PipelineShapes | None = None
+        self.last_step: BalancedStep | None = None  # for logs and tests
+        self.in_step = False  # Megatron's schedule runs balanced micro-batches now
+        self.pipeline_shapes: PipelineShapes | None = None  # None where Megatron's stages exchange them
         self._unpads = unpads
         self._router_padding = router_padding
         self._loads_data = loads_data

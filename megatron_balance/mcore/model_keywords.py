@@ -50,10 +50,7 @@ class RouterPadding:
     def masks(self, slots: Slots, *, model: Any) -> list[Tensor]:
         """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
 
-        One copy to the device serves the step.
-
-        Raises:
-            BalanceError: on every rank, where the model (or a chunk of it) takes none.
+        One copy to the device serves the step. A model of which a chunk takes none is refused, on every rank.
         """
         for chunk in model if isinstance(model, list) else [model]:
             inner = _unwrapped(chunk)
@@ -103,11 +100,7 @@ def packed_params_of(slots: Slots, *, topology: Topology) -> list[Any]:
 
 
 def called_with_packs(params: Any, *, model: Any) -> AbstractContextManager[None]:
-    """Have a chunk called with PackedSeqParams in this context.
-
-    Raises:
-        BalanceError: the model takes no packed sequences.
-    """
+    """Have a chunk called with PackedSeqParams in this context; one that takes none is refused."""
     inner = _unwrapped(model)
     if not _takes(inner, "packed_seq_params"):
         raise BalanceError(

@@ -30,14 +30,7 @@ class PipelineShapes:
 
     A stage passes every virtual micro-batch of the schedule on to the next stage. Between the last stage and the first
     only those pass that have a chunk left to run, and both have them in the same order. Gradients come back in the
-    order of the activations.
-
-    Args:
-        slots: the micro-batches of this rank.
-        order: `(micro-batch, model chunk)` of each virtual micro-batch: Megatron's `get_schedule_table`.
-        topology: the ranks.
-        stage: of this rank, from 0.
-        hidden_size: of an activation.
+    order of the activations. `order` is Megatron's `get_schedule_table`: `(micro-batch, chunk)` of each virtual one.
     """
 
     def __init__(
@@ -59,11 +52,7 @@ class PipelineShapes:
     def exchange(
         self, activation: Any, gradient: Any, *, receives_activation: bool, receives_gradient: bool
     ) -> tuple[Shape, Shape]:
-        """Answer one `P2PCommunicator._communicate_shapes`: shapes of the activation and the gradient received.
-
-        Raises:
-            BalanceError: a tensor to send has another shape than planned, or the step has more messages than planned.
-        """
+        """Answer one `P2PCommunicator._communicate_shapes`: shapes of the activation and the gradient received."""
         if activation is not None:
             self._check(activation, planned=self._next(self._activations_out), kind="an activation")
         if gradient is not None:

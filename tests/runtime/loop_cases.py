@@ -202,6 +202,13 @@ def step_of_bad_data(*, kind: str) -> str:
     raise AssertionError("a step was made")
 
 
+def dummies() -> list[int]:
+    """Tokens of this rank's masked micro-batches, where three samples are to fill four micro-batches."""
+    nothing = {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1).int()}
+    packs = balanced(cap=256)(iter([row(200), nothing if dist.get_rank() else row(200)]))
+    return [pack["tokens"].numel() for pack in packs if not pack["loss_mask"].any()]
+
+
 def stages_that_read_other_lengths() -> str:
     """Two pipelines of two stages; the last stage of the second reads other lengths than its first.
 

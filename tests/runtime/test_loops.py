@@ -135,6 +135,12 @@ def test_data_that_cannot_be_balanced_is_named(world2: Any, kind: str, says: str
     assert all(says in error for error in world2.run("step_of_bad_data", kind=kind))
 
 
+def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(world2: Any) -> None:
+    """One token would be an edge case of many kernels, and a shape of its own."""
+    [dummy] = [dummy for of_rank in world2.run("dummies") for dummy in of_rank]
+    assert dummy >= 128
+
+
 def test_ranks_with_other_costs_do_not_begin(world2: Any) -> None:
     ours, theirs = world2.run("ranks_that_cost_otherwise")
     assert ours == theirs

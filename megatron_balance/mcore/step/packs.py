@@ -68,16 +68,7 @@ def pack(
     schema: SampleSchema,
     pin_memory: bool,
 ) -> list[Microbatch]:
-    """The micro-batches of this rank.
-
-    Args:
-        mine: sample id → sample, as the exchange returned them.
-        leaf: ids of the samples in each micro-batch; none in a dummy.
-        slots: their tokens and sizes.
-        topology: the ranks.
-        schema: of all samples.
-        pin_memory: copy them to one block of pinned memory, for a GPU.
-    """
+    """The micro-batches of a leaf, of whose samples it has the ids of each (none in a dummy) and all by id."""
     packs: list[Microbatch] = []
     for ids, num_tokens, cp_size in zip(leaf, slots.num_tokens, slots.cp_sizes, strict=True):
         multiple = topology.at_cp_size(cp_size).token_multiple

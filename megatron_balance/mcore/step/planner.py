@@ -67,19 +67,14 @@ class StepPlanner:
         topology: the ranks.
         limits: token or sample cap of a micro-batch.
         cost_model: tokens, FLOPs or seconds.
-        dp_group: ranks that load different samples and are otherwise equal (no context parallelism); gloo. None where
-            this rank loads no data.
-        dp_rank: data-parallel rank of this one, where it has no dp_group.
+        dp_group: ranks that load different samples, gloo; None where this rank loads no data, and has a `dp_rank`.
+        dp_rank: see dp_group.
         cp_rank: context-parallel rank of this one.
         origin: which sample of the data set a row is, or None where that is not known.
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
         pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
         timeout: of the collectives of `dp_group`; a planning process that takes half that time counts as hanging.
         patch_values: numbers of a patch of the model's vision encoder; 0 where that is not known.
-
-    Attributes:
-        report: called with the number of a step, returns what travels to the other data-parallel ranks with the lengths
-            of its samples.
     """
 
     def __init__(
@@ -114,6 +109,7 @@ class StepPlanner:
         self._buffers = HostBuffers()
         self._plans = PlanProcess(timeout=timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
+        # Called with the number of a step: what goes to the other data-parallel ranks with the lengths of its samples.
         self.report: Callable[[int], Sequence[int]] = _no_report
         # Ranks that were started with different flags or versions would plan differently: they find out here.
         text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"

@@ -125,11 +125,7 @@ class StepPrefetcher:
         return self._sources.num_left
 
     def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep:
-        """Pull one step's items and balance them.
-
-        Args:
-            data_iterator: of this rank, None where it loads no data.
-            num_microbatches: items of a global batch that this rank loads.
+        """Pull one step's items and balance them; the iterator is None where this rank loads no data.
 
         Raises:
             BalanceError: on every rank of the data-parallel group and of the model replica.
@@ -148,11 +144,8 @@ class StepPrefetcher:
     def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str = "a step") -> None:
         """Have the thread make the next step's data; `balance` uses it if the step pulls the same items.
 
-        Args:
-            data_iterator: as in `balance`.
-            num_microbatches: number expected for the next step.
-            name: of that step. The thread warns at once of peers that do not answer or make another step, since
-                training may be in a collective whose watchdog ends the process.
+        It warns at once of peers that do not answer or make another step, with the name of that step: training may be
+        in a collective whose watchdog ends the process.
         """
         waits = self._prepared is not None
         if waits or data_iterator is None or self._last is None or self._last.new_iterator:

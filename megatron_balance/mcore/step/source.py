@@ -134,13 +134,7 @@ class SampleOrigin:
 
 
 class ItemSplitter:
-    """Splits one step's items into samples on the CPU; an error names the item, and its rows in the data set.
-
-    Args:
-        unit: `segment` or `sample`.
-        unpad: as in BalanceConfig.
-        origin: which sample of the data set a row is, or None where that is not known.
-    """
+    """Splits one step's items into samples on the CPU; an error names the item, and its rows in the data set."""
 
     def __init__(self, *, unit: str, unpad: int | str | None, origin: SampleOrigin | None) -> None:
         self._unit = unit
