@@ -17,17 +17,10 @@ from megatron_balance.mcore.options import cautions, executor_runs_our_plan, pro
 from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
 from megatron_balance.mcore.setup.command_line import parse_command_line
 
-_NOT_INSTALLED = "not installed"
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        ok: True if the check passed.
-        says: the finding and, where it is a problem, the remedy.
-    """
+    """One line of the report: a check that passed or not, and the remedy where it did not."""
 
     ok: bool
     says: str
@@ -75,18 +68,10 @@ def _megatron() -> Finding:
 
 
 def _optional(name: str, module: str, versions: dict[str, str], *, needed: bool, without: str) -> Finding:
-    """A package that only some runs need.
-
-    Args:
-        name: of the package.
-        module: that is imported from it where it is needed.
-        versions: of the packages that are installed.
-        needed: True if runs on this machine need it.
-        without: what to do without it.
-    """
+    """A package that only some runs need; `without` says what to do without it."""
     version = versions.get(name)
     if version is None:
-        return Finding(not needed, f"{name} is {_NOT_INSTALLED}; {without}")
+        return Finding(not needed, f"{name} is not installed; {without}")
     if needed:
         try:
             importlib.import_module(module)
@@ -120,11 +105,7 @@ def check_hooks() -> Iterator[Finding]:
 
 
 def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
-    """Check the flags of a training script together, as far as possible before Megatron validates them.
-
-    Args:
-        flags: as they follow the script on its command line.
-    """
+    """Check the flags of a training script together, as far as possible before Megatron validates them."""
     try:
         command_line = parse_command_line(flags)
     except BalanceError as error:
