@@ -1,1 +1,0 @@
-"""Hooked and relied-on definitions of other packages against what was reviewed: scripts/check drift."""

@@ -7,13 +7,14 @@ arguments, from the wheels of the releases that were reviewed.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from drift import compare
-from drift.packages import PACKAGES, ROOT, Package
+from drift.compare import PACKAGES, ROOT, Package
 from drift.sources import Sources, open_sources
 
 WHEELS = ROOT / "build" / "wheels"
@@ -50,15 +51,14 @@ def _check(place: Path, *, accept: bool) -> int:
     with open_sources(place) as sources:
         package = _package_of(place, sources)
         version = package.version_of(place, sources)
-        rows = package.rows_of(version)
-        findings = compare.broken([*rows, *package.branch_rows_of(sources)], sources=sources)
-        now = compare.record(rows, sources=sources)
+        findings = compare.broken(package.rows_of(version, sources), sources=sources)
+        now = compare.record(package.rows_of(version), sources=sources)
     path = package.fingerprints(version)
     if accept:
         compare.save(now, path=path)
         print(f"{package.name} {version}: {len(now)} targets recorded in {path.relative_to(ROOT)}")
     reviewed = version if path.exists() else package.reviewed_versions()[-1]
-    findings += compare.differences(now, reviewed=compare.load(package.fingerprints(reviewed)))
+    findings += compare.differences(now, reviewed=json.loads(package.fingerprints(reviewed).read_text("utf-8")))
     if not findings:
         print(f"{package.name} {version}: {len(now)} targets as they were reviewed")
         return 0

@@ -8,30 +8,43 @@ modules that bind it by value are others than recorded: somebody has to look.
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from drift.fingerprint import fingerprint, parameters_of
-from drift.packages import Row
-from drift.sources import Sources
+from drift.sources import Definition, Sources
 from megatron_balance.hooking import Hook
+from megatron_balance.mcore.bridge import BRIDGE_HOOKS
+from megatron_balance.mcore.hooks import HOOKS
 
-MAX_LISTED = 6
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The record of one row of one release; `binders` are the modules that bind a hook's target by value."""
-
-    parameters: list[str] = field(default_factory=list)
-    body: str = ""
-    binders: list[str] = field(default_factory=list)
+ROOT = Path(__file__).resolve().parents[2]
+FINGERPRINTS = ROOT / "patches" / "fingerprints"
+RELIED = Path(__file__).with_name("relied.txt")
+_LEFT_OUT = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class Relied:
+    """A definition that must stay as it is used, and the releases that have it."""
+
+    target: str
+    first: tuple[int, ...]
+    last: tuple[int, ...] = (999, 0)
+
+    def is_in(self, release: tuple[int, int]) -> bool:
+        return self.first <= release <= self.last
+
+
+Row = Hook | Relied
+Recorded = Mapping[str, Mapping[str, Any]]
+"""Of each target its parameters, a fingerprint of its body, and of a hook the modules that bind it by value."""
+
+
+class Finding(NamedTuple):
     """One thing that is not as it was: the package fails on this release, or somebody has to look."""
 
     target: str
@@ -39,21 +52,92 @@ class Finding:
     says: str
 
 
-def record(rows: Sequence[Row], *, sources: Sources) -> dict[str, Recorded]:
-    """The records of a release by target; missing targets are left out."""
-    found = {row.target: (row, definition) for row in rows if (definition := sources.find(row.target)) is not None}
-    return {
-        target: Recorded(
-            parameters_of(definition),
-            fingerprint(definition),
-            sources.binders(target) if isinstance(row, Hook) else [],
-        )
-        for target, (row, definition) in found.items()
-    }
+class Package(NamedTuple):
+    """A package that is hooked or relied on, its sources known by a module."""
+
+    name: str
+    marker: str
+    hooks: Sequence[Hook] = ()
+
+    def rows_of(self, version: str, sources: Sources | None = None) -> list[Row]:
+        """What is relied on in a release; with sources, also sections of what they have, whatever release it says."""
+        sections = relied()
+        rows = [row for row in (*self.hooks, *sections.pop((self.name, ""))) if row.is_in(numbers(version)[:2])]
+        for (name, condition), section in sections.items():
+            if sources is not None and name == self.name and sources.find(condition):
+                rows += section
+        return rows
+
+    def fingerprints(self, version: str) -> Path:
+        """The file of what was reviewed in a release."""
+        return FINGERPRINTS / f"{self.name}-{version}.json"
+
+    def reviewed_versions(self) -> list[str]:
+        """Oldest first."""
+        names = (path.stem.removeprefix(f"{self.name}-") for path in FINGERPRINTS.glob(f"{self.name}-*.json"))
+        return sorted(names, key=numbers)
+
+    def version_of(self, place: Path, sources: Sources) -> str:
+        """Of a wheel or a checkout."""
+        if place.is_file():
+            return place.name.split("-")[1]
+        if self.name == "transformer-engine":
+            return (place / "build_tools" / "VERSION.txt").read_text("utf-8").strip().removesuffix(".dev0")
+        text = sources.read(sources.path(self.marker) or "")
+        found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
+        return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+
+
+PACKAGES = (
+    Package("megatron-core", "megatron.core.package_info", hooks=HOOKS),
+    Package("transformer-engine", "transformer_engine.pytorch.attention"),
+    Package(
+        "megatron-bridge",
+        "megatron.bridge.package_info",
+        # The other one is a function of Megatron Core, which is compared there.
+        hooks=[hook for hook in BRIDGE_HOOKS if hook.target.startswith("megatron.bridge.")],
+    ),
+)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, for comparison."""
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def relied() -> dict[tuple[str, str], list[Relied]]:
+    """Sections of relied.txt: package and the definition that it holds for, or nothing → rows."""
+    sections: dict[tuple[str, str], list[Relied]] = {}
+    section: list[Relied] = []
+    for line in RELIED.read_text("utf-8").splitlines():
+        if heading := re.fullmatch(r"\[([\w-]+) ?(\S*)\]", line):
+            section = sections.setdefault((heading[1], heading[2]), [])
+        elif line and not line.startswith("#"):
+            releases, target, *_ = line.split()
+            section.append(Relied(target, *(numbers(release)[:2] for release in releases.split("-") if release)))
+    return sections
+
+
+def record(rows: Sequence[Row], *, sources: Sources) -> Recorded:
+    """What a release has by target; missing targets are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        definition = sources.find(row.target)
+        if definition is not None:
+            of_row = {"parameters": parameters_of(definition), "body": fingerprint(definition)}
+            of_row["binders"] = sources.binders(row.target) if isinstance(row, Hook) else []
+            found[row.target] = {name: value for name, value in of_row.items() if value}
+    return found
+
+
+def save(rows: Recorded, *, path: Path) -> None:
+    """A line each."""
+    lines = [f" {json.dumps(target)}: {json.dumps(row)}" for target, row in rows.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 def broken(rows: Sequence[Row], *, sources: Sources) -> list[Finding]:
-    """Targets that the package cannot work with, in the order of the rows."""
+    """What the package cannot work with, in the order of the rows."""
     return [Finding(row.target, True, says) for row in rows for says in _broken(row, sources=sources)]
 
 
@@ -76,36 +160,76 @@ def _broken(row: Row, *, sources: Sources) -> Iterator[str]:
             yield f"{owner}.{name} is not that function (gone, or imported otherwise)"
 
 
-def differences(now: Mapping[str, Recorded], *, reviewed: Mapping[str, Recorded]) -> Iterator[Finding]:
+def differences(now: Recorded, *, reviewed: Recorded) -> Iterator[Finding]:
     """Differences from the review, for existing targets."""
     for target, seen in now.items():
         before = reviewed.get(target)
         if before is None:
             yield Finding(target, False, "is relied on and not recorded")
             continue
-        if seen.parameters != before.parameters:
-            yield Finding(target, False, f"takes {_changed(before.parameters, seen.parameters)}")
-        if seen.body != before.body:
-            yield Finding(target, False, f"does something else: its body is {seen.body}, not {before.body}")
-        if seen.binders != before.binders:
-            yield Finding(target, False, f"is bound by value in {_changed(before.binders, seen.binders)}")
+        for name, verb in (("parameters", "takes"), ("binders", "is bound by value in")):
+            if seen.get(name, []) != before.get(name, []):
+                yield Finding(target, False, f"{verb} {_changed(before.get(name, []), seen.get(name, []))}")
+        if seen["body"] != before["body"]:
+            yield Finding(target, False, f"does something else: its body is {seen['body']}, not {before['body']}")
 
 
 def _changed(before: Sequence[str], now: Sequence[str]) -> str:
-    added = [name for name in now if name not in before]
-    gone = [name for name in before if name not in now]
-    parts = [f"{', '.join(added[:MAX_LISTED])} as well"] if added else []
-    parts += [f"{', '.join(gone[:MAX_LISTED])} no longer"] if gone else []
+    added, gone = ([name for name in ours if name not in theirs] for ours, theirs in ((now, before), (before, now)))
+    parts = [f"{', '.join(added)} as well"] if added else []
+    parts += [f"{', '.join(gone)} no longer"] if gone else []
     return "; ".join(parts or ["the same in another order"])
 
 
-def load(path: Path) -> dict[str, Recorded]:
-    """A file of fingerprints."""
-    return {target: Recorded(**row) for target, row in json.loads(path.read_text("utf-8")).items()}
+def parameters_of(definition: Definition) -> list[str]:
+    """`name`, `name=default`, `*rest`, `**keywords`, in order; of a class, those of its constructor.
+
+    A bare `*` stands where keyword-only parameters begin.
+    """
+    if isinstance(definition, ast.ClassDef):
+        body = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        return parameters_of(body[0]) if body else []
+    arguments = definition.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    result = [_parameter(*pair) for pair in zip(positional, defaults, strict=True)]
+    if arguments.vararg or arguments.kwonlyargs:
+        result.append("*" + (arguments.vararg.arg if arguments.vararg else ""))
+    result += [_parameter(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return result + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
 
 
-def save(rows: Mapping[str, Recorded], *, path: Path) -> None:
-    """Write a file of fingerprints, a line each; what a row does not have is left out."""
-    kept = {target: {name: value for name, value in asdict(row).items() if value} for target, row in rows.items()}
-    lines = [f" {json.dumps(target)}: {json.dumps(row)}" for target, row in kept.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+def _parameter(name: ast.arg, default: ast.expr | None) -> str:
+    return name.arg if default is None else f"{name.arg}={ast.unparse(default)}"
+
+
+def fingerprint(definition: Definition) -> str:
+    """Sixteen digits that change when what it does changes, on every Python that parses the source.
+
+    Comments, docstrings, annotations and layout do not count; decorators and defaults do.
+    """
+    return hashlib.sha256("\n".join(_plain(definition)).encode()).hexdigest()[:16]
+
+
+def _plain(node: ast.AST) -> Iterator[str]:
+    # Not ast.dump: what it leaves out has changed between Python versions.
+    yield f"({type(node).__name__}"
+    for field, value in ast.iter_fields(node):
+        if field in _LEFT_OUT:
+            continue
+        if isinstance(node, ast.Constant):
+            yield repr(value)
+            continue
+        if field == "body" and isinstance(value, list):  # without docstrings
+            value = [each for each in value if not _is_text(each)]
+        if value is None or value == []:
+            continue
+        yield field
+        for part in value if isinstance(value, list) else [value]:
+            yield from _plain(part) if isinstance(part, ast.AST) else [repr(part)]
+    yield ")"
+
+
+def _is_text(statement: ast.AST) -> bool:
+    constant = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
