@@ -84,14 +84,7 @@ def _checked(file: Path, raw: _RawLengths) -> NDArray[np.int64]:
     """Raw values as int64 `[num_samples]`; raises at the first value that is no length."""
     if len(raw.values) == 0:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
-    if isinstance(raw.values, list):
-        numbers = [_whole_number(value) for value in raw.values]
-        for index, number in enumerate(numbers):
-            if not isinstance(number, int):
-                raise _wrong_length(file, raw, index, number)
-        return np.array(numbers, dtype=np.int64)
-
-    values = raw.values
+    values = raw.values if isinstance(raw.values, np.ndarray) else np.array([_number(value) for value in raw.values])
     if values.ndim != 1:
         raise BalanceError(f"{file} has shape {list(values.shape)}; lengths are one number a sample, [num_samples].")
     if values.dtype.kind not in "iuf":
@@ -101,41 +94,30 @@ def _checked(file: Path, raw: _RawLengths) -> NDArray[np.int64]:
         wrong = ~((values >= 0) & (values <= MAX_LENGTH) & (values == np.floor(values)))
     if wrong.any():
         index = int(np.argmax(wrong))
-        raise _wrong_length(file, raw, index, str(_whole_number(values[index].item())))
+        value = str(raw.values[index])
+        shown = value if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]}…"
+        raise BalanceError(
+            f"{file}, {raw.place(index)}: {shown} {_why_wrong(value)}; a length is the number of tokens of a sample, a "
+            "whole number of 0 or more. Correct the line or leave the sample out."
+        )
     return values.astype(np.int64)
 
 
-def _whole_number(value: object) -> int | str:
-    """A length as int, or the reason why `value` is not one."""
-    if isinstance(value, str):
-        try:
-            value = int(value)
-        except ValueError:
-            try:
-                value = float(value)
-            except ValueError:
-                return "is not a number"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "is not a number"
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "is NaN"
-        if not value.is_integer():
-            return "is not an integer"
-    if value < 0:
-        return "is negative"
-    if value > MAX_LENGTH:
-        return f"is above {MAX_LENGTH}"
-    return int(value)
+def _number(value: object) -> float:
+    """A value of a text file; NaN where it is no number."""
+    try:
+        return math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
-def _wrong_length(file: Path, raw: _RawLengths, index: int, reason: str) -> BalanceError:
-    value = str(raw.values[index])
-    shown = value if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]}…"
-    return BalanceError(
-        f"{file}, {raw.place(index)}: {shown} {reason}; a length is the number of tokens of a sample, a whole "
-        f"number of 0 or more. Correct the line or leave the sample out."
-    )
+def _why_wrong(value: str) -> str:
+    number = _number(value)
+    if math.isnan(number):
+        return "is NaN" if value.lower() == "nan" else "is not a number"
+    if number < 0:
+        return "is negative" if number.is_integer() else "is not an integer"
+    return "is not an integer" if not number.is_integer() else f"is above {MAX_LENGTH}"
 
 
 def _at_index(index: int) -> str:
@@ -192,12 +174,6 @@ def _at_lines(numbers: list[int]) -> Callable[[int], str]:
     return lambda index: f"line {numbers[index]}"
 
 
-def _read_txt(file: Path, _: str | None) -> _RawLengths:
-    with file.open(encoding="utf-8-sig") as lines:
-        numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
-    return _RawLengths(values=[text for _, text in numbered], place=_at_lines([number for number, _ in numbered]))
-
-
 def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
     values: list[object] = []
     numbers: list[int] = []
@@ -225,7 +201,7 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
         return _RawLengths(values=[], place=_at_index)
     first = [cell.strip() for cell in numbered[0][1]]
     # A header is a first row that holds a name: "12" and "-3.5" and "nan" are values, if not lengths.
-    if any(_whole_number(cell) == "is not a number" for cell in first):
+    if any(_why_wrong(cell) == "is not a number" for cell in first):
         column = first.index(_choose(first, where=str(file), key=key, what="column"))
         numbered = numbered[1:]
     elif key is not None:
@@ -292,7 +268,7 @@ _READERS: dict[str, Callable[[Path, str | None], _RawLengths]] = {
     ".npz": _read_npz,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
-    ".txt": _read_txt,
+    ".txt": _read_csv,
     ".parquet": _read_parquet,
     ".idx": _read_idx,
 }
