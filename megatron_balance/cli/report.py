@@ -22,9 +22,6 @@ examples:
   megatron-balance report record --trace trace.json
       what it did; record is the folder that --balance-record of the training run names
 
-  megatron-balance report record plan.jsonl --iterations 100:200
-      both: steps of the run beside the steps planned beforehand, in the same order
-
 Open the trace at ui.perfetto.dev or chrome://tracing.
 """
 
@@ -32,13 +29,7 @@ Open the trace at ui.perfetto.dev or chrome://tracing.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `report`."""
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="folder of a record, file of compare --json, or one of each",
-    )
+    parser.add_argument("record", type=Path, metavar="RUN", help="folder of a record, or file of compare --json")
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
@@ -56,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.out, flag="--out")
     check_writable(args.trace, flag="--trace")
-    record, beforehand = _runs(args.runs)
+    record = read_record(args.record)
     if args.iterations is not None:
-        record, beforehand = _cut(record, beforehand, iterations=args.iterations)
-    figures = run_figures(record, beforehand=beforehand)
+        record = _cut(record, iterations=args.iterations)
+    figures = run_figures(record)
     page = write_page(figures, out=args.out)
     print(f"{page}: {len(figures.record.steps)} steps, {page.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
     if args.trace is not None:
@@ -68,38 +59,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _runs(paths: list[Path]) -> tuple[RunRecord, RunRecord | None]:
-    """The recorded run, or a plan; and the plan made beforehand where both are given."""
-    records = [path for path in paths if path.is_dir()]
-    plans = [path for path in paths if not path.is_dir()]
-    if len(records) > 1 or len(plans) > 1:
-        raise BalanceError(
-            f"report is given {len(records)} folders and {len(plans)} files: give one record, one plan, or one of each."
-        )
-    record = read_record((records or plans)[0])
-    beforehand = read_record(plans[0]) if records and plans else None
-    if beforehand is not None and beforehand.info.topology.dp_size != record.info.topology.dp_size:
-        raise BalanceError(
-            f"the plan is for --dp-size {beforehand.info.topology.dp_size}, the run had "
-            f"{record.info.topology.dp_size}: plan for as many ranks, or leave one of them out."
-        )
-    return record, beforehand
-
-
-def _cut(record: RunRecord, beforehand: RunRecord | None, *, iterations: str) -> tuple[RunRecord, RunRecord | None]:
+def _cut(record: RunRecord, *, iterations: str) -> RunRecord:
     first, colon, last = iterations.partition(":")
     if not colon or not all(end.isdecimal() or not end for end in (first, last)):
         raise BalanceError(f"--iterations is {iterations!r}: it must be A:B, for instance 100:200.")
-    kept = [
-        index
-        for index, step in enumerate(record.steps)
-        if int(first or 0) <= step.iteration and (not last or step.iteration < int(last))
-    ]
+    kept = tuple(
+        step for step in record.steps if int(first or 0) <= step.iteration and (not last or step.iteration < int(last))
+    )
     if not kept and record.steps:
         raise BalanceError(
             f"--iterations is {iterations!r}: the run has steps {record.steps[0].iteration} to "
             f"{record.steps[-1].iteration}."
         )
-    steps = slice(kept[0], kept[-1] + 1) if kept else slice(0)
-    earlier = None if beforehand is None else RunRecord(beforehand.info, beforehand.steps[steps])
-    return RunRecord(record.info, record.steps[steps]), earlier
+    return RunRecord(record.info, kept)

@@ -1,8 +1,8 @@
 """Draws the charts of the page with plotly: imbalance and packing over steps, lengths, predicted against measured.
 
 Charts have no theme: the page adds plotly's own for light and dark. A colour means the same in all charts and stands
-out from both: orange is stock, blue is planned, green is measured, violet planned beforehand. Lines differ in dashes
-as well, for readers with colour blindness.
+out from both: orange is stock, blue is planned, green is measured. Stock is dotted as well, for readers
+with colour blindness.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ COLOURS = {
     "stock": "#d97706",
     "planned": "#3b82f6",
     "measured": "#0f9d68",
-    "beforehand": "#9061f9",
     "neutral": "#8c959f",
 }
-TITLES = {"stock": "stock, predicted", "beforehand": "planned beforehand", "planned": "planned"}
+TITLES = {"stock": "stock, predicted", "planned": "planned"}
 """Name of a policy in charts and tables."""
 
 MAX_POINTS = 1500
 """Most micro-batches, and most lengths, drawn; figures in captions are over all."""
-
-_DASHES = {"stock": "dot", "beforehand": "dash"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def _over_steps(
             y=values.astype(np.float32),
             name=label,
             mode="lines+markers" if values.size < 40 else "lines",
-            line={"color": COLOURS[name], "dash": _DASHES.get(name, "solid"), "width": 1.8},
+            line={"color": COLOURS[name], "dash": "dot" if name == "stock" else "solid", "width": 1.8},
         )
     return figure.update_layout(yaxis_tickformat=tickformat)
 

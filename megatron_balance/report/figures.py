@@ -36,7 +36,6 @@ from megatron_balance.record.judging import (
     imbalance,
     is_measured,
     is_slowest,
-    recosted,
     step_metrics,
     stock_step,
 )
@@ -151,8 +150,7 @@ class RunFigures:
     Attributes:
         record: the run, its costs in one unit.
         scale: from costs to time.
-        policies: `stock`, the same samples under Megatron's own sampler; `beforehand`, a plan made before the run,
-            where there is one; `planned`, as the run planned them.
+        policies: `stock`, the same samples under Megatron's own sampler; `planned`, as the run planned them.
         measured_imbalance: `[num_steps]`, NaN where a step was not measured.
         measured_seconds: `[num_steps]` of the busiest rank's micro-batches, likewise.
     """
@@ -185,34 +183,28 @@ class RunFigures:
         return np.array([step.iteration for step in self.record.steps], dtype=np.int64)
 
 
-def run_figures(record: RunRecord, *, beforehand: RunRecord | None = None) -> RunFigures:
-    """Compute the figures of a run, its stock baseline and an earlier plan.
+def run_figures(record: RunRecord) -> RunFigures:
+    """Compute the figures of a run and of its stock baseline.
 
     Args:
         record: the run. Steps without samples are left out.
-        beforehand: a plan for the same number of data-parallel ranks; its step i is shown beside step i of the run.
 
     Raises:
         BalanceError: no step holds a sample.
     """
-    kept = [index for index, step in enumerate(record.steps) if step.segment_lengths.size]
+    kept = tuple(step for step in record.steps if step.segment_lengths.size)
     if not kept:
         raise BalanceError("the run holds no step with samples: the first is written when it has run.")
-    record = RunRecord(record.info, tuple(record.steps[index] for index in kept))
+    record = RunRecord(record.info, kept)
     scale, info = time_scale(record), record.info
-    of_policies = {"stock": tuple(stock_step(step, info=info) for step in record.steps)}
-    if beforehand is not None:
-        plans = [beforehand.steps[index] for index in kept if index < len(beforehand.steps)]
-        of_policies["beforehand"] = tuple(
-            recosted(plan, cost_model=step.cost_model, info=info)
-            for plan, step in zip(plans, record.steps, strict=False)
-        )
-    of_policies["planned"] = record.steps
-    seconds = [step.seconds for step in record.steps]
+    seconds = [step.seconds for step in kept]
     return RunFigures(
         record=record,
         scale=scale,
-        policies={name: _policy(steps, scale=scale) for name, steps in of_policies.items()},
+        policies={
+            "stock": _policy(tuple(stock_step(step, info=info) for step in kept), scale=scale),
+            "planned": _policy(kept, scale=scale),
+        },
         measured_imbalance=np.array([np.nan if np.isnan(one).any() else imbalance(one, info=info) for one in seconds]),
         measured_seconds=np.array([float(one.sum(axis=1).max()) for one in seconds]),
     )

@@ -81,7 +81,6 @@ def _render(figures: RunFigures) -> str:
         columns=[*(TITLES[name] for name in figures.policies), *(["measured"] if figures.is_measured else [])],
         rows=_rows(figures),
         floor=max(step.single_sample_floor for step in planned.metrics),
-        other_samples=not _same_samples(figures),
         nanmean=np.nanmean,
         fit=fit,
         charts=charts,
@@ -154,15 +153,6 @@ def _moved_part(figures: RunFigures, *, policy: PolicyFigures) -> str:
     moved = [step.moved_tokens for step in policy.metrics if step.moved_tokens is not None]
     tokens = sum(int(step.segment_lengths.sum()) for step in figures.record.steps)
     return f"{sum(moved) / max(tokens, 1):.0%}" if len(moved) == len(policy.metrics) else NONE
-
-
-def _same_samples(figures: RunFigures) -> bool:
-    """Whether the plan made beforehand, where there is one, holds the samples of the run's steps."""
-    earlier = figures.policies.get("beforehand")
-    return earlier is None or all(
-        np.array_equal(np.sort(plan.lengths), np.sort(step.lengths))
-        for plan, step in zip(earlier.steps, figures.record.steps, strict=False)
-    )
 
 
 def _asset(name: str) -> str:

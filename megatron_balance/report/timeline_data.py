@@ -32,7 +32,6 @@ MAX_RANKS = 64
 
 _TITLES = {
     "stock": "Before: stock sampler, predicted",
-    "beforehand": "Planned beforehand, predicted",
     "planned": "After: the plan, predicted",
     "measured": "After: measured",
 }
@@ -84,7 +83,7 @@ def _by_interest(figures: RunFigures) -> dict[int, str]:
 
 def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
     step, info = figures.record.steps[index], figures.info
-    placed = {name: one.steps[index] for name, one in figures.policies.items() if index < len(one.steps)}
+    placed = {name: one.steps[index] for name, one in figures.policies.items()}
     lines = {name: step_timeline(figures.scale.times(one), info=info) for name, one in placed.items()}
     imbalance = {name: float(figures.policies[name].imbalance[index]) for name in placed}
     if is_measured(step):

@@ -139,13 +139,11 @@ def plan(tmp_path: Path) -> Path:
     return out
 
 
-def test_a_plan_alone_and_a_record_beside_it(plan: Path, tmp_path: Path) -> None:
+def test_a_plan_before_any_training(plan: Path, tmp_path: Path) -> None:
     page, events = report(tmp_path, plan)
     assert "megatron-balance compare" in page
     assert len(slices(events, 0)) == 4
-    write_record(tmp_path / "record")
-    page, events = report(tmp_path, tmp_path / "record", plan, "--iterations", "2:4")
-    assert "planned beforehand" in page
+    _, events = report(tmp_path, plan, "--iterations", "2:4")
     assert [event["name"] for event in slices(events, 0)] == ["step 2", "step 3"]
 
 
@@ -155,17 +153,15 @@ def test_a_plan_alone_and_a_record_beside_it(plan: Path, tmp_path: Path) -> None
         (["missing.json"], "'missing.json' is no record of a run, nor a file of compare --json"),
         (["RECORD", "--iterations", "7"], "--iterations is '7': it must be A:B"),
         (["RECORD", "--iterations", "90:"], "the run has steps 1 to 6"),
-        (["RECORD", "RECORD"], "give one record, one plan, or one of each"),
         (["RECORD/seconds_rank00000.jsonl"], "nor a file of compare --json: line 1 is damaged"),
-        (["RECORD", "PLAN"], "the plan is for --dp-size 4, the run had 2"),
     ],
 )
 def test_errors_in_one_line(
-    arguments: list[str], message: str, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "record"
-    write_record(record, run_info(Topology(2 if "PLAN" in arguments else 4)))
-    words = [word.replace("RECORD", str(record)).replace("PLAN", str(plan)) for word in arguments]
+    write_record(record)
+    words = [word.replace("RECORD", str(record)) for word in arguments]
     assert main(["report", *words, "--out", str(tmp_path / "page.html")]) == 2
     error = capsys.readouterr().err
     assert message in error
