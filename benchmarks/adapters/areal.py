@@ -7,7 +7,9 @@ figure is its own, the coefficient of variation of tokens over ranks (standard d
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,24 +46,9 @@ def lengths_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
     return [batch["attention_mask"].sum(1).tolist() for batch in batches]
 
 
-def as_loaded(batches: list[dict[str, torch.Tensor]], dp_size: int) -> list[list[int]]:
-    """Every rank keeps what it has."""
-    return lengths_of(batches)
-
-
-def ours(batches: list[dict[str, torch.Tensor]], dp_size: int) -> list[list[int]]:
-    """`balance_batch` by tokens."""
-    return lengths_of(balance_batch(batches, dp_size))
-
-
-def ours_uneven(batches: list[dict[str, torch.Tensor]], dp_size: int) -> list[list[int]]:
-    """`balance_batch` by tokens with any number of rows a rank, as the redistribution divides trajectories."""
-    return lengths_of(balance_batch(batches, dp_size, equal_count=False))
-
-
-def ours_by_flops(batches: list[dict[str, torch.Tensor]], dp_size: int) -> list[list[int]]:
-    """`balance_batch` by FLOPs of Qwen3-8B."""
-    return lengths_of(balance_batch(batches, dp_size, model="Qwen3-8B"))
+def ours(**options: Any) -> Split:
+    """`balance_batch` with these options."""
+    return lambda batches, dp_size: lengths_of(balance_batch(batches, dp_size, **options))
 
 
 def areals(name: str) -> Split:
@@ -92,20 +79,20 @@ def coefficients_of_variation(
     return np.array(found)
 
 
-def measure(num_seeds: int) -> dict[str, list[float]]:
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Way → mean coefficient of variation of tokens at each number of ranks, then of FLOPs of Qwen3-8B."""
     splits: dict[str, Split] = {
-        "as loaded": as_loaded,
+        "as loaded": lambda batches, _: lengths_of(batches),
         "AReaL's controller (greedy)": areals("greedy"),
         "AReaL's kk": areals("kk"),
-        "adapter": ours,
-        "adapter, any number of rows": ours_uneven,
-        "adapter by FLOPs": ours_by_flops,
+        "adapter": ours(),
+        "adapter, any number of rows": ours(equal_count=False),
+        "adapter by FLOPs": ours(model="Qwen3-8B"),
     }
     costs = (CostModel.tokens(), resolve_cost("flops", model="Qwen3-8B"))
     columns = [{"dp_size": dp_size, "cost_model": cost} for cost in costs for dp_size in DP_SIZES]
     return {
-        name: [float(coefficients_of_variation(split, num_seeds=num_seeds, **column).mean()) for column in columns]
+        name: [float(coefficients_of_variation(split, num_seeds=args.seeds, **column).mean()) for column in columns]
         for name, split in splits.items()
     }
 

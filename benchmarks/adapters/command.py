@@ -30,12 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace) -> Measured:
     """Measures one system."""
     module = importlib.import_module(f"benchmarks.adapters.{args.system}")
-    if args.system == "slime":
-        rows = module.measure_all(args.checkout)
-    elif args.system in ("verl", "areal"):
-        rows = module.measure(args.seeds)
-    else:
-        rows = module.measure_all()
+    rows = module.measure(args)
     known = {name: of_system for name, of_system in published("adapters").items() if name in SYSTEMS}
     return Measured(known | {args.system: {"says": module.SAYS, "columns": module.COLUMNS, "rows": rows}})
 

@@ -8,6 +8,7 @@ forward pass of 50 ms and its second half after it; *at once* is the same step w
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import tempfile
 import time
@@ -51,12 +52,12 @@ class Batch:
     item_feature_name: str = "item"
 
 
-def measure_all() -> dict[str, list[float]]:
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Ranks → their figures, in the order of `COLUMNS`."""
-    return {f"{dp_size} ranks": measure(dp_size) for dp_size in DP_SIZES}
+    return {f"{dp_size} ranks": figures_of(dp_size) for dp_size in DP_SIZES}
 
 
-def measure(dp_size: int) -> list[float]:
+def figures_of(dp_size: int) -> list[float]:
     """One row of the table: the slowest rank's figures."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

@@ -7,10 +7,10 @@ clipped to 16..8192, drawn with Python's `random` from the seeds 0 to 49. With a
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +27,6 @@ CAP = 9216
 """Tokens of a micro-batch."""
 
 BuildSchedule = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Means over the rollout batches, but for `over_cap`."""
-
-    over_cap: int
-    rank_max_over_mean: float
-    slot_sum_over_mean: float
-    num_microbatches: float
 
 
 def arguments() -> SimpleNamespace:
@@ -66,7 +56,7 @@ def draw_lengths(seed: int) -> list[int]:
     return [int(min(8192, max(16, generator.lognormvariate(7, 1)))) for _ in range(NUM_SAMPLES)]
 
 
-def measure(build: BuildSchedule, *, cost_model: CostModel) -> Figures:
+def figures_of(build: BuildSchedule, *, cost_model: CostModel) -> list[float]:
     """Plans all rollout batches with `build`, which has the signature of slime's `build_dp_schedule`."""
     config = {"dp_size": DP_SIZE, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     over_cap = 0
@@ -85,7 +75,7 @@ def measure(build: BuildSchedule, *, cost_model: CostModel) -> Figures:
         mean = costs.sum() / DP_SIZE
         ratios.append((costs.sum(axis=1).max() / mean, costs.max(axis=0).sum() / mean, num_microbatches))
     means = np.array(ratios).mean(axis=0)
-    return Figures(over_cap, float(means[0]), float(means[1]), float(means[2]))
+    return [over_cap, *means.tolist()]
 
 
 def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
@@ -106,11 +96,10 @@ def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
     return found
 
 
-def measure_all(checkout: Path | None) -> dict[str, list[float]]:
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Way → its figures, in the order of `COLUMNS`."""
     cost_model = SlimeOptions().cost_model(arguments())
-    measured = {name: measure(build, cost_model=cost_model) for name, build in planners(checkout).items()}
-    return {name: [*asdict(figures).values()] for name, figures in measured.items()}
+    return {name: figures_of(build, cost_model=cost_model) for name, build in planners(args.checkout).items()}
 
 
 COLUMNS = ["over the cap", "rank max/mean", "sum of slot max/mean", "micro-batches"]

@@ -11,6 +11,7 @@ and the inference that fills its pool.
 
 from __future__ import annotations
 
+import argparse
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.adapters.torchspec import DispatchWindow, assign_ranks, bucketed_order
+
+Lengths = NDArray[np.int64]
 
 DP_SIZE = 8
 NUM_SAMPLES = 19_200
@@ -42,7 +45,6 @@ class Way:
     approach: str
     window: int = 1
     cost: str = "padded"
-    bucket_batches: int = 1
 
     @property
     def name(self) -> str:
@@ -51,42 +53,30 @@ class Way:
             return "stock: round-robin"
         parts = [self.approach, self.cost]
         parts += [f"window {self.window}"] if self.window > 1 else []
-        parts += [f"buckets of {self.bucket_batches}"] if self.bucket_batches > 1 else []
         return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Costs of a way to dispatch."""
-
-    step_time: float
-    padded_tokens: float
-    rank_variance: float
-    max_delay: int
-    mean_delay: float
-
-
-def draw_lengths(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> NDArray[np.int64]:
+def draw_lengths(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> Lengths:
     """`[num_samples]` tokens."""
     drawn = np.random.default_rng(seed).lognormal(7.5, 1.0, num_samples)
     return np.clip(np.rint(drawn), 16, 16_384).astype(np.int64)
 
 
-def measure(lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int) -> Figures:
-    """Dispatches all samples, which arrive one by one in the order that the way gives them, and adds up."""
+def simulate(lengths: Lengths, *, way: Way, micro_batch_size: int) -> list[float]:
+    """Dispatches all samples, which arrive one by one in the order that the way gives them."""
     order = _order(lengths, way=way, batch_size=micro_batch_size * DP_SIZE)
     return _dispatch_all([order.tolist()], lengths, way=way, micro_batch_size=micro_batch_size)
 
 
-def measure_inferred(lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int) -> Figures:
-    """As `measure`, with inference that mixes up the order, loses samples and leaves some to the next epoch."""
+def simulate_inferred(lengths: Lengths, *, way: Way, micro_batch_size: int) -> list[float]:
+    """As `simulate`, with inference that mixes up the order, loses samples and leaves some to the next epoch."""
     random = np.random.default_rng([0, 1])
     epochs: list[list[int]] = []
     for epoch in range(NUM_EPOCHS):
         order = _order(lengths, way=way, batch_size=micro_batch_size * DP_SIZE, epoch=epoch)
         order = order[random.random(order.size) >= FAILED_SHARE]
         waiting = deque(np.array_split(order, np.arange(INFERENCE_BATCH_SIZE, order.size, INFERENCE_BATCH_SIZE)))
-        in_flight: list[NDArray[np.int64]] = []
+        in_flight: list[Lengths] = []
         arrived: list[int] = []
         while waiting or in_flight:
             while waiting and len(in_flight) < CONCURRENT_BATCHES:
@@ -96,16 +86,15 @@ def measure_inferred(lengths: NDArray[np.int64], *, way: Way, micro_batch_size: 
     return _dispatch_all(epochs, lengths, way=way, micro_batch_size=micro_batch_size)
 
 
-def _order(lengths: NDArray[np.int64], *, way: Way, batch_size: int, epoch: int = 0) -> NDArray[np.int64]:
+def _order(lengths: Lengths, *, way: Way, batch_size: int, epoch: int = 0) -> Lengths:
     """The order of an epoch's prompts."""
     if way.approach == "C":
-        return bucketed_order(lengths, batch_size=batch_size, bucket_batches=way.bucket_batches, epoch=epoch)
+        return bucketed_order(lengths, batch_size=batch_size, bucket_batches=1, epoch=epoch)
     return np.random.default_rng([epoch, 2]).permutation(lengths.size) if epoch else np.arange(lengths.size)
 
 
-def _dispatch_all(
-    epochs: Sequence[list[int]], lengths: NDArray[np.int64], *, way: Way, micro_batch_size: int
-) -> Figures:
+def _dispatch_all(epochs: Sequence[list[int]], lengths: Lengths, *, way: Way, micro_batch_size: int) -> list[float]:
+    """Step time over ideal, padded over real tokens, variance of the ranks' times, mean delay."""
     batch_size = micro_batch_size * DP_SIZE
     window = DispatchWindow(way.window, dispatch_batch_size=batch_size)
     times: list[list[int]] = []
@@ -120,17 +109,12 @@ def _dispatch_all(
         num_tokens += int(tokens.sum())
     grid = np.array(times)  # [num_dispatches, DP_SIZE]
     ideal = num_tokens / DP_SIZE
-    return Figures(
-        step_time=float(grid.max(axis=1).sum() / ideal),
-        padded_tokens=float(grid.sum() / num_tokens),
-        rank_variance=float(grid.var(axis=1).mean() / (ideal / len(times)) ** 2),
-        max_delay=window.max_delay_seen,
-        mean_delay=window.mean_delay,
-    )
+    variance = grid.var(axis=1).mean() / (ideal / len(times)) ** 2
+    return [float(grid.max(axis=1).sum() / ideal), float(grid.sum() / num_tokens), float(variance), window.mean_delay]
 
 
 def _dispatches(
-    epochs: Sequence[list[int]], lengths: NDArray[np.int64], *, window: DispatchWindow, batch_size: int
+    epochs: Sequence[list[int]], lengths: Lengths, *, window: DispatchWindow, batch_size: int
 ) -> Iterator[list[int]]:
     """Sample ids of each dispatch: while data comes the pool holds a window; then whole dispatches leave."""
     pool: deque[int] = deque()
@@ -158,21 +142,15 @@ WAYS = (
 )
 
 
-def measure_all() -> dict[str, list[float]]:
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Way → its figures, in the order of `COLUMNS`; samples twice as inference brings them in the last."""
     lengths = draw_lengths()
     inferred = lengths[: NUM_SAMPLES // 4 + 5]
     found: dict[str, list[float]] = {}
     for way in WAYS:
-        of_sizes = [measure(lengths, way=way, micro_batch_size=size) for size in (1, 2, 4)]
-        padded = of_sizes[1]
-        found[way.name] = [
-            *(figures.step_time for figures in of_sizes),
-            padded.padded_tokens,
-            padded.rank_variance,
-            padded.mean_delay,
-            measure_inferred(inferred, way=way, micro_batch_size=2).step_time,
-        ]
+        of_sizes = [simulate(lengths, way=way, micro_batch_size=size) for size in (1, 2, 4)]
+        last = simulate_inferred(inferred, way=way, micro_batch_size=2)
+        found[way.name] = [*(figures[0] for figures in of_sizes), *of_sizes[1][1:], last[0]]
     return found
 
 

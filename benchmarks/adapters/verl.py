@@ -7,15 +7,20 @@ side is its own code, called as its trainer does.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")
+# verl asks for a platform; the one for the CPU is in scripts/upstream.
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform"}
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "upstream"))
 
 import torch
 from tensordict import TensorDict
@@ -68,7 +73,7 @@ def imbalance(rows: NDArray[np.int64], *, work: NDArray[np.int64]) -> float:
     return float(loads.max(axis=0).sum() / loads.mean(axis=0).sum())
 
 
-def measure(seeds: int) -> dict[str, list[float | None]]:
+def measure(args: argparse.Namespace) -> dict[str, list[float | None]]:
     """Way → its figures, in the order of `COLUMNS`."""
     ways = {
         "as loaded": (as_loaded, False, False),
@@ -76,7 +81,7 @@ def measure(seeds: int) -> dict[str, list[float | None]]:
         "verl, keep_minibatch": (ordered_rows, False, True),
         "adapter": (ordered_rows, True, False),
     }
-    found: dict[str, list[float | None]] = {}
+    seeds, found = args.seeds, dict[str, list[float | None]]()
     for name, (order, balanced, keep_minibatch) in ways.items():
         figures: list[float | None] = []
         for num_rows, minibatch_rows in ((128, 128), (512, 128)):

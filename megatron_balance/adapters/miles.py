@@ -15,8 +15,7 @@ import sys
 from typing import Any
 
 from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, find_version, hook_row, launch
-from megatron_balance.adapters.slime.plan import BalancedDpSchedule, mask_copies
-from megatron_balance.adapters.slime.settings import SlimeOptions
+from megatron_balance.adapters.slime.plan import BalancedDpSchedule, SlimeOptions, mask_copies
 
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
 _MANAGER = "miles.ray.rollout.rollout_manager"

@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     import verl
 
-    from megatron_balance.adapters.verl.settings import adapter
+    from megatron_balance.adapters.verl import adapter
 
     return f"verl {verl.__version__} from {os.path.dirname(verl.__file__)}, balanced: {adapter.settings}"
 

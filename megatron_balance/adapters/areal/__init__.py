@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from megatron_balance.adapters.areal.batches import balance_batch
 from megatron_balance.adapters.areal.hooks import ArealOptions, hooks_for
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT, SingleRankLoad, endless, scaled_for_one_rank
-from megatron_balance.adapters.areal.transport import distributed_batch, redistribute
+from megatron_balance.adapters.areal.trajectories import balance_batch, distributed_batch, redistribute
 from megatron_balance.adapters.kit import Adapter, find_version
 from megatron_balance.cost.resolve import Model, resolve_cost
 

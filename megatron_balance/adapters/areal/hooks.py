@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.areal.batches import make_dispatch
 from megatron_balance.adapters.areal.single_rank import MAX_WAIT, single_rank_hooks
-from megatron_balance.adapters.areal.transport import redistribute
+from megatron_balance.adapters.areal.trajectories import make_dispatch, redistribute
 from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError

@@ -15,8 +15,7 @@ from __future__ import annotations
 import sys
 
 from megatron_balance.adapters.kit import Adapter, Hook, check_not_started, find_version, hook_row
-from megatron_balance.adapters.slime.plan import BalancedDpSchedule, MaskCopies, MaskedCopy
-from megatron_balance.adapters.slime.settings import SlimeOptions
+from megatron_balance.adapters.slime.plan import BalancedDpSchedule, MaskCopies, MaskedCopy, SlimeOptions
 from megatron_balance.cost.resolve import Model
 
 __all__ = ["SUPPORTED_VERSIONS", "BalancedDpSchedule", "MaskedCopy", "SlimeOptions", "install", "is_installed"]

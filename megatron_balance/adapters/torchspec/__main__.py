@@ -11,8 +11,7 @@ import sys
 from dataclasses import asdict
 
 from megatron_balance.adapters.kit import launch
-from megatron_balance.adapters.torchspec import install
-from megatron_balance.adapters.torchspec.settings import read_flags
+from megatron_balance.adapters.torchspec import install, read_flags
 from megatron_balance.errors import BalanceError
 
 if __name__ == "__main__":

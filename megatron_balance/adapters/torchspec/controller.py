@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.adapters.kit import Function
 from megatron_balance.adapters.torchspec.plan import assign_ranks, bucketed_order, data_lengths, result_length
-from megatron_balance.adapters.torchspec.settings import Settings
 from megatron_balance.adapters.torchspec.window import DispatchWindow
+
+if TYPE_CHECKING:
+    from megatron_balance.adapters.torchspec import Settings
 
 CONTROLLER = "torchspec.controller.training_controller"
 

@@ -113,18 +113,10 @@ def bucketed_order(
     Returns:
         `[num_samples]` int64 sample ids; batch `i` is `order[i * batch_size : (i + 1) * batch_size]`.
 
-    Raises:
-        BalanceError: a size is below 1, or seed or epoch is negative.
-
     Example:
         >>> bucketed_order([5, 1, 6, 2], batch_size=2, bucket_batches=1, seed=3).reshape(2, 2).tolist()
         [[0, 2], [3, 1]]
     """
-    for name, value in {"batch_size": batch_size, "bucket_batches": bucket_batches}.items():
-        if value < 1:
-            raise BalanceError(f"{name} is {value!r}: it must be an integer of at least 1.")
-    if seed < 0 or epoch < 0:
-        raise BalanceError(f"seed is {seed} and epoch {epoch}: both must be at least 0.")
     tokens = as_integers(lengths, name="lengths")
     num_batches = tokens.size // batch_size
     random = np.random.default_rng([seed, epoch])

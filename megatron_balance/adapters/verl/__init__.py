@@ -8,19 +8,164 @@ Three ways to install:
 - `install()` in each process, before or after verl's trainers are imported.
 
 Importing this package loads neither torch nor verl, and patches nothing.
+
+verl binds functions by value: a trainer imported between `install()` and `undo()` keeps its hook. So every hook reads
+the settings on each call, and calls verl's own function where there are none.
+
+verl's factor of tokens beside squared tokens, 24576, is that of a 7B model of hidden size 4096 for every model. Here
+it comes from the model: forward and backward FLOPs per token over those per squared token, as `CostModel.from_shape`
+counts them (Qwen2.5-0.5B 19689, Qwen3-8B 43992, Qwen3-30B-A3B 13261, Qwen2.5-72B 93460).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.adapters.kit import Adapter
-from megatron_balance.adapters.verl.settings import Model, Settings, adapter, choose_cost
+from megatron_balance.adapters.kit import Adapter, Function
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import resolve_cost
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_balance.adapters.verl.rows import BalancedData
 
 __all__ = ["balance_data_proto", "choose_cost", "install", "is_installed"]
+
+
+VARIABLE = "MEGATRON_BALANCE_VERL"
+"""The environment variable that the plug-in reads."""
+
+SUPPORTED_VERSIONS = ("0.9",)
+"""verl releases on which the tests run."""
+
+Model = Any
+"""A preset's name, the path of a Hugging Face config.json or its folder, its content, a `PretrainedConfig` (the
+`hf_config` of verl's HFModelConfig), a ModelShape, or `{"mlp_workload_factor": 24576}`."""
+
+VERL_FACTOR = 24576
+"""verl's `calculate_workload`: `24576 * seqlen + seqlen**2` (verl 0.9.1, verl/utils/seqlen_balancing.py)."""
+
+FACTOR_KEY = "mlp_workload_factor"
+"""The key that the review of verl's `_balance_data_proto` asked for, in a `model_config`."""
+
+_SWITCH = {"yes": True, "no": False}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `install()`.
+
+    Attributes:
+        cost_model: cost of a row from its tokens.
+        dispatch: balance all worker-group calls, none, or those of these methods.
+    """
+
+    cost_model: CostModel
+    _: KW_ONLY
+    dispatch: bool | tuple[str, ...]
+
+    def dispatches(self, method_name: str) -> bool:
+        """True if calls of this worker-group method are balanced."""
+        return self.dispatch if isinstance(self.dispatch, bool) else method_name in self.dispatch
+
+
+def _find_version() -> str:
+    try:
+        return importlib.import_module("verl").__version__
+    except ModuleNotFoundError as error:
+        raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error
+
+
+adapter: Adapter[Settings] = Adapter(
+    "verl",
+    versions=SUPPORTED_VERSIONS,
+    remedy=f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without {VARIABLE}",
+    find_version=_find_version,
+)
+
+
+def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostModel:
+    """The cost model of a verl run.
+
+    Args:
+        model: model whose FLOPs count; None for verl's own formula, or for tokens.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
+
+    Raises:
+        BalanceError: the model or the cost is not known, or the factor is not a positive integer.
+    """
+    to_dict = getattr(model, "to_dict", None)
+    model = model if to_dict is None else to_dict()
+    if isinstance(model, Mapping) and FACTOR_KEY in model and cost is None:
+        factor = model[FACTOR_KEY]
+        if isinstance(factor, bool) or not isinstance(factor, int) or factor < 0:
+            raise BalanceError(f"{FACTOR_KEY} is {factor!r}: it must be an integer of at least 0.")
+        return CostModel(linear=factor, quadratic=1)
+    if model is None and cost is None:
+        return CostModel(linear=VERL_FACTOR, quadratic=1)
+    if model is not None and not isinstance(model, (str, Path, Mapping, ModelShape)):
+        raise BalanceError(
+            f"the model is a {type(model).__name__}: it must be a name, a path, or the content of a config.json."
+        )
+    return resolve_cost(cost, model=model)
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Parses the value of `MEGATRON_BALANCE_VERL` into arguments of `install()`.
+
+    Args:
+        text: `key=value` pairs with spaces between them, or `1` for the defaults.
+
+    Raises:
+        BalanceError: a key is unknown, or a value is not allowed for its key.
+
+    Example:
+        >>> read_options("model=Qwen3-8B dispatch=yes")
+        {'model': 'Qwen3-8B', 'dispatch': True}
+    """
+    options: dict[str, Any] = {}
+    for word in text.split() if text.strip() != "1" else ():
+        key, _, value = word.partition("=")
+        if key in ("model", "cost") and value:
+            options[key] = value
+        elif key == "dispatch" and value:
+            options[key] = _SWITCH[value] if value in _SWITCH else tuple(value.split(","))
+        else:
+            raise BalanceError(
+                f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE, "
+                "dispatch=yes|no|METHOD,METHOD."
+            )
+    return options
+
+
+def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
+    """Wraps verl's function: while the adapter is installed `balanced` runs in its place, with the settings first."""
+
+    @functools.wraps(stock)
+    def hook(*positional: Any, **keywords: Any) -> Any:
+        settings = adapter.settings
+        if settings is None:
+            return stock(*positional, **keywords)
+        return balanced(settings, *positional, **keywords)
+
+    return as_hook(hook)
+
+
+def as_hook(function: Function) -> Function:
+    """Marks a function as one of this adapter's hooks."""
+    vars(function)["is_hook"] = True
+    return function
+
+
+def is_hook(function: Any) -> bool:
+    """True if a function is one of this adapter's hooks."""
+    return getattr(function, "is_hook", False) is True
 
 
 def install(

@@ -26,9 +26,9 @@ from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils import tensordict_utils
 
 from megatron_balance.adapters.kit import Function
+from megatron_balance.adapters.verl import Settings, adapter, as_hook, while_active
 from megatron_balance.adapters.verl.plan import RowOrder, minibatches_of_parts, order_rows
 from megatron_balance.adapters.verl.rows import row_lengths, select_rows
-from megatron_balance.adapters.verl.settings import Settings, adapter, as_hook, while_active
 from megatron_balance.errors import BalanceError
 
 _Key = tuple[int, str]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from megatron_balance.adapters.verl.settings import VARIABLE, read_options
+from megatron_balance.adapters.verl import VARIABLE, read_options
 from megatron_balance.errors import BalanceError
 
 

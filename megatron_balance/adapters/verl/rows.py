@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
+from megatron_balance.adapters.verl import Model, adapter, choose_cost
 from megatron_balance.adapters.verl.plan import RowOrder, order_rows
-from megatron_balance.adapters.verl.settings import Model, adapter, choose_cost
 from megatron_balance.errors import BalanceError
 
 

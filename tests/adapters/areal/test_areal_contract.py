@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import subprocess
 import sys
@@ -20,8 +19,6 @@ from areal.infra.rpc import rtensor
 from areal.trainer import rl_trainer
 from areal.utils import data as areal_data
 from areal.utils import seqpack
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, ModelShape
 from megatron_balance.adapters import areal
@@ -66,40 +63,6 @@ def test_undo_restores_the_very_functions(install: Any) -> None:
     alone = [place for place in hooked if functions()[place] is before[place]]
     assert alone
     assert all("PPOTrainer" in place or place.endswith(("rollout_batch", "prepare_batch")) for place in alone)
-
-
-def test_installing_twice_installs_once(install: Any) -> None:
-    installed = install(cost="tokens")
-    assert areal.install() is installed
-    with pytest.raises(BalanceError, match="hooked already"):
-        areal.install(model="Qwen3-8B")
-
-
-def other_version(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(version="1.1.0"))
-
-
-def other_parameters(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(train_controller, "_dispatch_tensors", lambda item_list, world_size: None)
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        (other_version, {}, r"areal is 1\.1\.0; megatron_balance is tested on 1\.0\.4"),
-        (other_parameters, {}, r"areal 1\.0\.4: it no longer takes dp_size, group_size"),
-        (lambda patch: None, {"cost": "flops"}, "the cost is flops"),
-    ],
-    ids=["version", "parameters", "cost without a model"],
-)
-def test_what_cannot_be_hooked_changes_nothing(change: Any, options: dict[str, str], message: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        change(patch)
-        before = functions()
-        with pytest.raises(BalanceError, match=message):
-            areal.install(**options)
-        assert functions() == before
-    assert not areal.is_installed()
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
@@ -185,36 +148,6 @@ def test_micro_batches_of_one_process(install: Any, spec: dict[str, int]) -> Non
     assert sum(split.group_lens) == sum(lengths)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
-    max_tokens=st.sampled_from([64, 100, 256, 10**12]),
-    least=st.integers(1, 6),
-    divisor=st.integers(1, 3),
-)
-def test_rows_are_packed_once_under_the_cap(
-    install: Any, lengths: list[int], max_tokens: int, least: int, divisor: int
-) -> None:
-    install()
-    wanted = -(-max(least, -(-sum(lengths) // max_tokens)) // divisor) * divisor
-    spec = cli_args.MicroBatchSpec(n_mbs=least, max_tokens_per_mb=max_tokens, n_mbs_divisor=divisor)
-    try:
-        slots = areal_data.allocate_balanced_mbs_synced(spec, lengths)
-    except BalanceError:
-        # Rows fit wherever there is one for each of twice the micro-batches that their tokens need.
-        event("too few rows")
-        assert len(lengths) < 2 * wanted + divisor
-        return
-    assert sorted(row for slot in slots for row in slot) == list(range(len(lengths)))
-    assert all(slots)
-    assert len(slots) >= wanted
-    assert len(slots) % divisor == 0
-    assert max(sum(lengths[row] for row in slot) for slot in slots) <= max_tokens
-    if max_tokens == 10**12:
-        # AReaL's mini-batches are made so: n_mbs of them, no cap.
-        assert len(slots) == wanted
-
-
 def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
     """AReaL's own gives 5 groups where a multiple of 4 was asked for."""
     assert len(seqpack.kk_allocate([5] * 5, 5, 1, 4)) == 5
@@ -271,15 +204,12 @@ def test_capacity_scales_with_the_ranks(
     monkeypatch.setattr(rl_trainer.PPOTrainer, "_init_rollout", init_rollout)
     installed = install(single_rank_load=True)
     config = cli_args.InferenceEngineConfig(consumer_batch_size=16, max_concurrent_rollouts=64)
+    follows = areal.scaled_for_one_rank(cli_args.InferenceEngineConfig(consumer_batch_size=16), dp_size=4)
+    assert (follows.consumer_batch_size, follows.max_concurrent_rollouts) == (64, None)
     trainer(dp_rank=dp_rank, dp_size=4)._init_rollout(config, is_eval=is_eval, lora_path=None)
     installed.undo()
     assert seen == [expected]
     assert (config.consumer_batch_size, config.max_concurrent_rollouts) == (16, 64)
-
-
-def test_concurrency_that_follows_the_batch_size_goes_on_doing_so() -> None:
-    scaled = areal.scaled_for_one_rank(cli_args.InferenceEngineConfig(consumer_batch_size=16), dp_size=4)
-    assert (scaled.consumer_batch_size, scaled.max_concurrent_rollouts) == (64, None)
 
 
 def test_batches_go_on_when_an_epoch_ends() -> None:

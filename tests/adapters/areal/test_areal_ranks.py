@@ -1,7 +1,5 @@
 """Trajectories moved, one rank waited for and AReaL's coordinator, on four gloo ranks; bodies in areal_cases.py."""
 
-import re
-
 import numpy as np
 import pytest
 from areal_trajectories import make_trajectory, random_lengths, row_digests, trajectory_digest
@@ -180,16 +178,3 @@ def test_a_padded_batch_is_split_alike_on_every_rank(world):
         assert tokens == [sum(of_rank[row] for row in slot) for slot in slots]
         assert max(tokens) <= 400
         assert len(slots) % 2 == 0
-
-
-@pytest.mark.parametrize(
-    ("lengths", "text"),
-    [
-        ([[50], [500], [50], [50]], "rank 1 cannot go on.*over max_tokens_per_mb 400, the longest has 500 tokens"),
-        ([[300] * 5, [5] * 9, [3, 4], [1] * 7], "rank 2 cannot go on.*2 rows .* for 5 micro-batches"),
-    ],
-)
-def test_a_batch_that_one_rank_cannot_split_raises_on_all(world, lengths, text):
-    """In AReaL it raises alone, and its peers hang in the collective that follows."""
-    message = same_error(world("micro_batches", lengths=lengths, max_tokens=400))
-    assert re.search(text, message)

@@ -53,16 +53,6 @@ def test_r24_the_identity_shuffler_stays_what_it_is():
         installed.undo()
 
 
-def test_a_changed_signature_changes_nothing_and_says_what_was_seen(monkeypatch):
-    monkeypatch.setattr(BaseTaskBalancedBatchShuffler, "finish_shuffle", lambda self, batch: batch)
-    before = functions()
-    with pytest.raises(BalanceError, match=r"finish_shuffle in recsys-examples in .*torchrec 1\.8\.0.*no longer takes"):
-        recsys.install()
-    assert functions() == before
-    assert not recsys.is_installed()
-    assert not BatchShufflerFactory.is_registered("megatron_balance")
-
-
 def test_a_taken_name_changes_nothing():
     before = functions()
     BatchShufflerFactory.register("megatron_balance", IdentityBalancedBatchShuffler)

@@ -1,7 +1,7 @@
 """An adapter to copy. Importing it patches nothing; `toy_balance.install(max_tokens=…)` balances the toy host.
 
 Three things are the host's own: the settings, the table of hooks, and what a hook does with a plan. The kit does the
-rest: it checks the release and every target, installs once, and undoes. A page in docs/adapters and tests against the
+rest: it checks the release and every target, installs once, and undoes. A section of docs/adapters.md and tests on the
 real package make it an adapter of this project.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.adapters.kit import Adapter, Function, Hook
+from megatron_balance.adapters.kit import Adapter, Function, Hook, hook_row
 from megatron_balance.runtime import Sample, check_same_schedule, gather_sample_lengths, reroute_samples
 
 
@@ -44,10 +44,9 @@ def install(*, max_tokens: int, cost_model: CostModel | None = None) -> Adapter[
 def hooks_for(settings: Settings) -> tuple[Hook, ...]:
     """The table: each row is checked before any is installed."""
     return (
-        Hook(
-            target="toy_host:Loader.load_step",
-            bound_in=("toy_host:Loader",),
-            parameters=("self", "group"),
+        hook_row(
+            "toy_host:Loader.load_step",
+            "self group",
             wrap=functools.partial(balanced_step, settings=settings),
             why="the only place that has the sequences before they run",
             until="the host takes a planning function",

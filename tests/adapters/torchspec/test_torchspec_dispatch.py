@@ -147,19 +147,6 @@ def test_a_failed_inference_is_told_even_while_the_pool_is_held_back(install, ma
         controller.try_dispatch_batch()
 
 
-def test_a_dispatch_that_fails_half_way_is_not_counted_and_the_next_goes_on(install, make_controller, results_of):
-    install("B", window=2)
-    controller = make_controller(dp_size=2, micro_batch_size=2)
-    controller.push_inference_results(results_of([500, 10, 11, 12, 510, 13, 490, 505]))
-    queues, controller.train_queues = controller.train_queues, []
-    with pytest.raises(IndexError):
-        controller.try_dispatch_batch()
-    controller.train_queues = queues
-    assert controller.try_dispatch_batch()
-    assert controller.get_status()["batches_dispatched"] == 1
-    assert not controller.sample_pool
-
-
 def test_delays_are_reported_with_the_status(install, make_controller, results_of):
     install("B", window=2)
     controller = make_controller(dp_size=2, micro_batch_size=2)

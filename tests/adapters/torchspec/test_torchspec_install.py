@@ -51,15 +51,6 @@ def test_presorting_without_a_window_leaves_dispatches_alone(install, upstream):
     assert vars(hooked_class(upstream))["try_dispatch_batch"] is before
 
 
-def test_installing_twice_installs_once_and_never_other_settings(install, upstream):
-    install("B", window=2)
-    hooked = vars(hooked_class(upstream))["try_dispatch_batch"]
-    install("B", window=2)
-    assert vars(hooked_class(upstream))["try_dispatch_batch"] is hooked
-    with pytest.raises(BalanceError, match="window=3"):
-        install("B", window=3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -95,22 +86,6 @@ def test_a_missing_torchspec_is_told(monkeypatch, tmp_path, folder):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(entry for entry in sys.path if "double" not in entry)])
     with pytest.raises(BalanceError, match="torchspec is not installed"):
         torchspec.install("A")
-
-
-def test_a_method_that_moved_is_named_with_the_version_and_nothing_is_changed(install, upstream):
-    hooked = hooked_class(upstream)
-    before = dict(vars(hooked))
-    del hooked._prepare_dataset
-    with pytest.raises(BalanceError, match=r"_prepare_dataset in torchspec 0\.1\.0"):
-        install("C")
-    assert vars(hooked)["_partition_results"] is before["_partition_results"]
-    assert not torchspec.is_installed()
-
-
-def test_a_parameter_that_moved_is_named(install, upstream):
-    hooked_class(upstream)._partition_results = lambda self, outputs: [outputs]
-    with pytest.raises(BalanceError, match="no longer takes results"):
-        install("A")
 
 
 def test_a_controller_that_runs_already_is_no_silent_miss(install, upstream):

@@ -1,14 +1,11 @@
 """R10, R11, R13, R14: verl's own functions for the work of rows and for partitions, with the adapter in them."""
 
 import json
-from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from verl.utils import seqlen_balancing
 from verl_batches import installed
 
@@ -89,27 +86,10 @@ def test_recipes_of_2026_cost_what_their_config_says(name, tmp_path):
     assert abs(off) > 0.02 or name == "GLM-4.5"  # full attention, and by chance nearly verl's factor
 
 
-def test_tokens_are_a_cost_too():
-    assert work(torch.tensor([[7, 9]]), cost="tokens").tolist() == [[7, 9]]
-
-
 @pytest.mark.parametrize(("model", "says"), [({"mlp_workload_factor": -1}, "is -1"), (7, "the model is a int")])
 def test_a_model_that_cannot_be_is_named(model, says):
     with pytest.raises(BalanceError, match=says):
         work(torch.tensor([1]), model)
-
-
-@given(st.lists(st.integers(0, 2**60), min_size=1, max_size=40), st.integers(1, 8), st.booleans())
-def test_every_index_once_and_no_part_empty(loads, num_parts, equal_size):
-    num_parts = min(num_parts, len(loads))
-    parts = partitions(loads, num_parts, equal_size=equal_size)
-    assert sorted(chain.from_iterable(parts)) == list(range(len(loads)))
-    assert len(parts) == num_parts
-    assert all(parts)
-    if equal_size:
-        assert max(map(len, parts)) == -(-len(loads) // num_parts)
-        if len(loads) % num_parts == 0:
-            assert len({*map(len, parts)}) == 1
 
 
 def test_62_rows_over_4_ranks():

@@ -72,13 +72,6 @@ def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
 
 
 @pytest.mark.usefixtures("adapter")
-def test_62_rows_over_4_ranks():
-    rows, _ = balance(trainer_of(ppo_mini_batch_size=62), lengths=LENGTHS[:62])
-    loads = [work(LENGTHS[part]).sum() for part in np.split(rows, [16, 32, 47])]
-    assert max(loads) * 4 / sum(loads) < 1.05
-
-
-@pytest.mark.usefixtures("adapter")
 def test_the_rows_after_the_last_full_mini_batch_are_kept():
     rows, _ = balance(trainer_of(ppo_mini_batch_size=24), lengths=LENGTHS[:56])
     assert len(rows) == 56
