@@ -1,6 +1,6 @@
 """One gloo rank without a model: the real prefetcher, planner and exchange, and a sleep in place of the step.
 
-It makes the package's process groups as training does (`mcore/setup/groups.py`), trains nothing, and writes what every
+It makes the package's process groups as training does (`mcore/setup/layout.py`), trains nothing, and writes what every
 step and the start cost it.
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.scale.samples import SAMPLES_PER_RANK, Samples, item_of, planner_settings
 from benchmarks.scale.stages import StageTimes
-from megatron_balance.mcore.setup.groups import split_world
+from megatron_balance.mcore.setup.layout import make_groups
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.runtime.replica import Replica
@@ -48,12 +48,14 @@ class RankRun:
         samples = Samples(self.num_ranks // self.replica_size, WARM_UP_STEPS + self.num_steps, self.lengths_folder)
         dist.init_process_group("gloo", rank=rank, world_size=self.num_ranks, timeout=TIMEOUT)
         before, started = held(), (time.perf_counter(), time.process_time())
-        dp_group = split_world(rank % self.replica_size, timeout=TIMEOUT)
+        size, everyone = self.replica_size, range(self.num_ranks)
+        dp_group = make_groups([everyone[first::size] for first in range(size)], timeout=TIMEOUT)
         replica_group = None
-        if self.replica_size > 1:
-            replica_group = split_world(rank // self.replica_size, timeout=TIMEOUT)
+        if size > 1:
+            replicas = [everyone[first : first + size] for first in everyone[::size]]
+            replica_group = make_groups(replicas, timeout=TIMEOUT)
         seconds, cpu_seconds = time.perf_counter() - started[0], time.process_time() - started[1]
-        assert dp_group is not None, "this rank has a color"
+        assert dp_group is not None, "this rank is in one"
         config, topology, limits, cost_model = planner_settings(dp_group.size())
         planner = StepPlanner(config, topology=topology, limits=limits, cost_model=cost_model, dp_group=dp_group)
         prefetcher = StepPrefetcher(planner, replica=Replica(tensor=replica_group))

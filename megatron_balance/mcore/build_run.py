@@ -3,9 +3,6 @@
 Invariant: every rank of the world makes the same groups in the same order, those of other ranks among them.
 """
 
-# Megatron types its getters Optional; before training they are not.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import Any
@@ -18,13 +15,7 @@ from megatron_balance.mcore.evaluation import BalancedEvaluation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.model_keywords import RouterPadding
 from megatron_balance.mcore.options import stock_notice
-from megatron_balance.mcore.setup.groups import (
-    data_group,
-    dp_ranks_per_node,
-    is_first_of_tensor_group,
-    loads_data,
-    replica_groups,
-)
+from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup, agreed_run
@@ -66,17 +57,25 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
         log.say(f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.")
     padding = RouterPadding.of_this_rank(setup.topology) if setup.counts_router_tokens else None
     state = MegatronState(args)
-    prefetcher = _prefetcher(setup)
+    layout = Layout.of_world(
+        timeout=setup.timeout,
+        on_every_stage=setup.loads_on_every_stage,
+        on_every_tensor_rank=setup.loads_on_every_tensor_rank,
+    )
+    prefetcher = _prefetcher(setup, layout=layout)
     context = None
     if config.dynamic_cp:
         groups = make_context_groups(
-            setup.topology.dynamic_cp_sizes, timeout=setup.timeout, for_routers=setup.counts_router_tokens
+            setup.topology.dynamic_cp_sizes,
+            layout=layout,
+            timeout=setup.timeout,
+            for_routers=setup.counts_router_tokens,
         )
         taken = connect(groups)
         if taken:
             log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
         context = MicrobatchContext(groups)
-    observer = build_watch(setup, planner=prefetcher.planner, log=log)
+    observer = build_watch(setup, layout=layout, planner=prefetcher.planner, log=log)
     evaluation = None
     if setup.stock_evaluation:
         log.say(f"evaluation is Megatron's own: {setup.stock_evaluation}.")
@@ -97,14 +96,9 @@ def balanced_forward_backward(args: Any) -> BalancedForwardBackward | None:
     )
 
 
-def _prefetcher(setup: RunSetup) -> StepPrefetcher:
+def _prefetcher(setup: RunSetup, *, layout: Layout) -> StepPrefetcher:
     """This rank's prefetcher, with process groups of its own."""
-    from megatron.core import parallel_state
-
-    config, topology, timeout = setup.config, setup.topology, setup.timeout
-    loads = loads_data(on_every_stage=setup.loads_on_every_stage, on_every_tensor_rank=setup.loads_on_every_tensor_rank)
-    dp_group = data_group(timeout=timeout, loads=loads)
-    dp_rank = parallel_state.get_data_parallel_rank()
+    config, topology, dp_rank = setup.config, setup.topology, layout.own.dp
     origin = None
     if setup.first_sample is not None:
         origin = SampleOrigin(setup.first_sample, setup.micro_batch_size, dp_rank=dp_rank, dp_size=topology.dp_size)
@@ -114,16 +108,16 @@ def _prefetcher(setup: RunSetup) -> StepPrefetcher:
         limits=setup.limits,
         cost_model=setup.cost_model,
         patch_values=setup.patch_values,
-        dp_group=dp_group,
+        dp_group=layout.data_group(timeout=setup.timeout),
         dp_rank=dp_rank,
-        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_rank=layout.own.cp,
         origin=origin,
-        ranks_per_node=dp_ranks_per_node(timeout=timeout),
+        ranks_per_node=layout.ranks_per_node,
         pin_memory=torch.cuda.is_available(),
-        timeout=timeout,
+        timeout=setup.timeout,
     )
     return StepPrefetcher(
         planner,
-        replica=replica_groups(timeout=timeout, tensor_ranks_load=setup.loads_on_every_tensor_rank),
-        reads_starts=not loads and (setup.loads_on_every_tensor_rank or is_first_of_tensor_group()),
+        replica=layout.replica(timeout=setup.timeout),
+        reads_starts=not layout.loads_data and (layout.on_every_tensor_rank or layout.is_first_of_tensor_group),
     )

@@ -14,7 +14,7 @@ Megatron reads context-parallel state in several places while a micro-batch runs
   group, the only one that all these ranks share;
 * the statistics for the logged FLOP/s: Megatron divides them by `--context-parallel-size`, so they are scaled first.
 
-Invariants: all ranks of the world make all groups, in one order (`setup/groups.py`), before training; none is shared
+Invariants: all ranks of the world make all groups, in one order (`setup/layout.py`), before training; none is shared
 with the gradient reduction; outside a forward pass and its loss function all state is that of
 `--context-parallel-size`.
 """
@@ -25,7 +25,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.groups import split_world
+from megatron_balance.mcore.setup.layout import Layout, Place, make_groups
 
 
 @dataclass(frozen=True)
@@ -54,37 +54,37 @@ class ContextGroups:
         return None if size == 1 else self.by_size[size]
 
 
-def make_context_groups(sizes: Sequence[int], *, timeout: timedelta, for_routers: bool = False) -> ContextGroups:
+def make_context_groups(
+    sizes: Sequence[int], *, layout: Layout, timeout: timedelta, for_routers: bool = False
+) -> ContextGroups:
     """Make the groups of these sizes, also those that MoE routers sum over. Every rank of the world calls it."""
     from megatron.core import parallel_state
 
-    lane_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    static_group: Any = parallel_state.get_context_parallel_group()
-    tensor_group: Any = parallel_state.get_tensor_model_parallel_group()
-    leaf, lane = lane_group.rank(), dist.get_process_group_ranks(lane_group)
-    static_size, backend = static_group.size(), dist.get_backend(static_group)
+    own: Any = parallel_state.get_context_parallel_group()
+    static_size, backend = own.size(), dist.get_backend(own)
+    num_leaves = len(layout.groups(lambda place: (place.dp, place.cp)))
 
-    def make(static: dist.ProcessGroup, *, first_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
-        """Groups by size; `first_of[leaf]` is the color of the group that starts at this leaf."""
+    def make(static: dist.ProcessGroup, *, over_tensor_ranks: bool) -> dict[int, dist.ProcessGroup]:
         by_size = {static_size: static}
         for size in sizes:
-            if size == static_size:
-                continue
-            start = leaf // size * size
-            color = first_of[start] if start + size <= len(lane) else None
-            group = split_world(color, timeout=timeout, backend=backend)
+
+            def key(place: Place, size: int = size) -> Hashable | None:
+                block = (place.dp * static_size + place.cp) // size
+                lane = place.pp, None if over_tensor_ranks else place.tp
+                return (*lane, block) if (block + 1) * size <= num_leaves else None
+
+            group = None if size == static_size else make_groups(layout.groups(key), timeout=timeout, backend=backend)
             if group is not None:
                 by_size[size] = group
         return by_size
 
-    by_size = make(static_group, first_of=lane)
+    by_size = make(own, over_tensor_ranks=False)
     with_tensor: Mapping[int, dist.ProcessGroup] = {}
     if for_routers:
         with_tensor = by_size
-        if tensor_group.size() > 1:
-            to_first = dist.get_process_group_ranks(tensor_group)[0] - dist.get_rank()
+        if any(place.tp for place in layout.places):
             shared: Any = parallel_state.get_tensor_and_context_parallel_group()
-            with_tensor = make(shared, first_of=[rank + to_first for rank in lane])
+            with_tensor = make(shared, over_tensor_ranks=True)
     return ContextGroups(by_size, static_size=static_size, with_tensor=with_tensor)
 
 

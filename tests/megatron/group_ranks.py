@@ -12,19 +12,13 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_balance.mcore.setup.groups import (
-    data_group,
-    dp_ranks_per_node,
-    is_first_of_tensor_group,
-    loads_data,
-    replica_groups,
-    split_world,
-)
+from megatron_balance.mcore.setup.layout import Layout, make_groups
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -47,13 +41,18 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     parallel_state.initialize_model_parallel(**args, order=order, create_gloo_process_groups=False)
 
-    loads = loads_data(on_every_stage=False)
-    of_data = data_group(timeout=TIMEOUT, loads=loads)
-    replica = replica_groups(timeout=TIMEOUT)
-    of_readers = split_world(0 if is_first_of_tensor_group() else None, timeout=TIMEOUT)
+    environment = os.environ
+    os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
+    layout = Layout.of_world(timeout=TIMEOUT, on_every_stage=False, on_every_tensor_rank=False)
+    of_data = layout.data_group(timeout=TIMEOUT)
+    replica = layout.replica(timeout=TIMEOUT)
+    readers = layout.groups(lambda place: None if place.tp else 0)
+    of_readers = make_groups(readers, timeout=TIMEOUT)
+    dist.barrier()  # the last connections among Megatron's groups have been accepted
     num_sockets = _num_sockets()
-    split_world(0, timeout=TIMEOUT)
+    make_groups([range(dist.get_world_size())], timeout=TIMEOUT)
     num_more_sockets = _num_sockets() - num_sockets
+    os.environ = environment  # noqa: B003
     # As Megatron makes its own: a rank that had made fewer groups before would be waited for, or meet others.
     later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
     groups = {"data": of_data, "firsts": replica.firsts, "tensor": replica.tensor, "readers": of_readers}
@@ -64,11 +63,12 @@ def main() -> None:
         "data_rank": parallel_state.get_data_parallel_rank(),
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "loads": loads,
+        "loads": layout.loads_data,
+        "leads": layout.is_first_of_replica(),
         "megatron_tensor": dist.get_process_group_ranks(megatron_tensor),
         "megatron_data": dist.get_process_group_ranks(megatron_data),
         "more_sockets": num_more_sockets,
-        "ranks_per_node": dp_ranks_per_node(timeout=TIMEOUT),
+        "ranks_per_node": layout.ranks_per_node,
         **{name: _met(group) for name, group in groups.items()},
     }
     (Path(folder) / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")

@@ -13,12 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_runs import train
-from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_balance.mcore.setup.groups import is_first_of_replica, problem_of_bound_device, ranks_of_tensor_rank
+from megatron_balance.mcore.setup.layout import problem_of_bound_device
 
-WORLD_SIZE = 16
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 PACKAGE = Path(__file__).parents[2] / "megatron_balance"
 
@@ -26,39 +24,8 @@ PACKAGE = Path(__file__).parents[2] / "megatron_balance"
 @pytest.fixture
 def no_groups_are_left() -> Iterator[None]:
     yield
-    parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("no_groups_are_left")
-@pytest.mark.parametrize(
-    ("tp", "pp", "cp", "order"),
-    [
-        *((tp, pp, cp, "tp-cp-ep-dp-pp") for tp, pp, cp in ((1, 1, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2), (1, 1, 4))),
-        *((tp, pp, 1, "tp-cp-ep-pp-dp") for tp, pp in ((1, 4), (2, 2))),  # Megatron refuses it with cp
-    ],
-)
-def test_a_replica_is_the_ranks_of_one_data_parallel_rank(tp: int, pp: int, cp: int, order: str) -> None:
-    of_place: dict[tuple[int, int], list[int]] = {}
-    found: dict[int, tuple[tuple[int, int], list[int]]] = {}
-    firsts: list[int] = []
-    for rank in range(WORLD_SIZE):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
-        parallel_state.initialize_model_parallel(
-            tp, pp, context_parallel_size=cp, order=order, create_gloo_process_groups=False
-        )
-        place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-        of_place.setdefault(place, []).append(rank)
-        found[rank] = place, ranks_of_tensor_rank()
-        if is_first_of_replica():
-            firsts.append(rank)
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-    for rank, (place, ranks) in found.items():
-        assert ranks == of_place[place], f"rank {rank}"
-        assert len(ranks) == pp * cp
-    assert firsts == sorted(ranks[0] for (_, tp_rank), ranks in of_place.items() if tp_rank == 0)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +34,8 @@ def test_a_replica_is_the_ranks_of_one_data_parallel_rank(tp: int, pp: int, cp: 
         pytest.param("--local-world-sizes 2", 2, id="DP4-on-two-nodes"),
         pytest.param("--tensor-model-parallel-size 2 --local-world-sizes 4", None, id="TP2-DP2-on-one-node"),
         pytest.param("--pipeline-model-parallel-size 2 --local-world-sizes 4 2", None, id="PP2-DP2-nodes-not-alike"),
+        pytest.param("--context-parallel-size 2 --local-world-sizes 4", None, id="CP2-DP2"),
+        pytest.param("--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", None, id="PP2-DP2-other-order"),
     ],
 )
 def test_groups_are_those_of_megatron_and_later_ones_meet(
@@ -85,6 +54,7 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(
         assert row["readers"] == (readers if rank in readers else None)
         # One socket listens. Before 2.8 torch connects all ranks of a group when it is made.
         assert row["more_sockets"] == (1 if TORCH >= (2, 8) else num_ranks)
+        assert row["leads"] == (rank == min(firsts) and row["tensor_rank"] == 0)
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
         assert row["ranks_per_node"] == ranks_per_node
 
@@ -120,6 +90,6 @@ def test_groups_are_made_in_two_places_by_every_rank() -> None:
         for file in PACKAGE.rglob("*.py")
         for what in made_groups(file.read_text(encoding="utf-8"))
     }
-    assert found == {("mcore/setup/groups.py", "new_group"), ("adapters/areal/single_rank.py", "new_group")}
+    assert found == {("mcore/setup/layout.py", "new_group"), ("adapters/areal/single_rank.py", "new_group")}
     source = "import torch.distributed as dist\ndist.new_group(r, use_local_synchronization=True)"
     assert list(made_groups(source)) == ["2: new_group", "2: use_local_synchronization"]

@@ -30,7 +30,7 @@ from megatron_balance.mcore.setup.arguments import (
     topology_from_megatron_args,
 )
 from megatron_balance.mcore.setup.data_stages import loads_on_every_stage
-from megatron_balance.mcore.setup.groups import meeting_of_world, problem_of_bound_device
+from megatron_balance.mcore.setup.layout import meeting_of_world, problem_of_bound_device
 from megatron_balance.runtime.agreement import agree
 from megatron_balance.topology import Limits, Topology
 

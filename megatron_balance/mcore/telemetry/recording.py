@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.mcore.setup.groups import is_first_of_replica
+from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.balanced_step import BalancedStep
@@ -78,16 +78,17 @@ class RunRecording:
             self._log.warn_once(f"--balance-record {self._folder}: {error}. Training continues without the record.")
 
 
-def recording_of(setup: RunSetup, *, planner: StepPlanner, writes_plans: bool) -> RunRecording | None:
+def recording_of(setup: RunSetup, *, layout: Layout, planner: StepPlanner, writes_plans: bool) -> RunRecording | None:
     """This rank's part of the record; None where it has none, or its folder cannot be written to.
 
     Args:
         setup: of the run.
+        layout: of the ranks.
         planner: of this rank.
         writes_plans: this rank is the first of the world.
     """
     config, dynamic_cp = setup.config, planner.topology.dynamic_cp
-    if config.record is None or not is_first_of_replica(of_leaf=dynamic_cp):
+    if config.record is None or not layout.is_first_of_replica(of_leaf=dynamic_cp):
         return None
     info = None
     if writes_plans:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_balance.mcore.setup.groups import is_first_of_tensor_group
+from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.run_setup import RunSetup
 from megatron_balance.mcore.step.balanced_step import BalancedStep
@@ -265,11 +265,12 @@ class Watch:
         return peak, torch.cuda.max_memory_reserved(), cap
 
 
-def build_watch(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Watch | None:
+def build_watch(setup: RunSetup, *, layout: Layout, planner: StepPlanner, log: RunLog) -> Watch | None:
     """The watch of this rank; None where it has nothing to watch.
 
     Args:
         setup: of the run.
+        layout: of the ranks.
         planner: plans this rank's steps.
         log: prints on the first rank of the world.
     """
@@ -283,9 +284,9 @@ def build_watch(setup: RunSetup, *, planner: StepPlanner, log: RunLog) -> Watch 
         log_interval=setup.log_interval,
         prints=prints,
         writes=writes,
-        times_passes=planner.loads_data and is_first_of_tensor_group() and not setup.overlaps_passes,
+        times_passes=planner.loads_data and layout.is_first_of_tensor_group and not setup.overlaps_passes,
         on_gpu=device_kind() == "cuda",
-        recording=recording_of(setup, planner=planner, writes_plans=prints),
+        recording=recording_of(setup, layout=layout, planner=planner, writes_plans=prints),
     )
 
 

@@ -1,0 +1,250 @@
+"""Where each rank is in Megatron's parallel layout, and the package's own process groups.
+
+Ranks gather their places once, whatever order Megatron numbers them in; each then lists every group by itself. The
+groups are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo).
+
+Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
+the number of groups that the process has made before, also under `use_local_synchronization`. Ranks that have made
+different numbers of them never meet, or meet in the wrong group.
+"""
+
+# Megatron types its getters Optional; before training they are not.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from megatron_balance.runtime.agreement import Meeting, gather_texts
+from megatron_balance.runtime.nodes import local_world_size, members_per_node
+from megatron_balance.runtime.peers import named_ranks, waiting_for
+from megatron_balance.runtime.replica import Replica
+from megatron_balance.runtime.resources import close_on_undo
+
+LAZY_GLOO = "megatron_balance_gloo"
+"""Name by which torch knows `_lazy_gloo`."""
+
+
+class Place(NamedTuple):
+    """A rank's numbers along Megatron's axes, and the ranks of its node, 0 where no launcher has said."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    node_size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of all ranks, as one of them knows them.
+
+    Attributes:
+        rank: of this process in the world.
+        places: by rank of the world.
+        on_every_stage: False where pipeline stages between the first and the last load no data.
+        on_every_tensor_rank: each rank of a tensor-parallel group may load data, not the first one alone.
+    """
+
+    rank: int
+    places: Sequence[Place]
+    on_every_stage: bool = True
+    on_every_tensor_rank: bool = False
+
+    @classmethod
+    def of_world(cls, *, timeout: timedelta, on_every_stage: bool, on_every_tensor_rank: bool) -> Layout:
+        """The layout of Megatron's parallel state; every rank of the world calls it.
+
+        Raises:
+            BalanceError: on every rank: a rank did not take part.
+        """
+        from megatron.core import parallel_state as state
+
+        place = Place(
+            state.get_tensor_model_parallel_rank(),
+            state.get_context_parallel_rank(),
+            state.get_pipeline_model_parallel_rank(),
+            state.get_data_parallel_rank(),
+            local_world_size() or 0,
+        )
+        meeting, places = meeting_of_world(timeout=timeout), [place]
+        if meeting is not None:
+            texts = gather_texts(json.dumps(place), meeting=meeting, topic="process groups")
+            places = [Place(*json.loads(text)) for text in texts]
+        rank = 0 if meeting is None else meeting.rank
+        return cls(rank, places, on_every_stage=on_every_stage, on_every_tensor_rank=on_every_tensor_rank)
+
+    @property
+    def own(self) -> Place:
+        """The place of this rank."""
+        return self.places[self.rank]
+
+    @property
+    def is_first_of_tensor_group(self) -> bool:
+        """True if this rank reads micro-batches for its tensor-parallel group, and is measured."""
+        return self.own.tp == 0
+
+    @functools.cached_property
+    def _last_stage(self) -> int:
+        return max(place.pp for place in self.places)
+
+    @property
+    def loads_data(self) -> bool:
+        """True if this rank loads and exchanges samples."""
+        return self._loads(self.own)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Data-parallel ranks of one node; None where nodes do not matter, differ, or are not known."""
+        sizes = {place.node_size for place in self.places}
+        of_groups = {
+            members_per_node(ranks, ranks_per_node=max(sizes) or None)
+            for ranks in self.groups(lambda place: (place.tp, place.cp, place.pp))
+        }
+        return of_groups.pop() if len(sizes) == len(of_groups) == 1 else None
+
+    def is_first_of_replica(self, *, of_leaf: bool = False) -> bool:
+        """True if this rank represents its model replica, or a context-parallel rank of it."""
+        return not (self.own.tp or self.own.pp or (self.own.cp and not of_leaf))
+
+    def groups(self, key: Callable[[Place], Hashable | None]) -> list[list[int]]:
+        """Ranks with places of equal keys, in one order on every rank; None leaves a rank out."""
+        found: dict[Hashable, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            if (of_place := key(place)) is not None:
+                found.setdefault(of_place, []).append(rank)
+        return sorted(found.values())
+
+    def data_group(self, *, timeout: timedelta) -> dist.ProcessGroup | None:
+        """A new group of the data-parallel ranks that load data; None on a rank that loads none."""
+        return make_groups(
+            self.groups(lambda place: (place.tp, place.cp, place.pp) if self._loads(place) else None), timeout=timeout
+        )
+
+    def replica(self, *, timeout: timedelta) -> Replica:
+        """The ranks of this model replica, in new groups; one group where each tensor-parallel rank may have data."""
+        everyone = self.on_every_tensor_rank
+        firsts = self.groups(lambda place: place.dp if everyone or place.tp == 0 else None)
+        tensor = [] if everyone else self.groups(lambda place: (place.dp, place.cp, place.pp))
+        return Replica(
+            firsts=make_groups([ranks for ranks in firsts if len(ranks) > 1], timeout=timeout),
+            tensor=make_groups([ranks for ranks in tensor if len(ranks) > 1], timeout=timeout),
+        )
+
+    def _loads(self, place: Place) -> bool:
+        if place.tp and not self.on_every_tensor_rank:
+            return False
+        return self.on_every_stage or place.pp in (0, self._last_stage)
+
+
+def make_groups(
+    groups: Sequence[Sequence[int]], *, timeout: timedelta, backend: str = "gloo"
+) -> dist.ProcessGroup | None:
+    """Make process groups, and return this rank's. Every rank of the world calls it with the same lists.
+
+    Args:
+        groups: their ranks; no rank is in two.
+        timeout: of their collectives.
+        backend: of torch.
+
+    Raises:
+        PeerError: a rank did not make its group.
+    """
+    own = None
+    for ranks in groups:
+        with waiting_for(f"world {named_ranks(ranks)} to make a process group"):
+            group = dist.new_group(
+                list(ranks), backend=_lazy(backend) if backend == "gloo" else backend, timeout=timeout
+            )
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+            _follow_later_timeouts(group)
+            close_on_undo(functools.partial(_destroy, group))
+            own = group
+    return own
+
+
+def _lazy(backend: str) -> str:
+    """The backend whose groups connect two ranks when they first talk, where torch (from 2.8) can.
+
+    Connected at once, each rank reads from the store where every other one listens, and 8 bytes a member each time:
+    at 10,000 ranks this takes hours (docs/scale.md). The user's own TORCH_GLOO_LAZY_INIT holds. It is not set here:
+    threads of libraries may read the environment meanwhile.
+    """
+    if _torch_version() < (2, 8) or "TORCH_GLOO_LAZY_INIT" in os.environ:
+        return backend
+    if not hasattr(dist.Backend, LAZY_GLOO.upper()):
+        dist.Backend.register_backend(LAZY_GLOO, _lazy_gloo, extended_api=True, devices=["cpu"])
+    return f"cpu:{LAZY_GLOO}"
+
+
+def _lazy_gloo(opts: Any, backend_options: Any = None) -> ProcessGroupGloo:
+    """As torch makes a gloo group, on devices that connect later."""
+    gloo: Any = ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in names] or [
+        gloo.create_default_device(lazy_init=True)
+    ]
+    options._threads, options._timeout = 2 * len(options._devices), opts.timeout
+    options.global_ranks_in_group, options.group_name = opts.global_ranks_in_group, opts.group_id
+    return gloo(opts.store, opts.group_rank, opts.group_size, options)
+
+
+def _follow_later_timeouts(group: dist.ProcessGroup) -> None:
+    """Have `--distributed-timeout-seconds-after-init` hold for this group too: Megatron keeps a list of its groups."""
+    from megatron.core import parallel_state
+
+    groups = getattr(parallel_state, "_global_process_group_list", None)
+    if isinstance(groups, list):
+        groups.append(group)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    from megatron.core import parallel_state
+
+    groups = getattr(parallel_state, "_global_process_group_list", None)
+    if isinstance(groups, list) and group in groups:
+        groups.remove(group)
+    if dist.is_initialized():  # else it went with all others
+        dist.destroy_process_group(group)
+
+
+def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
+    """The store and ranks by which all ranks of the world agree without a group; None in a single process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    # torch has no public name for the store that init_process_group met in.
+    store = dist.distributed_c10d._get_default_store()
+    return Meeting(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
+
+
+def problem_of_bound_device() -> str | None:
+    """The reason why no gloo group can be made, or None.
+
+    Before torch 2.15 the ranks that are not in a new group split the NCCL communicator of a default group that is bound
+    to a device, for a gloo group too, of which no member does: they wait for each other without end.
+    """
+    if _torch_version() >= (2, 15) or not dist.is_initialized():
+        return None
+    if dist.distributed_c10d._get_default_group().bound_device_id is None:
+        return None
+    return (
+        f"init_process_group was given device_id, and on torch {torch.__version__} ranks would wait without end for a "
+        "gloo group: leave device_id out (torch.cuda.set_device is enough), or install torch 2.15."
+    )
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
