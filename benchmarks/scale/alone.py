@@ -29,10 +29,10 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     times = StageTimes()
     try:
-        config, topology, limits, cost_model = planner_settings(num_ranks)
+        settings = planner_settings(num_ranks)
         group = dist.group.WORLD
         assert group is not None, "initialised"
-        planner = StepPlanner(config, topology=topology, limits=limits, cost_model=cost_model, dp_group=group)
+        planner = StepPlanner(settings, dp_group=group)
         for lengths in batches:
             items = [item_of(length) for length in lengths[0].tolist()]
             with _answered(lengths), times.installed():

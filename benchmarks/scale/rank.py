@@ -56,8 +56,8 @@ class RankRun:
             replica_group = make_groups(replicas, timeout=TIMEOUT)
         seconds, cpu_seconds = time.perf_counter() - started[0], time.process_time() - started[1]
         assert dp_group is not None, "this rank is in one"
-        config, topology, limits, cost_model = planner_settings(dp_group.size())
-        planner = StepPlanner(config, topology=topology, limits=limits, cost_model=cost_model, dp_group=dp_group)
+        settings = planner_settings(dp_group.size())
+        planner = StepPlanner(settings, dp_group=dp_group)
         prefetcher = StepPrefetcher(planner, replica=Replica(tensor=replica_group))
         source = None
         if rank % self.replica_size == 0:

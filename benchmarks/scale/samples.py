@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.lengths import read_lengths, synthetic_lengths
-from megatron_balance.mcore.setup.arguments import BalanceConfig
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
@@ -56,9 +56,7 @@ def item_of(length: int) -> dict[str, Tensor]:
     }
 
 
-def planner_settings(num_ranks: int) -> tuple[BalanceConfig, Topology, Limits, CostModel]:
-    """Flags, ranks, cap and costs of a dense model that is balanced by FLOPs."""
-    config = BalanceConfig(
-        use_dynamic_batch_size=True, max_tokens_per_gpu=CAP, balance_data=True, balance_by_flops=True
-    )
-    return config, Topology(num_ranks), Limits(CAP), CostModel.from_shape(ModelShape.preset(MODEL))
+def planner_settings(num_ranks: int) -> Settings:
+    """Ranks, cap and costs of a dense model that is balanced by FLOPs."""
+    cost_model = CostModel.from_shape(ModelShape.preset(MODEL))
+    return Settings(topology=Topology(num_ranks), limits=Limits(CAP), cost_model=cost_model)

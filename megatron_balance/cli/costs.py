@@ -18,7 +18,6 @@ included. Where the time is not a makespan, all pipeline stages work at the same
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +36,7 @@ from megatron_balance.cost.profiles import default_attention_rate, find_profile,
 from megatron_balance.cost.resolve import find_shape, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import dynamic_cp_problem
-from megatron_balance.mcore.setup.arguments import ALL_RANKS
+from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import is_makespan
 from megatron_balance.record import RunRecord
@@ -192,8 +191,8 @@ class Costs:
         The fields of a shape have the names of Megatron's options, so the table of options used in training decides.
         """
         fields = {} if self.shape is None else vars(self.shape)
-        args = Namespace(**fields, balance_context_parallel=ALL_RANKS, use_megatron_fsdp=topology.fully_sharded)
-        problem = dynamic_cp_problem(args)
+        options = fields | {"balance_context_parallel": ALL_RANKS, "use_megatron_fsdp": topology.fully_sharded}
+        problem = dynamic_cp_problem(options)
         if problem is None and self.exchange(topology) is None:
             return "what context-parallel ranks would receive is not known: add --model"
         return problem

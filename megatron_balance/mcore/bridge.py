@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,11 +26,12 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.installation import Installation, check_version
 from megatron_balance.hooking.patches import Function, Hook
 from megatron_balance.hooking.patches import install as install_hooks
-from megatron_balance.mcore.build_run import balanced_forward_backward
+from megatron_balance.mcore.build_run import build_run
 from megatron_balance.mcore.current_run import current, serving
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import ANY_VERSION, install_core
-from megatron_balance.mcore.setup.loop_arguments import args_of_loop
+from megatron_balance.mcore.setup.loop_settings import settings_of_loop
+from megatron_balance.mcore.setup.state import LoopState
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.resources import close_all
 from megatron_balance.samples.attention_keys import with_attention_keys
@@ -158,8 +158,8 @@ BRIDGE_HOOKS = (
 
 bridge_installation: Installation[BridgeSettings] = Installation("Megatron-Bridge")
 
-_built: tuple[Any, Namespace, BalancedForwardBackward | None] | None = None
-"""Bridge's state, the arguments read from it, and the run that was built for them."""
+_built: tuple[Any, LoopState, BalancedForwardBackward | None] | None = None
+"""Bridge's state, the steps that were counted for it, and the run that was built."""
 
 
 class _BuiltRun:
@@ -175,15 +175,14 @@ def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:
     """The balanced run of Bridge's state, built on the first call; every rank of the world calls it."""
     global _built
     if _built is None or _built[0] is not state:
-        args = _arguments(state.cfg, model=model)
-        _built = state, args, balanced_forward_backward(args)
-    _, args, run = _built
-    args.curr_iteration = state.train_state.step
+        loop = LoopState(num_steps=state.cfg.train.train_iters, exit_interval=state.cfg.train.exit_interval)
+        _built = state, loop, _run_of_config(state.cfg, model=model, state=loop)
+    _, loop, run = _built
+    loop.num_done = state.train_state.step
     return run
 
 
-def _arguments(config: Any, *, model: Any) -> Namespace:
-    """Megatron's arguments for Bridge's configuration; those that this package reads."""
+def _run_of_config(config: Any, *, model: Any, state: LoopState) -> BalancedForwardBackward | None:
     settings = bridge_installation.settings
     assert settings is not None, "the hooks are installed"
     if config.dist.use_decentralized_pg:
@@ -192,7 +191,8 @@ def _arguments(config: Any, *, model: Any) -> Namespace:
             "from which the layout is read; unset it, or train without install_bridge()."
         )
     by_batch = config.dataset.dataloader_type == "batch"
-    args = args_of_loop(
+    timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
+    options, read = settings_of_loop(
         # Each step has an iterator of its own then, which ends with it.
         [*(["--no-balance-overlap"] if by_batch else []), *settings.flags],
         model=model,
@@ -200,12 +200,11 @@ def _arguments(config: Any, *, model: Any) -> Namespace:
         cost=settings.cost,
         num_steps=config.train.train_iters,
         log_interval=config.logger.log_interval,
-        timeout=timedelta(minutes=config.dist.distributed_timeout_minutes),
+        timeout=timeout,
         eval_iters=config.validation.eval_iters or 0,
+        lora_rank=getattr(config.peft, "dim", 0),
     )
-    args.exit_interval = config.train.exit_interval
-    args.lora_rank = getattr(config.peft, "dim", 0)  # of LoRA, whose base weights are frozen
-    return args
+    return build_run(options, read=read, timeout=timeout, state=state)
 
 
 def _check_loader(data_iterator: Any) -> None:

@@ -13,9 +13,16 @@ from dataclasses import dataclass
 
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options import cautions, executor_runs_our_plan, problems, stock_notice, why_stock
-from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
-from megatron_balance.mcore.setup.command_line import parse_command_line
+from megatron_balance.mcore.options import (
+    cautions,
+    executor_runs_our_plan,
+    nothing_balances,
+    problems,
+    stock_notice,
+    why_stock,
+)
+from megatron_balance.mcore.setup.flags import parse_command_line
+from megatron_balance.mcore.setup.settings import costs_of_args, policy_of
 
 
 @dataclass(frozen=True)
@@ -107,24 +114,23 @@ def check_hooks() -> Iterator[Finding]:
 def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     """Check the flags of a training script together, as far as possible before Megatron validates them."""
     try:
-        command_line = parse_command_line(flags)
+        args, unknown = parse_command_line(flags)
     except BalanceError as error:
         yield Finding(False, f"Megatron's parser refuses: {error} See its --help.")
         return
     except ImportError as error:
         yield Finding(False, f"flags were not read: {error}. Repair megatron-core first, see above.")
         return
-    args = command_line.args
-    yield from _unknown(command_line.unknown, known=[name.replace("_", "-") for name in vars(args)])
-    config = BalanceConfig.unchecked(args)
-    refused = problems(args)
-    if not config.active and not refused:
+    options = vars(args)
+    yield from _unknown(unknown, known=[name.replace("_", "-") for name in options])
+    refused = problems(options)
+    if nothing_balances(options) and not refused:
         yield Finding(True, "no flag asks for balancing: the run is stock; add --balance-data to balance it")
         return
     broken = [Finding(False, problem) for problem in refused]
     reason = why_stock(args)
-    if reason is not None and executor_runs_our_plan(args):
-        yield Finding(True, stock_notice(args, reason=reason))
+    if reason is not None and executor_runs_our_plan(options):
+        yield Finding(True, stock_notice(options, reason=reason))
     elif reason is not None:
         broken.append(Finding(False, f"the run would stay stock: {reason}"))
     yield from (Finding(True, caution) for caution in cautions(args))
@@ -132,10 +138,10 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     if not broken and not args.use_checkpoint_args:
         args.vocab_size = args.vocab_size or 1  # in a run the tokenizer sets it
         try:
-            cost_model_from_megatron_args(args, config=config)
+            costs_of_args(args)
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
-    yield from broken or [Finding(True, f"{config.policy}: these flags go together")]
+    yield from broken or [Finding(True, f"{policy_of(args)}: these flags go together")]
 
 
 def _unknown(unknown: Sequence[str], *, known: Sequence[str]) -> Iterator[Finding]:

@@ -28,8 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.checks import Finding
-from megatron_balance.mcore.setup.command_line import parse_command_line
-from megatron_balance.mcore.setup.run_setup import PACKAGES
+from megatron_balance.mcore.setup.flags import parse_command_line
+from megatron_balance.mcore.setup.start import PACKAGES
 from megatron_balance.runtime.agreement import Meeting, differences, gather_texts
 from megatron_balance.runtime.nodes import local_world_size
 from megatron_balance.runtime.peers import named_ranks
@@ -113,7 +113,7 @@ def check_cluster(*, flags: Sequence[str], problems: Sequence[str]) -> Iterator[
 def _step_tokens(flags: Sequence[str]) -> int:
     """Tokens of a global batch, at most; 0 where no flags say so."""
     try:
-        args = parse_command_line(flags).args
+        args, _ = parse_command_line(flags)
     except (BalanceError, ImportError):
         return 0  # said above
     return (args.seq_length or 0) * (args.global_batch_size or 0)

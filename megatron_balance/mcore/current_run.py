@@ -26,6 +26,7 @@ def run_of_process() -> BalancedForwardBackward | None:
     global _built
     args = get_args()
     if _built is None or _built[0] is not args:
+        assert args is not None, "training has begun"
         _built = args, balanced_forward_backward(args)
     return _built[1]
 

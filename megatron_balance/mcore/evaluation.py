@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.megatron_state import MegatronState
+from megatron_balance.mcore.setup.state import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.topology import Limits
@@ -35,7 +35,7 @@ class BalancedEvaluation:
         last_step: the data of the newest step, for tests.
     """
 
-    def __init__(self, training: StepPrefetcher, *, limits: Limits, state: MegatronState) -> None:
+    def __init__(self, training: StepPrefetcher, *, limits: Limits, state: LoopState) -> None:
         self.last_step: BalancedStep | None = None
         self._prefetcher = StepPrefetcher(
             training.planner.of_evaluation(limits),

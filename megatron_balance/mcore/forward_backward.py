@@ -21,8 +21,8 @@ from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.evaluation import BalancedEvaluation
 from megatron_balance.mcore.model_keywords import RouterPadding, called_with_packs, packed_params_of
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
-from megatron_balance.mcore.setup.megatron_state import MegatronState
 from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.setup.state import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.telemetry.watch import Watch
@@ -38,7 +38,7 @@ class BalancedForwardBackward:
         self,
         prefetcher: StepPrefetcher,
         *,
-        state: MegatronState,
+        state: LoopState,
         loads_data: bool,
         overlap: bool,
         log: RunLog,

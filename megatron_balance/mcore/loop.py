@@ -7,17 +7,17 @@ The loop calls it as it calls Megatron's schedule, with its own data iterator. N
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.mcore.build_run import balanced_forward_backward
+from megatron_balance.mcore.build_run import build_run
 from megatron_balance.mcore.current_run import serving
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import core_installation, install_core
-from megatron_balance.mcore.setup.loop_arguments import args_of_loop
+from megatron_balance.mcore.setup.loop_settings import settings_of_loop
+from megatron_balance.mcore.setup.state import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.resources import close_all
@@ -64,7 +64,7 @@ def balanced_schedule(
         BalanceError: on every rank: a setting that balancing does not go with, or ranks that differ.
     """
     install_core()
-    args = args_of_loop(
+    options, read = settings_of_loop(
         flags,
         model=model,
         max_tokens_per_gpu=max_tokens_per_gpu,
@@ -73,8 +73,11 @@ def balanced_schedule(
         log_interval=log_interval,
         timeout=timeout,
     )
-    run = balanced_forward_backward(args)
-    return forward_backward_func if run is None else BalancedSchedule(forward_backward_func, run=run, args=args)
+    state = LoopState(num_steps=num_steps)
+    run = build_run(options, read=read, timeout=timeout, state=state)
+    if run is None:
+        return forward_backward_func
+    return BalancedSchedule(forward_backward_func, run=run, state=state, logs=bool(log_interval))
 
 
 class BalancedSchedule:
@@ -83,13 +86,14 @@ class BalancedSchedule:
     Args:
         schedule: Megatron's.
         run: balances.
-        args: that the run was built for; its steps are counted there.
+        state: where its steps are counted.
+        logs: print the figures of balancing.
     """
 
-    def __init__(self, schedule: Schedule, *, run: BalancedForwardBackward, args: Namespace) -> None:
+    def __init__(self, schedule: Schedule, *, run: BalancedForwardBackward, state: LoopState, logs: bool) -> None:
         self._schedule = schedule
         self._run = run
-        self._args = args
+        self._state, self._logs = state, logs
 
     @property
     def last_step(self) -> BalancedStep | None:
@@ -109,7 +113,7 @@ class BalancedSchedule:
         with serving(self._run):
             result = self._run(self._schedule, **arguments)
             if not arguments.get("forward_only"):
-                if self._args.log_interval:
+                if self._logs:
                     self._run.logged()
-                self._args.curr_iteration += 1
+                self._state.num_done += 1
         return result

@@ -18,8 +18,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
 from megatron_balance.mcore.current_run import current, run_of_process
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
-from megatron_balance.mcore.setup.arguments import BalanceConfig
-from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.mcore.setup.flags import add_balance_args, refuse
 
 
 def while_balancing(
@@ -55,7 +54,7 @@ def with_options_checked(inprocess_restart: Function) -> Function:
 
     @functools.wraps(inprocess_restart)
     def wrapper(train: Any, args: Any) -> Any:
-        BalanceConfig.from_megatron_args(args)
+        refuse(vars(args))
         return inprocess_restart(train, args)
 
     return wrapper

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance import ModelShape
 from megatron_balance.mcore import add_balance_args
-from megatron_balance.mcore.setup.arguments import BalanceConfig, cost_model_from_megatron_args
+from megatron_balance.mcore.setup.settings import costs_of_args
 
 SHAPE = ModelShape.preset("Qwen3-8B")
 RUN = (
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 def part_of_linear(args: Any, *, world_size: int) -> float:
     """The cost of a token's exchange over its linear cost."""
     args.world_size, args.padded_vocab_size = world_size, SHAPE.padded_vocab_size
-    model = cost_model_from_megatron_args(args, config=BalanceConfig.from_megatron_args(args))
+    model = costs_of_args(args).cost_model
     return model.cp_exchange / model.linear
 
 

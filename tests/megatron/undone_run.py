@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import record_steps
@@ -21,10 +23,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     record_steps.main()
     trained = _left()
+    kept = [one for one in gc.get_objects() if isinstance(one, ThreadPoolExecutor)]  # else the collector ends them
     install().undo()
     row = {"trained": trained, "undone": _left()}
     (folder / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")
     dist.barrier()
+    del kept
 
 
 def _left() -> dict[str, int]:

@@ -6,15 +6,25 @@ checkpoints and Megatron's validation may have changed; all ranks agree on the f
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from megatron_balance.mcore.options.conditions import Term, flag_of, nothing_balances, parse, seen
+from megatron_balance.mcore.options.conditions import Options, Term, nothing_balances, parse, seen
 from megatron_balance.mcore.options.rules import BALANCE_FLAGS, CAUTIONS, DYNAMIC_CP, REFUSED, STOCK, UNTRIED
 
-__all__ = ["RULES", "Rule", "cautions", "dynamic_cp_problem", "flag_of", "problems", "stock_notice", "why_stock"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "cautions",
+    "dynamic_cp_problem",
+    "executor_runs_our_plan",
+    "nothing_balances",
+    "problems",
+    "stock_notice",
+    "why_stock",
+]
 
 
 @dataclass(frozen=True)
@@ -47,13 +57,11 @@ class Rule:
         ours = ("balance_", "use_dynamic_batch_size", "max_tokens_per_gpu")
         return {name for term in self.terms for name in term.names if not name.startswith(ours)}
 
-    def applies(self, args: Any) -> bool:
-        """True if a namespace, parsed or validated, is this case."""
-        return all(term.holds(args) for term in self.terms)
-
-    def message(self, args: Any) -> str:
-        """The options with the values seen, the reason and the remedy."""
-        return f"{seen(args, terms=self.terms)}: {self.says}."
+    def message(self, options: Options) -> str | None:
+        """The options with the values seen, the reason and the remedy; None where it does not apply."""
+        if not all(term.holds(options) for term in self.terms):
+            return None
+        return f"{seen(options, terms=self.terms)}: {self.says}."
 
 
 def _rules(subject: str, rules: Mapping[str, str]) -> tuple[Rule, ...]:
@@ -71,55 +79,53 @@ RULES = (*_OF_FLAGS, *_REFUSED, *_STOCK, *_CAUTIONS, *_UNTRIED)
 """All rules, for pages and for the check on Megatron's parsers."""
 
 
-def problems(args: Any) -> list[str]:
-    """All refusals of these arguments; empty where they work together.
-
-    Args:
-        args: Megatron's namespace with the balance flags, parsed or validated.
-    """
-    return _messages(_OF_FLAGS, args) + ([] if nothing_balances(args) else _messages(_REFUSED, args))
+def problems(options: Options) -> list[str]:
+    """All refusals of these options, parsed or validated; empty where they work together."""
+    return _messages(_OF_FLAGS, options) + ([] if nothing_balances(options) else _messages(_REFUSED, options))
 
 
-def why_stock(args: Any) -> str | None:
+def why_stock(args: Namespace | Options) -> str | None:
     """The reason why a run with balance flags must stay stock, or None.
 
     Args:
         args: Megatron's namespace with the balance flags, parsed or validated.
     """
-    return next(iter([] if nothing_balances(args) else _messages(_STOCK, args)), None)
+    options = _options(args)
+    return next(iter([] if nothing_balances(options) else _messages(_STOCK, options)), None)
 
 
-def cautions(args: Any, *, untried: bool = True) -> list[str]:
+def cautions(args: Namespace | Options, *, untried: bool = True) -> list[str]:
     """Warnings about options that a run that balances may have.
 
     Args:
         args: Megatron's namespace with the balance flags, parsed or validated.
         untried: warn also of what no test has run on a GPU.
     """
+    options = _options(args)
     rules = (*_CAUTIONS, *_UNTRIED) if untried else _CAUTIONS
-    return [] if nothing_balances(args) else _messages(rules, args)
+    return [] if nothing_balances(options) else _messages(rules, options)
 
 
-def dynamic_cp_problem(args: Any) -> str | None:
-    """The first refusal of `--balance-context-parallel` with a model; None where there is none.
-
-    Args:
-        args: a namespace with some of Megatron's options.
-    """
-    return next(iter(_messages(_OF_SIZES, args)), None)
+def dynamic_cp_problem(options: Options) -> str | None:
+    """The first refusal of `--balance-context-parallel` with a model; None where there is none."""
+    return next(iter(_messages(_OF_SIZES, options)), None)
 
 
-def executor_runs_our_plan(args: Any) -> bool:
+def executor_runs_our_plan(options: Options) -> bool:
     """True if dev's executor of dynamic context parallelism runs this package's plan."""
-    return bool(getattr(args, "dynamic_context_parallel", False) and getattr(args, "balance_data", False))
+    return bool(options.get("dynamic_context_parallel") and options.get("balance_data"))
 
 
-def stock_notice(args: Any, *, reason: str) -> str:
-    """The log line of a run that stays stock for a reason from `why_stock`; arguments as for `problems`."""
-    if executor_runs_our_plan(args):
+def stock_notice(options: Options, *, reason: str) -> str:
+    """The log line of a run that stays stock for a reason from `why_stock`."""
+    if executor_runs_our_plan(options):
         return f"Megatron's own executor runs this package's plan. {reason}"
     return f"training continues without balancing. {reason}"
 
 
-def _messages(rules: Iterable[Rule], args: Any) -> list[str]:
-    return [rule.message(args) for rule in rules if rule.applies(args)]
+def _options(args: Namespace | Options) -> Options:
+    return args if isinstance(args, Mapping) else vars(args)
+
+
+def _messages(rules: Iterable[Rule], options: Options) -> list[str]:
+    return [message for rule in rules if (message := rule.message(options)) is not None]

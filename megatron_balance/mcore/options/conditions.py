@@ -1,4 +1,4 @@
-"""Conditions of rules, read from text: terms between spaces, all of which must hold of Megatron's namespace.
+"""Conditions of rules, read from text: terms between spaces, all of which must hold of Megatron's options.
 
 | term | holds where |
 |---|---|
@@ -16,11 +16,14 @@ Options are named as argparse stores them; one that a release lacks counts as no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from typing import Any
+
+Options = Mapping[str, Any]
+"""Megatron's options and the balance flags by the names under which argparse stores them."""
 
 _FLAGS = {
     "fp8": "--fp8-format",
@@ -39,13 +42,13 @@ class Term:
     Attributes:
         names: options that it is about, for messages.
         words: it in words, for people.
-        holds: True for a namespace, parsed or validated, of which it holds.
+        holds: True for options, parsed or validated, of which it holds.
         absent: the options are those that are not given.
     """
 
     names: tuple[str, ...]
     words: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Options], bool]
     absent: bool = False
 
 
@@ -58,12 +61,12 @@ def parse(condition: str) -> tuple[Term, ...]:
     return tuple(map(_term, condition.split()))
 
 
-def seen(args: Any, *, terms: tuple[Term, ...]) -> str:
+def seen(args: Options, *, terms: tuple[Term, ...]) -> str:
     """The options of a condition with the values given: `--flag is value with --other-flag value`."""
     shown = [term for term in terms if term.names and not term.absent] or list(terms)
-    names = list(dict.fromkeys(name for term in shown for name in term.names if hasattr(args, name)))
-    first, *others = [name for name in names if _has_value(getattr(args, name))] or names[:1]
-    return " with ".join([_is(first, getattr(args, first)), *(_given(name, getattr(args, name)) for name in others)])
+    names = list(dict.fromkeys(name for term in shown for name in term.names if name in args))
+    first, *others = [name for name in names if _has_value(args[name])] or names[:1]
+    return " with ".join([_is(first, args[first]), *(_given(name, args[name]) for name in others)])
 
 
 def flag_of(name: str) -> str:
@@ -71,7 +74,7 @@ def flag_of(name: str) -> str:
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def nothing_balances(args: Any) -> bool:
+def nothing_balances(args: Options) -> bool:
     """No flag asks for balancing."""
     return not (_value(args, "use_dynamic_batch_size") or _value(args, "balance_data"))
 
@@ -108,7 +111,7 @@ def _release(package: str, oldest: str) -> Term:
     of_engine = package == "engine"
     distribution = "transformer-engine" if of_engine else "megatron-core"
 
-    def holds(args: Any) -> bool:
+    def holds(args: Options) -> bool:
         if of_engine and _value(args, "transformer_impl") != "transformer_engine":
             return False
         try:
@@ -124,16 +127,16 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
-def _value(args: Any, name: str) -> Any:
-    return getattr(args, name, None)
+def _value(args: Options, name: str) -> Any:
+    return args.get(name)
 
 
-def _entries(args: Any, name: str) -> list[Any]:
+def _entries(args: Options, name: str) -> list[Any]:
     value = _value(args, name)
     return value if isinstance(value, list) else [value]
 
 
-def _number(args: Any, name: str) -> float:
+def _number(args: Options, name: str) -> float:
     """The largest number of an option; 0 where it is not given or no number."""
     return max([one for one in _entries(args, name) if isinstance(one, int | float)], default=0)
 
@@ -164,46 +167,46 @@ def _shown(value: Any) -> str:
     return value.name if isinstance(value, Enum) else str(value)
 
 
-def _size(args: Any, name: str, *, default: int = 1) -> int:
+def _size(args: Options, name: str, *, default: int = 1) -> int:
     """A number of ranks; the default where the option is missing, or the namespace is not Megatron's."""
     return _value(args, name) or default
 
 
-def _tp(args: Any) -> int:
+def _tp(args: Options) -> int:
     return _size(args, "tensor_model_parallel_size")
 
 
-def _etp(args: Any) -> int:
+def _etp(args: Options) -> int:
     return _size(args, "expert_tensor_parallel_size", default=_tp(args))
 
 
-def _spans_replicas(args: Any, *, group_size: int) -> bool:
+def _spans_replicas(args: Options, *, group_size: int) -> bool:
     """Megatron forms expert groups of consecutive ranks; `tp*cp` consecutive ranks share a micro-batch."""
     return bool(_value(args, "num_experts")) and _tp(args) * _size(args, "context_parallel_size") % group_size != 0
 
 
-def _group_of_experts(args: Any) -> int:
+def _group_of_experts(args: Options) -> int:
     return _etp(args) * _size(args, "expert_model_parallel_size")
 
 
-def _weights_are_sharded_over_data(args: Any) -> bool:
+def _weights_are_sharded_over_data(args: Options) -> bool:
     """Validation sets both numbers of shards to the tensor-parallel sizes, where they are not given."""
     of_weights = _size(args, "tensor_parallel_num_weight_shards", default=_tp(args))
     of_experts = _size(args, "expert_tensor_parallel_num_weight_shards", default=_etp(args))
     return of_weights > _tp(args) or of_experts > _etp(args)
 
 
-def _bucket_is_over_the_cap(args: Any) -> bool:
-    cap = args.max_tokens_per_gpu
-    return cap is not None and args.balance_shape_bucket > max(cap, 1)
+def _bucket_is_over_the_cap(args: Options) -> bool:
+    cap = args["max_tokens_per_gpu"]
+    return cap is not None and args["balance_shape_bucket"] > max(cap, 1)
 
 
-def _bucket_splits_unevenly(args: Any) -> bool:
+def _bucket_splits_unevenly(args: Options) -> bool:
     bucket = _value(args, "balance_shape_bucket") or 1
     return bucket > 1 and bucket % (2 * _tp(args)) != 0
 
 
-def _layers(letter: str, variant: str = "") -> Callable[[Any], bool]:
+def _layers(letter: str, variant: str = "") -> Callable[[Options], bool]:
     """A pattern of layers has this letter, or attention is this variant."""
     return lambda args: (
         any(_value(args, name) == variant for name in _VARIANTS if variant)
@@ -261,7 +264,7 @@ _NAMED = {
     "stock_evaluation": Term(
         (),
         "evaluated as by stock (--no-balance-evaluation, or --balance-context-parallel)",
-        lambda args: args.balance_evaluation is False or args.balance_context_parallel is not None,
+        lambda args: args["balance_evaluation"] is False or args["balance_context_parallel"] is not None,
     ),
     "every_stage_loads": Term(
         (),

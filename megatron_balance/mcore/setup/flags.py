@@ -11,12 +11,20 @@ The three combine; by-flops requires dynamic batching, since it packs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import inspect
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron_balance.mcore.setup.arguments import ALL_RANKS, BalanceConfig
-from megatron_balance.mcore.setup.one_flag import OFF, fill_in_flags
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.options import cautions, problems
 from megatron_balance.planner import objective_names
+
+ALL_RANKS = "all"
+"""`--balance-context-parallel` without a limit."""
+
+OFF = "off"
+"""`--balance-context-parallel off`: the run's own size in every micro-batch, also under `--balance`."""
 
 UNITS = ("segment", "sample")
 ALGORITHMS = ("auto", "karmarkar_karp")
@@ -227,8 +235,101 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
 
     def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
         parsed, unknown = parse_known_args(args, namespace, **rest)
-        fill_in_flags(parsed)
-        BalanceConfig.from_megatron_args(parsed)
+        fill_in(parsed, options=vars(parsed))
+        refuse(vars(parsed))
         return parsed, unknown
 
     parser.parse_known_args = checked  # type: ignore[method-assign]
+
+
+def refuse(options: Mapping[str, Any]) -> None:
+    """Raise the first refusal of these options (`options/`).
+
+    Raises:
+        BalanceError: it names the option, the value and the remedy.
+    """
+    for problem in problems(options):
+        raise BalanceError(problem)
+
+
+def parse_command_line(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read the flags of a training script outside a run, with Megatron's own parser; neither validated nor checked.
+
+    Returns:
+        Megatron's namespace with the balance flags, and what is neither Megatron's nor this package's.
+
+    Raises:
+        BalanceError: a flag's value is missing or wrong.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = _OneLineParser(allow_abbrev=False, add_help=False)
+    # Megatron's own function: a hook in its place would refuse flags that are only read here.
+    add_flags(inspect.unwrap(add_megatron_arguments)(parser))
+    args, unknown = parser.parse_known_args(list(flags))
+    fill_in(args, options=vars(args))
+    return args, unknown
+
+
+def parse_balance_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """Read the balance flags alone, where no script has parsed Megatron's; unchecked.
+
+    Raises:
+        BalanceError: a flag is not one of this package, or its value is wrong.
+    """
+    parser = _OneLineParser(allow_abbrev=False, add_help=False)
+    add_flags(parser)
+    return parser.parse_args(list(flags))
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Raises argparse's error message instead of printing it below the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BalanceError(f"{message}.")
+
+
+def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
+    """Set what `--balance` leaves open, and note in `flags.balance_choices` each choice and its reason.
+
+    A flag that was given keeps its value. What is filled in follows from the command line and the installed releases
+    alone, so that all ranks choose the same.
+
+    Args:
+        flags: the balance flags, just parsed.
+        options: Megatron's options by name; a view in which these flags show.
+    """
+    choices: list[str] = []
+    flags.balance_choices = choices
+    sizes_are_open = flags.balance_context_parallel is None
+    if flags.balance_context_parallel == OFF:
+        flags.balance_context_parallel = None
+    if not flags.balance:
+        return
+
+    def choose(name: str, value: object, reason: str) -> None:
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
+            flag = f"--{name.replace('_', '-')}"
+            choices.append(f"{flag if value is True else f'{flag} {value}'} ({reason})")
+
+    choose("use_dynamic_batch_size", True, "samples share micro-batches, and padding is not computed")
+    choose("balance_data", True, "samples move to ranks that would wait")
+    if flags.use_dynamic_batch_size:
+        # The tokens of a stock micro-batch are known to fit. Lengths may come later.
+        rows, tokens = options.get("micro_batch_size") or 1, options.get("seq_length")
+        cp_size = options.get("context_parallel_size") or 1
+        if tokens:
+            reason = f"as a stock micro-batch: --micro-batch-size {rows} times --seq-length {tokens}"
+            reason += f" over {cp_size} context-parallel ranks" if cp_size > 1 else ""
+            choose("max_tokens_per_gpu", -(-rows * tokens // cp_size), reason)
+        choose("balance_by_flops", True, "attention grows with the square of a sample's length")
+    if flags.use_dynamic_batch_size and flags.balance_data and sizes_are_open:
+        trial = ChainMap({"balance_context_parallel": ALL_RANKS}, dict(options))
+        known = {*problems(options), *cautions(options)}
+        # That no test runs Transformer Engine on several GPUs is said in the log, and is no reason against it.
+        against = [message for message in (*problems(trial), *cautions(trial, untried=False)) if message not in known]
+        if against:
+            choices.append(f"no --balance-context-parallel ({against[0].rstrip('.')})")
+        else:
+            choose("balance_context_parallel", ALL_RANKS, "many ranks share a long sample, short ones exchange less")

@@ -17,15 +17,14 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 import megatron_balance
-from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.arguments import BalanceConfig
 from megatron_balance.mcore.setup.run_log import RunLog
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import figures_of
 from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
@@ -41,7 +40,7 @@ from megatron_balance.runtime.gather import (
     gather_sample_lengths,
 )
 from megatron_balance.samples.sample import Sample
-from megatron_balance.topology import Limits, Topology
+from megatron_balance.topology import Limits
 
 NOT_PACKED = (
     "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
@@ -63,56 +62,48 @@ class StepPlanner:
     """Makes steps on one rank that loads data; on the others it holds what their steps have in common.
 
     Args:
-        config: the flags.
-        topology: the ranks.
-        limits: token or sample cap of a micro-batch.
-        cost_model: tokens, FLOPs or seconds.
+        settings: of the run.
         dp_group: ranks that load different samples, gloo; None where this rank loads no data, and has a `dp_rank`.
         dp_rank: see dp_group.
         cp_rank: context-parallel rank of this one.
-        origin: which sample of the data set a row is, or None where that is not known.
         ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
-        pin_memory: copy micro-batches to pinned memory, from which transfers to a GPU are asynchronous.
-        timeout: of the collectives of `dp_group`; a planning process that takes half that time counts as hanging.
-        patch_values: numbers of a patch of the model's vision encoder; 0 where that is not known.
     """
 
     def __init__(
         self,
-        config: BalanceConfig,
+        settings: Settings,
         *,
-        topology: Topology,
-        limits: Limits,
-        cost_model: CostModel,
         dp_group: dist.ProcessGroup | None,
         dp_rank: int = 0,
         cp_rank: int = 0,
-        origin: SampleOrigin | None = None,
         ranks_per_node: int | None = None,
-        pin_memory: bool = False,
-        timeout: timedelta = timedelta(minutes=10),
-        patch_values: int = 0,
     ) -> None:
-        self.config = config
-        self.topology = topology
-        self.limits = limits
-        self.cost_model = cost_model
+        self.settings = settings
+        self.topology = topology = settings.topology
+        self.limits = settings.limits
+        self.cost_model = cost_model = settings.cost_model
         self.dp_rank = dp_rank if dp_group is None else dp_group.rank()
         self.cp_rank = cp_rank
-        self.pin_memory = pin_memory
+        # From pinned memory transfers to a GPU are asynchronous.
+        self.pin_memory = torch.cuda.is_available()
         self._dp_group = dp_group
-        self._splitter = ItemSplitter(unit=config.unit, unpad=config.unpad, origin=origin)
+        origin = None
+        if settings.first_sample is not None:
+            origin = SampleOrigin(
+                settings.first_sample, settings.micro_batch_size, dp_rank=self.dp_rank, dp_size=topology.dp_size
+            )
+        self._splitter = ItemSplitter(unit=settings.unit, unpad=settings.unpad, origin=origin)
         self._ranks_per_node = None if topology.dynamic_cp else ranks_per_node
         # Plans with dynamic context-parallel sizes take no images.
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
-        self._patch_values = patch_values if counts_images else None
+        self._patch_values = settings.patch_values if counts_images else None
         self._buffers = HostBuffers()
-        self._plans = PlanProcess(timeout=timeout / 2, warn=warn_of)
+        self._plans = PlanProcess(timeout=settings.timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
         # Called with the number of a step: what goes to the other data-parallel ranks with the lengths of its samples.
         self.report: Callable[[int], Sequence[int]] = _no_report
         # Ranks that were started with different flags or versions would plan differently: they find out here.
-        text = f"{megatron_balance.__version__} {config} {topology} {limits} {cost_model}"
+        text = f"{megatron_balance.__version__} {settings}"
         self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def of_evaluation(self, limits: Limits) -> StepPlanner:
@@ -120,7 +111,7 @@ class StepPlanner:
         other = copy.copy(self)
         other.limits, other.report = limits, _no_report
         other._fingerprint ^= 1
-        other._splitter = ItemSplitter(unit=self.config.unit, unpad=self.config.unpad, origin=None)
+        other._splitter = ItemSplitter(unit=self.settings.unit, unpad=self.settings.unpad, origin=None)
         return other
 
     @property
@@ -172,7 +163,7 @@ class StepPlanner:
             buffers=self._buffers,
         ).run(group=group)
         replica, step_tokens = slots_of_replica(
-            schedule, dp_rank=self.dp_rank, gathered=gathered, shape_bucket=self.config.shape_bucket
+            schedule, dp_rank=self.dp_rank, gathered=gathered, shape_bucket=self.settings.shape_bucket
         )
         slots = replica[self.cp_rank if dynamic else 0]
         packs = attempt(
@@ -255,9 +246,9 @@ class StepPlanner:
             cost_model=self.cost_model,
             topology=self.topology,
             limits=self.limits,
-            objective=self.config.objective,
-            algorithm=self.config.algorithm,
+            objective=self.settings.objective,
+            algorithm=self.settings.algorithm,
             home_ranks=gathered.home_ranks,
-            move_samples=self.config.balance_data,
+            move_samples=self.settings.balance_data,
             ranks_per_node=self._ranks_per_node,
         )

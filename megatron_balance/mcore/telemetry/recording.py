@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.run_log import RunLog
-from megatron_balance.mcore.setup.run_setup import RunSetup
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.planner import resolve_objective
@@ -78,40 +78,42 @@ class RunRecording:
             self._log.warn_once(f"--balance-record {self._folder}: {error}. Training continues without the record.")
 
 
-def recording_of(setup: RunSetup, *, layout: Layout, planner: StepPlanner, writes_plans: bool) -> RunRecording | None:
+def recording_of(
+    settings: Settings, *, layout: Layout, planner: StepPlanner, writes_plans: bool
+) -> RunRecording | None:
     """This rank's part of the record; None where it has none, or its folder cannot be written to.
 
     Args:
-        setup: of the run.
+        settings: of the run.
         layout: of the ranks.
         planner: of this rank.
         writes_plans: this rank is the first of the world.
     """
-    config, dynamic_cp = setup.config, planner.topology.dynamic_cp
-    if config.record is None or not layout.is_first_of_replica(of_leaf=dynamic_cp):
+    dynamic_cp = planner.topology.dynamic_cp
+    if settings.record is None or not layout.is_first_of_replica(of_leaf=dynamic_cp):
         return None
     info = None
     if writes_plans:
+        rate = {} if settings.attention_rate is None else {"attention_rate": settings.attention_rate}
         info = RunInfo(
             topology=planner.topology,
             limits=planner.limits,
             cost_model=planner.cost_model,
-            cost_name=config.cost_name,
-            objective=resolve_objective(config.objective, topology=planner.topology),
-            policy=config.policy,
-            origin=environment(device_kind())
-            | ({} if setup.attention_rate is None else {"attention_rate": setup.attention_rate[0]}),
+            cost_name=settings.cost_name,
+            objective=resolve_objective(settings.objective, topology=planner.topology),
+            policy=settings.policy,
+            origin=environment(device_kind()) | rate,
         )
     try:
         return RunRecording(
-            Path(config.record),
+            Path(settings.record),
             info=info,
             dp_rank=planner.leaf if dynamic_cp else planner.dp_rank,
-            resume=setup.resumed_from is not None,
+            resume=settings.resumes,
         )
     except OSError as error:
         RunLog(enabled=True).warn_once(
-            f"--balance-record {config.record}: {error}. Training continues without the record; name a folder that "
+            f"--balance-record {settings.record}: {error}. Training continues without the record; name a folder that "
             "every node can write to."
         )
         return None

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.run_log import RunLog
-from megatron_balance.mcore.setup.run_setup import RunSetup
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import Figures, log_line, mean_figures
 from megatron_balance.mcore.step.planner import StepPlanner
@@ -265,11 +265,11 @@ class Watch:
         return peak, torch.cuda.max_memory_reserved(), cap
 
 
-def build_watch(setup: RunSetup, *, layout: Layout, planner: StepPlanner, log: RunLog) -> Watch | None:
+def build_watch(settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> Watch | None:
     """The watch of this rank; None where it has nothing to watch.
 
     Args:
-        setup: of the run.
+        settings: of the run.
         layout: of the ranks.
         planner: plans this rank's steps.
         log: prints on the first rank of the world.
@@ -281,12 +281,12 @@ def build_watch(setup: RunSetup, *, layout: Layout, planner: StepPlanner, log: R
     return Watch(
         planner,
         log=log,
-        log_interval=setup.log_interval,
+        log_interval=settings.log_interval,
         prints=prints,
         writes=writes,
-        times_passes=planner.loads_data and layout.is_first_of_tensor_group and not setup.overlaps_passes,
+        times_passes=planner.loads_data and layout.is_first_of_tensor_group and not settings.overlaps_passes,
         on_gpu=device_kind() == "cuda",
-        recording=recording_of(setup, layout=layout, planner=planner, writes_plans=prints),
+        recording=recording_of(settings, layout=layout, planner=planner, writes_plans=prints),
     )
 
 
