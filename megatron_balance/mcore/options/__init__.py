@@ -29,13 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule.
-
-    Attributes:
-        subject: heading under which pages list it.
-        condition: when it applies, as text.
-        says: the reason and the remedy.
-    """
+    """A rule: the heading under which pages list it, its condition as text, and the reason with the remedy."""
 
     subject: str
     condition: str
