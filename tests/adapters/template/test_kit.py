@@ -1,14 +1,18 @@
-"""The adapter kit: steps of a rollout batch, even parts, and micro-batches packed alike on every rank."""
+"""The adapter kit: steps of a rollout batch, even parts, micro-batches packed alike on every rank, rows that move."""
 
 from itertools import chain
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import preload, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.adapters.kit import agreed_microbatches, even_parts, launch, split_rollout
+from megatron_balance.adapters.kit.rows import exchange_rows
 
 COST = CostModel(linear=24576, quadratic=1)
 
@@ -73,6 +77,31 @@ def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, leas
     assert all(slot[::2] == [row - 1 for row in slot[1::2]] for slot in slots)
     assert len(slots) % multiple == 0
     assert len(slots) >= needed
+
+
+HOME_RANKS, RANKS = np.array([0, 0, 0, 1, 1, 2]), np.array([2, 0, 1, 2, 2, 0])
+NUM_ENTRIES = np.array([[3, 0, 2, 1, 4, 2], [1] * 6])
+
+
+def exchange():
+    """Rows of a ragged column of pairs and of a dense one of three flags: what this rank gets of them."""
+    own = np.flatnonzero(dist.get_rank() == HOME_RANKS)
+    pairs = torch.tensor([[7 * row] * 2 for row in own for _ in range(NUM_ENTRIES[0, row])], dtype=torch.int16)
+    columns = [pairs.reshape(-1, 2), torch.tensor([[row % 2 > 0, row > 2, True] for row in own]).reshape(-1, 3)]
+    arrived = [
+        exchange_rows(columns, num_entries=NUM_ENTRIES, home_ranks=HOME_RANKS, ranks=ranks, group=dist.group.WORLD)
+        for ranks in (RANKS, HOME_RANKS)
+    ]
+    assert all(torch.equal(kept, column) for kept, column in zip(arrived[1], columns, strict=True))
+    return [(str(column.dtype), column.tolist()) for column in arrived[0]]
+
+
+def test_rows_of_every_shape_arrive_once_in_order():
+    preload([])
+    for rank, (pairs, flags) in enumerate(run_ranks(3, "test_kit:exchange")):
+        coming = np.flatnonzero(rank == RANKS).tolist()
+        assert pairs == ("torch.int16", [[7 * row] * 2 for row in coming for _ in range(NUM_ENTRIES[0, row])])
+        assert flags == ("torch.bool", [[row % 2 > 0, row > 2, True] for row in coming])
 
 
 def test_a_script_that_is_not_there_and_a_host_that_cannot_be_hooked_end_with_a_line(tmp_path):
