@@ -118,17 +118,19 @@ class Topology:
 
     @property
     def ep_span(self) -> int:
-        """Data-parallel ranks that exchange tokens with one another in every MoE layer.
+        """Neighbouring data-parallel ranks, or leaves, that exchange tokens with one another in every MoE layer.
 
         Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism,
         and forms expert groups of `etp_size*ep_size` consecutive ranks, so that a group reaches over
-        `etp_size*ep_size / (tp_size*cp_size)` data-parallel ranks. (megatron.core.parallel_state,
-        RankGenerator with order tp-cp-ep-dp-pp.)
+        `etp_size*ep_size / (tp_size*cp_size)` data-parallel ranks, and with `dynamic_cp` over `etp_size*ep_size /
+        tp_size` leaves. (megatron.core.parallel_state, RankGenerator with order tp-cp-ep-dp-pp.)
         """
         if self.ep_size == 1:
             return 1
-        span = -(-self.etp_size * self.ep_size // (self.tp_size * self.cp_size))
-        return min(max(span, 1), self.dp_size)
+        # A leaf is one context-parallel rank.
+        num_ranks, cp_size = (self.num_leaves, 1) if self.dynamic_cp else (self.dp_size, self.cp_size)
+        span = -(-self.etp_size * self.ep_size // (self.tp_size * cp_size))
+        return min(max(span, 1), num_ranks)
 
     def padded_seq_len(self, original_seq_len: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens a sequence occupies once padded. `[num_samples]` → `[num_samples]`, tokens."""

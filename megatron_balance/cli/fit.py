@@ -154,8 +154,9 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
     linear = cost_model.linear + cost_model.expert_linear
     shared = cost_model.expert_linear / linear if linear and step.cp_sizes is None else 0.0
     if shared:  # expert-parallel ranks compute the tokens of routed experts together
-        of_groups = tokens.reshape(-1, topology.ep_span, step.num_microbatches)
-        tokens = (1 - shared) * tokens + shared * np.repeat(of_groups.mean(axis=1), topology.ep_span, axis=0)
+        span = topology.at_cp_size(topology.cp_size).ep_span
+        of_groups = tokens.reshape(-1, span, step.num_microbatches)
+        tokens = (1 - shared) * tokens + shared * np.repeat(of_groups.mean(axis=1), span, axis=0)
     leaves, columns = np.indices(grid.shape)
     held = (leaves - leaves % sizes) * grid.shape[1] + columns  # a group's samples are noted on its first leaf
     chosen = is_slowest(step, info=info) & np.isfinite(step.seconds) & (count.ravel()[held] > 0)

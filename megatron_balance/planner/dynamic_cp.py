@@ -42,10 +42,12 @@ class SizedBatch:
 
     Attributes:
         costs: `[num_levels, num_samples]` int64, cost on each of the `2**level` ranks that share a sample.
+        shared: `[num_levels, num_samples]` int64, cost over all of them that expert-parallel groups share.
         tokens: `[num_levels, num_samples]` int64, padded tokens on each of them.
         cap: tokens that a rank holds in one micro-batch.
         launch: fixed cost of a micro-batch on each of its ranks.
         num_leaves: ranks that micro-batches are spread over.
+        expert_span: neighbouring leaves that share the work of experts.
         waiting: which leaves wait for one another, beside those that share a micro-batch.
         even: all leaves have the same number of slots, a multiple of `multiple`.
         multiple: see `even`.
@@ -54,10 +56,12 @@ class SizedBatch:
 
     costs: Ints
     _: KW_ONLY
+    shared: Ints
     tokens: Ints
     cap: int
     launch: int
     num_leaves: int
+    expert_span: int
     waiting: Waiting
     even: bool
     multiple: int
@@ -115,7 +119,14 @@ class SizedBatch:
         """
         levels = (1 << np.arange(self.num_levels)).searchsorted(cp_sizes.reshape(-1)[slot_of])
         of_first = sums(self.at(self.costs, levels), slot_of, cp_sizes.size).reshape(cp_sizes.shape)
-        grid = of_first[first_leaves(cp_sizes), np.arange(cp_sizes.shape[1])] + self.launch
+        first = first_leaves(cp_sizes)
+        grid = of_first[first, np.arange(first.shape[1])] + self.launch
+        if self.shared.any():
+            work = sums(self.at(self.shared, levels), slot_of, cp_sizes.size).reshape(cp_sizes.shape)
+            of_leaves = -(-work[first, np.arange(first.shape[1])] // np.maximum(cp_sizes, 1))
+            starts = np.arange(0, self.num_leaves, self.expert_span)
+            of_groups, members = np.add.reduceat(of_leaves, starts), np.diff(starts, append=self.num_leaves)
+            grid += (-(-of_groups // members[:, None])).repeat(members, axis=0)
         grid[cp_sizes == 0] = 0
         return grid
 
@@ -142,7 +153,8 @@ class SizedBatch:
         In a time T a sample runs at a size with room for its tokens at which its cost on each rank is at most T. Its
         total cost is least at the smallest such size, because every further rank adds communication. So T is possible
         only if these costs fit on the ranks, and for every size those of this size and larger ones fit on the ranks
-        that micro-batches of this size cover. The least such T is found by halving.
+        that micro-batches of this size cover. The least such T is found by halving. The work of experts comes on top
+        where all leaves share it; where smaller groups do, it may fill what ranks idle.
         """
         if not self.num_samples:
             return self.launch
@@ -153,13 +165,19 @@ class SizedBatch:
             least_slots = max(least_slots, self._room_needed() // self.cap)
         cheapest = self.at(self.costs, self.least_levels)
         low, high = 0, int(self.costs[0].sum()) + int(cheapest.sum()) + self.launch * (least_slots + 1)
+        high += int(self.shared[0].sum())
         while low < high:
             middle = (low + high) // 2
             if self._is_possible(middle, least_slots=least_slots):
                 high = middle
             else:
                 low = middle + 1
-        return low
+        return low + (self.even_shared if self.expert_span >= self.num_leaves else 0)
+
+    @property
+    def even_shared(self) -> int:
+        """Work of experts over all leaves at least, on each of them."""
+        return -(-int(self.shared[0].sum()) // self.num_leaves)
 
     def _is_possible(self, time: int, *, least_slots: int) -> bool:
         """False where no plan ends within `time`. `least_slots`: micro-batches, each counted once a rank."""
@@ -169,7 +187,8 @@ class SizedBatch:
             return False
         areas = sums(costs << levels, levels, self.num_levels)
         of_larger: list[int] = np.cumsum(areas[::-1])[::-1].tolist()
-        if of_larger[0] + self.launch * least_slots > time * self.num_leaves:
+        beside = int(self.shared[0].sum()) if self.expert_span < self.num_leaves else 0
+        if of_larger[0] + beside + self.launch * least_slots > time * self.num_leaves:
             return False
         return all(area <= time * (self.num_leaves >> level << level) for level, area in enumerate(of_larger))
 
@@ -194,38 +213,27 @@ def make_sized_batch(
     objective: str,
     num_segments: Ints | None = None,
 ) -> SizedBatch:
-    """Computes padded tokens and cost of every sample at every size.
-
-    Expert layers that an expert-parallel group shares are counted as if each rank computed its own tokens', which is
-    an upper bound on the time of a micro-batch.
-
-    Args:
-        lengths: `[num_samples]` original tokens; with `num_segments`, of every segment.
-        cost_model: cost of a sample.
-        topology: the ranks, with dynamic context-parallel sizes.
-        limits: tokens that a GPU holds.
-        objective: `step`, `microbatch` or `pipeline`.
-        num_segments: `[num_samples]` segments of each sample.
-
-    Raises:
-        BalanceError: micro-batches are limited by samples instead of tokens.
-    """
+    """Padded tokens and cost of every sample at every size; arguments as for `batch_of`."""
     if limits.max_tokens_per_gpu is None:
         raise BalanceError(
             f"Limits.micro_batch_size is {limits.micro_batch_size} with Topology.dynamic_cp: sizes follow from a token "
             "cap, so set max_tokens_per_gpu instead."
         )
-    sizes = topology.dynamic_cp_sizes
+    sizes, per_token = topology.dynamic_cp_sizes, cost_model.expert_linear
+    if topology.ep_span == 1:
+        cost_model, per_token = replace(cost_model, linear=cost_model.linear + per_token, expert_linear=0), 0
     unique, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
     padded = [topology.at_cp_size(size).padded_seq_len(unique) for size in sizes]
-    work = [_work(of_size, size=size, cost_model=cost_model) for of_size, size in zip(padded, sizes, strict=True)]
+    own = [_own_costs(of_size, size=size, cost_model=cost_model) for of_size, size in zip(padded, sizes, strict=True)]
+    shared = [of_size.astype(object) * per_token for of_size in padded]
     num_samples = lengths.size if num_segments is None else num_segments.size
     # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
-    most = sum(cost * count for cost, count in zip(work[-1].tolist(), counts.tolist(), strict=True))
+    most = sum(cost * count for cost, count in zip((own[-1] + shared[-1]).tolist(), counts.tolist(), strict=True))
     most += cost_model.per_microbatch * (num_samples + 1) * topology.num_leaves
     shift = max(0, most.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
 
-    def on_each_rank(costs: NDArray[Any], size: int) -> Ints:
+    def of_samples(costs: NDArray[Any], size: int) -> Ints:
+        """Costs on each of `size` ranks."""
         per_rank = np.where(costs > 0, np.maximum(-(-costs // size) >> shift, 1), 0).astype(np.int64)
         return sum_segments(per_rank[inverse], num_segments=num_segments)
 
@@ -233,11 +241,13 @@ def make_sized_batch(
         return -(-sum_segments(tokens[inverse], num_segments=num_segments) // size)
 
     return SizedBatch(
-        np.stack([on_each_rank(costs, size) for costs, size in zip(work, sizes, strict=True)]),
+        np.stack([of_samples(costs, size) for costs, size in zip(own, sizes, strict=True)]),
+        shared=np.stack([of_samples(costs, 1) for costs in shared]),
         tokens=np.stack([tokens_of(tokens, size) for tokens, size in zip(padded, sizes, strict=True)]),
         cap=limits.max_tokens_per_gpu,
         launch=max(cost_model.per_microbatch >> shift, 1) if cost_model.per_microbatch else 0,
         num_leaves=topology.num_leaves,
+        expert_span=topology.ep_span,
         waiting=waiting(objective, topology=topology),
         even=topology.has_even_slots or objective != "step",
         multiple=topology.microbatch_multiple,
@@ -245,8 +255,6 @@ def make_sized_batch(
     )
 
 
-def _work(lengths: Ints, *, size: int, cost_model: CostModel) -> NDArray[Any]:
-    """Exact unscaled cost of sequences over all `size` ranks that share them."""
-    at_size = cost_model.at_cp_size(size)
-    per_sequence, linear = cost_model.per_sequence * size, cost_model.linear + cost_model.expert_linear
-    return replace(at_size, per_sequence=per_sequence, linear=linear).exact_costs(lengths)
+def _own_costs(lengths: Ints, *, size: int, cost_model: CostModel) -> NDArray[Any]:
+    """Exact unscaled cost of sequences over all `size` ranks that share them, without experts."""
+    return replace(cost_model.at_cp_size(size), per_sequence=cost_model.per_sequence * size).exact_costs(lengths)

@@ -5,8 +5,9 @@ Both pour samples with the planner's one primitive (`plan.pour`), once for each 
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,10 +24,6 @@ TOLERANCE = 2048
 MAX_PLACED = 65536
 """Placements of samples on the tree after which the search ends; a first target that fits is always found."""
 
-SHARES = (1, 2, 4, 8)
-"""Divisors of the target to try as the limit of a sample's cost on each rank: larger sizes exchange more, but even out
-few samples better."""
-
 LIMITS = (30, 50, 70, 85, 100, 110, 120, 130, 150, 180, 250, 400, 600, 900)
 """Limits of a sample's cost on each rank to try, in percent of the mean height of a row."""
 
@@ -36,11 +33,8 @@ MORE_ROWS = (17, 18, 20, 22, 24)
 PIPELINE_ROWS = (2, 3, 4, 6, 8, 12, 16)
 """Further numbers of rows to try in a pipeline, in multiples of the least: more rows idle less."""
 
-OUTLINES = 16
-"""Most promising outlines that are filled."""
-
-PER_ROWS = 4
-"""Of a pipeline, most promising outlines for each number of rows."""
+OUTLINES = 5
+"""Most promising outlines of each number of rows, which are filled."""
 
 HEIGHTS = 4
 """Heights that each is filled to: the next makes room for what was left at the one before."""
@@ -67,98 +61,71 @@ def plan_sizes(batch: SizedBatch) -> SizedPlan:
 
     In a pipeline both are tried: micro-batches of the tree wait for one another less often.
     """
-    floor = batch.least_work()
     if not batch.num_samples:
         sizes = np.ones((batch.num_leaves, batch.multiple if batch.even else 1), dtype=np.int64)
         return SizedPlan(np.zeros(0, dtype=np.int64), sizes)
     if batch.waiting.in_slots:
-        return plan_in_rows(batch, floor=floor)
-    on_tree = plan_on_tree(batch, floor=floor)
+        return plan_in_rows(batch)
     if batch.waiting.pp_size == 1:
-        return on_tree
-    return min((plan_in_rows(batch, floor=floor), on_tree), key=lambda plan: batch.time(plan.slot_of, plan.cp_sizes))
+        return plan_on_tree(batch)
+    return min(plan_in_rows(batch), plan_on_tree(batch), key=lambda plan: batch.time(plan.slot_of, plan.cp_sizes))
 
 
-def plan_on_tree(batch: SizedBatch, *, floor: int) -> SizedPlan:
+def plan_on_tree(batch: SizedBatch) -> SizedPlan:
     """Samples on nodes so that the fullest leaf is least, then packed node by node, slots from the root down.
 
     All leaves of a node have the same ancestors, so they reach its micro-batches in the same slot and at the same time:
     no rank waits inside a micro-batch.
-
-    Args:
-        batch: the global batch.
-        floor: lower bound on the work of the fullest leaf, where the search for a target starts.
     """
-    # Fixed costs of micro-batches are spread over tokens, since most micro-batches are full.
+    # Fixed costs of micro-batches are spread over tokens, since most micro-batches are full, and ranks that meet once a
+    # step even out what their experts share as if it were their own.
     whole, part = divmod(batch.launch, batch.cap)
-    spread = replace(batch, costs=batch.costs + whole * batch.tokens + part * batch.tokens // batch.cap)
+    shared = -(-batch.shared // (1 << np.arange(batch.num_levels)[:, None]))
+    spread = replace(batch, costs=batch.costs + shared + whole * batch.tokens + part * batch.tokens // batch.cap)
     best: tuple[Ints, Ints, int] | None = None
-    low, step, placed = floor, floor // (4 * TOLERANCE), 0
-    while best is None:
-        best = _nodes_within(spread, target=low + step)
+    low = floor = batch.least_work()
+    step, placed = floor // (4 * TOLERANCE), 0
+    while best is None or (placed < MAX_PLACED and best[2] - low > floor // TOLERANCE):
+        target = low + step if best is None else (low + best[2]) // 2
+        found = _nodes_within(spread, target=target)
         placed += batch.num_samples
-        if best is None:
-            low += step
-            step = 2 * step + 1
-    for share in SHARES:
-        low = low if share == 1 else floor
-        while placed < MAX_PLACED and best[2] - low > floor // TOLERANCE:
-            middle = (low + best[2]) // 2
-            found = _nodes_within(spread, target=middle, share=share)
-            placed += batch.num_samples
-            if found is None:
-                low = middle
-            else:
-                best = found
+        if found is None:
+            low, step = target, 2 * step + 1
+        else:
+            best = found
     return _pack_nodes(batch, levels=best[0], nodes=best[1])
 
 
-def _nodes_within(batch: SizedBatch, *, target: int, share: int = 1) -> tuple[Ints, Ints, int] | None:
+def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints, int] | None:
     """Level and node of every sample and the cost of the fullest leaf; None if that would exceed the target."""
-    levels, nodes = batch.levels_within(target // share), np.zeros(batch.num_samples, dtype=np.int64)
-    wanted, loads = levels.copy(), np.zeros(batch.num_leaves, dtype=np.int64)
+    wanted = batch.levels_within(target)
+    levels, nodes, loads = wanted.copy(), np.zeros_like(wanted), np.zeros(batch.num_leaves, dtype=np.int64)
+
+    def place(ids: Ints, level: int) -> int:
+        """Pours samples into the nodes of a level up to the first that finds no room; returns how many it placed."""
+        num_nodes, costs = batch.num_leaves >> level, batch.costs[level, ids]
+        of_nodes = loads[: num_nodes << level].reshape(num_nodes, -1)
+        fullest, free = of_nodes.max(axis=1), np.zeros((num_nodes, 1), dtype=np.int64)
+        slack, none = (target - fullest)[:, None], np.zeros_like(costs)
+        found = pour(costs, none, slack=slack, room=free, loads=fullest.copy(), added=costs, within=True, stops=True)
+        count = int((found >= 0).sum())
+        nodes[ids[:count]], levels[ids[:count]] = found[:count], level
+        of_nodes += sums(costs[:count], found[:count], num_nodes)[:, None]
+        return count
+
     for level in range(batch.num_levels - 1, -1, -1):
         ids = np.flatnonzero(wanted == level)
         ids = ids[np.argsort(-batch.costs[level, ids], kind="stable")]
-        while ids.size:
-            count = _place(batch, ids, level=level, target=target, loads=loads, nodes=nodes)
-            if count == ids.size:
-                break
+        while (count := place(ids, level)) < ids.size:
             # The next one takes the smallest larger size at which some node has room.
-            for larger in range(level + 1, batch.num_levels):
-                if _place(batch, ids[count : count + 1], level=larger, target=target, loads=loads, nodes=nodes):
-                    levels[ids[count]] = larger
-                    break
-            else:
+            if not any(place(ids[count : count + 1], larger) for larger in range(level + 1, batch.num_levels)):
                 return None
             ids = ids[count + 1 :]
     return levels, nodes, int(loads.max())
 
 
-def _place(batch: SizedBatch, ids: Ints, *, level: int, target: int, loads: Ints, nodes: Ints) -> int:
-    """Pours samples into the nodes of a level up to the first that finds no room; returns how many it placed.
-
-    Args:
-        batch: the global batch.
-        ids: samples, costliest first.
-        level: of the nodes.
-        target: cost that no leaf exceeds.
-        loads: `[num_leaves]` cost of each leaf, changed in place.
-        nodes: `[num_samples]` node of each sample, changed in place.
-    """
-    num_nodes, costs = batch.num_leaves >> level, batch.costs[level, ids]
-    of_nodes = loads[: num_nodes << level].reshape(num_nodes, -1)
-    fullest, anything = of_nodes.max(axis=1), np.zeros((num_nodes, 1), dtype=np.int64)
-    slack, weights = (target - fullest)[:, None], np.zeros_like(costs)
-    found = pour(costs, weights, slack=slack, room=anything, loads=fullest.copy(), added=costs, within=True, stops=True)
-    count = int((found >= 0).sum())
-    nodes[ids[:count]] = found[:count]
-    of_nodes += sums(costs[:count], found[:count], num_nodes)[:, None]
-    return count
-
-
 def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> SizedPlan:
-    """Micro-batches of every node, first fit by falling tokens, the root's first; `[num_samples]` both."""
+    """Micro-batches of every node, first fit by falling tokens, the root's first."""
     leaf_of = nodes << levels
     slot_of, filled = np.zeros(batch.num_samples, dtype=np.int64), np.zeros(batch.num_leaves, dtype=np.int64)
     ends: list[tuple[int, Ints]] = []
@@ -185,25 +152,13 @@ def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> SizedPlan:
     if batch.even:
         num_slots[:] = -(-int(num_slots.max()) // batch.multiple) * batch.multiple
     else:
+        # In its last micro-batch a rank reduces gradients, while others still exchange keys and values: leaves that end
+        # with a node's last micro-batch get a dummy where other leaves of the node have more.
         for level, end in ends:
-            num_slots = _end_together(num_slots, level=level, end=end)
+            reach = num_slots.size >> level << level
+            most = num_slots[:reach].reshape(-1, 1 << level).max(axis=1).repeat(1 << level)
+            num_slots[:reach] += (num_slots[:reach] == end[:reach]) & (most > end[:reach])
     return _sized_plan(leaf_of, slot_of, levels=levels, num_slots=num_slots)
-
-
-def _end_together(num_slots: Ints, *, level: int, end: Ints) -> Ints:
-    """Adds a dummy to leaves that end with a node's last micro-batch while other leaves of the node have more.
-
-    In its last micro-batch a rank reduces gradients, while the others still exchange keys and values.
-
-    Args:
-        num_slots: `[num_leaves]`, of all levels.
-        level: of the nodes.
-        end: `[num_leaves]` slots up to this level.
-    """
-    reach = num_slots.size >> level << level
-    fullest = num_slots[:reach].reshape(-1, 1 << level).max(axis=1).repeat(1 << level)
-    short = (num_slots[:reach] == end[:reach]) & (fullest > end[:reach])
-    return np.concatenate([num_slots[:reach] + short, num_slots[reach:]])
 
 
 def _sized_plan(leaf_of: Ints, slot_of: Ints, *, levels: Ints, num_slots: Ints) -> SizedPlan:
@@ -216,8 +171,7 @@ def _sized_plan(leaf_of: Ints, slot_of: Ints, *, levels: Ints, num_slots: Ints) 
     return SizedPlan(leaf_of * most + slot_of, sizes)
 
 
-@dataclass(frozen=True)
-class Outline:
+class Outline(NamedTuple):
     """An estimate of rows that treats samples as divisible.
 
     Attributes:
@@ -233,55 +187,44 @@ class Outline:
     height: int
 
 
-def plan_in_rows(batch: SizedBatch, *, floor: int) -> SizedPlan:
-    """The fastest of the most promising outlines, filled: the least sum of heights, or the least makespan of the rows.
-
-    Args:
-        batch: the global batch.
-        floor: lower bound on the work of the fullest leaf.
-    """
-    best: tuple[int, Rows, Ints] | None = None
+def plan_in_rows(batch: SizedBatch) -> SizedPlan:
+    """The fastest of the most promising outlines, filled: the least sum of heights, or the least makespan."""
+    best: tuple[int, SizedPlan] | None = None
     where = batch.waiting
-    for outline in outlines(batch, floor=floor):
+    for outline in outlines(batch):
         if best is not None and outline.time >= where.pp_size * best[0]:
             break
         height = outline.height
         for _ in range(HEIGHTS):
             packs, left = fill(batch, outline, height=height)
-            rows = shelve(batch, packs)
-            heights = rows.heights[None]
+            plan = shelve(batch, packs)
+            heights = batch.cost_grid(plan.slot_of, plan.cp_sizes).max(axis=0, keepdims=True)
             order = mountain_order(heights) if where.pp_size > 1 else np.arange(heights.size)[None]
             time = int(where.times(heights[:, order[0]])[0])
             if best is None or time < best[0]:
-                best = time, rows, order[0]
+                leaf, row = np.divmod(plan.slot_of, order.size)
+                slot_of = leaf * order.size + np.argsort(order[0])[row]
+                best = time, SizedPlan(slot_of, plan.cp_sizes[:, order[0]])
             if not left or time > best[0] + best[0] // WITHIN:
                 break
             height += max(left // (outline.num_rows * batch.num_leaves), height // 256) + 1
     assert best is not None, "there is an outline for any samples"
-    _, rows, order = best
-    slot_of_row = np.argsort(order)
-    num_slots = np.full(batch.num_leaves, order.size, dtype=np.int64)
-    slot_of = slot_of_row[rows.row_of_pack[rows.pack_of]]
-    return _sized_plan(rows.leaf_of_pack[rows.pack_of], slot_of, levels=rows.levels[rows.pack_of], num_slots=num_slots)
+    return best[1]
 
 
-def outlines(batch: SizedBatch, *, floor: int) -> list[Outline]:
+def outlines(batch: SizedBatch) -> list[Outline]:
     """Numbers of rows and limits to try, the most promising first."""
     least = -(-batch.least_rows() // batch.multiple)
     numbers = set(range(least, least + 6)) | {-(-least * sixteenths // 16) for sixteenths in MORE_ROWS}
     if batch.waiting.pp_size > 1:
         numbers |= {least * more for more in PIPELINE_ROWS}
-    found: dict[tuple[int, int], Outline] = {}
+    floor = replace(batch, shared=np.zeros_like(batch.shared)).least_work()
+    found: list[Outline] = []
     for num_rows in sorted(number * batch.multiple for number in numbers):
-        for percent in LIMITS:
-            outline = _outline(batch, num_rows, limit=percent * floor // (100 * num_rows))
-            # Limits with the same sizes of samples give the same outline.
-            found.setdefault((outline.num_rows, outline.time), outline)
-    ordered = sorted(found.values(), key=lambda outline: (outline.time, outline.num_rows, outline.limit))
-    if batch.waiting.pp_size == 1:
-        return ordered[:OUTLINES]
-    # How long a pipeline idles is not known before rows are filled: some of every number.
-    return [one for one in ordered if one in [other for other in ordered if other.num_rows == one.num_rows][:PER_ROWS]]
+        limits = (percent * floor // (100 * num_rows) for percent in LIMITS)
+        of_rows = {outline.time: outline for outline in (_outline(batch, num_rows, limit=limit) for limit in limits)}
+        found += [of_rows[time] for time in sorted(of_rows)[:OUTLINES]]
+    return sorted(found)
 
 
 def _outline(batch: SizedBatch, num_rows: int, *, limit: int) -> Outline:
@@ -310,142 +253,99 @@ def _outline(batch: SizedBatch, num_rows: int, *, limit: int) -> Outline:
     # Rows that high samples need beyond their number are added.
     count = max(num_rows, rows_needed)
     idle = (batch.waiting.pp_size - 1) * (height + batch.launch) // batch.waiting.vpp_size
-    time = int(tops.sum()) + max(low, 0) * height + count * batch.launch + idle
+    time = int(tops.sum()) + max(low, 0) * height + count * batch.launch + idle + batch.even_shared
     return Outline(time, num_rows=num_rows, limit=limit, height=height + height // 512)
 
 
 @dataclass(eq=False)
 class Packs:
-    """Micro-batches being filled.
+    """Micro-batches being filled, in rows of given heights.
 
     Attributes:
-        levels: `[num_packs]` int64, log2 of the ranks that share a pack.
-        slack: `[num_packs, 1]` int64, cost that a pack may take on each of its ranks.
-        room: `[num_packs, 1]` int64, tokens that it may take on each of them.
-        pack_of: `[num_samples]` int64, -1 until a sample is placed.
+        batch: the global batch.
+        levels: `[num_packs]` log2 of the ranks that share a pack.
+        slack: `[num_packs]` cost that a pack may still take on each of its ranks.
+        room: `[num_packs]` tokens that it may still take on each of them.
+        pack_of: `[num_samples]` -1 until a sample is placed.
+        heights: `[num_rows]` cost that packs of a row may reach.
+        spare: `[num_rows]` its leaves without a pack.
+        height: of rows that are added.
     """
 
+    batch: SizedBatch
     levels: Ints
-    _: KW_ONLY
     slack: Ints
     room: Ints
     pack_of: Ints
+    heights: Ints
+    spare: Ints
+    height: int
 
-    def open(self, level: int, targets: Ints, *, cap: int) -> None:
-        """Adds empty packs. `targets`: `[num_new]` cost that each may reach."""
-        self.levels = np.concatenate([self.levels, np.full(targets.size, level, dtype=np.int64)])
-        self.slack = np.concatenate([self.slack, targets[:, None]])
-        self.room = np.concatenate([self.room, np.full((targets.size, 1), cap, dtype=np.int64)])
+    def add_rows(self, count: int) -> None:
+        """Adds empty rows."""
+        self.heights = np.concatenate([self.heights, np.full(count, self.height, dtype=np.int64)])
+        self.spare = np.concatenate([self.spare, np.full(count, self.batch.num_leaves, dtype=np.int64)])
 
-    def pour(self, batch: SizedBatch, ids: Ints, *, level: int, first: int = 0, within: bool = True) -> Ints:
-        """Pours samples, costliest first, into the packs of one size from `first` on; returns those without room."""
-        packs = first + np.flatnonzero(self.levels[first:] == level)
+    def open(self, level: int, wanted: int) -> bool:
+        """Opens up to as many packs on the free leaves of the first rows; False where there are none."""
+        available = self.spare >> level
+        taken = np.clip(wanted - (np.cumsum(available) - available), 0, available)
+        self.spare -= taken << level
+        new = self.heights.repeat(taken)
+        self.levels = np.concatenate([self.levels, np.full_like(new, level)])
+        self.slack = np.concatenate([self.slack, new])
+        self.room = np.concatenate([self.room, np.full_like(new, self.batch.cap)])
+        return new.size > 0
+
+    def pour(self, ids: Ints, level: int) -> Ints:
+        """Pours samples, costliest first, into the packs of a level; returns those without room."""
+        packs = np.flatnonzero(self.levels == level)
         if not packs.size or not ids.size:
             return ids
-        slack, room, costs = self.slack[packs], self.room[packs], batch.costs[level, ids]
-        tokens = batch.tokens[level, ids]
-        loads = -slack[:, 0]
-        found = pour(costs, tokens, slack=slack, room=room, loads=loads, added=costs, within=within)
-        self.slack[packs], self.room[packs] = slack, room
+        costs, weights = self.batch.costs[level, ids], self.batch.tokens[level, ids]
+        slack, room = self.slack[packs, None], self.room[packs, None]
+        found = pour(costs, weights, slack=slack, room=room, loads=-slack[:, 0], added=costs, within=True)
+        self.slack[packs], self.room[packs] = slack[:, 0], room[:, 0]
         self.pack_of[ids[found >= 0]] = packs[found[found >= 0]]
         return ids[found < 0]
 
+    def needed(self, ids: Ints, level: int) -> int:
+        """Packs of a level that samples fill."""
+        costs, tokens = (int(table[level, ids].sum()) for table in (self.batch.costs, self.batch.tokens))
+        return max(-(-costs // max(self.height, 1)), -(-tokens // self.batch.cap), int(ids.size > 0))
+
 
 def fill(batch: SizedBatch, outline: Outline, *, height: int) -> tuple[Packs, int]:
-    """Packs for all samples, beside giants as high as these, else of `height`; and the work that found no room."""
-    left = 0
+    """Packs for all samples: beside giants as high as these, else of `height`; and the work that needed more rows."""
     levels = batch.levels_within(outline.limit)
-    costs = batch.at(batch.costs, levels)
-    high = np.flatnonzero(costs > height)
+    costs, tokens = batch.at(batch.costs, levels), batch.at(batch.tokens, levels)
+    high = np.flatnonzero((costs > height) | (tokens > batch.cap))
     high = high[np.lexsort((-levels[high], -costs[high]))]
     row_of, tops, spare = _first_fit(costs[high], levels[high], num_leaves=batch.num_leaves)
     pack_of = np.full(batch.num_samples, -1, dtype=np.int64)
     pack_of[high] = np.arange(high.size)
-    held = batch.at(batch.tokens, levels)[high]
-    packs = Packs(
-        levels[high],
-        slack=(tops[row_of] - costs[high])[:, None],
-        room=np.where(held > batch.cap, -1, batch.cap - held)[:, None],
-        pack_of=pack_of,
-    )
-    num_low = max(outline.num_rows - tops.size, 0)
-    heights = np.concatenate([tops, np.full(num_low, height, dtype=np.int64)])
-    spare = np.concatenate([spare, np.full(num_low, batch.num_leaves, dtype=np.int64)])
+    room = np.where(tokens[high] > batch.cap, -1, batch.cap - tokens[high])
+    packs = Packs(batch, levels[high], tops[row_of] - costs[high], room, pack_of, tops, spare, height)
+    packs.add_rows(max(outline.num_rows - tops.size, 0))
+    left = 0
     for level in range(batch.num_levels - 1, -1, -1):
-        ids = np.flatnonzero((levels == level) & (packs.pack_of < 0))
+        ids = np.flatnonzero((levels == level) & (pack_of < 0))
         ids = ids[np.argsort(-costs[ids], kind="stable")]
         if not level:
-            packs.open(0, heights.repeat(spare), cap=batch.cap)
-        ids = packs.pour(batch, ids, level=level)
-        while level and ids.size:
-            by_cost = -(-int(batch.costs[level, ids].sum()) // height) if height else 1
-            by_tokens = -(-int(batch.tokens[level, ids].sum()) // batch.cap)
-            available = spare >> level
-            taken = np.clip(max(by_cost, by_tokens, 1) - (np.cumsum(available) - available), 0, available)
-            if not taken.any():
-                break
-            spare -= taken << level
-            packs.open(level, heights.repeat(taken), cap=batch.cap)
-            ids = packs.pour(batch, ids, level=level)
-        for larger in range(level + 1, batch.num_levels):
-            ids = packs.pour(batch, ids, level=larger)
-        left += int((batch.costs[level, ids] << level).sum())
-        _open_more(batch, packs, ids, level=level, height=height)
+            packs.open(0, batch.num_leaves * packs.spare.size)
+        ids = packs.pour(ids, level)
+        while ids.size:
+            if packs.open(level, packs.needed(ids, level)):
+                ids = packs.pour(ids, level)
+                continue
+            for larger in range(level + 1, batch.num_levels):
+                ids = packs.pour(ids, larger)
+            left += int((batch.costs[level, ids] << level).sum())
+            packs.add_rows(-(-(packs.needed(ids, level) << level) // batch.num_leaves))
     return packs, left
 
 
-def _open_more(batch: SizedBatch, packs: Packs, ids: Ints, *, level: int, height: int) -> None:
-    """Packs of their own for samples that no row has room for: `shelve` adds rows."""
-    while ids.size:
-        first, held = packs.levels.size, batch.tokens[level, ids]
-        over = ids[held > batch.cap]
-        packs.pack_of[over] = first + np.arange(over.size)
-        packs.open(level, np.zeros(over.size, dtype=np.int64), cap=-1)
-        ids = ids[held <= batch.cap]
-        by_cost = int(batch.costs[level, ids].sum()) // max(height, 1)
-        count = max(-(-int(batch.tokens[level, ids].sum()) // batch.cap), min(by_cost, ids.size), int(ids.size > 0))
-        packs.open(level, np.full(count, height, dtype=np.int64), cap=batch.cap)
-        ids = packs.pour(batch, ids, level=level, first=first + over.size, within=False)
-
-
-def _first_fit(costs: Ints, levels: Ints, *, num_leaves: int) -> tuple[Ints, Ints, Ints]:
-    """Rows of packs that come by falling cost: the row of each, the height of each row and the leaves it has left."""
-    row_of: list[int] = []
-    heights: list[int] = []
-    spare: list[int] = []
-    first_open = 0
-    for cost, level in zip(costs.tolist(), levels.tolist(), strict=True):
-        while first_open < len(spare) and not spare[first_open]:
-            first_open += 1
-        row = next((row for row in range(first_open, len(spare)) if spare[row] >> level), len(spare))
-        if row == len(spare):
-            heights.append(cost)
-            spare.append(num_leaves)
-        spare[row] -= 1 << level
-        row_of.append(row)
-    return np.array(row_of, dtype=np.int64), np.array(heights, dtype=np.int64), np.array(spare, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Packs in rows of all leaves.
-
-    Attributes:
-        heights: `[num_rows]` int64 cost of each row, fixed costs included.
-        levels: `[num_packs]` int64, log2 of the leaves that share a pack.
-        row_of_pack: `[num_packs]` int64; 0 for packs that hold nothing.
-        leaf_of_pack: `[num_packs]` int64 first leaf.
-        pack_of: `[num_samples]` int64.
-    """
-
-    heights: Ints
-    levels: Ints
-    row_of_pack: Ints
-    leaf_of_pack: Ints
-    pack_of: Ints
-
-
-def shelve(batch: SizedBatch, packs: Packs) -> Rows:
+def shelve(batch: SizedBatch, packs: Packs) -> SizedPlan:
     """Packs by falling cost into the first row with room, as in strip packing with shelves; like stand with like.
 
     Free leaves of a row join its costliest packs: this lowers the row and avoids dummies.
@@ -453,24 +353,23 @@ def shelve(batch: SizedBatch, packs: Packs) -> Rows:
     levels, pack_of = packs.levels.copy(), packs.pack_of
     loads = sums(batch.at(batch.costs, levels[pack_of]), pack_of, levels.size)
     counts = np.bincount(pack_of, minlength=levels.size)
-    used = np.flatnonzero(counts)
-    order = used[np.lexsort((-levels[used], -loads[used]))]
+    order = np.flatnonzero(counts)
+    order = order[np.lexsort((-levels[order], -loads[order]))]
     row_of, _, spare = _first_fit(loads[order], levels[order], num_leaves=batch.num_leaves)
-    num_rows = -(-max(spare.size, 1) // batch.multiple) * batch.multiple
-    heights = np.full(num_rows, batch.launch, dtype=np.int64)
     rows, leaves = np.zeros((2, levels.size), dtype=np.int64)
     samples = np.split(np.argsort(pack_of, kind="stable"), np.cumsum(counts)[:-1])
     for row, free in enumerate(spare.tolist()):
         of_row = order[row_of == row]
-        heights[row] += _widen(batch, samples, of_row.tolist(), loads=loads, levels=levels, spare=free)
-        by_size = of_row[np.lexsort((of_row, -levels[of_row]))]
+        _widen(batch, samples, of_row.tolist(), loads=loads, levels=levels, spare=free)
         # The largest first, so that each starts at a multiple of its size.
+        by_size = of_row[np.lexsort((of_row, -levels[of_row]))]
         rows[of_row], leaves[by_size] = row, np.cumsum(1 << levels[by_size]) - (1 << levels[by_size])
-    return Rows(heights, levels, rows, leaves, pack_of)
+    num_slots = np.full(batch.num_leaves, -(-spare.size // batch.multiple) * batch.multiple)
+    return _sized_plan(leaves[pack_of], rows[pack_of], levels=levels[pack_of], num_slots=num_slots)
 
 
-def _widen(batch: SizedBatch, samples: list[Ints], packs: list[int], *, loads: Ints, levels: Ints, spare: int) -> int:
-    """Doubles the costliest packs of a row while it has free leaves; returns the height of the row.
+def _widen(batch: SizedBatch, samples: list[Ints], packs: list[int], *, loads: Ints, levels: Ints, spare: int) -> None:
+    """Doubles the costliest packs of a row, while it has free leaves and that makes the row no higher.
 
     Args:
         batch: the global batch.
@@ -497,4 +396,21 @@ def _widen(batch: SizedBatch, samples: list[Ints], packs: list[int], *, loads: I
         spare -= 1 << level
         levels[pack] = larger
         heapreplace(heap, (-wider, pack))
-    return max(fixed, -heap[0][0]) if heap else fixed
+
+
+def _first_fit(costs: Ints, levels: Ints, *, num_leaves: int) -> tuple[Ints, Ints, Ints]:
+    """Rows of packs that come by falling cost: the row of each, the height of each row and the leaves it has left."""
+    row_of: list[int] = []
+    heights: list[int] = []
+    spare: list[int] = []
+    first_open = 0
+    for cost, level in zip(costs.tolist(), levels.tolist(), strict=True):
+        while first_open < len(spare) and not spare[first_open]:
+            first_open += 1
+        row = next((row for row in range(first_open, len(spare)) if spare[row] >> level), len(spare))
+        if row == len(spare):
+            heights.append(cost)
+            spare.append(num_leaves)
+        spare[row] -= 1 << level
+        row_of.append(row)
+    return np.array(row_of, dtype=np.int64), np.array(heights, dtype=np.int64), np.array(spare, dtype=np.int64)

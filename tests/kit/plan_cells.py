@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,11 @@ def _cells() -> Iterator[Cell]:
             topology = Topology(ranks, cp_size=cp_size, dynamic_cp=True, **extra)
             name = f"dynamic CP {objective} DP{ranks} CP{cp_size} {lengths}"
             yield Cell(name, f"dynamic CP {objective}", topology, lengths, count, SHARED, Limits(CAP // 2), seeds=2)
+    for ep_size in (8, 32):
+        topology = Topology(8, cp_size=4, ep_size=ep_size, dynamic_cp=True)
+        name = f"dynamic CP experts DP8 CP4 EP{ep_size} lognormal"
+        model = replace(EXPERTS, cp_exchange=500, per_microbatch=0)
+        yield Cell(name, "dynamic CP experts", topology, "lognormal", 512, model, Limits(CAP // 2), seeds=2)
 
 
 CELLS = {cell.name: cell for cell in _cells()}

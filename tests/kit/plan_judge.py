@@ -56,10 +56,11 @@ class Batch:
 
     @property
     def expert_span(self) -> int:
-        """Neighbouring data-parallel ranks of one expert-parallel group."""
+        """Neighbouring data-parallel ranks of one expert-parallel group; leaves with dynamic context parallelism."""
         ranks = self.topology
-        span = -(-ranks.etp_size * ranks.ep_size // (ranks.tp_size * ranks.cp_size))
-        return 1 if ranks.ep_size == 1 else min(max(span, 1), ranks.dp_size)
+        cp_size, num_ranks = (1, ranks.dp_size * ranks.cp_size) if ranks.dynamic_cp else (ranks.cp_size, ranks.dp_size)
+        span = -(-ranks.etp_size * ranks.ep_size // (ranks.tp_size * cp_size))
+        return 1 if ranks.ep_size == 1 else min(max(span, 1), num_ranks)
 
     @cached_property
     def images(self) -> list[int]:
@@ -180,6 +181,8 @@ class Batch:
         launch, tokens = model.per_microbatch, sum(min(length, cap * sizes[-1]) for length in self.lengths)
         # Micro-batches, each counted on all its ranks.
         fixed = max(ranks, -(-tokens // cap)) * launch
+        if self.expert_span > 1:  # whoever shares it, and whenever
+            fixed += model.expert_linear * sum(self.padded(length, 1) for length in self.lengths)
         low, high = 0, sum(of_sample[-1][0] * of_sample[-1][1] for of_sample in work) + fixed
         while low < high:
             time = (low + high) // 2
@@ -191,9 +194,9 @@ class Batch:
         return -(-low // self.topology.pp_size) if self.is_makespan else low
 
     def cost_on(self, length: int, size: int) -> int:
-        """Cost of a sample, summed over the `size` ranks that share it."""
+        """Cost of a sample, summed over the `size` ranks that share it, without what expert-parallel groups share."""
         model, tokens = self.cost_model, self.padded(length, size)
-        per_token = (model.linear + model.expert_linear) * tokens
+        per_token = (model.linear + model.expert_linear * (self.expert_span == 1)) * tokens
         attention = model(tokens) - model.linear * tokens - model.per_sequence
         received = model.cp_exchange * (size - 1) * tokens
         return per_token + max(attention, received) + model.per_sequence * size

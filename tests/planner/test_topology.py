@@ -32,7 +32,8 @@ def test_a_micro_batch_is_aligned_on_each_gpu_and_holds_whole_chunks():
 @pytest.mark.parametrize(
     ("ranks", "span"),
     [({}, 1), ({"ep_size": 4}, 4), ({"ep_size": 4, "tp_size": 4}, 1), ({"ep_size": 4, "cp_size": 2}, 2),
-     ({"ep_size": 2, "etp_size": 4, "tp_size": 4}, 2), ({"ep_size": 64}, 8)],
+     ({"ep_size": 2, "etp_size": 4, "tp_size": 4}, 2), ({"ep_size": 64}, 8),
+     ({"ep_size": 4, "cp_size": 2, "dynamic_cp": True}, 4)],
 )  # fmt: skip
 def test_expert_groups_reach_over_neighbouring_ranks(ranks, span):
     assert Topology(8, **ranks).ep_span == span
