@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner import DataSchedule, SizedPlan, build_data_schedule
+from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 POLICIES: Mapping[str, int | None] = {"CP4": 4, "CP2": 2, "dynamic": None}
@@ -55,8 +55,18 @@ def plan(
     sizes = np.ones((topology.num_leaves, fixed.num_microbatches), dtype=np.int64)
     for of_rank, of_slot in zip(rank.tolist(), slot.tolist(), strict=True):
         sizes[of_rank * cp_size : (of_rank + 1) * cp_size, of_slot] = cp_size
-    made = own.with_plan(SizedPlan(rank * cp_size * fixed.num_microbatches + slot, sizes))
-    return replace(made, algorithm=f"CP{cp_size}", lower_bound=0).check()
+    slot_of, batch = rank * cp_size * fixed.num_microbatches + slot, own.batch()
+    return replace(
+        own,
+        slot_of=slot_of,
+        num_microbatches=fixed.num_microbatches,
+        cp_size_grid=sizes,
+        cost_grid=batch.cost_grid(slot_of, sizes),
+        predicted_cost=batch.time(slot_of, sizes),
+        padded_lengths=own.padded(sizes.reshape(-1)[slot_of]),
+        algorithm=f"CP{cp_size}",
+        lower_bound=0,
+    ).check()
 
 
 def shared_cost(cost_model: CostModel, *, cp_size: int) -> CostModel:

@@ -9,9 +9,8 @@ from megatron_balance.planner.batch import Batch
 from megatron_balance.planner.bounds import lower_bound
 from megatron_balance.planner.build import ALGORITHMS, balance, build_data_schedule
 from megatron_balance.planner.dynamic_cp import SizedBatch
-from megatron_balance.planner.dynamic_plan import SizedPlan
 from megatron_balance.planner.fixed_ranks import partition_items
-from megatron_balance.planner.inputs import Images, as_integers, number_groups, sum_segments
+from megatron_balance.planner.inputs import Images, Problem, as_integers, number_groups
 from megatron_balance.planner.karmarkar_karp import karmarkar_karp
 from megatron_balance.planner.locality import Homes, keep_local
 from megatron_balance.planner.metrics import (
@@ -42,11 +41,11 @@ __all__ = [
     "Homes",
     "Images",
     "OBJECTIVES",
+    "Problem",
     "RankLists",
     "Ranks",
     "ScheduleMetrics",
     "SizedBatch",
-    "SizedPlan",
     "as_integers",
     "assignment_metrics",
     "balance",
@@ -67,7 +66,6 @@ __all__ = [
     "resolve_objective",
     "schedule_metrics",
     "slowest_over_mean",
-    "sum_segments",
     "sync_group_size",
     "waiting",
 ]

@@ -10,11 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
+from megatron_balance.cost.model import MAX_TOTAL_COST
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.inputs import Images, Ints, sum_segments
+from megatron_balance.planner.inputs import Ints, Problem, sum_segments
 from megatron_balance.planner.times import Waiting, waiting
-from megatron_balance.topology import Limits, Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,56 +136,39 @@ def sums(values: Ints, index: Ints, size: int) -> Ints:
     return out
 
 
-def make_batch(
-    padded_lengths: Ints,
-    *,
-    cost_model: CostModel,
-    topology: Topology,
-    limits: Limits,
-    objective: str,
-    num_segments: Ints | None = None,
-    images: Images | None = None,
-) -> Batch:
-    """Turns lengths, a cost model, ranks and limits into integers.
+def make_batch(problem: Problem) -> Batch:
+    """Lengths, cost model, ranks and limits in integers, at one context-parallel size.
 
-    Args:
-        padded_lengths: `[num_samples]` int64, tokens; with `num_segments`, of every segment.
-        cost_model: cost of a sample.
-        topology: the ranks.
-        limits: token or sample cap of a micro-batch.
-        objective: `step`, `microbatch` or `pipeline`.
-        num_segments: `[num_samples]` int64 segments of each sample, whose tokens and cost are sums over them.
-        images: those of the samples, whose costs are added to theirs; None for none. They take no room in a
-            micro-batch beside the tokens that they become.
+    Images take no room in a micro-batch beside the tokens that they become.
 
     Raises:
         BalanceError: expert-parallel groups do not divide the data-parallel ranks.
     """
+    topology, cost_model, limits, images = problem.topology, problem.cost_model, problem.limits, problem.images
     expert_span = topology.ep_span
     if topology.dp_size % expert_span:
         raise BalanceError(
             f"ep_size is {topology.ep_size}: expert-parallel groups of {expert_span} data-parallel ranks "
             f"do not divide dp_size {topology.dp_size}."
         )
-    scaled = cost_model.sample_costs(padded_lengths, image_patches=None if images is None else images.sums)
-    own = sum_segments(scaled.costs, num_segments=num_segments)
-    shared = sum_segments(scaled.expert_costs, num_segments=num_segments)
-    tokens = sum_segments(padded_lengths, num_segments=num_segments)
+    padded = topology.padded_seq_len(problem.segments)
+    scaled = cost_model.sample_costs(padded, image_patches=None if images is None else images.sums)
+    columns = (scaled.costs, scaled.expert_costs, padded)
+    own, shared, tokens = (sum_segments(column, num_segments=problem.num_segments) for column in columns)
     if expert_span == 1:
         # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
         own, shared = own + shared, np.zeros_like(shared)
     costs = own[None]
-    where = waiting(objective, topology=topology)
+    where = waiting(problem.objective, topology=topology)
     if images is not None:
         meets_between = where.in_slots and where.span > 1 and where.pp_size == 1
         costs = np.stack([scaled.image_costs, own]) if meets_between else (own + scaled.image_costs)[None]
     cap = limits.max_tokens_per_microbatch(topology)
-    weights = np.ones_like(tokens) if cap is None else np.minimum(tokens, cap + 1)
     launch = cost_model.per_microbatch
     return Batch(
         costs,
         shared=shared,
-        weights=weights,
+        weights=np.ones_like(tokens) if cap is None else np.minimum(tokens, cap + 1),
         cap=cap or limits.micro_batch_size or 1,
         num_ranks=topology.dp_size,
         waiting=where,

@@ -26,21 +26,10 @@ from megatron_balance.planner.bounds import lower_bound
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.dynamic_plan import plan_sizes
 from megatron_balance.planner.fixed_ranks import assign_groups, karmarkar_karp_plan, plan_on_ranks
-from megatron_balance.planner.inputs import (
-    Images,
-    Ints,
-    as_home_ranks,
-    as_integers,
-    as_num_segments,
-    groups_that_split,
-    number_groups,
-    padded_at,
-    sum_segments,
-)
+from megatron_balance.planner.inputs import Images, Ints, Problem, check_kind, groups_that_split, number_groups
 from megatron_balance.planner.locality import Homes, keep_local
 from megatron_balance.planner.plan import Plan, plan
 from megatron_balance.planner.schedule import DataSchedule, batch_of
-from megatron_balance.planner.times import resolve_objective
 from megatron_balance.topology import Limits, Topology
 
 ALGORITHMS = ("level_packing", "karmarkar_karp")
@@ -145,63 +134,45 @@ def build_data_schedule(
         >>> schedule.ranks
         (((0, 3),), ((1, 2),))
     """
-    arguments: tuple[tuple[str, Any, type[object]], ...] = (
-        ("cost_model", cost_model, CostModel),
-        ("topology", topology, Topology),
-        ("limits", limits, Limits),
-        ("objective", objective, str),
-        ("algorithm", algorithm, str),
-        ("keep_groups", keep_groups, str),
-        ("move_samples", move_samples, bool),
-        ("relabel", relabel, bool),
+    problem = Problem.of(
+        lengths,
+        cost_model=cost_model,
+        topology=topology,
+        limits=limits,
+        objective=objective,
+        num_segments=num_segments,
+        image_patches=image_patches,
+        home_ranks=home_ranks,
+        ranks_per_node=ranks_per_node,
     )
-    for name, value, kind in arguments:
-        if not isinstance(value, kind):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BalanceError(f"{name} is {value!r}: it must be a {kind.__name__}.")
-    objective = resolve_objective(objective, topology=topology)
+    check_kind("move_samples", move_samples, bool)
+    check_kind("relabel", relabel, bool)
     if algorithm not in ("auto", *ALGORITHMS):
         raise BalanceError(f"algorithm is {algorithm!r}: it must be one of auto, {', '.join(ALGORITHMS)}.")
     algorithm = "level_packing" if algorithm == "auto" else algorithm
-    if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
-        raise BalanceError(f"ranks_per_node is {ranks_per_node!r}: it must be an integer of at least 1.")
-    of_segments = as_integers(lengths, name="lengths")
-    counts = None if num_segments is None else as_num_segments(num_segments, num_lengths=of_segments.size)
-    original = sum_segments(of_segments, num_segments=counts)
-    if home_ranks is None and not move_samples:
+    homes = problem.home_ranks
+    if homes is None and not move_samples:
         raise BalanceError("move_samples is False: home_ranks must say which rank loaded each sample.")
-    homes = None
-    if home_ranks is not None:
-        homes = as_home_ranks(home_ranks, num_samples=original.size, dp_size=topology.dp_size)
-    kept = _kept_groups(groups, keep_groups=keep_groups, num_samples=original.size)
-    if kept is not None and not move_samples:
-        assert homes is not None
+    kept = _kept_groups(groups, keep_groups=keep_groups, num_samples=problem.lengths.size)
+    if kept is not None and homes is not None and not move_samples:
         split = groups_that_split(kept, ranks=homes)
         if split.size:
             raise BalanceError(
                 f"move_samples is False, but {split.size} groups were loaded by more than one rank: let samples "
                 "move, or set keep_groups to 'step'."
             )
-    images = None if image_patches is None else Images.of(image_patches, num_samples=original.size)
     if topology.dynamic_cp:
         # These bind samples, or work on them, to one rank, but others share them by context parallelism.
         for is_set, name, remedy in (
             (algorithm != "level_packing", f"algorithm {algorithm!r}", "leave it at auto"),
             (not move_samples, "move_samples=False", "let samples move"),
             (kept is not None, "keep_groups='rank'", "set it to 'step'"),
-            (images is not None, "image_patches", "leave them out"),
+            (image_patches is not None, "image_patches", "leave them out"),
             (ranks_per_node is not None, f"ranks_per_node={ranks_per_node}", "leave it out"),
         ):
             if is_set:
                 raise BalanceError(f"{name} does not go with Topology.dynamic_cp: {remedy}, or plan at one size.")
-    batch = batch_of(
-        of_segments,
-        cost_model=cost_model,
-        topology=topology,
-        limits=limits,
-        objective=objective,
-        num_segments=counts,
-        images=images,
-    )
+    batch = batch_of(problem)
     moved: int | None = None
     if isinstance(batch, SizedBatch):
         sized = plan_sizes(batch)
@@ -217,15 +188,15 @@ def build_data_schedule(
         slot_of, num_microbatches = planned.slot_of, planned.num_microbatches
         batch.check_total(num_microbatches=num_microbatches)
         if homes is not None:
-            at_home = Homes(homes, tokens=original, ranks_per_node=ranks_per_node)
+            at_home = Homes(homes, tokens=problem.lengths, ranks_per_node=ranks_per_node)
             moved = at_home.moved_tokens(slot_of // num_microbatches)
             if move_samples and relabel:
                 slot_of = keep_local(
                     batch, slot_of, num_microbatches=num_microbatches, homes=at_home, whole_ranks=kept is not None
                 )
         cp_sizes = np.full((topology.dp_size, num_microbatches), topology.cp_size, dtype=np.int64)
-    sizes = cp_sizes.reshape(-1)[slot_of]
     return DataSchedule(
+        **vars(problem),
         slot_of=slot_of,
         num_microbatches=cp_sizes.shape[1],
         cp_size_grid=cp_sizes,
@@ -233,22 +204,12 @@ def build_data_schedule(
         cost_shift=batch.shift,
         predicted_cost=batch.time(slot_of, cp_sizes),
         lower_bound=lower_bound(batch),
-        objective=objective,
         algorithm=algorithm,
-        lengths=original,
-        padded_lengths=padded_at(of_segments, num_segments=counts, topology=topology, sizes=sizes),
-        num_segments=counts,
-        segment_lengths=None if counts is None else of_segments,
-        images=images,
+        padded_lengths=problem.padded(cp_sizes.reshape(-1)[slot_of]),
         oversized=tuple(batch.oversized.tolist()),
-        home_ranks=homes,
         move_samples=move_samples,
         moved_tokens_before_relabel=moved,
-        ranks_per_node=ranks_per_node,
         groups=kept,
-        topology=topology,
-        limits=limits,
-        cost_model=cost_model,
     )
 
 

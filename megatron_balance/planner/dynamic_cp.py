@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.batch import sums
-from megatron_balance.planner.inputs import Ints, sum_segments
+from megatron_balance.planner.inputs import Ints, Problem, sum_segments
 from megatron_balance.planner.times import Waiting, pipeline_makespans, waiting
-from megatron_balance.topology import Limits, Topology
 
 NEVER = int(np.iinfo(np.int64).max)
 
@@ -204,16 +203,9 @@ def first_leaves(cp_sizes: Ints) -> Ints:
     return leaves - leaves % np.maximum(cp_sizes, 1)
 
 
-def make_sized_batch(
-    lengths: Ints,
-    *,
-    cost_model: CostModel,
-    topology: Topology,
-    limits: Limits,
-    objective: str,
-    num_segments: Ints | None = None,
-) -> SizedBatch:
-    """Padded tokens and cost of every sample at every size; arguments as for `batch_of`."""
+def make_sized_batch(problem: Problem) -> SizedBatch:
+    """Padded tokens and cost of every sample at every size, in integers."""
+    topology, cost_model, limits = problem.topology, problem.cost_model, problem.limits
     if limits.max_tokens_per_gpu is None:
         raise BalanceError(
             f"Limits.micro_batch_size is {limits.micro_batch_size} with Topology.dynamic_cp: sizes follow from a token "
@@ -222,23 +214,22 @@ def make_sized_batch(
     sizes, per_token = topology.dynamic_cp_sizes, cost_model.expert_linear
     if topology.ep_span == 1:
         cost_model, per_token = replace(cost_model, linear=cost_model.linear + per_token, expert_linear=0), 0
-    unique, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    unique, inverse, counts = np.unique(problem.segments, return_inverse=True, return_counts=True)
     padded = [topology.at_cp_size(size).padded_seq_len(unique) for size in sizes]
     own = [_own_costs(of_size, size=size, cost_model=cost_model) for of_size, size in zip(padded, sizes, strict=True)]
     shared = [of_size.astype(object) * per_token for of_size in padded]
-    num_samples = lengths.size if num_segments is None else num_segments.size
     # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
     most = sum(cost * count for cost, count in zip((own[-1] + shared[-1]).tolist(), counts.tolist(), strict=True))
-    most += cost_model.per_microbatch * (num_samples + 1) * topology.num_leaves
+    most += cost_model.per_microbatch * (problem.lengths.size + 1) * topology.num_leaves
     shift = max(0, most.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
 
     def of_samples(costs: NDArray[Any], size: int) -> Ints:
         """Costs on each of `size` ranks."""
         per_rank = np.where(costs > 0, np.maximum(-(-costs // size) >> shift, 1), 0).astype(np.int64)
-        return sum_segments(per_rank[inverse], num_segments=num_segments)
+        return sum_segments(per_rank[inverse], num_segments=problem.num_segments)
 
     def tokens_of(tokens: Ints, size: int) -> Ints:
-        return -(-sum_segments(tokens[inverse], num_segments=num_segments) // size)
+        return -(-sum_segments(tokens[inverse], num_segments=problem.num_segments) // size)
 
     return SizedBatch(
         np.stack([of_samples(costs, size) for costs, size in zip(own, sizes, strict=True)]),
@@ -248,8 +239,8 @@ def make_sized_batch(
         launch=max(cost_model.per_microbatch >> shift, 1) if cost_model.per_microbatch else 0,
         num_leaves=topology.num_leaves,
         expert_span=topology.ep_span,
-        waiting=waiting(objective, topology=topology),
-        even=topology.has_even_slots or objective != "step",
+        waiting=waiting(problem.objective, topology=topology),
+        even=topology.has_even_slots or problem.objective != "step",
         multiple=topology.microbatch_multiple,
         shift=shift,
     )

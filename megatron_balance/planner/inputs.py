@@ -1,4 +1,4 @@
-"""Turns the arguments of a caller into checked arrays: lengths, segments, images, home ranks, groups.
+"""What is to be planned: the arguments of a caller, checked, as arrays: lengths, segments, images, home ranks, groups.
 
 A sample may be made of several segments, documents packed into one sequence. Attention does not cross from one to the
 next and each is padded by itself, so a sample's tokens and its cost are sums over segments.
@@ -13,8 +13,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.topology import Topology
+from megatron_balance.planner.times import resolve_objective
+from megatron_balance.topology import Limits, Topology
 
 Ints = NDArray[np.int64]
 
@@ -49,25 +51,6 @@ def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 
     return array.astype(np.int64)
 
 
-def as_num_segments(values: Sequence[int] | NDArray[Any], *, num_lengths: int) -> Ints:
-    """Segments of each sample as int64, `[num_samples]`.
-
-    Args:
-        values: `[num_samples]`; a sample may have none.
-        num_lengths: number of segment lengths.
-
-    Raises:
-        BalanceError: an entry is wrong, or they do not sum to `num_lengths`.
-    """
-    num_segments = as_integers(values, name="num_segments")
-    if int(num_segments.sum()) != num_lengths:
-        raise BalanceError(
-            f"num_segments sums to {int(num_segments.sum())}: with it, lengths holds the length of every segment, "
-            f"and it holds {num_lengths}."
-        )
-    return num_segments
-
-
 def sum_segments(values: Ints, *, num_segments: Ints | None) -> Ints:
     """Sums over the segments of each sample, `[sum(num_segments)]` → `[num_samples]`; unchanged where None."""
     if num_segments is None:
@@ -75,30 +58,6 @@ def sum_segments(values: Ints, *, num_segments: Ints | None) -> Ints:
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
     ends = np.cumsum(num_segments)
     return sums[ends] - sums[ends - num_segments]
-
-
-def padded_at(lengths: Ints, *, num_segments: Ints | None, topology: Topology, sizes: Ints) -> Ints:
-    """Padded tokens of every sample at a context-parallel size of its own, `[num_samples]` as `sizes`."""
-    padded = np.zeros(sizes.size, dtype=np.int64)
-    for size in np.unique(sizes).tolist():
-        at_size = sum_segments(topology.at_cp_size(size).padded_seq_len(lengths), num_segments=num_segments)
-        padded[sizes == size] = at_size[sizes == size]
-    return padded
-
-
-def as_home_ranks(values: Sequence[int] | NDArray[Any], *, num_samples: int, dp_size: int) -> Ints:
-    """The rank that loaded each sample as int64, `[num_samples]`.
-
-    Raises:
-        BalanceError: an entry is no rank, or there is not one for each sample.
-    """
-    homes = as_integers(values, name="home_ranks")
-    if homes.size != num_samples:
-        raise BalanceError(f"home_ranks has {homes.size} entries: it must have one for each of {num_samples} lengths.")
-    if homes.size and int(homes.max()) >= dp_size:
-        index = int(homes.argmax())
-        raise BalanceError(f"home_ranks[{index}] is {homes[index]}: it must be below dp_size {dp_size}.")
-    return homes
 
 
 def number_groups(groups: Sequence[Hashable] | NDArray[Any]) -> Ints:
@@ -175,3 +134,107 @@ class Images:
         patches = as_integers(flat, name="image_patches", bits=30)  # so that squares fit in int64
         of_samples = np.array(counts, dtype=np.int64)
         return cls(np.stack([sum_segments(power, num_segments=of_samples) for power in (patches, patches**2)], axis=1))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Problem:
+    """A global batch, the ranks that run it, and how its plans are judged.
+
+    Attributes:
+        lengths: `[num_samples]` int64 original tokens.
+        cost_model: cost of a sample.
+        topology: the ranks.
+        limits: token or sample cap of a micro-batch.
+        objective: `step`, `microbatch` or `pipeline`.
+        num_segments: `[num_samples]` int64 segments of each sample, or None where each is one.
+        segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
+        images: those of the samples, or None where there are none.
+        home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None where it is not known.
+        ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
+    """
+
+    lengths: Ints
+    cost_model: CostModel
+    topology: Topology
+    limits: Limits
+    objective: str
+    num_segments: Ints | None = None
+    segment_lengths: Ints | None = None
+    images: Images | None = None
+    home_ranks: Ints | None = None
+    ranks_per_node: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int] | NDArray[Any],
+        *,
+        cost_model: CostModel,
+        topology: Topology,
+        limits: Limits,
+        objective: str = "auto",
+        num_segments: Sequence[int] | NDArray[Any] | None = None,
+        image_patches: Sequence[Sequence[int]] | Images | None = None,
+        home_ranks: Sequence[int] | NDArray[Any] | None = None,
+        ranks_per_node: int | None = None,
+    ) -> Problem:
+        """The arguments of `build_data_schedule` that other functions share, checked.
+
+        Raises:
+            BalanceError: an argument is wrong, or does not go with another; names it and the remedy.
+        """
+        check_kind("cost_model", cost_model, CostModel)
+        check_kind("topology", topology, Topology)
+        check_kind("limits", limits, Limits)
+        check_kind("objective", objective, str)
+        objective = resolve_objective(objective, topology=topology)
+        if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
+            raise BalanceError(f"ranks_per_node is {ranks_per_node!r}: it must be an integer of at least 1.")
+        segments = as_integers(lengths, name="lengths")
+        counts = None if num_segments is None else as_integers(num_segments, name="num_segments")
+        if counts is not None and int(counts.sum()) != segments.size:
+            raise BalanceError(
+                f"num_segments sums to {int(counts.sum())}: with it, lengths holds the length of every segment, "
+                f"and it holds {segments.size}."
+            )
+        original = sum_segments(segments, num_segments=counts)
+        homes = None if home_ranks is None else as_integers(home_ranks, name="home_ranks")
+        if homes is not None and homes.size != original.size:
+            raise BalanceError(
+                f"home_ranks has {homes.size} entries: it must have one for each of {original.size} lengths."
+            )
+        if homes is not None and int(homes.max(initial=0)) >= topology.dp_size:
+            index = int(homes.argmax())
+            raise BalanceError(f"home_ranks[{index}] is {homes[index]}: it must be below dp_size {topology.dp_size}.")
+        return cls(
+            lengths=original,
+            cost_model=cost_model,
+            topology=topology,
+            limits=limits,
+            objective=objective,
+            num_segments=counts,
+            segment_lengths=None if counts is None else segments,
+            images=None if image_patches is None else Images.of(image_patches, num_samples=original.size),
+            home_ranks=homes,
+            ranks_per_node=ranks_per_node,
+        )
+
+    @property
+    def segments(self) -> Ints:
+        """`[sum(num_segments)]` original tokens of every segment."""
+        return self.lengths if self.segment_lengths is None else self.segment_lengths
+
+    def padded(self, sizes: Ints) -> Ints:
+        """Padded tokens of every sample at a context-parallel size of its own, `[num_samples]` as `sizes`."""
+        padded = np.zeros_like(sizes)
+        for size in np.unique(sizes).tolist():
+            of_segments = self.topology.at_cp_size(size).padded_seq_len(self.segments)
+            at_size = sum_segments(of_segments, num_segments=self.num_segments)
+            padded[sizes == size] = at_size[sizes == size]
+        return padded
+
+
+def check_kind(name: str, value: object, kind: type[object]) -> None:
+    """Raises BalanceError if an argument is of another type."""
+    if not isinstance(value, kind):
+        raise BalanceError(f"{name} is {value!r}: it must be a {kind.__name__}.")

@@ -18,15 +18,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner.batch import Batch, sums
 from megatron_balance.planner.bounds import lower_bound, single_sample_floor
 from megatron_balance.planner.dynamic_cp import SizedBatch
-from megatron_balance.planner.inputs import (
-    Images,
-    Ints,
-    as_home_ranks,
-    as_integers,
-    as_num_segments,
-    padded_at,
-    sum_segments,
-)
+from megatron_balance.planner.inputs import Ints, Problem
 from megatron_balance.planner.locality import Homes
 from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.planner.times import pipeline_makespans, resolve_objective, waiting
@@ -95,19 +87,9 @@ def schedule_metrics(
         cost_model: judge by this one instead of the plan's own.
         objective: judge by this one instead of the plan's own; slots stay in their order.
     """
-    figures = plan_metrics(
-        schedule.slot_of,
-        schedule.cp_size_grid,
-        of_segments=schedule.lengths if schedule.segment_lengths is None else schedule.segment_lengths,
-        num_segments=schedule.num_segments,
-        images=schedule.images,
-        cost_model=cost_model or schedule.cost_model,
-        topology=schedule.topology,
-        limits=schedule.limits,
-        objective=resolve_objective(objective or schedule.objective, topology=schedule.topology),
-        home_ranks=schedule.home_ranks,
-        ranks_per_node=schedule.ranks_per_node,
-    )
+    objective = resolve_objective(objective or schedule.objective, topology=schedule.topology)
+    judged = replace(schedule, cost_model=cost_model or schedule.cost_model, objective=objective)
+    figures = plan_metrics(judged, schedule.slot_of, schedule.cp_size_grid)
     return replace(figures, moved_tokens_before_relabel=schedule.moved_tokens_before_relabel)
 
 
@@ -147,73 +129,34 @@ def assignment_metrics(
             "Topology.dynamic_cp is set: the figures of an assignment are those of one context-parallel size. Judge it "
             "at Topology.at_cp_size(cp_size), or a schedule by schedule_metrics."
         )
-    of_segments = as_integers(lengths, name="lengths")
-    counts = None if num_segments is None else as_num_segments(num_segments, num_lengths=of_segments.size)
-    num_samples = of_segments.size if counts is None else counts.size
-    homes = None
-    if home_ranks is not None:
-        homes = as_home_ranks(home_ranks, num_samples=num_samples, dp_size=topology.dp_size)
-    if len(ranks) != topology.dp_size:
-        raise BalanceError(f"the assignment has {len(ranks)} ranks: it must have dp_size {topology.dp_size}.")
-    num_microbatches = max(1, *(len(slots) for slots in ranks))
-    return plan_metrics(
-        _slot_of(ranks, num_samples=num_samples, num_microbatches=num_microbatches),
-        np.full((topology.dp_size, num_microbatches), topology.cp_size, dtype=np.int64),
-        of_segments=of_segments,
-        num_segments=counts,
-        images=None if image_patches is None else Images.of(image_patches, num_samples=num_samples),
-        cost_model=cost_model,
-        topology=topology,
-        limits=limits,
-        objective=resolve_objective(objective, topology=topology),
-        home_ranks=homes,
-        ranks_per_node=ranks_per_node,
-    )
-
-
-def plan_metrics(
-    slot_of: Ints,
-    cp_sizes: Ints,
-    *,
-    of_segments: Ints,
-    num_segments: Ints | None,
-    images: Images | None,
-    cost_model: CostModel,
-    topology: Topology,
-    limits: Limits,
-    objective: str,
-    home_ranks: Ints | None,
-    ranks_per_node: int | None,
-) -> ScheduleMetrics:
-    """Figures of samples in micro-batches, at one context-parallel size or at sizes of their own.
-
-    Args:
-        slot_of: `[num_samples]`, as of a DataSchedule.
-        cp_sizes: `[num_ranks, num_microbatches]`, as `cp_size_grid` of a DataSchedule.
-        of_segments: `[sum(num_segments)]` original tokens of every segment.
-        num_segments: `[num_samples]` segments of each sample, or None where each is one.
-        images: those of the samples, or None.
-        cost_model: cost of a sample.
-        topology: the ranks.
-        limits: of a micro-batch.
-        objective: resolved.
-        home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None.
-        ranks_per_node: data-parallel ranks of one node, or None.
-    """
-    batch = batch_of(
-        of_segments,
+    problem = Problem.of(
+        lengths,
         cost_model=cost_model,
         topology=topology,
         limits=limits,
         objective=objective,
         num_segments=num_segments,
-        images=images,
+        image_patches=image_patches,
+        home_ranks=home_ranks,
+        ranks_per_node=ranks_per_node,
     )
+    if len(ranks) != topology.dp_size:
+        raise BalanceError(f"the assignment has {len(ranks)} ranks: it must have dp_size {topology.dp_size}.")
+    num_microbatches = max(1, *(len(slots) for slots in ranks))
+    slot_of = _slot_of(ranks, num_samples=problem.lengths.size, num_microbatches=num_microbatches)
+    sizes = np.full((topology.dp_size, num_microbatches), topology.cp_size, dtype=np.int64)
+    return plan_metrics(problem, slot_of, sizes)
+
+
+def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMetrics:
+    """Figures of samples in micro-batches: `slot_of` and `cp_size_grid` of a DataSchedule."""
+    topology, limits, original = problem.topology, problem.limits, problem.lengths
+    batch = batch_of(problem)
     grid, predicted, bound = batch.cost_grid(slot_of, cp_sizes), batch.time(slot_of, cp_sizes), lower_bound(batch)
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
-    original, sizes = sum_segments(of_segments, num_segments=num_segments), cp_sizes.reshape(-1)[slot_of]
-    padded = padded_at(of_segments, num_segments=num_segments, topology=topology, sizes=sizes)
+    sizes = cp_sizes.reshape(-1)[slot_of]
+    padded = problem.padded(sizes)
     counts = np.bincount(slot_of, minlength=cp_sizes.size)
     # With sizes of their own the cap is a leaf's, else that of all context-parallel ranks together.
     held = sums(padded, slot_of, cp_sizes.size)
@@ -227,13 +170,14 @@ def plan_metrics(
 
     moved: int | None = None
     off_node: int | None = None
-    if home_ranks is not None and not topology.dynamic_cp:
-        homes, ranks = Homes(home_ranks, tokens=original, ranks_per_node=ranks_per_node), slot_of // cp_sizes.shape[1]
-        moved = homes.moved_tokens(ranks)
-        off_node = None if ranks_per_node is None else homes.moved_off_node_tokens(ranks)
+    if problem.home_ranks is not None and not topology.dynamic_cp:
+        homes = Homes(problem.home_ranks, tokens=original, ranks_per_node=problem.ranks_per_node)
+        moved = homes.moved_tokens(slot_of // cp_sizes.shape[1])
+        if problem.ranks_per_node is not None:
+            off_node = homes.moved_off_node_tokens(slot_of // cp_sizes.shape[1])
     of_size = sums(original, sizes, int(sizes.max(initial=topology.cp_size)) + 1)
     return ScheduleMetrics(
-        objective=objective,
+        objective=problem.objective,
         predicted_cost=predicted << batch.shift,
         lower_bound=bound << batch.shift,
         over_bound=predicted / bound if bound else 1.0,

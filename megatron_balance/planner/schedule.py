@@ -21,24 +21,21 @@ has as many neighbouring leaves as its size says.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.cost.model import CostModel
 from megatron_balance.planner.batch import Batch, make_batch, sums
 from megatron_balance.planner.dynamic_cp import SizedBatch, make_sized_batch
-from megatron_balance.planner.dynamic_plan import SizedPlan
-from megatron_balance.planner.inputs import Images, Ints, groups_that_split, padded_at, sum_segments
-from megatron_balance.topology import Limits, Topology
+from megatron_balance.planner.inputs import Ints, Problem, groups_that_split, sum_segments
 
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """For every rank, for every slot: sample ids, which are positions in the global batch."""
 
 
-@dataclass(frozen=True, eq=False)
-class DataSchedule:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DataSchedule(Problem):
     """The plan of one global batch. Two plans are the same where their `digest()` is.
 
     With `Topology.dynamic_cp` a rank is a leaf, `slot_of` names the first leaf of a sample's micro-batch, and
@@ -81,22 +78,12 @@ class DataSchedule:
     cost_shift: int
     predicted_cost: int
     lower_bound: int
-    objective: str
     algorithm: str
-    lengths: Ints
     padded_lengths: Ints
-    num_segments: Ints | None
-    segment_lengths: Ints | None
-    images: Images | None
     oversized: tuple[int, ...]
-    home_ranks: Ints | None
     move_samples: bool
     moved_tokens_before_relabel: int | None
-    ranks_per_node: int | None
     groups: Ints | None
-    topology: Topology
-    limits: Limits
-    cost_model: CostModel
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -159,14 +146,10 @@ class DataSchedule:
     def _counts(self) -> Ints:
         return np.bincount(self.slot_of, minlength=self.cp_size_grid.size)
 
-    def _widths(self) -> Ints:
-        """Ranks of this schedule that share each micro-batch, 0 where there is no such slot."""
-        return self.cp_size_grid if self.topology.dynamic_cp else np.ones_like(self.cp_size_grid)
-
     def places(self) -> Ints:
         """`first_rank * num_microbatches + slot` of every rank's micro-batches, `[num_ranks, num_microbatches]`."""
         ranks = np.arange(len(self.cp_size_grid))[:, None]
-        first = ranks - ranks % np.maximum(self._widths(), 1)
+        first = ranks - ranks % np.maximum(self.cp_size_grid, 1) if self.topology.dynamic_cp else ranks
         return first * self.num_microbatches + np.arange(self.num_microbatches)
 
     def check(self) -> DataSchedule:
@@ -192,72 +175,14 @@ class DataSchedule:
         canonical = b"".join(part.astype("<i8").tobytes() for part in parts)
         return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") >> 1
 
-    def with_plan(self, plan: SizedPlan) -> DataSchedule:
-        """The same samples in other micro-batches, with dynamic sizes."""
-        batch, lengths = self.batch(), self.lengths if self.segment_lengths is None else self.segment_lengths
-        sizes = plan.cp_sizes.reshape(-1)[plan.slot_of]
-        return replace(
-            self,
-            slot_of=plan.slot_of,
-            num_microbatches=plan.cp_sizes.shape[1],
-            cp_size_grid=plan.cp_sizes,
-            cost_grid=batch.cost_grid(plan.slot_of, plan.cp_sizes),
-            predicted_cost=batch.time(plan.slot_of, plan.cp_sizes),
-            padded_lengths=padded_at(lengths, num_segments=self.num_segments, topology=self.topology, sizes=sizes),
-        )
-
     def batch(self) -> Batch | SizedBatch:
         """The planning problem that the schedule solves, in integers."""
-        return batch_of(
-            self.lengths if self.segment_lengths is None else self.segment_lengths,
-            cost_model=self.cost_model,
-            topology=self.topology,
-            limits=self.limits,
-            objective=self.objective,
-            num_segments=self.num_segments,
-            images=self.images,
-        )
+        return batch_of(self)
 
 
-def batch_of(
-    lengths: Ints,
-    *,
-    cost_model: CostModel,
-    topology: Topology,
-    limits: Limits,
-    objective: str,
-    num_segments: Ints | None = None,
-    images: Images | None = None,
-) -> Batch | SizedBatch:
-    """A global batch in integers, at one size or at all of `topology`; arguments as for `build_data_schedule`, checked.
-
-    Args:
-        lengths: `[sum(num_segments)]` original tokens.
-        cost_model: cost of a sample.
-        topology: the ranks.
-        limits: of a micro-batch.
-        objective: resolved.
-        num_segments: `[num_samples]` segments of each sample, or None where each is one.
-        images: those of the samples, at one size.
-    """
-    if topology.dynamic_cp:
-        return make_sized_batch(
-            lengths,
-            cost_model=cost_model,
-            topology=topology,
-            limits=limits,
-            objective=objective,
-            num_segments=num_segments,
-        )
-    return make_batch(
-        topology.padded_seq_len(lengths),
-        cost_model=cost_model,
-        topology=topology,
-        limits=limits,
-        objective=objective,
-        num_segments=num_segments,
-        images=images,
-    )
+def batch_of(problem: Problem) -> Batch | SizedBatch:
+    """A global batch in integers, at one size or at all of its topology."""
+    return make_sized_batch(problem) if problem.topology.dynamic_cp else make_batch(problem)
 
 
 def _check_places(schedule: DataSchedule) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner import (
+    Problem,
     ScheduleMetrics,
     batch_of,
     plan_metrics,
@@ -23,52 +24,41 @@ from megatron_balance.planner import (
 )
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord, unmeasured
-from megatron_balance.topology import Topology
 
 
 def recosted(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> StepRecord:
     """The same step with costs by another cost model; measurements stay."""
-    topology, of_ranks, sizes = _ranks_of(step, cost_model=cost_model, info=info)
-    batch = batch_of(
-        step.segment_lengths,
-        cost_model=of_ranks,
-        topology=topology,
-        limits=info.limits,
-        objective=info.objective,
-        num_segments=step.num_segments,
-    )
+    problem, sizes = _problem_of(step, cost_model=cost_model, info=info)
+    batch = batch_of(problem)
     grid = batch.cost_grid(step.slot_of, sizes)
     return replace(step, cost_grid=grid, cost_shift=batch.shift, cost_model=cost_model)
 
 
 def step_metrics(step: StepRecord, *, info: RunInfo) -> ScheduleMetrics:
     """Metrics of a step by its own cost model."""
-    topology, cost_model, sizes = _ranks_of(step, cost_model=step.cost_model, info=info)
-    return plan_metrics(
-        step.slot_of,
-        sizes,
-        of_segments=step.segment_lengths,
+    problem, sizes = _problem_of(step, cost_model=step.cost_model, info=info)
+    return plan_metrics(problem, step.slot_of, sizes)
+
+
+def _problem_of(
+    step: StepRecord, *, cost_model: CostModel, info: RunInfo
+) -> tuple[Problem, NDArray[np.int64]]:
+    """A step's samples and the ranks that its rows are, and the context-parallel size of every micro-batch."""
+    topology, sizes = info.topology, step.cp_sizes
+    if sizes is None:
+        if topology.dynamic_cp:
+            topology, cost_model = topology.at_cp_size(topology.cp_size), cost_model.at_cp_size(topology.cp_size)
+        sizes = np.full((topology.dp_size, step.num_microbatches), topology.cp_size, dtype=np.int64)
+    problem = Problem.of(
+        step.segment_lengths,
         num_segments=step.num_segments,
-        images=None,
         cost_model=cost_model,
         topology=topology,
         limits=info.limits,
         objective=info.objective,
         home_ranks=step.home_ranks,
-        ranks_per_node=None,
     )
-
-
-def _ranks_of(
-    step: StepRecord, *, cost_model: CostModel, info: RunInfo
-) -> tuple[Topology, CostModel, NDArray[np.int64]]:
-    """Ranks that a step's rows are, a sample's cost on each, and the context-parallel size of every micro-batch."""
-    topology = info.topology
-    if step.cp_sizes is not None:
-        return topology, cost_model, step.cp_sizes
-    if topology.dynamic_cp:
-        topology, cost_model = topology.at_cp_size(topology.cp_size), cost_model.at_cp_size(topology.cp_size)
-    return topology, cost_model, np.full((topology.dp_size, step.num_microbatches), topology.cp_size, dtype=np.int64)
+    return problem, sizes
 
 
 def stock_step(step: StepRecord, *, info: RunInfo) -> StepRecord:
