@@ -193,7 +193,7 @@ def _of_plans(plans: Mapping[str, Any]) -> str:
     head = " | ".join(f"{each}: {name}" for each in OBJECTIVES for name in ("ours", "dev", "bound", "mean size"))
     cpu_ms = [each for of_setup in plans["times"].values() for each in of_setup.values()]
     timed = f" Planning 8,192 to 65,536 samples takes {min(cpu_ms):.0f} to {max(cpu_ms):.0f} CPU ms." if cpu_ms else ""
-    return f"""### Plans
+    return f"""### Plans of dynamic sizes
 
 Predicted time over the ideal: all work of the batch, evenly on all ranks, without communication or padding. Qwen3-8B,
 FLOPs of training; {plans["lengths"]}. Receiving a token's keys and values costs 0, 0.01 or 0.08 of its linear cost:

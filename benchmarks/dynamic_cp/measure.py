@@ -14,7 +14,7 @@ from benchmarks.dynamic_cp.dev_scheduler import Rows
 from benchmarks.dynamic_cp.setups import OBJECTIVES, DynamicSetup, cost_model
 from benchmarks.planner.measure import median_timing, timed
 from megatron_balance import build_data_schedule
-from megatron_balance.planner import DataSchedule, SizedBatch, plan_rank_lists
+from megatron_balance.planner import DataSchedule, SizedBatch
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Cell:
     exchange: float
     objective: str
     ours: float
-    filled: float
     bound: float
     dev: float | None
     fixed: float
@@ -63,7 +62,6 @@ def measure_cell(
 ) -> Cell:
     """Plans every batch. `planned`: batches, each with the rows of dev's scheduler."""
     ours: list[float] = []
-    filled: list[float] = []
     bounds: list[float] = []
     devs: list[float] = []
     fixed: list[float] = []
@@ -77,13 +75,6 @@ def measure_cell(
         ideal /= 1 << schedule.cost_shift
         level = setup.topology.cp_size.bit_length() - 1
         ours.append(schedule.predicted_cost / ideal)
-        lists = plan_rank_lists(
-            list(enumerate(batch.tolist())),
-            cost_model=schedule.cost_model,
-            topology=schedule.topology,
-            max_tokens_per_gpu=setup.max_tokens_per_gpu,
-        )
-        filled.append(time_of_rows(lists, samples=samples, objective=objective) / ideal)
         bounds.append(schedule.lower_bound / ideal)
         fixed.append((int(samples.costs[level].sum()) << level) / samples.num_leaves / ideal)
         if rows is not None:
@@ -96,7 +87,6 @@ def measure_cell(
         exchange,
         objective,
         ours=statistics.fmean(ours),
-        filled=statistics.fmean(filled),
         bound=statistics.fmean(bounds),
         dev=statistics.fmean(devs) if devs else None,
         fixed=statistics.fmean(fixed),

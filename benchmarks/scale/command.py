@@ -156,7 +156,7 @@ def _of_plans(figures: Mapping[str, Any]) -> str:
         cells.setdefault(row["dp_size"], {})[kind] = f"{row['cpu_ms']:.0f} ({row['over_bound']:.4f})"
     kinds = list(next(iter(cells.values())))
     rows = [[f"{size:,}", *of_size.values()] for size, of_size in cells.items()]
-    return f"""### Plans
+    return f"""### Plans at scale
 
 CPU milliseconds of a plan, and its predicted time over the bound: {PLANNED_PER_RANK} samples a rank, 16,384 tokens a
 micro-batch, Qwen3-8B or Qwen3-30B-A3B; {figures["lengths"]}. The bound of a pipeline counts a bubble of empty

@@ -26,8 +26,9 @@ from typing import Any
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.rank_lists import plan_rank_lists
 from megatron_balance.mcore.setup.settings import costs_of_args, topology_of_args
-from megatron_balance.planner import build_data_schedule, plan_rank_lists
+from megatron_balance.planner import build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 NAME = "megatron_balance"

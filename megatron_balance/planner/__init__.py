@@ -22,7 +22,6 @@ from megatron_balance.planner.metrics import (
     sync_group_size,
 )
 from megatron_balance.planner.plan import plan as plan_batch
-from megatron_balance.planner.rank_lists import RankLists, plan_rank_lists
 from megatron_balance.planner.schedule import DataSchedule, Ranks, batch_of
 from megatron_balance.planner.times import (
     OBJECTIVES,
@@ -42,7 +41,6 @@ __all__ = [
     "Images",
     "OBJECTIVES",
     "Problem",
-    "RankLists",
     "Ranks",
     "ScheduleMetrics",
     "SizedBatch",
@@ -62,7 +60,6 @@ __all__ = [
     "pipeline_makespans",
     "plan_batch",
     "plan_metrics",
-    "plan_rank_lists",
     "resolve_objective",
     "schedule_metrics",
     "slowest_over_mean",

@@ -40,9 +40,7 @@ def step_metrics(step: StepRecord, *, info: RunInfo) -> ScheduleMetrics:
     return plan_metrics(problem, step.slot_of, sizes)
 
 
-def _problem_of(
-    step: StepRecord, *, cost_model: CostModel, info: RunInfo
-) -> tuple[Problem, NDArray[np.int64]]:
+def _problem_of(step: StepRecord, *, cost_model: CostModel, info: RunInfo) -> tuple[Problem, NDArray[np.int64]]:
     """A step's samples and the ranks that its rows are, and the context-parallel size of every micro-batch."""
     topology, sizes = info.topology, step.cp_sizes
     if sizes is None:

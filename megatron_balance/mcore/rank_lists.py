@@ -1,7 +1,7 @@
-"""Plans with dynamic context-parallel sizes in the form that Megatron's dev branch and verl execute.
+"""Plans with dynamic context-parallel sizes in the form that Megatron's dev branch executes.
 
 A plan holds a list of sample ids for every rank in every micro-batch. Ranks with the same list share it by context
-parallelism. Both executors rely on:
+parallelism. The executor relies on:
 
     every sample    is in the lists of one group of ranks, in one micro-batch
     groups          ranks with the same list are neighbours and a power of two, or all ranks; a group starts at a
@@ -9,7 +9,7 @@ parallelism. Both executors rely on:
     no dummies      every rank has a sample in every micro-batch, and their number is a multiple of microbatch_multiple
     cap             a rank of a group holds at most the cap; a sample that is longer on all ranks runs alone
 
-If DP×CP is not a power of two, these executors support sizes below half of it, and all ranks.
+If DP×CP is not a power of two, it supports sizes below half of it, and all ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.build import build_data_schedule
-from megatron_balance.planner.schedule import DataSchedule
+from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 RankLists = list[list[list[int]]]
@@ -106,10 +105,7 @@ def _filled(schedule: DataSchedule, *, other_slots: int) -> RankLists:
     """Slots of the plan, with single samples in place of dummies as far as there are any: executors have no dummies.
 
     The shortest samples that share a micro-batch, of the same leaf if it has one, so that its work stays the same.
-
-    Args:
-        schedule: a plan with context-parallel sizes of its own.
-        other_slots: further slots of every leaf; the total is a multiple of `microbatch_multiple`.
+    `other_slots` come beside; the total is a multiple of `microbatch_multiple`.
     """
     multiple, num_leaves = schedule.topology.microbatch_multiple, len(schedule.cp_size_grid)
     num_slots = -(-(schedule.num_microbatches + other_slots) // multiple) * multiple - other_slots

@@ -1,4 +1,7 @@
-"""The contract of executors of dynamic context parallelism: Megatron's dev branch and verl."""
+"""The contract of the executor of dynamic context parallelism in Megatron's dev branch, on plans of many batches.
+
+The scheduler that has them as a method needs that branch, so that the function below it is called here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import RankLists, plan_rank_lists
+from megatron_balance.mcore.rank_lists import RankLists, plan_rank_lists
 
 CAP = 256
 COST = CostModel(linear=1000, quadratic=1, cp_exchange=30, per_microbatch=500)
