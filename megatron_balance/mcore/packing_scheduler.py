@@ -10,7 +10,7 @@ no other with dynamic context parallelism; without `--balance-data` it returns M
 
 Invariants of a plan at one size: every sample once; every rank has a sample in every micro-batch; context-parallel
 ranks of a data-parallel rank have the same samples; a micro-batch of several samples keeps to
-`max_seqlen_per_dp_cp_rank` tokens a GPU and to `max_num_seqs`. `planner/rank_lists.py` has the contract of the other.
+`max_seqlen_per_dp_cp_rank` tokens a GPU and to `max_num_seqs`. `rank_lists.py` has the contract of the other.
 `undo` restores Megatron.
 """
 

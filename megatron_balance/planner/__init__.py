@@ -19,7 +19,6 @@ from megatron_balance.planner.metrics import (
     plan_metrics,
     schedule_metrics,
     slowest_over_mean,
-    sync_group_size,
 )
 from megatron_balance.planner.plan import plan as plan_batch
 from megatron_balance.planner.schedule import DataSchedule, Ranks, batch_of
@@ -63,6 +62,5 @@ __all__ = [
     "resolve_objective",
     "schedule_metrics",
     "slowest_over_mean",
-    "sync_group_size",
     "waiting",
 ]

@@ -79,12 +79,7 @@ class Batch:
     def heights(self, bin_of: Ints, rows: int) -> Ints:
         """Cost of every bin without `launch`, with its even share of the work of its expert-parallel group, rounded up.
 
-        Args:
-            bin_of: `[num_samples]` `(group * rows + row) * span + column` of each sample.
-            rows: of each group.
-
-        Returns:
-            `[num_parts, num_groups, rows, span]`.
+        For `(group * rows + row) * span + column` of each sample `[num_parts, num_groups, rows, span]`.
         """
         num_bins, cells = self.num_ranks * rows, (self.num_groups, rows, self.span)
         heights = np.stack([sums(part, bin_of, num_bins).reshape(cells) for part in self.costs])
@@ -99,12 +94,7 @@ class Batch:
         return self.heights(bin_of, rows).max(axis=3).sum(axis=0) + self.launch
 
     def cost_grid(self, slot_of: Ints, cp_sizes: Ints) -> Ints:
-        """Cost of every micro-batch, `[num_ranks, num_microbatches]`.
-
-        Args:
-            slot_of: `[num_samples]` `rank * num_microbatches + slot` of each sample.
-            cp_sizes: `[num_ranks, num_microbatches]`, all the same: only their shape matters.
-        """
+        """Cost of every micro-batch, `[num_ranks, num_microbatches]`. Of `cp_sizes` only the shape matters."""
         return self._parts(slot_of, cp_sizes.shape[1]).sum(axis=0) + self.launch
 
     def time(self, slot_of: Ints, cp_sizes: Ints) -> int:

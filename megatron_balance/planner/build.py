@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.batch import Batch
+from megatron_balance.planner.batch import Batch, sums
 from megatron_balance.planner.bounds import lower_bound
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.dynamic_plan import plan_sizes
-from megatron_balance.planner.fixed_ranks import assign_groups, karmarkar_karp_plan, plan_on_ranks
+from megatron_balance.planner.fixed_ranks import karmarkar_karp_plan, partition_items, plan_on_ranks
 from megatron_balance.planner.inputs import Images, Ints, Problem, check_kind, groups_that_split, number_groups
 from megatron_balance.planner.locality import Homes, keep_local
 from megatron_balance.planner.plan import Plan, plan
@@ -220,7 +220,10 @@ def _planned(
     if home_ranks is not None:
         return plan_on_ranks(batch, home_ranks)
     if groups is not None:
-        return plan_on_ranks(batch, assign_groups(batch, groups, equal_count=counts_samples))
+        costs = sums(batch.own + batch.shared, groups, int(groups.max(initial=-1)) + 1)
+        return plan_on_ranks(
+            batch, partition_items(costs, num_parts=batch.num_ranks, equal_count=counts_samples)[groups]
+        )
     if algorithm == "karmarkar_karp":
         return karmarkar_karp_plan(batch, equal_count=counts_samples)
     return plan(batch)

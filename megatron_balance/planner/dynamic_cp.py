@@ -110,12 +110,7 @@ class SizedBatch:
         return max(1, -(-self._room_needed() // (self.cap * self.num_leaves)))
 
     def cost_grid(self, slot_of: Ints, cp_sizes: Ints) -> Ints:
-        """Cost of every leaf's micro-batches, `[num_leaves, num_microbatches]`: dummies cost `launch`, no slot 0.
-
-        Args:
-            slot_of: `[num_samples]` `first_leaf * num_microbatches + slot` of each sample's micro-batch.
-            cp_sizes: `[num_leaves, num_microbatches]` leaves that share each micro-batch: 1 for a dummy, 0 for no slot.
-        """
+        """Cost of every leaf's micro-batches, `[num_leaves, num_microbatches]`: dummies cost `launch`, no slot 0."""
         levels = (1 << np.arange(self.num_levels)).searchsorted(cp_sizes.reshape(-1)[slot_of])
         of_first = sums(self.at(self.costs, levels), slot_of, cp_sizes.size).reshape(cp_sizes.shape)
         first = first_leaves(cp_sizes)

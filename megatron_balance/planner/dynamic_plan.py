@@ -371,13 +371,7 @@ def shelve(batch: SizedBatch, packs: Packs) -> SizedPlan:
 def _widen(batch: SizedBatch, samples: list[Ints], packs: list[int], *, loads: Ints, levels: Ints, spare: int) -> None:
     """Doubles the costliest packs of a row, while it has free leaves and that makes the row no higher.
 
-    Args:
-        batch: the global batch.
-        samples: ids of each pack.
-        packs: of the row.
-        loads: `[num_packs]` cost of each.
-        levels: `[num_packs]`, changed in place.
-        spare: free leaves.
+    `samples` are the ids of each pack, `loads` their cost; `levels` are changed in place.
     """
     heap = [(-int(loads[pack]), pack) for pack in packs]
     heapify(heap)

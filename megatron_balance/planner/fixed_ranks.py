@@ -8,14 +8,15 @@ had in this one: what stands beside another rank's giant is free up to its heigh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_balance.planner.batch import Batch, sums
 from megatron_balance.planner.inputs import Ints
 from megatron_balance.planner.karmarkar_karp import karmarkar_karp
-from megatron_balance.planner.plan import CORRECTIONS, SLOPES, Plan, no_empty, plan, row_counts
-from megatron_balance.planner.times import Waiting, mountain_order
+from megatron_balance.planner.plan import CORRECTIONS, SLOPES, Plan, in_slots, no_empty, plan, row_counts
+from megatron_balance.planner.times import Waiting
 
 MAX_DIFFERENCED = 4096
 """Items up to which largest differencing, which is plain Python, is worth its time."""
@@ -27,12 +28,7 @@ _APART = Waiting(1, in_slots=False, pp_size=1, vpp_size=1)
 
 
 def plan_on_ranks(batch: Batch, rank_of: Ints) -> Plan:
-    """Packs the samples of every rank by themselves, with the same number of micro-batches.
-
-    Args:
-        batch: the global batch.
-        rank_of: `[num_samples]` rank of each sample.
-    """
+    """Packs the samples of every rank by themselves, with the same number of micro-batches."""
     order = np.lexsort((-batch.weights, -batch.own, rank_of))
     inner, ranks = batch.take(order), rank_of[order]
     counts = np.bincount(ranks, minlength=batch.num_ranks)
@@ -62,9 +58,7 @@ def plan_on_ranks(batch: Batch, rank_of: Ints) -> Plan:
 def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
     """Largest differencing of samples over ranks, then over the micro-batches of every rank, under the cap.
 
-    Args:
-        batch: the global batch.
-        equal_count: ranks and micro-batches get the same number of samples, or one less.
+    With `equal_count` ranks and micro-batches get the same number of samples, or one less.
     """
     rank_of = _parts(karmarkar_karp(batch.own + batch.shared, num_parts=batch.num_ranks, equal_size=equal_count))
     ids = [np.flatnonzero(rank_of == rank) for rank in range(batch.num_ranks)]
@@ -83,20 +77,8 @@ def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
         slot_of, rows = packed.slot_of, packed.num_microbatches
     order = np.argsort(-batch.own, kind="stable")
     filled = np.empty_like(slot_of)
-    filled[order] = no_empty(batch.take(order), slot_of[order], rows)
+    filled[order] = no_empty(slot_of[order], batch.num_ranks * rows)
     return Plan(_ordered(batch, filled, rows), rows)
-
-
-def assign_groups(batch: Batch, groups: Ints, *, equal_count: bool) -> Ints:
-    """The rank of every sample, `[num_samples]`, where each group stays on one rank: a group is one item.
-
-    Args:
-        batch: the global batch.
-        groups: `[num_samples]` group of each sample, numbered from 0 without gaps.
-        equal_count: every rank gets at most the even number of groups.
-    """
-    costs = sums(batch.own + batch.shared, groups, int(groups.max(initial=-1)) + 1)
-    return partition_items(costs, num_parts=batch.num_ranks, equal_count=equal_count)[groups]
 
 
 def partition_items(costs: Ints, *, num_parts: int, equal_count: bool) -> Ints:
@@ -160,15 +142,8 @@ def _pour_by_rank(batch: Batch, ranks: Ints, targets: Ints) -> Ints | None:
 def pour_each(costs: Ints, weights: Ints, *, group_of: Ints, slack: Ints, room: Ints) -> Ints:
     """Gives each item of every group to the group's bin with most slack that has room, all groups at once.
 
-    Args:
-        costs: `[num_items]` group by group, in the order in which items are placed.
-        weights: `[num_items]`.
-        group_of: `[num_items]` rising.
-        slack: `[num_groups, num_bins]` target of each bin less what it holds; overwritten, as is the next.
-        room: `[num_groups, num_bins]`.
-
-    Returns:
-        `[num_items]` bin within the group; -1 where an item finds no room.
+    Items come group by group, in the order in which they are placed. `slack` and `room`, `[num_groups, num_bins]`, are
+    overwritten. Returns the bin within the group, -1 where an item finds no room.
     """
     bins = np.full(costs.size, -1, dtype=np.int64)
     position = np.arange(costs.size) - group_of.searchsorted(group_of)
@@ -189,24 +164,18 @@ def pour_each(costs: Ints, weights: Ints, *, group_of: Ints, slack: Ints, room: 
 
 def _no_empty(slots: Ints, ranks: Ints, counts: Ints, rows: int) -> Ints:
     """A rank's cheapest samples with company move to its empty slots. Samples come rank by rank, costliest first."""
-    slots = slots.copy()
+    slots, ends = slots.copy(), np.cumsum(counts)
     held = np.bincount(ranks * rows + slots, minlength=counts.size * rows).reshape(-1, rows)
-    ends = np.cumsum(counts)
     for rank in np.flatnonzero((held == 0).any(axis=1) & (counts > 0)).tolist():
-        of_rank = slots[ends[rank] - counts[rank] : ends[rank]]
-        costliest = np.unique(of_rank, return_index=True)[1]
-        spare = np.setdiff1d(np.arange(of_rank.size), costliest)[::-1]
-        empty = np.flatnonzero(held[rank] == 0)[: spare.size]
-        of_rank[spare[: empty.size]] = empty
+        here = slice(ends[rank] - counts[rank], ends[rank])
+        slots[here] = no_empty(slots[here], rows)
     return slots
 
 
 def _ordered(batch: Batch, slot_of: Ints, rows: int) -> Ints:
     """Slots of each rank by falling cost, so that ranks have equal ones; in a pipeline as a mountain."""
-    own = sums(batch.costs.sum(axis=0), slot_of, batch.num_ranks * rows).reshape(-1, rows)
-    order = mountain_order(own) if batch.waiting.pp_size > 1 else np.argsort(-own, axis=1, kind="stable")
-    slot = np.argsort(order, axis=1) + np.arange(batch.num_ranks)[:, None] * rows
-    return slot.reshape(-1)[slot_of]
+    apart = replace(batch, expert_span=1, waiting=replace(batch.waiting, span=1))
+    return in_slots(apart, slot_of, rows)
 
 
 def _parts(parts: list[list[int]]) -> Ints:

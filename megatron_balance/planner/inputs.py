@@ -138,20 +138,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """A global batch, the ranks that run it, and how its plans are judged.
-
-    Attributes:
-        lengths: `[num_samples]` int64 original tokens.
-        cost_model: cost of a sample.
-        topology: the ranks.
-        limits: token or sample cap of a micro-batch.
-        objective: `step`, `microbatch` or `pipeline`.
-        num_segments: `[num_samples]` int64 segments of each sample, or None where each is one.
-        segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
-        images: those of the samples, or None where there are none.
-        home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None where it is not known.
-        ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
-    """
+    """A global batch, the ranks that run it, and how its plans are judged: attributes as of DataSchedule."""
 
     lengths: Ints
     cost_model: CostModel

@@ -50,17 +50,9 @@ class Homes:
 
 
 def keep_local(batch: Batch, slot_of: Ints, *, num_microbatches: int, homes: Homes, whole_ranks: bool = False) -> Ints:
-    """Exchanges equal ranks, micro-batches and samples so that fewer tokens move.
+    """Exchanges equal ranks, micro-batches and samples so that fewer tokens move, at the same cost.
 
-    Args:
-        batch: the global batch.
-        slot_of: `[num_samples]` `rank * num_microbatches + slot` of each sample.
-        num_microbatches: slots of every rank.
-        homes: where samples were loaded.
-        whole_ranks: samples of one rank must stay on one rank.
-
-    Returns:
-        `[num_samples]` in the form of `slot_of`, with the same cost.
+    With `whole_ranks` samples of one rank stay on one rank.
     """
     if batch.num_ranks == 1 or not slot_of.size:
         return slot_of
@@ -152,17 +144,8 @@ def _match_greedily(parts: Ints, places: Ints, benefits: Ints, *, num_parts: int
     """Gives every part a place of its own, the largest benefit first, in many problems at once.
 
     In each round every benefit that is the largest left of its part and of its place is taken. That is what taking them
-    one by one leads to, in a few passes over arrays.
-
-    Args:
-        parts: `[num_entries]` part of each benefit, numbered through all problems, rising.
-        places: `[num_entries]` place of each benefit, numbered through all problems; rising for a part.
-        benefits: `[num_entries]`.
-        num_parts: parts of a problem, and places.
-        num_problems: problems.
-
-    Returns:
-        `[num_problems * num_parts]` place of each part. Parts and places that no benefit joins meet in their order.
+    one by one leads to, in a few passes over arrays. Parts and places are numbered through all problems, and rise.
+    Those that no benefit joins meet in their order.
     """
     total = num_problems * num_parts
     place_of, taken = np.full(total, -1, dtype=np.int64), np.zeros(total, dtype=np.bool_)

@@ -222,19 +222,10 @@ def slowest_over_mean(grid: Ints | NDArray[np.float64], *, objective: str, topol
     Returns:
         1.0 where all are equal or 0.
     """
-    span = sync_group_size(objective, topology=topology)
+    span = waiting(objective, topology=topology).span
     of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)
     mean = float(grid.sum()) / len(grid)
     return float(of_groups.max()) / mean if mean else 1.0
-
-
-def sync_group_size(objective: str, *, topology: Topology) -> int:
-    """Neighbouring ranks that wait for one another in every micro-batch; 1 where ranks meet once a step.
-
-    With dynamic context-parallel sizes they are all leaves: expert-parallel groups meet through the groups that
-    reach over several.
-    """
-    return waiting(objective, topology=topology).span
 
 
 def _pipeline_imbalance(

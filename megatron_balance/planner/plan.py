@@ -59,12 +59,7 @@ NEVER = int(np.iinfo(np.int64).max)
 
 @dataclass(frozen=True)
 class Plan:
-    """The micro-batch of every sample.
-
-    Attributes:
-        slot_of: `[num_samples]` int64 `rank * num_microbatches + slot`.
-        num_microbatches: slots of every rank.
-    """
+    """The micro-batch of every sample, `rank * num_microbatches + slot`, and the slots of every rank."""
 
     slot_of: Ints
     num_microbatches: int
@@ -72,14 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Packing:
-    """Samples in bins, `[num_samples]` `(group * rows + row) * span + column`.
-
-    Attributes:
-        bin_of: the bin of each sample.
-        rows: of every group.
-        time: predicted time of the step.
-        mean_work: mean over groups of the work of their rows.
-    """
+    """Samples in bins, `(group * rows + row) * span + column`, the time of the step, and the mean work of a group."""
 
     bin_of: Ints
     rows: int
@@ -188,14 +176,8 @@ def packed(batch: Batch, rows: int, *, slope: int, work: int, bare: bool) -> Pac
 
     Beside a giant samples are free but for the shared work that they cost its group. The best limit of a group's high
     rows is the time at which groups end on average: with a lower one they hold too little, with a higher one too much.
-    It is searched for by halving.
-
-    Args:
-        batch: samples by falling cost.
-        rows: of every group.
-        slope: of the targets, see `targets`.
-        work: lower bound on the work of the slowest group.
-        bare: giants stand alone in their rows instead; None where the others find no room in this many.
+    It is searched for by halving. With `bare` giants stand alone in their rows instead; None where the others find no
+    room. `work`: `least_work`.
     """
     searched = 1 < batch.num_groups < batch.num_ranks and not bare
     while True:
@@ -234,7 +216,7 @@ def leveled(batch: Batch, rows: int, *, slope: int, limit: int) -> Packing | Non
             break
         bin_of = high.copy()
         bin_of[rest] = bins[found]
-        bin_of = in_rows(batch, no_empty(batch, bin_of, rows), rows)
+        bin_of = in_rows(batch, no_empty(bin_of, batch.num_ranks * rows), rows)
         row_times = batch.row_times(bin_of, rows)
         times = times_of(batch, row_times)
         mean = int(times.sum()) // times.size
@@ -250,9 +232,7 @@ def leveled(batch: Batch, rows: int, *, slope: int, limit: int) -> Packing | Non
 def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]:
     """Fills rows that a giant makes higher than the mean of what is left: what stands beside it is free up to its cost.
 
-    Returns:
-        `[num_samples]` bin of each sample, -1 for those in no high row; `[num_groups]` time of a group's high rows;
-        `[num_groups]` their number.
+    Returns the bin of each sample, -1 for those in no high row, and of each group its high rows' time and number.
     """
     costs, weights, span, groups = batch.own, batch.weights.clip(1, batch.cap), batch.span, batch.num_groups
     bin_of, free = np.full(costs.size, -1, dtype=np.int64), np.arange(costs.size)
@@ -293,11 +273,7 @@ def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]
 def beside(costs: Ints, weights: Ints, *, slack: Ints, room: Ints) -> Ints:
     """Each bin takes the costliest item that fits, again and again, all bins at once; -1 for items that are left.
 
-    Args:
-        costs: `[num_items]` falling.
-        weights: `[num_items]`.
-        slack: `[num_bins]` cost that a bin takes at most; overwritten.
-        room: `[num_bins]` weight that it takes at most; overwritten.
+    Costs fall. `slack` and `room`, `[num_bins]`, are what a bin takes at most; both are overwritten.
     """
     bin_of = np.full(costs.size, -1, dtype=np.int64)
     free, bins = np.arange(costs.size), np.arange(slack.size)
@@ -422,12 +398,12 @@ def pour(
     return found
 
 
-def no_empty(batch: Batch, bin_of: Ints, rows: int) -> Ints:
+def no_empty(bin_of: Ints, num_bins: int) -> Ints:
     """The cheapest samples that have company move to bins that would be empty: a dummy costs its launch for nothing."""
-    empty = np.flatnonzero(np.bincount(bin_of, minlength=batch.num_ranks * rows) == 0)
+    empty = np.flatnonzero(np.bincount(bin_of, minlength=num_bins) == 0)
     if not empty.size:
         return bin_of
-    costliest = np.zeros(batch.num_ranks * rows, dtype=np.int64)
+    costliest = np.zeros(num_bins, dtype=np.int64)
     costliest[bin_of[::-1]] = np.arange(bin_of.size)[::-1]  # samples are sorted: the first of each bin, which stays
     spare = np.flatnonzero(costliest[bin_of] != np.arange(bin_of.size))[::-1][: empty.size]
     bin_of = bin_of.copy()

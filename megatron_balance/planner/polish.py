@@ -36,13 +36,9 @@ def even_parts(batch: Batch, bin_of: Ints, rows: int) -> Ints:
 
 
 def polish(batch: Batch, bin_of: Ints, rows: int, *, goal: int = 0) -> Ints:
-    """Lowers the time of the slowest group.
+    """Lowers the time of the slowest group, down to `goal`. `bin_of`: `(group * rows + row) * span + column`.
 
-    Args:
-        batch: samples, costs, cap and groups. Rows add up; shared work counts where the whole row shares it.
-        bin_of: `[num_samples]` `(group * rows + row) * span + column`.
-        rows: of each group.
-        goal: time of a group at which to stop.
+    Rows add up; shared work counts where the whole row shares it.
     """
     (parts, n), span, groups = batch.costs.shape, batch.span, batch.num_groups
     bins = batch.num_ranks * rows

@@ -49,14 +49,9 @@ class Waiting:
         return pipeline_makespans(row_times, pp_size=self.pp_size, vpp_size=self.vpp_size)
 
     def at_least(self, work: int, *, launch: int, longest: int = 0) -> int:
-        """A time that a group of this much work cannot beat.
+        """A time that a group of this much work cannot beat; `longest`: lower bound on its costliest micro-batch.
 
         A pipeline's stage also idles while one empty micro-batch passes each other stage.
-
-        Args:
-            work: lower bound on the summed cost of its micro-batches.
-            launch: cost of an empty micro-batch.
-            longest: lower bound on the cost of its costliest micro-batch.
         """
         idle = (self.pp_size - 1) * launch
         return max(-(-(work * self.vpp_size + idle) // (self.pp_size * self.vpp_size)), longest)

@@ -20,7 +20,7 @@ from megatron_balance.planner import (
     batch_of,
     plan_metrics,
     slowest_over_mean,
-    sync_group_size,
+    waiting,
 )
 from megatron_balance.record.run_record import RunInfo
 from megatron_balance.record.step import StepRecord, unmeasured
@@ -129,6 +129,6 @@ def is_slowest(step: StepRecord, *, info: RunInfo) -> NDArray[np.bool_]:
 
     Its seconds contain no waiting; those of the other ranks do.
     """
-    groups = step.cost_grid.reshape(-1, sync_group_size(info.objective, topology=info.topology), step.num_microbatches)
+    groups = step.cost_grid.reshape(-1, waiting(info.objective, topology=info.topology).span, step.num_microbatches)
     own = (groups == groups.max(axis=1, keepdims=True)).reshape(step.cost_grid.shape)
     return own & (step.seconds > 0)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import ScheduleMetrics, is_makespan, pipeline_makespans, sync_group_size
+from megatron_balance.planner import ScheduleMetrics, is_makespan, pipeline_makespans, waiting
 from megatron_balance.record import RunInfo, RunRecord, StepRecord
 from megatron_balance.record.judging import (
     costs_of_rows,
@@ -114,7 +114,7 @@ def step_timeline(durations: NDArray[np.float64], *, info: RunInfo, with_bubble:
         with_bubble: add the pipeline's bubble; measured times do not contain it.
     """
     topology, num_slots = info.topology, durations.shape[1]
-    span = sync_group_size(info.objective, topology=topology)
+    span = waiting(info.objective, topology=topology).span
     slowest = durations.reshape(-1, span, num_slots).max(axis=1)
     ends = np.cumsum(slowest, axis=1)
     total = longest = float(ends[:, -1].max())

@@ -5,7 +5,7 @@ import pytest
 from plan_judge import makespan
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import assignment_metrics, schedule_metrics, slowest_over_mean, sync_group_size
+from megatron_balance.planner import assignment_metrics, schedule_metrics, slowest_over_mean, waiting
 
 TOKENS = CostModel.tokens()
 
@@ -199,8 +199,8 @@ def test_one_size_may_count_what_its_ranks_receive():
     ],
 )
 def test_the_slowest_of_ranks_that_meet_is_theirs(topology, size):
-    assert sync_group_size("microbatch", topology=topology) == size
-    assert sync_group_size("step", topology=topology) == 1
+    assert waiting("microbatch", topology=topology).span == size
+    assert waiting("step", topology=topology).span == 1
     grid = np.zeros((8, 2))
     grid[:, 0] = range(8)
     grid[size - 1, 1] = 40
