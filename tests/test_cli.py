@@ -92,6 +92,9 @@ def test_the_seed_decides_the_order(lengths_file: Path, tmp_path: Path) -> None:
         (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "six"], "--dp-size is six: it must be an integer of at least 1"),
         (["synthetic:gsm8k_sft", *BATCH, "--json", "/dev/null/plan.jsonl"], "--json is"),
         (["synthetic:gsm8k_sft"], "--global-batch-size"),
+        # Fault: options that did nothing here were ignored in silence.
+        (["synthetic:gsm8k_sft", *BATCH, "--algorithm", "foo", "--recompute"], "unrecognized arguments: --algorithm"),
+        (["synthetic:gsm8k_sft", *BATCH, "--balance-context-parallel", "3"], "unrecognized arguments: --balance"),
         (["synthetic:gsm8k_sft", *BATCH, "--policy", "fastest"], "it must be one of stock, packed, balance-data"),
     ],
 )

@@ -41,8 +41,9 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong flag in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
-        # argparse says "argument --flag: what is wrong".
-        raise BalanceError(f"{message.removeprefix('argument ').replace(': ', ' ', 1)} (see {self.prog} --help)")
+        if message.startswith("argument "):  # "argument --flag: is 0"
+            message = message.removeprefix("argument ").replace(": ", " ", 1)
+        raise BalanceError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
