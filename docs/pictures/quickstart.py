@@ -1,8 +1,8 @@
 """Draws what `make quickstart` measured: `python docs/pictures/quickstart.py` after it, on the machine it ran on.
 
 A bar is the work of a rank in one step: CPU seconds of its process in Megatron's train_step. Ranks meet at the end of
-a step, so the one with less to do waits: hatched. A rank that waits sleeps, and other programs on the machine are not
-counted, so this holds on a machine that has other work too, where the time on the clock would not.
+a step, so the one with less to do waits: hatched. A rank that waits sleeps, and all ranks share a core in turn, so this
+is what each would take on a core of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from panels import Bar, Panel
 
-RECORDS = Path(__file__).parents[2] / "build" / "quickstart"
-WARM_UP_STEPS = 2
-POLICIES = {"stock": "Stock Megatron", "balance_by_flops": "--balance-data --balance-by-flops"}
+RECORDS = Path(__file__).parents[2] / "build" / "quickstart" / "turns"
+POLICIES = {"stock": "Stock Megatron", "balance_by_flops": "Balanced by FLOPs", "dynamic_cp": "With dynamic CP"}
 
 
 def cpu_seconds(policy: str) -> NDArray[np.float64]:
-    """`[num_ranks, num_steps]` CPU seconds of each step, those after the warm-up."""
-    ranks = [path.read_text().splitlines() for path in sorted((RECORDS / policy).glob("rank*.jsonl"))]
-    return np.array([[json.loads(step)["cpu_seconds"] for step in steps[WARM_UP_STEPS:]] for steps in ranks])
+    """`[num_ranks, num_steps]` CPU seconds of the steps of a policy, those after its first."""
+    ranks = [map(json.loads, path.read_text().splitlines()) for path in sorted(RECORDS.glob("rank*.jsonl"))]
+    return np.array([[step["cpu_seconds"] for step in steps if step["policy"] == policy][1:] for steps in ranks])
 
 
 def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:
@@ -66,8 +65,7 @@ def main() -> None:
     num_ranks, num_steps = len(measured[0].rows), len(measured[0].bars) // (2 * len(measured[0].rows))
     draw(
         measured,
-        time_label=f"CPU seconds of {num_steps} steps, measured on {environment('cpu')['device']}, "
-        f"{num_ranks} ranks, a core each",
+        time_label=f"CPU seconds of {num_steps} steps, measured on {environment('cpu')['device']}, {num_ranks} ranks",
         path=Path(__file__).with_name("quickstart_before_after.svg"),
     )
 

@@ -1,10 +1,9 @@
-"""Trains with pretrain_sft under three policies, a step each in turn, and records every step: for the quickstart.
+"""Trains with pretrain_sft, each step under the policy whose turn it is, and records every step: for the quickstart.
 
-    FIRST_POLICY=N torchrun … tests/kit/cpu_launch.py tests/kit/policy_turns.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_launch.py tests/kit/policy_turns.py RECORD_DIR ARGS
 
-ARGS turn balancing by FLOPs on. Step i runs under POLICIES[(i + N) % 3]; lines are those of record_steps.py with the
-policy's name. One process group runs all policies, so a rank that is slower than in another run is so for each of
-them. Over the runs with N = 0, 1 and 2 every global batch meets every policy, with the weights that step has in all.
+ARGS turn `--balance-context-parallel` on, at a context-parallel size of 1. One process group runs all policies, so a
+rank or a while that is slower is so for each of them. Plans of one size are run by the executor of dynamic sizes.
 
 Needs `--no-balance-overlap`: a stock step reads the data loader itself, and must find nothing pulled ahead.
 """
@@ -14,19 +13,28 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import os
 from dataclasses import replace
 from typing import Any, TextIO
+from unittest import mock
 
+import numpy as np
 from record_steps import recorded, train_wrapped
 
-from megatron_balance.cost.model import CostModel
+from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
 from megatron_balance.hooking import Function
 from megatron_balance.mcore import hooks
+from megatron_balance.mcore.step import plan_process
+from megatron_balance.planner import SizedPlan
 
-POLICIES = ("stock", "balance_data", "balance_by_flops")
+POLICIES = ("stock", "packed", "balance_data", "balance_by_flops", "dynamic_cp")
 SCHEDULE = "forward_backward_func"
 """The parameter of train_step that has Megatron's schedule, wrapped by the hook."""
+
+
+def policy_of_step(step: int) -> str:
+    """The policy of a step, counted from 0; the first of a round moves on from round to round."""
+    rounds, turn = divmod(step, len(POLICIES))
+    return POLICIES[(turn + rounds) % len(POLICIES)]
 
 
 def main() -> None:
@@ -35,30 +43,36 @@ def main() -> None:
 
 
 def _in_turns(train_step: Function, *, out: TextIO) -> Function:
-    signature = inspect.signature(train_step)
-    policies = itertools.islice(itertools.cycle(POLICIES), int(os.environ["FIRST_POLICY"]), None)
-    by_flops: dict[str, Any] = {}
+    signature, steps = inspect.signature(train_step), itertools.count()
 
     @functools.wraps(train_step)
     def wrapper(*positional: Any, **keywords: Any) -> Any:
-        balanced = hooks.current()
-        assert balanced is not None, "the flags balance the run"
-        planner = balanced.prefetcher.planner
-        by_flops.setdefault("config", planner.config)
-        by_flops.setdefault("cost_model", planner.cost_model)
-        policy = next(policies)
+        policy = policy_of_step(next(steps))
         bound = signature.bind(*positional, **keywords)
         if policy == "stock":
-            balanced.last_step = None
+            balanced = hooks.current()
+            if balanced is not None:
+                balanced.last_step = None
             bound.arguments[SCHEDULE] = bound.arguments[SCHEDULE].args[0]  # Megatron's, inside the hook's partial
-        elif policy == "balance_data":
-            planner.config = replace(by_flops["config"], balance_by_flops=False)
-            planner.cost_model = CostModel.tokens()
-        else:
-            planner.config, planner.cost_model = by_flops["config"], by_flops["cost_model"]
-        return recorded(train_step, out=out, policy=policy)(*bound.args, **bound.kwargs)
+        with mock.patch.object(plan_process, "build_data_schedule", functools.partial(_plan, policy)):
+            return recorded(train_step, out=out, policy=policy)(*bound.args, **bound.kwargs)
 
     return wrapper
+
+
+def _plan(
+    policy: str, lengths: Any, *, cost_model: CostModel, topology: Topology, limits: Limits, home_ranks: Any, **_: Any
+) -> DataSchedule:
+    shared: dict[str, Any] = {"limits": limits, "home_ranks": home_ranks}
+    own = build_data_schedule(lengths, cost_model=cost_model, topology=topology, **shared)
+    if policy == "dynamic_cp":
+        return own
+    cost_model = replace(cost_model, cp_exchange=0) if policy == "balance_by_flops" else CostModel.tokens()
+    at_one = build_data_schedule(
+        lengths, cost_model=cost_model, topology=topology.at_cp_size(1), move_samples=policy != "packed", **shared
+    )
+    sizes = np.ones((topology.num_leaves, at_one.num_microbatches), dtype=np.int64)
+    return replace(own.with_plan(SizedPlan(at_one.slot_of, sizes)), algorithm=policy, lower_bound=0).check()
 
 
 if __name__ == "__main__":
