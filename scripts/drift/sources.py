@@ -25,12 +25,7 @@ class Bound(NamedTuple):
 
 
 class Sources:
-    """Modules of one version of a package.
-
-    Args:
-        files: paths of all Python files, from where imports begin, `/` between folders.
-        read: the text of one of them.
-    """
+    """Modules of one version of a package: all Python files, from where imports begin, and the text of one of them."""
 
     def __init__(self, files: frozenset[str], read: Callable[[str], str]) -> None:
         self.files = files
@@ -67,18 +62,12 @@ class Sources:
             bound = definition is not None and name in _defined(definition)
             return Bound(module, f"{class_name}.{name}") if bound else None
         seen: set[Bound] = set()
-        here = Bound(module, name)
-        while here not in seen:
-            seen.add(here)
-            tree = self.tree(here.module)
-            if tree is None:
-                return None
+        here: Bound | None = Bound(module, name)
+        while here is not None and here not in seen and (tree := self.tree(here.module)) is not None:
             if here.name in _defined(tree):
                 return here
-            imported = self._imports(here.module).get(here.name)
-            if imported is None:
-                return None
-            here = imported
+            seen.add(here)
+            here = self._imports(here.module).get(here.name)
         return None
 
     def binders(self, target: str) -> list[str]:
@@ -110,14 +99,7 @@ class Sources:
 
 @contextlib.contextmanager
 def open_sources(place: Path) -> Iterator[Sources]:
-    """The sources in a wheel or a checkout.
-
-    Args:
-        place: a `.whl`, or a folder from which the package can be imported.
-
-    Raises:
-        FileNotFoundError: there is nothing there.
-    """
+    """The sources in a wheel, or in a folder from which the package can be imported."""
     if place.is_dir():
         paths = {path.relative_to(place).as_posix(): path for path in place.rglob("*.py")}
         yield Sources(frozenset(paths), functools.cache(lambda path: paths[path].read_text("utf-8")))
