@@ -23,7 +23,7 @@ from megatron_balance.mcore.setup.start import agreed_settings
 from megatron_balance.mcore.setup.state import LoopState, MegatronState
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.telemetry.watch import build_watch
+from megatron_balance.mcore.watch import Watch
 
 
 def balanced_forward_backward(args: Namespace) -> BalancedForwardBackward | None:
@@ -90,7 +90,7 @@ def build_run(
         loads_data=layout.loads_data,
         overlap=settings.overlap,
         log=log,
-        observer=build_watch(settings, layout=layout, planner=planner, log=log),
+        observer=Watch.of_rank(settings, layout=layout, planner=planner, log=log),
         router_padding=RouterPadding.of_this_rank(topology) if settings.counts_router_tokens else None,
         context=context,
         unpads=settings.unpad is not None,

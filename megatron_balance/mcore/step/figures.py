@@ -2,7 +2,7 @@
 
 Of one step: `planned_imbalance`, slowest over mean as planned, by the objective; `measured_imbalance` and
 `busiest_rank_seconds`, as measured among the data-parallel ranks of one pipeline stage and context-parallel rank
-(`telemetry/watch.py` says what is in them); `over_bound`, planned cost over its lower bound; `num_microbatches`;
+(`watch.py` says what is in them); `over_bound`, planned cost over its lower bound; `num_microbatches`;
 `padding_fraction`, padding, filler and dummies over all tokens that ran; `moved_fraction`, tokens that ran off the rank
 that loaded them, and the same `_unlabelled`, had interchangeable ranks not been exchanged; `plan_seconds`,
 `exchange_seconds` (splitting, gathering, moving and packing) and `exposed_seconds` (waiting for all that), of the rank

@@ -1,4 +1,4 @@
-"""Watches a run on one rank: times its passes, logs figures and device memory, and feeds the record.
+"""Watches a run on one rank: times its passes, logs figures and device memory, and writes the record.
 
 Nothing here sends a message. The seconds of a step and the memory of the device travel in the header by which ranks
 gather lengths two steps later; the figures of each step go on to the ranks of a tensor-parallel group with its shapes.
@@ -15,8 +15,12 @@ what it waits for:
 They exclude waiting for pipeline neighbours, the gradient reduction and the optimizer. On a CPU (the shim) they are
 the thread's own CPU time, and include no waiting.
 
+Under `--balance-record` the first rank of the world writes the plan of every step, and the first rank of every model
+replica its seconds; with `--balance-context-parallel` that of every context-parallel rank, as these run different
+micro-batches. A line is written with every step, so a killed run loses at most its last one.
+
 Invariants: watching does not change training; a writer that fails warns once and is not called again; a step that
-Megatron runs again counts once.
+Megatron runs again counts once; a new run replaces the record in the folder, a resumed one continues it.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,8 +47,9 @@ from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import Figures, log_line, mean_figures
 from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.mcore.telemetry.recording import RunRecording, recording_of
-from megatron_balance.runtime.environment import device_kind
+from megatron_balance.planner import resolve_objective
+from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.runtime.environment import device_kind, environment
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.resources import close_on_undo
 
@@ -127,32 +133,19 @@ class Watch:
     """One rank's view of the run.
 
     Args:
-        planner: sends what this rank reports.
-        log: prints on the first rank.
-        log_interval: steps between lines.
-        prints: this rank is the first of the world.
-        writes: this rank is the last of the world, which has Megatron's TensorBoard and W&B writers.
-        times_passes: False where another rank stands for this one, and where passes overlap.
-        on_gpu: micro-batches run on a GPU.
-        recording: this rank's part of the record, or None.
+        settings: of the run.
+        layout: of the ranks.
+        planner: plans this rank's steps, and sends what it reports.
+        log: prints on the first rank of the world.
     """
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        *,
-        log: RunLog,
-        log_interval: int,
-        prints: bool,
-        writes: bool,
-        times_passes: bool,
-        on_gpu: bool,
-        recording: RunRecording | None,
-    ) -> None:
-        self._planner, self._log, self._log_interval = planner, log, log_interval
-        self._prints, self._writes = prints, writes
-        self._times_passes, self._on_gpu = times_passes, on_gpu
-        self._recording = recording
+    def __init__(self, settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> None:
+        self._settings, self._planner, self._log = settings, planner, log
+        self._prints = dist.get_rank() == 0
+        self._writes = dist.get_rank() == dist.get_world_size() - 1  # it has Megatron's TensorBoard and W&B writers
+        self._times = planner.loads_data and layout.is_first_of_tensor_group and not settings.overlaps_passes
+        self._on_gpu = device_kind() == "cuda"
+        self._own_log = RunLog(enabled=True)  # every rank that writes has a disk of its own to fill
         self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
         self._nanoseconds: dict[int, int] = {}  # by the number of the step
@@ -160,22 +153,43 @@ class Watch:
         self._figures: dict[int, Figures] = {}  # by iteration
         self._shapes: set[int] = set()  # at most one for each token of the cap
         self._memory = (0, 0, 0)
-        self._num_steps = self._most_tokens = 0
+        self._num_steps = self._most_tokens = self._newest_recorded = 0
         self._memory_said = False
+        self._plans: PlanWriter | None = None
+        self._seconds: SecondsWriter | None = None
+        if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
+            self._write(
+                lambda: self._open(Path(settings.record or "")), remedy="; name a folder that every node can write to"
+            )
         planner.report = self._report
         flush = self.flush  # one object, by which atexit knows it
         atexit.register(flush)
         close_on_undo(functools.partial(atexit.unregister, flush))
         close_on_undo(flush)
 
+    @classmethod
+    def of_rank(cls, settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> Watch | None:
+        """The watch of this rank; None where it has nothing to watch. Arguments as for the class."""
+        if planner.loads_data or dist.get_rank() == dist.get_world_size() - 1:
+            return cls(settings, layout=layout, planner=planner, log=log)
+        return None
+
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """A step is about to run."""
         self._read_finished()
-        if self._times_passes:
+        if self._times:
             self._timer = StepTimer(on_gpu=self._on_gpu)
             self._unread.append((step, iteration, self._timer))
-        if self._recording is not None:
-            self._recording.begin(step, iteration=iteration)
+        if self._plans is not None and step.schedule is not None and iteration != self._newest_recorded:
+            self._newest_recorded = iteration
+            record = StepRecord.of_schedule(
+                step.schedule,
+                iteration=iteration,
+                plan_seconds=step.figures["plan_seconds"],
+                exchange_seconds=step.figures["exchange_seconds"],
+                exposed_seconds=step.exposed_seconds,
+            )
+            self._write(functools.partial(self._plans.add, record))
         if self._prints or self._writes:
             self._objective = self._objective if step.schedule is None else step.schedule.objective
             self._shapes.update(step.slots.num_tokens)
@@ -200,7 +214,7 @@ class Watch:
     def logged(self, iteration: int) -> None:
         """Say and write the figures of an interval; called after Megatron has logged a step, which it waited for."""
         self._read_finished()
-        if iteration % self._log_interval or not self._figures:
+        if iteration % self._settings.log_interval or not self._figures:
             return
         figures = mean_figures(self._figures.values()) | {"num_shapes": float(len(self._shapes))}
         self._figures.clear()
@@ -210,7 +224,7 @@ class Watch:
             outcome = attempt(write_scalars, figures, iteration=iteration)
             if isinstance(outcome, Failure):
                 self._writes = False
-                RunLog(enabled=True).warn_once(
+                self._own_log.warn_once(
                     f"the figures of iteration {iteration} were not written: {outcome.problem}. Training continues "
                     "without them."
                 )
@@ -231,8 +245,39 @@ class Watch:
             self._nanoseconds[step.number] = max(int(seconds.sum() * 1e9), 1)
             if len(self._nanoseconds) > MAX_UNREAD_STEPS:
                 del self._nanoseconds[min(self._nanoseconds)]
-            if self._recording is not None:
-                self._recording.measured(iteration, seconds=seconds, num_microbatches=step.num_microbatches)
+            if self._seconds is not None:
+                known = len(seconds) == step.num_microbatches  # not under a virtual pipeline
+                of_each = seconds if known else np.full(step.num_microbatches, np.nan)
+                self._write(functools.partial(self._seconds.add, iteration, seconds=of_each))
+
+    def _open(self, folder: Path) -> None:
+        """Open this rank's part of the record."""
+        settings, planner = self._settings, self._planner
+        part = planner.leaf if settings.topology.dynamic_cp else planner.dp_rank
+        self._seconds = SecondsWriter(folder, dp_rank=part, resume=settings.resumes)
+        if not self._prints:
+            return
+        rate = {} if settings.attention_rate is None else {"attention_rate": settings.attention_rate}
+        info = RunInfo(
+            topology=settings.topology,
+            limits=settings.limits,
+            cost_model=settings.cost_model,
+            cost_name=settings.cost_name,
+            objective=resolve_objective(settings.objective, topology=settings.topology),
+            policy=settings.policy,
+            origin=environment(device_kind()) | rate,
+        )
+        self._plans = PlanWriter(folder, info=info, resume=settings.resumes)
+
+    def _write(self, write: Callable[[], None], *, remedy: str = "") -> None:
+        """Write to the record; a disk that fails ends the record, not training."""
+        try:
+            write()
+        except OSError as error:
+            self._plans = self._seconds = None
+            self._own_log.warn_once(
+                f"--balance-record {self._settings.record}: {error}. Training continues without the record{remedy}."
+            )
 
     def _report(self, number: int) -> tuple[int, ...]:
         """What travels with the lengths of this step: memory, and the seconds of an earlier step, 0 if not known."""
@@ -245,7 +290,7 @@ class Watch:
         if self._prints and not self._memory_said and step.reported is not None and step.reported[:, 0].all():
             self._memory_said = True
             peak, reserved = (step.reported[:, :2].max(axis=0) / GIB).tolist()
-            stage = " on pipeline stage 0" if self._planner.topology.pp_size > 1 else ""
+            stage = " on pipeline stage 0" if self._settings.topology.pp_size > 1 else ""
             self._log.say(
                 f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
                 f"--max-tokens-per-gpu {step.reported[:, 2].min()} would leave a tenth of the device free."
@@ -263,31 +308,6 @@ class Watch:
         room = max(total * (1 - LEFT_FREE) - kept, 0)
         cap = int(self._most_tokens * room / max(peak - kept, 1)) // 128 * 128
         return peak, torch.cuda.max_memory_reserved(), cap
-
-
-def build_watch(settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> Watch | None:
-    """The watch of this rank; None where it has nothing to watch.
-
-    Args:
-        settings: of the run.
-        layout: of the ranks.
-        planner: plans this rank's steps.
-        log: prints on the first rank of the world.
-    """
-    rank = dist.get_rank()
-    prints, writes = rank == 0, rank == dist.get_world_size() - 1
-    if not (planner.loads_data or writes):
-        return None
-    return Watch(
-        planner,
-        log=log,
-        log_interval=settings.log_interval,
-        prints=prints,
-        writes=writes,
-        times_passes=planner.loads_data and layout.is_first_of_tensor_group and not settings.overlaps_passes,
-        on_gpu=device_kind() == "cuda",
-        recording=recording_of(settings, layout=layout, planner=planner, writes_plans=prints),
-    )
 
 
 def write_scalars(figures: Figures, *, iteration: int) -> None:
