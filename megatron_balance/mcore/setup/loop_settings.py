@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.alignment import token_alignment
 from megatron_balance.mcore.setup.costs import costs_of_run
 from megatron_balance.mcore.setup.flags import fill_in, parse_balance_flags
 from megatron_balance.mcore.setup.settings import Settings, dynamic_cp_of, settings_of_flags
-from megatron_balance.mcore.setup.token_alignment import token_alignment
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Topology
 

@@ -17,10 +17,9 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.mcore.options import cautions
+from megatron_balance.mcore.setup.alignment import bucketed_limits, token_alignment
 from megatron_balance.mcore.setup.costs import Costs, costs_of_run
 from megatron_balance.mcore.setup.flags import ALL_RANKS
-from megatron_balance.mcore.setup.shape_buckets import bucketed_limits
-from megatron_balance.mcore.setup.token_alignment import token_alignment
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 

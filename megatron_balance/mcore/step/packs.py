@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.shape_buckets import filled_tokens
+from megatron_balance.mcore.setup.alignment import filled_tokens
 from megatron_balance.mcore.step.balanced_step import Microbatch, Slots
 from megatron_balance.planner import DataSchedule
 from megatron_balance.runtime.gather import GatheredLengths

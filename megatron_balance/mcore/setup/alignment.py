@@ -1,4 +1,4 @@
-"""Fills micro-batches up to multiples of tokens, for low-precision layers and for fewer shapes.
+"""Multiples of tokens that micro-batches are filled up to, for low-precision layers and for fewer shapes.
 
 - `Topology.token_alignment`: FP8 and FP4 layers only take multiples of a number of tokens. It applies to every
   micro-batch, dummies and over-long samples included.
@@ -9,9 +9,29 @@ The price is the filler: half of the multiple for each micro-batch on average.
 
 Invariant: a filled micro-batch is never above the cap, which is rounded down to the multiple; a sample over the rounded
 cap runs alone and is filled up to the alignment only.
+
+Alignments are tokens of a micro-batch on one rank, once context and sequence parallelism have split it. A rank
+quantizes its own share before sequence parallelism gathers it, and weight gradients are GEMMs with tokens as their inner
+dimension.
+
+| Recipe | Tokens | Because |
+| --- | --- | --- |
+| `delayed`, `tensorwise` | 16 | the leading dimension of FP8 GEMMs; the 8 that layers check holds for outputs only |
+| `mxfp8` | 32 | a block of scales, without which nothing is quantized |
+| `blockwise` | 128 | a block of scales: 16 would do for GEMMs, but then gathers are in high precision |
+| `nvfp4` | 128 | kernels refuse other than multiples of 32, fuse at 64, and 128 is what Megatron pads experts to |
+
+Source: Transformer Engine 2.3 to 2.20, common/gemm/cublaslt_gemm.cu, common/cast/nvfp4, pytorch/csrc/quantizer.cpp and
+`is_quantizable` in pytorch/tensor; Megatron 0.17 to 0.19, `get_fp8_align_size`, `get_fp4_align_size`.
+
+Megatron's experts pad their own tokens. Only where the routing is padded instead
+(`--moe-router-padding-for-quantization`) does a rank need as many tokens as its fullest expert gets.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +41,42 @@ from megatron_balance.topology import Limits, Topology
 
 DUMMY_TOKENS = 128
 """Tokens of a dummy on each of its context-parallel ranks, at least, where the cap allows."""
+
+RECIPE_TOKENS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 128}
+"""By the name of `--fp8-recipe` or `--fp4-recipe`."""
+
+FUSED_EXPERT_TOKENS = 256
+"""Megatron's grouped GEMMs of fused operations take experts of a multiple of this many tokens."""
+
+
+def token_alignment(settings: Any) -> int:
+    """The alignment of a run, for `Topology.token_alignment`; 1 without FP8 and FP4.
+
+    Args:
+        settings: Megatron's arguments, or a TransformerConfig: they share these names.
+
+    Raises:
+        BalanceError: a recipe that is not known here, so that its kernels might refuse the packed sizes.
+    """
+    precision = next((name for name in ("fp8", "fp4") if getattr(settings, name, None)), None)
+    if precision is None:
+        return 1
+    recipe = getattr(settings, f"{precision}_recipe")
+    name = str(getattr(recipe, "value", recipe))
+    if name not in RECIPE_TOKENS:
+        raise BalanceError(
+            f"--{precision}-recipe is {name}, and the numbers of tokens that its kernels take are not known here: use "
+            f"one of {', '.join(RECIPE_TOKENS)}, or train without balancing."
+        )
+    tokens = RECIPE_TOKENS[name]
+    pads_routing = _is_set(settings, "moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    if pads_routing and _is_set(settings, "use_transformer_engine_op_fuser", "moe_use_grouped_tensor"):
+        return math.lcm(tokens, FUSED_EXPERT_TOKENS)
+    return tokens
+
+
+def _is_set(settings: Any, *names: str) -> bool:
+    return any(bool(getattr(settings, name, False)) for name in names)
 
 
 def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
