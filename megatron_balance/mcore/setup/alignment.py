@@ -11,8 +11,8 @@ Invariant: a filled micro-batch is never above the cap, which is rounded down to
 cap runs alone and is filled up to the alignment only.
 
 Alignments are tokens of a micro-batch on one rank, once context and sequence parallelism have split it. A rank
-quantizes its own share before sequence parallelism gathers it, and weight gradients are GEMMs with tokens as their inner
-dimension.
+quantizes its own share before sequence parallelism gathers it; tokens are the inner dimension of the GEMMs of weight
+gradients.
 
 | Recipe | Tokens | Because |
 | --- | --- | --- |
@@ -83,14 +83,7 @@ def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
     """The multiple that micro-batches up to the cap are filled up to, tokens over their context-parallel ranks.
 
     Raised to a multiple of `Topology.pack_multiple`, so that every context- and sequence-parallel rank gets an aligned
-    share.
-
-    Args:
-        topology: the ranks.
-        shape_bucket: tokens on each GPU before sequence parallelism, as `--max-tokens-per-gpu` counts them; 1 for none.
-
-    Raises:
-        BalanceError: the bucket is below 1.
+    share. The bucket counts tokens on each GPU before sequence parallelism, as `--max-tokens-per-gpu` does; 1 for none.
 
     Example:
         >>> bucket_tokens(Topology(8, cp_size=2), shape_bucket=128)
@@ -107,14 +100,8 @@ def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
 def bucketed_limits(limits: Limits, *, topology: Topology, shape_bucket: int, flag: str) -> Limits:
     """The limits with the cap rounded down to the multiple that micro-batches are filled up to.
 
-    Args:
-        limits: token or sample cap of a micro-batch.
-        topology: the ranks.
-        shape_bucket: tokens on each GPU.
-        flag: that gave it, for the error.
-
     Raises:
-        BalanceError: the multiple is larger than the cap.
+        BalanceError: the multiple is larger than the cap; it names the flag that gave the bucket.
     """
     cap, tokens = limits.max_tokens_per_gpu, bucket_tokens(topology, shape_bucket=shape_bucket)
     if tokens == topology.token_multiple or cap is None:
@@ -133,13 +120,9 @@ def bucketed_limits(limits: Limits, *, topology: Topology, shape_bucket: int, fl
 def filled_tokens(
     tokens: NDArray[np.int64], *, topology: Topology, limits: Limits, shape_bucket: int
 ) -> NDArray[np.int64]:
-    """Tokens of micro-batches once they are filled up. `[num_microbatches]` → `[num_microbatches]`
+    """Padded tokens of micro-batches, 0 for a dummy, once filled up. `[num_microbatches]` → `[num_microbatches]`
 
-    Args:
-        tokens: padded tokens; 0 for a dummy.
-        topology: the ranks.
-        limits: as `bucketed_limits` gives them.
-        shape_bucket: tokens on each GPU.
+    Limits are those of `bucketed_limits`.
     """
     cap = limits.max_tokens_per_microbatch(topology)
     multiple = np.full(len(tokens), bucket_tokens(topology, shape_bucket=shape_bucket))

@@ -53,20 +53,11 @@ def costs_of_run(
     given: CostModel | None = None,
     by_flops: bool | None = None,
 ) -> Costs:
-    """The costs that balance flags choose.
+    """The costs that balance flags choose; a flag that a namespace lacks counts as not given.
 
-    Args:
-        flags: the balance flags; those that a namespace lacks count as not given.
-        config: Megatron's arguments or a TransformerConfig, which share names.
-        topology: the ranks.
-        shape: of the model; called where the costs depend on it.
-        num_experts: of the model, or 0.
-        seq_length: of the longest samples, tokens.
-        given: the cost of a sample in place of FLOPs, or None.
-        by_flops: in place of `--balance-by-flops`.
-
-    Raises:
-        BalanceError: a file that cannot be read, or a model whose FLOPs are not known.
+    `config` is Megatron's arguments or a TransformerConfig, which share names; `given` a cost of a sample in place of
+    FLOPs; `by_flops` stands in for `--balance-by-flops`. A file that cannot be read, or a model whose FLOPs are not
+    known, raises BalanceError.
     """
     counts_exchange = topology.dynamic_cp
     if not (getattr(flags, "balance_by_flops", False) if by_flops is None else by_flops):

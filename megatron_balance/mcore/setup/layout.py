@@ -152,13 +152,7 @@ def make_groups(
 ) -> dist.ProcessGroup | None:
     """Make process groups, and return this rank's. Every rank of the world calls it with the same lists.
 
-    Args:
-        groups: their ranks; no rank is in two.
-        timeout: of their collectives.
-        backend: of torch.
-
-    Raises:
-        PeerError: a rank did not make its group.
+    No rank is in two of them. PeerError where a rank did not make its group.
     """
     own = None
     for ranks in groups:

@@ -40,16 +40,8 @@ def settings_of_loop(
 ) -> tuple[Mapping[str, Any], Callable[[], Settings]]:
     """The options of a loop by Megatron's names, for the rules, and what reads its settings.
 
-    Args:
-        flags: balance flags, after those that every loop has.
-        model: Megatron's module, wrapped or not, or a list of its chunks.
-        max_tokens_per_gpu: `--max-tokens-per-gpu`.
-        cost: of a sample, or the model whose FLOPs count; None to read them from the model's configuration.
-        num_steps: that the loop trains; None where that is not known.
-        log_interval: steps between log lines, or None.
-        timeout: of collectives.
-        eval_iters: iterations of its evaluations; with none, forward-only calls stay Megatron's own.
-        lora_rank: of adapters, whose base weights are frozen; 0 for none.
+    Arguments are those of `balanced_schedule`. With no `eval_iters`, forward-only calls stay Megatron's own; the base
+    weights of adapters (`lora_rank`) are frozen.
 
     Raises:
         BalanceError: a flag is wrong or has no meaning here; the model's FLOPs or parallel state are not known.

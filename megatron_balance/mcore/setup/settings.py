@@ -89,10 +89,7 @@ class Settings:
 
 
 def settings_of_args(args: Namespace) -> Settings:
-    """The settings of a run of Megatron's training loop.
-
-    Args:
-        args: Megatron's validated arguments; the flags go together (`options/`).
+    """The settings of a run of Megatron's training loop, from validated arguments that go together (`options/`).
 
     Raises:
         BalanceError: a file of --balance-cost that cannot be read, a model whose FLOPs are not known, a bucket over the
@@ -132,16 +129,7 @@ def settings_of_args(args: Namespace) -> Settings:
 def settings_of_flags(
     flags: Namespace, *, options: Mapping[str, Any], config: Any, topology: Topology, costs: Costs, num_experts: int
 ) -> Settings:
-    """What the balance flags say, for any loop.
-
-    Args:
-        flags: the balance flags; `--balance` is filled in.
-        options: Megatron's options by name, these flags among them.
-        config: Megatron's arguments or a TransformerConfig, which share names.
-        topology: the ranks.
-        costs: of the run.
-        num_experts: of the model, or 0.
-    """
+    """What the balance flags say, for any loop; `options` are Megatron's by name, these flags among them."""
     chosen = getattr(flags, "balance_choices", None)
     return Settings(
         topology=topology,
@@ -188,11 +176,7 @@ def policy_of(flags: Namespace) -> str:
 
 
 def limits_of(flags: Namespace, *, micro_batch_size: int, topology: Topology) -> Limits:
-    """The limits of a micro-batch.
-
-    Raises:
-        BalanceError: the bucket is larger than the cap.
-    """
+    """The limits of a micro-batch; a bucket over the cap raises BalanceError."""
     if not flags.use_dynamic_batch_size:
         return Limits(micro_batch_size=micro_batch_size)
     return bucketed_limits(
@@ -217,11 +201,7 @@ def costs_of_args(args: Namespace, *, topology: Topology | None = None, by_flops
 
 
 def topology_of_args(args: Namespace) -> Topology:
-    """The ranks of a run of Megatron's; before validation as many data-parallel ranks as the world leaves.
-
-    Raises:
-        BalanceError: a recipe of FP8 or FP4 that is not known.
-    """
+    """The ranks of a run of Megatron's; before validation as many data-parallel ranks as the world leaves."""
     tp_size, pp_size, cp_size = (
         getattr(args, f"{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context")
     )

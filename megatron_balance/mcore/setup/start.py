@@ -53,11 +53,7 @@ def agreed_settings(
 ) -> Settings | None:
     """The settings of the run, or None where it stays stock; every rank of the world calls it.
 
-    Args:
-        options: Megatron's options and the balance flags, by name.
-        read: reads the settings, where the options go together.
-        timeout: of the meeting.
-        log: says what there is to say.
+    `options` are Megatron's and the balance flags, by name; where they go together, `read` reads the settings.
 
     Raises:
         BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.

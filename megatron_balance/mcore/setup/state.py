@@ -8,12 +8,7 @@ from collections.abc import Iterator
 
 
 class LoopState:
-    """The steps of a hand-written loop, which counts them here.
-
-    Args:
-        num_steps: of the loop, or None where that is not known.
-        exit_interval: the loop ends after a step that is a multiple of this, or None.
-    """
+    """The steps of a hand-written loop, which counts them here; it ends early after a multiple of `exit_interval`."""
 
     is_sft = False
     """Megatron's `--sft` is set."""
@@ -43,11 +38,7 @@ class LoopState:
         """Give Megatron's arguments the shape of one micro-batch while it runs.
 
         Tensor-parallel ranks allocate their receive buffers by them (`get_batch_on_this_tp_rank`), and MoE layers view
-        activations by seq_length.
-
-        Args:
-            num_tokens: over all its context-parallel ranks.
-            cp_size: these ranks.
+        activations by seq_length. Tokens are those of all `cp_size` ranks that share it.
         """
         yield
 
