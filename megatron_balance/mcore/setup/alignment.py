@@ -91,8 +91,6 @@ def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
         >>> bucket_tokens(Topology(8, tp_size=4, sequence_parallel=True, token_alignment=128), shape_bucket=128)
         512
     """
-    if shape_bucket < 1:
-        raise BalanceError(f"the shape bucket is {shape_bucket}: it must be 1 (off) or more tokens.")
     multiple = topology.pack_multiple
     return -(-shape_bucket * topology.cp_size // multiple) * multiple
 
