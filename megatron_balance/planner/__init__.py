@@ -12,7 +12,6 @@ from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.fixed_ranks import partition_items
 from megatron_balance.planner.inputs import Images, Problem, as_integers, number_groups
 from megatron_balance.planner.karmarkar_karp import karmarkar_karp
-from megatron_balance.planner.locality import Homes, keep_local
 from megatron_balance.planner.metrics import (
     ScheduleMetrics,
     assignment_metrics,
@@ -20,7 +19,6 @@ from megatron_balance.planner.metrics import (
     schedule_metrics,
     slowest_over_mean,
 )
-from megatron_balance.planner.plan import plan as plan_batch
 from megatron_balance.planner.schedule import DataSchedule, Ranks, batch_of
 from megatron_balance.planner.times import (
     OBJECTIVES,
@@ -36,7 +34,6 @@ __all__ = [
     "ALGORITHMS",
     "Batch",
     "DataSchedule",
-    "Homes",
     "Images",
     "OBJECTIVES",
     "Problem",
@@ -50,14 +47,12 @@ __all__ = [
     "build_data_schedule",
     "is_makespan",
     "karmarkar_karp",
-    "keep_local",
     "lower_bound",
     "mountain_order",
     "number_groups",
     "objective_names",
     "partition_items",
     "pipeline_makespans",
-    "plan_batch",
     "plan_metrics",
     "resolve_objective",
     "schedule_metrics",
