@@ -49,7 +49,7 @@ class Benchmark(Protocol):
 
 def made_by(command: str, *, device: str = "cpu") -> dict[str, Any]:
     """What a result was made with: command, day, revision of the package, hardware, versions."""
-    from megatron_balance.runtime.environment import environment
+    from megatron_balance.runtime.process import environment
 
     with_ = environment("cuda" if device == "cuda" else "cpu")
     return {

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_balance.runtime.environment import device_kind
+from megatron_balance.runtime.process import device_kind
 
 if not torch.cuda.is_available():
     from cpu_shim import enable_cpu

@@ -26,7 +26,7 @@ from benchmarks.hosts.cases import AFTER_STEP, CASES, Case
 from benchmarks.hosts.network import two_hosts
 from benchmarks.hosts.two_host_run import NUM_RANKS, RankEnd, TwoHostRun, run_on
 from benchmarks.publish import RAW, Measured, table
-from megatron_balance.runtime.peers import named_ranks
+from megatron_balance.runtime.comm import named_ranks
 
 TITLE = "Two hosts"
 UNAVAILABLE = 69

@@ -63,8 +63,8 @@ def _answered(lengths: NDArray[Any]) -> Iterator[None]:
             rows[:, HEADER_FIELDS : HEADER_FIELDS + SAMPLES_PER_RANK] = others
 
     def irecv(received: torch.Tensor, **keywords: Any) -> Any:
-        # Zeros in place of samples; in an agreement the least number, which changes no maximum.
-        received.fill_(torch.iinfo(received.dtype).min)
+        # Zeros in place of samples; in an agreement a rank that is fine and has no plan.
+        received.fill_(-1 if received.dtype.is_signed else 0)
         return inner[1](received, **keywords)
 
     dist.all_gather_into_tensor, dist.irecv = all_gather, irecv

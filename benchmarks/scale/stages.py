@@ -11,13 +11,13 @@ from typing import Any
 
 from megatron_balance.mcore.step import planner
 from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.runtime.exchange import PreparedExchange
+from megatron_balance.runtime import exchange
 
 STAGES = {
     "gather": (planner, "gather_sample_lengths"),
     "plan": (StepPlanner, "_plan"),
-    "write": (planner, "prepare_exchange"),
-    "exchange": (PreparedExchange, "run"),
+    "write": (exchange, "_write"),
+    "exchange": (exchange, "exchange_parts"),
     "pack": (planner, "pack"),
     "agree": (planner, "raise_together"),
 }
@@ -55,9 +55,8 @@ class StageTimes:
                 self.sent_nbytes.append(0)
                 self.num_peers.append(0)
             if stage == "exchange":
-                send_nbytes = positional[0].send_nbytes
-                self.sent_nbytes[-1] += sum(send_nbytes.values())
-                self.num_peers[-1] += len(send_nbytes)
+                self.sent_nbytes[-1] += sum(keywords["send_sizes"].values())
+                self.num_peers[-1] += len(keywords["send_sizes"])
             started = time.perf_counter(), time.thread_time()
             result = function(*positional, **keywords)
             ended = time.perf_counter(), time.thread_time()

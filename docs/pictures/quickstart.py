@@ -59,7 +59,7 @@ def main() -> None:
     """Write quickstart_before_after.svg beside this file."""
     from timeline import draw  # loads matplotlib
 
-    from megatron_balance.runtime.environment import environment  # loads torch
+    from megatron_balance.runtime.process import environment  # loads torch
 
     measured = panels()
     num_ranks, num_steps = len(measured[0].rows), len(measured[0].bars) // (2 * len(measured[0].rows))

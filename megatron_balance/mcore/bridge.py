@@ -33,8 +33,8 @@ from megatron_balance.mcore.hooks import ANY_VERSION, install_core
 from megatron_balance.mcore.setup.loop_settings import settings_of_loop
 from megatron_balance.mcore.setup.state import LoopState
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.resources import close_all
-from megatron_balance.samples.attention_keys import with_attention_keys
+from megatron_balance.runtime.process import close_all
+from megatron_balance.samples.packing import with_attention_keys
 
 SUPPORTED_VERSIONS = ("0.6",)
 """Releases of Megatron-Bridge on which the tests run."""

@@ -39,7 +39,7 @@ def check_packages() -> Iterator[Finding]:
     try:
         import torch
 
-        from megatron_balance.runtime.environment import environment
+        from megatron_balance.runtime.process import environment
     except ImportError as error:
         yield Finding(False, f"torch: {error}. Install it: pip install 'megatron-balance[megatron]'")
         return

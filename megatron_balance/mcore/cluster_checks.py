@@ -30,9 +30,9 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.checks import Finding
 from megatron_balance.mcore.setup.flags import parse_command_line
 from megatron_balance.mcore.setup.start import PACKAGES
-from megatron_balance.runtime.agreement import Meeting, differences, gather_texts
-from megatron_balance.runtime.nodes import local_world_size
-from megatron_balance.runtime.peers import named_ranks
+from megatron_balance.runtime.comm import named_ranks
+from megatron_balance.runtime.process import local_world_size
+from megatron_balance.runtime.start import Meeting, differences, gather_texts
 
 TIMEOUT = timedelta(seconds=60)
 IFNAME = "GLOO_SOCKET_IFNAME"

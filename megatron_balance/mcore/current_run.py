@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_balance.mcore.build_run import balanced_forward_backward
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.runtime.resources import close_all
+from megatron_balance.runtime.process import close_all
 
 _built: tuple[Any, BalancedForwardBackward | None] | None = None
 """Megatron's arguments and the run built for them; kept, since evaluation asks for a schedule repeatedly."""

@@ -26,7 +26,7 @@ from megatron_balance.mcore.setup.state import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch
-from megatron_balance.runtime.peers import annotate_peer_loss, with_step_context
+from megatron_balance.runtime.comm import annotate_peer_loss, with_step_context
 
 Schedule = Callable[..., Any]
 

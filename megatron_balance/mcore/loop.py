@@ -20,7 +20,7 @@ from megatron_balance.mcore.setup.loop_settings import settings_of_loop
 from megatron_balance.mcore.setup.state import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.resources import close_all
+from megatron_balance.runtime.process import close_all
 
 Schedule = Callable[..., Any]
 

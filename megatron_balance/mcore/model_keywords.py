@@ -24,8 +24,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.balanced_step import Slots
-from megatron_balance.samples.packing import lengths_as_packed
-from megatron_balance.samples.padding import padding_mask
+from megatron_balance.samples.packing import lengths_as_packed, padding_mask
 from megatron_balance.topology import Topology
 
 

@@ -49,9 +49,8 @@ from megatron_balance.mcore.step.figures import Figures, log_line, mean_figures
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.planner import resolve_objective
 from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
-from megatron_balance.runtime.environment import device_kind, environment
 from megatron_balance.runtime.failure import Failure, attempt
-from megatron_balance.runtime.resources import close_on_undo
+from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
 MAX_STEPS = 256
 """The newest steps of a log interval, beyond which older ones are left out of the figures."""

@@ -17,15 +17,27 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.collectives import all_gather_bytes, all_gather_row, largest_row, ranks_where
-from megatron_balance.runtime.peers import MAX_RANKS_NAMED
+from megatron_balance.runtime.comm import (
+    MAX_RANKS_NAMED,
+    UNKNOWN,
+    all_gather_bytes,
+    all_gather_row,
+    joined,
+    named_ranks,
+    ranks_by_value,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_OTHER_PLANS = (
+    "{others} planned another schedule than {first}: the planner saw other lengths, other flags or another numpy there."
+)
 
 
 @dataclass(frozen=True)
@@ -87,60 +99,81 @@ def agreeing_on(failure: Failure | None) -> Iterator[None]:
         raise AgreedError(str(agreed), original=failure.error) from failure.error
 
 
-def raise_together(failure: Failure | None, *, group: dist.ProcessGroup, what: str, digest: int = 0) -> None:
-    """Raise on every rank the failure of one, or that ranks planned different schedules.
-
-    One `largest_row` of three int64; all_gathers of digests or texts where there is something to raise.
+def raise_together(
+    problem: str | None,
+    *,
+    group: dist.ProcessGroup,
+    what: str,
+    plan: tuple[int, int] = (0, 0),
+    differ: str = _OTHER_PLANS,
+    named: bool = True,
+) -> tuple[bool, tuple[int, int]]:
+    """Raise on every rank the problem of one, or that ranks planned otherwise; else whether all have a plan, and it.
 
     Args:
-        failure: of this rank, or None.
+        problem: of this rank, or None.
         group: the ranks that continue together; gloo.
         what: the answer of the peers, named in the error where one does not answer.
-        digest: of the schedule that this rank follows, in [0, 2**63), if any.
+        plan: digest and size of what this rank planned, of at least 0; UNKNOWN where it has no plan.
+        differ: the error where plans differ, of `{others}` and the `{first}` rank that has one.
+        named: name the ranks that have a problem.
 
     Raises:
-        BalanceError: on every rank, naming the ranks that failed, or that planned another schedule.
-        AgreedError: on every rank, where the error is not a BalanceError.
+        BalanceError: on every rank, naming the ranks that have a problem, or that planned otherwise.
     """
-    text = b"" if failure is None else failure.problem.encode()
-    size = -1 if failure is None else len(text)
-    largest_size, largest_digest, negated = largest_row(np.array([size, digest, -digest]), group=group, what=what)
-    # First of all: on ranks that follow different plans a failure is what came of it.
-    if largest_digest != -negated:
-        check_equal_digests(all_gather_row(np.array([digest]), group=group, what=what)[:, 0], group=group)
-    if largest_size >= 0:
-        with agreeing_on(failure):
-            sizes = all_gather_row(np.array([size]), group=group, what=what)[:, 0]
-            texts = all_gather_bytes(text, nbytes=np.maximum(sizes, 0), group=group, what=what)
-            raise cannot_go_on(sizes >= 0, texts=texts, group=group)
+    alike, complete, agreed = joined(plan, fine=problem is None, group=group, what=what)
+    if alike:
+        return complete, agreed
+    text = b"" if problem is None else problem.encode()
+    rows = all_gather_row(np.array([problem is not None, len(text), *plan]), group=group, what=what)
+    failed, sizes = rows[:, 0] != 0, rows[:, 1]
+    if failed.any():
+        texts = all_gather_bytes(text, sizes=sizes, group=group, what=what)
+        raise cannot_go_on(failed, texts=texts, group=group, named=named)
+    raise _differing([*map(tuple, rows[:, 2:].tolist())], group=group, text=differ)
 
 
-def check_equal_digests(digests: NDArray[np.int64], *, group: dist.ProcessGroup) -> None:
-    """Check that all ranks computed the same schedule.
+def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
+    """Check that all ranks computed the same schedule. One all_gather of one int64.
 
     Args:
-        digests: `[group_size]`, of each rank's schedule; the same array on every rank.
+        digest: a hash of the schedule, in [0, 2**63).
         group: the ranks that planned.
+        device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
         BalanceError: on every rank, naming the ranks that differ from the first.
     """
-    differ = digests != digests[0]
-    if differ.any():
-        raise BalanceError(
-            f"{ranks_where(differ, group=group)} planned another schedule than rank {dist.get_global_rank(group, 0)}: "
-            "the planner saw other lengths, other flags or another numpy there."
-        )
+    what = "the plans of all ranks (compare)"
+    digests = all_gather_row(np.array([digest], dtype=np.int64), group=group, device=device, what=what)[:, 0].tolist()
+    if len({*digests}) > 1:
+        raise _differing(digests, group=group, text=_OTHER_PLANS)
 
 
-def cannot_go_on(failed: NDArray[np.bool_], *, texts: Sequence[bytes], group: dist.ProcessGroup) -> BalanceError:
+def _differing(plans: Sequence[object], *, group: dist.ProcessGroup, text: str) -> BalanceError:
+    """Of the plans of all ranks, `[group_size]`, which are not equal."""
+    names = dist.get_process_group_ranks(group)
+    first = next(rank for rank, plan in enumerate(plans) if plan != UNKNOWN)
+    others = [names[rank] for rank, plan in enumerate(plans) if plan not in (UNKNOWN, plans[first])]
+    return BalanceError(text.format(others=named_ranks(others), first=named_ranks([names[first]])))
+
+
+def cannot_go_on(
+    failed: NDArray[np.bool_], *, texts: Sequence[bytes], group: dist.ProcessGroup, named: bool = True
+) -> BalanceError:
     """The error of all ranks.
 
     Args:
         failed: `[group_size]`.
         texts: `[group_size]`, of those that failed.
         group: the ranks.
+        named: name them; their texts may do so.
     """
+    problems = [text.decode() if bad else None for text, bad in zip(texts, failed, strict=True)]
+    said = {problem: ranks for problem, ranks in ranks_by_value(problems, group=group).items() if problem is not None}
+    if not named:
+        return BalanceError(" | ".join(said))
     names = dist.get_process_group_ranks(group)
-    said = (f"rank {names[rank]}: {texts[rank].decode()}" for rank in np.flatnonzero(failed)[:MAX_RANKS_NAMED])
-    return BalanceError(f"{ranks_where(failed, group=group)} cannot go on. " + " | ".join(said))
+    who = named_ranks([names[rank] for rank in np.flatnonzero(failed)])
+    each = [f"{ranks}: {problem}" for problem, ranks in said.items()]
+    return BalanceError(f"{who} cannot go on. " + " | ".join(each[:MAX_RANKS_NAMED]))

@@ -20,24 +20,25 @@ real length / cp_size real tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, zip_longest
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.padding import sequence_lengths
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema, lengths_key
-
-# Not part of a Sample: they describe the pack and are made again with each.
-DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 FILLER_TOKENS = 128
 """Longest sequence that a pack is filled up with, unless more than MAX_FILLERS were needed."""
 
 MAX_FILLERS = 4
 """cuDNN builds a graph for each number of sequences where there are many (Transformer Engine 2.9, from 512 on)."""
+
+_POSITIONS = KeySpec("position_ids", dtype=torch.int64, shape=(), per_token=True)
 
 
 def pack_microbatch(
@@ -75,68 +76,15 @@ def pack_microbatch(
     """
     if not samples:
         raise BalanceError("pack_microbatch got no samples: use dummy_microbatch for a slot without any.")
-    present = [sample for sample in samples if sample.length]
-    if not present:
-        return dummy_microbatch(
-            SampleSchema.of(samples[0]),
-            token_multiple=token_multiple,
-            cp_size=cp_size,
-            pad_token_id=pad_token_id,
-            num_tokens=num_tokens,
-            device=samples[0].device,
-        )
-
-    lengths = sequence_lengths(present)
-    padded_lengths = [-(-length // token_multiple) * token_multiple for length in lengths]
-    held = sum(padded_lengths)
-    filler = _filler_lengths(held if num_tokens is None else num_tokens, held=held, token_multiple=token_multiple)
-    device = present[0].device
-    widths = padded_lengths + filler
-    batch: dict[str, Tensor] = {}
-    for name in present[0].per_token:
-        pieces = [piece for sample in present for piece in _sequences(sample, name)]
-        pieces += [pieces[0][:0]] * len(filler)
-        batch[name] = _padded(name, pieces, padded_lengths=widths, pad_token_id=pad_token_id).unsqueeze(0)
-    if (filler or lengths != padded_lengths) and "loss_mask" not in batch:
-        raise BalanceError(
-            f"Samples have no loss_mask (they have {sorted(batch)}), and padding to {sum(widths)} tokens needs "
-            "one: without it the padding would be trained on."
-        )
-    if "position_ids" not in batch:
-        counting = torch.arange(max(widths), device=device)
-        batch["position_ids"] = torch.cat([counting[:length] for length in widths]).unsqueeze(0)
-    if batch["position_ids"].dim() == 4:  # of several dimensions, `[1, t, 1, d]` or `[1, t, d, 1]`
-        batch["position_ids"] = batch["position_ids"].squeeze(0).movedim(0, -1)
-    for name in present[0].per_sample:
-        batch[name] = torch.stack([sample.per_sample[name] for sample in present])
-    for name in present[0].ragged:
-        entries = [sample.ragged[name] for sample in present]
-        batch[name] = torch.cat(entries)
-        batch[lengths_key(name)] = torch.tensor([len(of_sample) for of_sample in entries], device=device)
-
-    return batch | sequence_starts(lengths, as_packed=widths, cp_size=cp_size, device=device)
-
-
-def sequence_starts(
-    lengths: Sequence[int], *, as_packed: Sequence[int], cp_size: int = 1, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """The keys of a pack that say where its sequences start.
-
-    Args:
-        lengths: of its sequences, without padding and filler; none for a dummy.
-        as_packed: `lengths_as_packed`.
-        cp_size: context-parallel ranks.
-        device: where they live.
-
-    Returns:
-        `cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen`, as `pack_microbatch` returns them.
-    """
-    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
-    real = as_packed if cp_size == 1 else [*lengths, *as_packed[len(lengths) :]]
-    starts = {"cu_seqlens": _cu_seqlens(real, device=device)}
-    if cp_size > 1:
-        starts["cu_seqlens_padded"] = _cu_seqlens(as_packed, device=device)
-    return starts | {"max_seqlen": torch.tensor([max(as_packed)], dtype=torch.int32, device=device)}
+    return _packed(
+        [sample for sample in samples if sample.length],
+        schema=SampleSchema.of(samples[0]),
+        token_multiple=token_multiple,
+        cp_size=cp_size,
+        pad_token_id=pad_token_id,
+        num_tokens=num_tokens,
+        device=samples[0].device,
+    )
 
 
 def dummy_microbatch(
@@ -156,28 +104,99 @@ def dummy_microbatch(
     Raises:
         BalanceError: the schema has no loss_mask, so that nothing could be masked, or as `pack_microbatch`.
     """
-    if not any(key.name == "loss_mask" and key.per_token for key in schema.keys):
-        raise BalanceError(
-            f"Samples have no loss_mask (they have {[key.name for key in schema.keys]}): a dummy micro-batch, for a "
-            "rank with fewer samples than slots, cannot be masked without."
-        )
-    lengths = _filler_lengths(token_multiple if num_tokens is None else num_tokens, token_multiple=token_multiple)
-
-    def filled(key: KeySpec) -> Tensor:
-        if not key.per_token:
-            return torch.zeros(key.shape, dtype=key.dtype, device=device)
-        nothing = [torch.empty(0, *key.shape, dtype=key.dtype, device=device)] * len(lengths)
-        return _padded(key.name, nothing, padded_lengths=lengths, pad_token_id=pad_token_id)
-
-    sample = Sample(
-        {key.name: filled(key) for key in schema.keys if key.per_token},
-        per_sample={key.name: filled(key) for key in schema.keys if not (key.per_token or key.ragged)},
-        ragged={
-            key.name: torch.empty(0, *key.shape, dtype=key.dtype, device=device) for key in schema.keys if key.ragged
-        },
-        segment_lengths=tuple(lengths),
+    return _packed(
+        [],
+        schema=schema,
+        token_multiple=token_multiple,
+        cp_size=cp_size,
+        pad_token_id=pad_token_id,
+        num_tokens=num_tokens,
+        device=device,
     )
-    return pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)
+
+
+def _packed(
+    samples: Sequence[Sample],
+    *,
+    schema: SampleSchema,
+    token_multiple: int,
+    cp_size: int,
+    pad_token_id: int,
+    num_tokens: int | None,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """The pack of samples that have tokens, or the dummy."""
+    lengths = sequence_lengths(samples)
+    if num_tokens is None:
+        num_tokens = sum(_padded(lengths, token_multiple)) or token_multiple
+    widths = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=token_multiple)
+    per_token = [key for key in schema.keys if key.per_token]
+    names = [key.name for key in per_token]
+    if widths != lengths and "loss_mask" not in names:
+        raise BalanceError(
+            f"Samples have no loss_mask (they have {names}), and padding to {num_tokens} tokens needs one: without it "
+            "the padding would be trained on. A dummy, for a rank with fewer samples than slots, is padding alone."
+        )
+    batch: dict[str, Tensor] = {}
+    for key in per_token if "position_ids" in names else (*per_token, _POSITIONS):
+        pieces = [
+            piece
+            for sample in samples
+            if key.name in names
+            for piece in sample.per_token[key.name].split(sample.segment_lengths)
+            if len(piece)
+        ]
+        parts: list[Tensor] = []
+        for piece, width in zip_longest(pieces, widths):
+            held = 0 if piece is None else len(piece)
+            parts += [] if piece is None else [piece]
+            if held < width:
+                parts.append(_padding(key, start=held, stop=width, pad_token_id=pad_token_id, device=device))
+        batch[key.name] = torch.cat(parts).unsqueeze(0)
+    if batch["position_ids"].dim() == 4:  # of several dimensions, `[1, t, 1, d]` or `[1, t, d, 1]`
+        batch["position_ids"] = batch["position_ids"].squeeze(0).movedim(0, -1)
+    for key in schema.keys:
+        own = [sample.of_kind(key)[key.name] for sample in samples]
+        if key.ragged:
+            own = own or [torch.empty(0, *key.shape, dtype=key.dtype, device=device)]
+            batch[key.name] = torch.cat(own)
+            batch[lengths_key(key.name)] = torch.tensor([len(entries) for entries in own], device=device)
+        elif not key.per_token:
+            batch[key.name] = torch.stack(own or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
+    return batch | sequence_starts(lengths, as_packed=widths, cp_size=cp_size, device=device)
+
+
+def _padding(key: KeySpec, *, start: int, stop: int, pad_token_id: int, device: torch.device | str) -> Tensor:
+    """Entries start to stop of a padded sequence."""
+    if key.name == "position_ids":
+        counting = torch.arange(start, stop, dtype=key.dtype, device=device)
+        return counting.view(-1, *(1 for _ in key.shape)).expand(-1, *key.shape)
+    value = pad_token_id if key.name in ("tokens", "labels") else 0
+    return torch.full((stop - start, *key.shape), value, dtype=key.dtype, device=device)
+
+
+def sequence_starts(
+    lengths: Sequence[int], *, as_packed: Sequence[int], cp_size: int = 1, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """The keys of a pack that say where its sequences start.
+
+    Args:
+        lengths: of its sequences, without padding and filler; none for a dummy.
+        as_packed: `lengths_as_packed`.
+        cp_size: context-parallel ranks.
+        device: where they live.
+
+    Returns:
+        `cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen`, as `pack_microbatch` returns them.
+    """
+    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
+    real = as_packed if cp_size == 1 else [*lengths, *as_packed[len(lengths) :]]
+    starts = {"cu_seqlens": real} | ({"cu_seqlens_padded": as_packed} if cp_size > 1 else {})
+    batch = {
+        name: torch.tensor([[0, *accumulate(of_sequences)]], dtype=torch.int32, device=device)
+        for name, of_sequences in starts.items()
+    }
+    return batch | {"max_seqlen": torch.tensor([max(as_packed)], dtype=torch.int32, device=device)}
 
 
 def lengths_as_packed(lengths: Sequence[int], *, num_tokens: int, token_multiple: int) -> list[int]:
@@ -188,48 +207,62 @@ def lengths_as_packed(lengths: Sequence[int], *, num_tokens: int, token_multiple
         num_tokens: of the pack.
         token_multiple: as it was packed.
     """
-    padded = [-(-length // token_multiple) * token_multiple for length in lengths]
-    return padded + _filler_lengths(num_tokens, held=sum(padded), token_multiple=token_multiple)
-
-
-def _filler_lengths(num_tokens: int, *, held: int = 0, token_multiple: int) -> list[int]:
-    """Lengths of the sequences that fill a pack up from `held` tokens, each a multiple of `token_multiple`."""
-    missing = num_tokens - held
+    padded = _padded(lengths, token_multiple)
+    missing = num_tokens - sum(padded)
     if missing < 0 or missing % token_multiple or not num_tokens:
         raise BalanceError(
             f"num_tokens is {num_tokens}: it must be a multiple of {token_multiple}, as sequences are padded, and at "
-            f"least {max(held, token_multiple)}, which the pack holds."
+            f"least {max(sum(padded), token_multiple)}, which the pack holds."
         )
-    longest = -(-max(FILLER_TOKENS, -(-missing // MAX_FILLERS)) // token_multiple) * token_multiple
-    return [longest] * (missing // longest) + ([missing % longest] if missing % longest else [])
+    [longest] = _padded([max(FILLER_TOKENS, -(-missing // MAX_FILLERS))], token_multiple)
+    return [*padded, *[longest] * (missing // longest), *([missing % longest] if missing % longest else [])]
 
 
-def _padded(name: str, pieces: Sequence[Tensor], *, padded_lengths: Sequence[int], pad_token_id: int) -> Tensor:
-    """`[length, *trailing]` of every sequence → `[total_padded_tokens, *trailing]`, in one copy."""
-    first = pieces[0]
-    gaps = [padded - len(piece) for piece, padded in zip(pieces, padded_lengths, strict=True)]
-    if not any(gaps):
-        return torch.cat(list(pieces))
-    trailing = first.shape[1:]
-    if name == "position_ids":
-        counting = torch.arange(max(padded_lengths), dtype=first.dtype, device=first.device)
-        counting = counting.view(-1, *(1 for _ in trailing)).expand(-1, *trailing)
-        pads = [counting[padded - gap : padded] for gap, padded in zip(gaps, padded_lengths, strict=True)]
-    else:
-        value = pad_token_id if name in ("tokens", "labels") else 0
-        constant = torch.full((max(gaps), *trailing), value, dtype=first.dtype, device=first.device)
-        pads = [constant[:gap] for gap in gaps]
-    return torch.cat([part for pair in zip(pieces, pads, strict=True) for part in pair])
+def _padded(lengths: Sequence[int], token_multiple: int) -> list[int]:
+    return [-(-length // token_multiple) * token_multiple for length in lengths]
 
 
-def _sequences(sample: Sample, name: str) -> Sequence[Tensor]:
-    """A per-token key of each sequence of the sample that has tokens."""
-    tensor = sample.per_token[name]
-    if len(sample.segment_lengths) == 1:
-        return [tensor]
-    return [piece for piece in tensor.split(sample.segment_lengths) if len(piece)]
+def sequence_lengths(samples: Sequence[Sample]) -> list[int]:
+    """Lengths of the sequences of a micro-batch, tokens, in its order: without padding, filler and empty sequences."""
+    return [length for sample in samples for length in sample.segment_lengths if length]
 
 
-def _cu_seqlens(lengths: Sequence[int], *, device: torch.device | str) -> Tensor:
-    """Cumulative sums from 0: int32 `[1, num_sequences + 1]`."""
-    return torch.tensor([[0, *accumulate(lengths)]], dtype=torch.int32, device=device)
+def padding_mask(
+    lengths: Sequence[int], *, num_tokens: int, token_multiple: int = 1, cp_size: int = 1, cp_rank: int = 0
+) -> NDArray[np.bool_]:
+    """True where a token is padding, for the tokens of a context-parallel rank; ranks that read no data make it too.
+
+    Args:
+        lengths: `sequence_lengths` of the micro-batch; none for a dummy.
+        num_tokens: of the micro-batch, padding included.
+        token_multiple: as the micro-batch was packed.
+        cp_size: context-parallel ranks.
+        cp_rank: this one; it holds the chunks cp_rank and 2*cp_size-1-cp_rank of each sequence.
+
+    Returns:
+        `[num_tokens / cp_size]`.
+    """
+    real = np.asarray(lengths, dtype=np.int64).reshape(-1, 1)
+    num_chunks, mine = (1, [0]) if cp_size == 1 else (2 * cp_size, [cp_rank, 2 * cp_size - 1 - cp_rank])
+    chunk = -(-real // token_multiple) * token_multiple // num_chunks
+    real_of_chunk = np.clip(real - chunk * np.array(mine), 0, chunk)  # [num_sequences, chunks of this rank]
+    runs = np.stack([real_of_chunk, chunk - real_of_chunk], axis=-1).ravel()
+    filler = num_tokens // cp_size - int(runs.sum())
+    assert filler >= 0, f"{len(lengths)} sequences need {int(runs.sum()) * cp_size} tokens, and there are {num_tokens}"
+    is_padding = np.tile([False, True], runs.size // 2)
+    return np.append(np.repeat(is_padding, runs), np.ones(filler, dtype=np.bool_))
+
+
+def with_attention_keys(pack: Mapping[str, Any]) -> dict[str, Any]:
+    """A pack of `pack_microbatch` as Megatron-Bridge's forward steps read it; the inverse of `with_cu_seqlens`.
+
+    `cu_seqlens_q` and `cu_seqlens_kv` are in place of `cu_seqlens`, and so for `cu_seqlens_padded` and `max_seqlen`.
+    """
+    renamed: dict[str, Any] = {}
+    for name, value in pack.items():
+        if name in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
+            stem, padded = name.removesuffix("_padded"), "_padded" if name.endswith("_padded") else ""
+            renamed |= {f"{stem}_q{padded}": value, f"{stem}_kv{padded}": value}
+        else:
+            renamed[name] = value
+    return renamed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.unpacking import RowError
+from megatron_balance.samples.unpacking import RowError, first_row
 
 ATTENTION_MASK = "attention_mask"
 """The value of `--balance-unpad` for batches whose attention_mask says what is padding."""
@@ -37,11 +37,10 @@ def with_row_lengths(batch: Mapping[str, Any], *, padding: int | str) -> dict[st
             naming the row: padding at its front or in its middle; a loss on padding; an attention mask that is not
             causal over real tokens.
     """
-    tokens = batch.get("tokens")
+    mask, loss_mask, tokens = batch.get(ATTENTION_MASK), batch.get("loss_mask"), batch.get("tokens")
+    batch = {name: value for name, value in batch.items() if name != ATTENTION_MASK}
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
-        return {name: value for name, value in batch.items() if name != ATTENTION_MASK}  # refused, or empty
-    mask = batch.get(ATTENTION_MASK)
-    loss_mask = batch.get("loss_mask")
+        return batch  # refused, or empty
     has_loss = torch.zeros_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask != 0
     if isinstance(padding, int):
         lengths = _last_place((tokens != padding) | has_loss) + 1
@@ -52,18 +51,20 @@ def with_row_lengths(batch: Mapping[str, Any], *, padding: int | str) -> dict[st
         raise BalanceError(
             "--balance-unpad is attention_mask, and the data has none: give the token id of padding in its place."
         )
-    for row, (length, last) in enumerate(zip(lengths.tolist(), _last_place(has_loss).tolist(), strict=True)):
-        if last >= length:
-            raise RowError(row, f"its padding begins at {length}, and token {last} has a loss, which would be lost.")
+    last = _last_place(has_loss)
+    if (row := first_row(last >= lengths)) is not None:
+        begins = int(lengths[row])
+        raise RowError(
+            row, f"its padding begins at {begins}, and token {int(last[row])} has a loss, which would be lost."
+        )
     if loss_mask is None and bool((lengths < tokens.shape[1]).any()):
         raise BalanceError(
             "rows are padded and have no loss_mask, so that padding is trained on: add one that is 0 there."
         )
     if mask is not None and mask.dim() == 4:
         _check_causal(mask, lengths=lengths)
-    lengths = lengths.clamp(min=1)
-    starts = torch.stack([torch.zeros_like(lengths), lengths], dim=1).to(torch.int32)
-    return {name: value for name, value in batch.items() if name != ATTENTION_MASK} | {"cu_seqlens": starts}
+    starts = torch.stack([torch.zeros_like(lengths), lengths.clamp(min=1)], dim=1)
+    return batch | {"cu_seqlens": starts.to(torch.int32)}
 
 
 def _last_place(flags: Tensor) -> Tensor:
@@ -85,17 +86,15 @@ def _lengths_by_mask(mask: Tensor, *, tokens: Tensor) -> Tensor:
             f"tokens, or [{num_rows} or 1, 1, {num_tokens}, {num_tokens}], True where a query does not attend to a key."
         )
     lengths = _last_place(real) + 1
-    for row in (real.sum(1) != lengths).nonzero().flatten().tolist():
+    if (row := first_row(real.sum(1) != lengths)) is not None:
         raise RowError(row, "attention_mask has padding before its last real token: pad rows at their end.")
     return lengths
 
 
 def _check_no_padding_before(is_padding: Tensor, *, lengths: Tensor) -> None:
     """One padding token between others may be an end-of-sequence token of the same id; a run of them is padding."""
-    inside = torch.arange(is_padding.shape[1], device=is_padding.device) < lengths.unsqueeze(1)
-    inner = is_padding & inside
-    runs = (inner[:, :-1] & inner[:, 1:]).any(1) | inner[:, 0]
-    for row in runs.nonzero().flatten().tolist():
+    inner = is_padding & (torch.arange(is_padding.shape[1], device=is_padding.device) < lengths.unsqueeze(1))
+    if (row := first_row((inner[:, :-1] & inner[:, 1:]).any(1) | inner[:, 0])) is not None:
         at = int(inner[row].nonzero()[0])
         raise RowError(
             row,

@@ -11,11 +11,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
+
+ALIGNMENT_NBYTES = 16  # complex128 is the widest dtype
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT_NBYTES: torch views bytes as a dtype only from a multiple of its size on."""
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,31 +54,27 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.per_token:
             raise BalanceError("A Sample needs at least one per-token tensor: its length is read from there.")
-        first_name, first = next(iter(self.per_token.items()))
+        for name, tensor in (*self.per_token.items(), *self.ragged.items()):
+            if tensor.dim() == 0:
+                raise BalanceError(f"Sample key {name!r} is 0-d: it must be [original_seq_len or num_entries, ...].")
         for name, tensor in self.per_token.items():
-            if tensor.dim() == 0:
-                raise BalanceError(f"Sample.per_token[{name!r}] is 0-d: it must be [original_seq_len, ...].")
-            if tensor.shape[0] != first.shape[0]:
+            if len(tensor) != self.length:
                 raise BalanceError(
-                    f"Sample.per_token[{name!r}] has {tensor.shape[0]} tokens and {first_name!r} has {first.shape[0]}: "
-                    "all must have the same length."
+                    f"Sample.per_token[{name!r}] has {len(tensor)} tokens and {next(iter(self.per_token))!r} has "
+                    f"{self.length}: all must have the same length."
                 )
-            if name in self.per_sample:
-                raise BalanceError(f"Sample key {name!r} is in per_token and in per_sample: it must be in one of them.")
-        for name, tensor in self.ragged.items():
-            if tensor.dim() == 0:
-                raise BalanceError(f"Sample.ragged[{name!r}] is 0-d: it must be [num_entries, ...].")
-            for other in (name, lengths_key(name)):
-                if other in self.per_token or other in self.per_sample:
-                    raise BalanceError(
-                        f"Sample key {other!r} is in per_token or per_sample: {name!r} is ragged, and packs have its "
-                        f"lengths as {lengths_key(name)!r}. Rename one of them."
-                    )
-            if not self.length and len(tensor):
-                raise BalanceError(
-                    f"Sample.ragged[{name!r}] has {len(tensor)} entries and the sample no token: it would run nowhere. "
-                    "Leave the sample out."
-                )
+        names = [*self.per_token, *self.per_sample, *self.ragged, *map(lengths_key, self.ragged)]
+        if len({*names}) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise BalanceError(
+                f"Sample keys {twice} are in two of per_token, per_sample and ragged, or named as the lengths of a "
+                "ragged key are in packs: rename one of them."
+            )
+        if not self.length and any(self.ragged_lengths):
+            raise BalanceError(
+                f"Sample.ragged has {self.ragged_lengths} entries and the sample no token: it would run nowhere. "
+                "Leave the sample out."
+            )
         if not self.segment_lengths:
             object.__setattr__(self, "segment_lengths", (self.length,))
         elif sum(self.segment_lengths) != self.length or min(self.segment_lengths) < 0:
@@ -82,7 +86,7 @@ class Sample:
     @property
     def length(self) -> int:
         """Tokens (`original_seq_len`)."""
-        return next(iter(self.per_token.values())).shape[0]
+        return len(next(iter(self.per_token.values())))
 
     @property
     def ragged_lengths(self) -> tuple[int, ...]:
@@ -93,6 +97,14 @@ class Sample:
     def device(self) -> torch.device:
         """The device of the sample's tensors."""
         return next(iter(self.per_token.values())).device
+
+    def of_kind(self, key: KeySpec) -> Mapping[str, Tensor]:
+        """The tensors of a key's kind."""
+        return getattr(self, key.kind)
+
+
+Kind = Literal["per_token", "per_sample", "ragged"]
+KINDS: tuple[Kind, ...] = ("per_token", "per_sample", "ragged")
 
 
 def lengths_key(name: str) -> str:
@@ -119,6 +131,17 @@ class KeySpec:
     per_token: bool
     ragged: bool = False
 
+    @staticmethod
+    def of(name: str, tensor: Tensor, *, kind: Kind) -> KeySpec:
+        """The key of a sample's tensor."""
+        shape = tuple(tensor.shape) if kind == "per_sample" else tuple(tensor.shape[1:])
+        return KeySpec(name, dtype=tensor.dtype, shape=shape, per_token=kind == "per_token", ragged=kind == "ragged")
+
+    @property
+    def kind(self) -> Kind:
+        """The attribute of a Sample that holds the key."""
+        return "per_token" if self.per_token else "ragged" if self.ragged else "per_sample"
+
     @property
     def nbytes(self) -> int:
         """Bytes of one entry: a token's, a sample's, or one of a ragged key."""
@@ -130,13 +153,8 @@ class KeySpec:
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
-        first = ["original_seq_len"] if self.per_token else ["num_entries"] if self.ragged else []
-        axes = [*first, *map(str, self.shape)]
-        return f"{self.dtype_name} [{', '.join(axes)}]"
-
-
-def _canonical(key: KeySpec) -> tuple[bool, bool, str]:
-    return not key.per_token, key.ragged, key.name
+        first = {"per_token": ["original_seq_len"], "ragged": ["num_entries"], "per_sample": []}[self.kind]
+        return f"{self.dtype_name} [{', '.join([*first, *map(str, self.shape)])}]"
 
 
 @dataclass(frozen=True)
@@ -154,9 +172,10 @@ class SampleSchema:
     keys: tuple[KeySpec, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", tuple(sorted(self.keys, key=_canonical)))
+        in_order = sorted(self.keys, key=lambda key: (KINDS.index(key.kind), key.name))
+        object.__setattr__(self, "keys", tuple(in_order))
         names = [key.name for key in self.keys]
-        if len(set(names)) != len(names):
+        if len({*names}) != len(names):
             raise BalanceError(f"A SampleSchema names a key twice: {names}.")
         if not any(key.per_token for key in self.keys):
             raise BalanceError(f"A SampleSchema needs at least one per-token key; it has {names}.")
@@ -169,19 +188,11 @@ class SampleSchema:
     @staticmethod
     def of(sample: Sample) -> SampleSchema:
         """The schema of one sample."""
-        per_token = [
-            KeySpec(name, dtype=tensor.dtype, shape=tuple(tensor.shape[1:]), per_token=True)
-            for name, tensor in sample.per_token.items()
-        ]
-        per_sample = [
-            KeySpec(name, dtype=tensor.dtype, shape=tuple(tensor.shape), per_token=False)
-            for name, tensor in sample.per_sample.items()
-        ]
-        ragged = [
-            KeySpec(name, dtype=tensor.dtype, shape=tuple(tensor.shape[1:]), per_token=False, ragged=True)
-            for name, tensor in sample.ragged.items()
-        ]
-        return SampleSchema((*per_token, *per_sample, *ragged))
+        return SampleSchema(
+            tuple(
+                KeySpec.of(name, tensor, kind=kind) for kind in KINDS for name, tensor in getattr(sample, kind).items()
+            )
+        )
 
     @staticmethod
     def shared_by(samples: Sequence[Sample]) -> SampleSchema | None:
@@ -204,11 +215,10 @@ class SampleSchema:
         if len(self.keys) != len(sample.per_token) + len(sample.per_sample) + len(sample.ragged):
             return False
         for key in self.keys:
-            of_kind = sample.per_token if key.per_token else sample.ragged if key.ragged else sample.per_sample
-            tensor = of_kind.get(key.name)
+            tensor = sample.of_kind(key).get(key.name)
             if tensor is None or tensor.dtype != key.dtype:
                 return False
-            if (tensor.shape[1:] if key.per_token or key.ragged else tensor.shape) != key.shape:
+            if (tensor.shape if key.kind == "per_sample" else tensor.shape[1:]) != key.shape:
                 return False
         return True
 
@@ -226,10 +236,7 @@ class SampleSchema:
 
     def to_bytes(self) -> bytes:
         """JSON, so that a peer's bytes are read and never executed."""
-        rows = [
-            [key.name, key.dtype_name, list(key.shape), key.per_token, *(["ragged"] if key.ragged else [])]
-            for key in self.keys
-        ]
+        rows = [[key.name, key.dtype_name, key.shape, key.kind] for key in self.keys]
         return json.dumps(rows, separators=(",", ":")).encode()
 
     @staticmethod
@@ -240,9 +247,10 @@ class SampleSchema:
             BalanceError: a dtype that this torch does not have.
         """
         keys: list[KeySpec] = []
-        for name, dtype_name, shape, per_token, *ragged in json.loads(data):
+        for name, dtype_name, shape, kind in json.loads(data):
             dtype = getattr(torch, dtype_name, None)
             if not isinstance(dtype, torch.dtype):
                 raise BalanceError(f"Key {name!r} has dtype {dtype_name!r}, which torch {torch.__version__} lacks.")
-            keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), per_token=per_token, ragged=bool(ragged)))
+            flags = {"per_token": kind == "per_token", "ragged": kind == "ragged"}
+            keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), **flags))
         return SampleSchema(tuple(keys))

@@ -7,17 +7,19 @@ together as one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.packing import DERIVED_KEYS
 from megatron_balance.samples.sample import Sample, lengths_key
 
 UNITS = ("segment", "sample")
+
+DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+"""Not part of a Sample: they describe the batch, and are made again with each pack."""
 
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _INTEGER_KEYS = ("tokens", "labels", "position_ids", "cu_seqlens", "cu_seqlens_padded")
@@ -63,157 +65,119 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
     Raises:
         BalanceError: naming the key: labels of another length than tokens; tokens or labels that are not integers; a
             value that is not a tensor, or of a shape that fits neither rows nor sequences; NAME_lengths that do not sum
-            to the entries, or are not one for each sequence or row that stays together; an unknown unit, or `sample`
-            where a key has one entry a sequence. RowError: naming the row too: ragged entries of a row without a
-            sequence; cu_seqlens that does not begin at 0, falls or passes the row's end; sequences that leave out
-            tokens with a loss; a negative token; NaN or infinity in loss_mask.
+            to the entries, or are not one for each sequence or row that stays together; an unknown unit. RowError:
+            naming the row too: ragged entries of a row without a sequence; cu_seqlens that does not begin at 0, falls
+            or passes the row's end; sequences that leave out tokens with a loss; a negative token; NaN or infinity in
+            loss_mask.
     """
     if unit not in UNITS:
         raise BalanceError(f"unit is {unit!r}: it must be one of {', '.join(UNITS)}.")
     tensors = _checked_tensors(batch)
     tokens = tensors["tokens"]
     segments = _segments(tensors)
-    rows: dict[str, Tensor] = {}
-    sequences: dict[str, Tensor] = {}
+    ragged = [name for name in tensors if lengths_key(name) in tensors]
     per_token: dict[str, Tensor] = {}
-    ragged = {name: tensors[name] for name in tensors if lengths_key(name) in tensors}
+    per_row: dict[str, Tensor] = {}
+    per_sequence: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in DERIVED_KEYS or name in ragged or name in map(lengths_key, ragged):
             continue
         if tensor.shape[:2] == tokens.shape:
             per_token[name] = tensor
         elif tensor.dim() and len(tensor) == len(tokens):
-            rows[name] = tensor
-        elif tensor.dim() and len(tensor) == len(segments):
-            sequences[name] = tensor
+            per_row[name] = tensor
+        elif tensor.dim() and len(tensor) == len(segments) and unit == "segment":
+            per_sequence[name] = tensor
         else:
             raise BalanceError(
                 f"{name} has shape {list(tensor.shape)}: it must begin with {list(tokens.shape)} (per token), "
-                f"{len(tokens)} (one a row) or {len(segments)} (one a sequence), or have its entries counted by "
-                f"{lengths_key(name)}."
+                f"{len(tokens)} (one a row) or, where --balance-unit is segment, {len(segments)} (one a sequence), or "
+                f"have its entries counted by {lengths_key(name)}."
             )
-    if unit == "sample" and sequences:
-        raise BalanceError(
-            f"{', '.join(sequences)} has one entry a sequence ({len(segments)}): a row that stays whole cannot carry "
-            "it. Give one entry a row or a token, or split into segments."
-        )
-    real = segments
     if not ragged:
-        real = [
-            (row, start, _without_padding(tensors, row=row, start=start, stop=stop)) for row, start, stop in segments
-        ]
-    _check_loss_kept(tensors, segments=real)
-    owners = list(_by_row(real)) if unit == "sample" else list(range(len(real)))
-    entries = {name: _entries(name, tensors, owners=owners, unit=unit) for name in ragged}
+        segments = [(row, start, _end(tensors, row=row, start=start, stop=stop)) for row, start, stop in segments]
+    _check_loss_kept(tensors, segments=segments)
+    samples = [(row, index, [(start, stop)]) for index, (row, start, stop) in enumerate(segments)]
     if unit == "sample":
-        return [
-            Sample(
-                {name: _joined(tensor[row], of_row) for name, tensor in per_token.items()},
-                per_sample={name: tensor[row] for name, tensor in rows.items()},
-                ragged={name: of_owner[row] for name, of_owner in entries.items()},
-                segment_lengths=tuple(stop - start for start, stop in of_row),
-            )
-            for row, of_row in _by_row(real).items()
-        ]
+        rows = groupby(segments, key=lambda segment: segment[0])
+        samples = [(row, row, [(start, stop) for _, start, stop in of_row]) for row, of_row in rows]
+    num_owners = len(tokens) if unit == "sample" else len(segments)
+    holding = {index for _, index, _ in samples}
+    entries = {name: _entries(name, tensors, num_owners=num_owners, holding=holding, unit=unit) for name in ragged}
     return [
         Sample(
-            {name: tensor[row, start:stop] for name, tensor in per_token.items()},
-            per_sample={name: tensor[row] for name, tensor in rows.items()}
-            | {name: tensor[index] for name, tensor in sequences.items()},
+            {name: _joined(tensor[row], spans) for name, tensor in per_token.items()},
+            per_sample={name: tensor[row] for name, tensor in per_row.items()}
+            | {name: tensor[index] for name, tensor in per_sequence.items()},
             ragged={name: of_owner[index] for name, of_owner in entries.items()},
+            segment_lengths=tuple(stop - start for start, stop in spans),
         )
-        for index, (row, start, stop) in enumerate(real)
+        for row, index, spans in samples
     ]
 
 
-def _entries(name: str, tensors: Mapping[str, Tensor], *, owners: Sequence[int], unit: str) -> dict[int, Tensor]:
-    """Entries of a ragged key of each owner: each sequence, or each row where rows stay whole.
-
-    Args:
-        owners: those that become samples, rising; of a split into segments all there are.
-    """
+def _entries(
+    name: str, tensors: Mapping[str, Tensor], *, num_owners: int, holding: set[int], unit: str
+) -> Sequence[Tensor]:
+    """Entries of a ragged key of each sequence, or row where rows stay whole; `holding` become samples."""
     tensor, counts = tensors[name], tensors[lengths_key(name)]
-    num_owners = len(tensors["tokens"]) if unit == "sample" else len(owners)
     if counts.is_floating_point() or counts.is_complex() or counts.shape != (num_owners,):
-        one, remedy = (
-            ("row", "one a sequence needs --balance-unit segment")
-            if unit == "sample"
-            else ("sequence", "one a row needs --balance-unit sample")
-        )
         raise BalanceError(
             f"{lengths_key(name)} is {counts.dtype} {list(counts.shape)}: it must be integers, [{num_owners}], one a "
-            f"{one}; {remedy}."
+            f"{'row' if unit == 'sample' else 'sequence'} under --balance-unit {unit}."
         )
     sizes: list[int] = counts.tolist()
     if min(sizes, default=0) < 0 or sum(sizes) != len(tensor):
         raise BalanceError(
             f"{lengths_key(name)} holds {sizes}: it must be 0 or more and sum to the {len(tensor)} entries of {name}."
         )
-    entries = dict(enumerate(tensor.split(sizes)))
-    for row in entries.keys() - set(owners):
-        if sizes[row]:
+    for row, size in enumerate(sizes):
+        if size and row not in holding:
             raise RowError(row, f"it has entries of {name} and no sequence; they would be lost.")
-    return entries
+    return tensor.split(sizes)
 
 
-def _by_row(segments: Sequence[tuple[int, int, int]]) -> dict[int, list[tuple[int, int]]]:
-    """Row → start and stop of its sequences."""
-    rows: dict[int, list[tuple[int, int]]] = {}
-    for row, start, stop in segments:
-        rows.setdefault(row, []).append((start, stop))
-    return rows
-
-
-def _joined(tensor: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
+def _joined(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """`[padded_seq_len, *trailing]` of a row → its sequences one after the other; a view where they already are."""
-    if all(stop == start for (_, stop), (start, _) in pairwise(segments)):
-        return tensor[segments[0][0] : segments[-1][1]]
-    return torch.cat([tensor[start:stop] for start, stop in segments])
+    if all(stop == start for (_, stop), (start, _) in pairwise(spans)):
+        return tensor[spans[0][0] : spans[-1][1]]
+    return torch.cat([tensor[start:stop] for start, stop in spans])
 
 
 def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """The batch without None, checked key by key."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in batch.items():
-        if value is None:
-            continue
+    tensors = {name: value for name, value in batch.items() if value is not None}
+    for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise BalanceError(f"{name} is a {type(value).__name__}: only tensors move between ranks; drop the key.")
-        tensors[name] = value
+        if name in _INTEGER_KEYS and (value.is_floating_point() or value.is_complex()):
+            raise BalanceError(f"{name} is {value.dtype}: it must be of an integer dtype.")
     if "tokens" not in tensors or tensors["tokens"].dim() != 2:
-        raise BalanceError(
-            f"A batch needs tokens of shape [micro_batch_size, padded_seq_len]; it has "
-            f"{ {name: list(tensor.shape) for name, tensor in tensors.items()} }."
-        )
-    shape = tensors["tokens"].shape
-    positions = tensors.get("position_ids")
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        raise BalanceError(f"A batch needs tokens of shape [micro_batch_size, padded_seq_len]; it has {shapes}.")
+    tokens, positions = tensors["tokens"], tensors.get("position_ids")
     if positions is not None and positions.dim() == 3:
         # Of several dimensions (mRoPE). The place of the dimension of size 1 tells `pack_microbatch` the layout.
-        if positions.shape[::2] == shape:
+        if positions.shape[::2] == tokens.shape:
             tensors["position_ids"] = positions.movedim(1, -1).unsqueeze(-2)
-        elif positions.shape[1:] == shape:
+        elif positions.shape[1:] == tokens.shape:
             tensors["position_ids"] = positions.movedim(0, -1).unsqueeze(-1)
     for name in _TOKEN_KEYS:
-        if name in tensors and tensors[name].shape[:2] != shape:
+        if name in tensors and tensors[name].shape[:2] != tokens.shape:
             raise BalanceError(
-                f"{name} has shape {list(tensors[name].shape)} and tokens {list(shape)}: the two must be of one length."
+                f"{name} has shape {list(tensors[name].shape)} and tokens {list(tokens.shape)}: the two must be of one "
+                "length."
             )
-    for name in _INTEGER_KEYS:
-        if name in tensors and (tensors[name].is_floating_point() or tensors[name].is_complex()):
-            raise BalanceError(f"{name} is {tensors[name].dtype}: it must be of an integer dtype.")
-    row = _first_row(tensors["tokens"] < 0)
-    if row is not None:
-        raise RowError(row, f"tokens holds {int(tensors['tokens'][row].min())}; a token id is 0 or above.")
-    if "loss_mask" in tensors and torch.is_floating_point(tensors["loss_mask"]):
-        row = _first_row(~tensors["loss_mask"].isfinite())
-        if row is not None:
-            raise RowError(row, "loss_mask holds NaN or infinity; it must be 0 or a weight.")
+    if (row := first_row(tokens < 0)) is not None:
+        raise RowError(row, f"tokens holds {int(tokens[row].min())}; a token id is 0 or above.")
+    if "loss_mask" in tensors and (row := first_row(~tensors["loss_mask"].isfinite())) is not None:
+        raise RowError(row, "loss_mask holds NaN or infinity; it must be 0 or a weight.")
     return tensors
 
 
-def _first_row(wrong: Tensor) -> int | None:
+def first_row(wrong: Tensor) -> int | None:
     """The first row with any entry set, of bool `[num_rows, ...]`."""
-    rows = wrong.flatten(1).any(1).nonzero().flatten().tolist()
+    rows = wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist()
     return rows[0] if rows else None
 
 
@@ -231,13 +195,11 @@ def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
     starts, lengths, room = padded[:, :-1], real.diff(dim=1), padded.diff(dim=1)
     # No room: the right padding of cu_seqlens_padded, whatever cu_seqlens itself is padded with.
     present = (lengths > 0) & (room > 0)
-    too_long = ((lengths > room) & present).nonzero().tolist()
-    if too_long:
-        row, index = too_long[0]
+    if (row := first_row(present & (lengths > room))) is not None:
         raise RowError(
             row,
-            f"sequence {index} has {int(lengths[row, index])} tokens by cu_seqlens and room for "
-            f"{int(room[row, index])} by cu_seqlens_padded.",
+            f"its sequences have {lengths[row].tolist()} tokens by cu_seqlens and room for {room[row].tolist()} by "
+            "cu_seqlens_padded.",
         )
     found = torch.stack([present.nonzero()[:, 0], starts[present], (starts + lengths)[present]], dim=1)
     return [(row, start, stop) for row, start, stop in found.tolist()]
@@ -246,45 +208,87 @@ def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
 def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """int64 `[micro_batch_size, k]`, each row rising from 0 and not past its end."""
     num_rows, num_tokens = tensors["tokens"].shape
-    cu_seqlens = tensors[name].long()
-    if cu_seqlens.dim() != 2 or len(cu_seqlens) != num_rows or cu_seqlens.shape[1] == 0:
-        raise BalanceError(f"{name} has shape {list(cu_seqlens.shape)}: it must be [{num_rows}, num_sequences + 1].")
-    falls = (cu_seqlens.diff(dim=1) < 0).any(1)
-    for row in range(num_rows):
-        first, last = int(cu_seqlens[row, 0]), int(cu_seqlens[row, -1])
-        if first != 0:
-            raise RowError(row, f"{name} begins at {first}; it must begin at 0.")
-        if falls[row]:
-            raise RowError(row, f"{name} falls somewhere; it must rise.")
-        if last > num_tokens:
-            raise RowError(row, f"{name} ends at {last}, past the row's {num_tokens} tokens.")
-    return cu_seqlens
+    starts = tensors[name].long()
+    if starts.dim() != 2 or len(starts) != num_rows or starts.shape[1] == 0:
+        raise BalanceError(f"{name} has shape {list(starts.shape)}: it must be [{num_rows}, num_sequences + 1].")
+    for what, wrong in {
+        "begins elsewhere than at 0": starts[:, :1] != 0,
+        "falls somewhere": starts.diff(dim=1) < 0,
+        f"ends past the row's {num_tokens} tokens": starts[:, -1:] > num_tokens,
+    }.items():
+        if (row := first_row(wrong)) is not None:
+            raise RowError(row, f"{name} {what}: it is {starts[row].tolist()}.")
+    return starts
 
 
-def _without_padding(tensors: Mapping[str, Tensor], *, row: int, start: int, stop: int) -> int:
+def _end(tensors: Mapping[str, Tensor], *, row: int, start: int, stop: int) -> int:
     """The end of the sequence without its masked, constant tail; at least one token stays."""
     if "loss_mask" not in tensors:
         return stop
     tokens = tensors["tokens"][row, start:stop]
-    needed = (tokens != tokens[-1]) | _has_loss(tensors["loss_mask"][row, start:stop])
-    places = needed.nonzero()
+    has_loss = (tensors["loss_mask"][row, start:stop] != 0).view(stop - start, -1).any(1)
+    places = ((tokens != tokens[-1]) | has_loss).nonzero()
     return start + (int(places[-1]) + 1 if len(places) else 1)
-
-
-def _has_loss(loss_mask: Tensor) -> Tensor:
-    """`[num_tokens, *trailing]` → bool `[num_tokens]`."""
-    return (loss_mask != 0).flatten(1).any(1) if loss_mask.dim() > 1 else loss_mask != 0
 
 
 def _check_loss_kept(tensors: Mapping[str, Tensor], *, segments: Sequence[tuple[int, int, int]]) -> None:
     """No token with a loss lies outside every sequence, where it would be lost."""
     if "loss_mask" not in tensors:
         return
-    missing = [int((loss_mask != 0).sum()) for loss_mask in tensors["loss_mask"]]
+    has_loss = tensors["loss_mask"] != 0
+    missing = [int(of_row.sum()) for of_row in has_loss]
     for row, start, stop in segments:
-        missing[row] -= int((tensors["loss_mask"][row, start:stop] != 0).sum())
+        missing[row] -= int(has_loss[row, start:stop].sum())
     for row, num_tokens in enumerate(missing):
         if num_tokens:
             raise RowError(
                 row, f"{num_tokens} tokens with loss_mask lie outside every sequence of cu_seqlens, and would be lost."
             )
+
+
+_BRIDGE_KEYS = (
+    *("cu_seqlens_kv", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "max_seqlen", "padding_mask"),
+    *("cu_seqlens_argmin", "cu_seqlens_unpadded_argmin", "total_tokens", "token_count"),
+)
+"""Keys that follow from the others, and are made again with each pack or read by nobody."""
+
+
+def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of Megatron-Bridge with `cu_seqlens` and `cu_seqlens_padded`; another batch unchanged.
+
+    Its data sets and forward steps (`megatron/bridge/training/gpt_step.py`, 0.6.2) name the arguments of attention:
+    `cu_seqlens_q` and `cu_seqlens_kv`, both with `_padded` where sequences are padded. Older data sets have
+    `cu_seqlens` filled up with -1 behind `cu_seqlens_argmin` entries, and `cu_seqlens_unpadded`. A `cu_seqlens` that is
+    not filled up is cut to nothing by its forward step.
+
+    Args:
+        batch: `tokens` `[num_rows, padded_seq_len]`; `cu_seqlens_q`, perhaps `cu_seqlens_q_padded`; or `cu_seqlens` and
+            `cu_seqlens_argmin` or `cu_seqlens_unpadded`; of each `[num_rows, k]`, or `[k]` for one row.
+
+    Raises:
+        BalanceError: keys begin elsewhere than queries.
+    """
+    batch = {name: value for name, value in batch.items() if value is not None}
+    if "cu_seqlens_q" in batch:
+        for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
+            of_keys = name.replace("_q", "_kv")
+            if of_keys in batch and not torch.equal(batch[of_keys], batch[name]):
+                raise BalanceError(
+                    f"{name} and {of_keys} differ: sequences that attend to other sequences are not moved between "
+                    "ranks; train without balancing."
+                )
+        starts, padded = batch.pop("cu_seqlens_q"), batch.pop("cu_seqlens_q_padded", None)
+    elif "cu_seqlens_unpadded" in batch:
+        starts, padded = batch.pop("cu_seqlens_unpadded"), batch.pop("cu_seqlens")
+    elif "cu_seqlens_argmin" in batch:
+        starts, padded = batch.pop("cu_seqlens"), None
+    else:
+        return batch
+    batch = {name: value for name, value in batch.items() if name not in _BRIDGE_KEYS}
+    for name, of_rows in (("cu_seqlens", starts), ("cu_seqlens_padded", padded)):
+        if of_rows is not None:
+            rows = of_rows.view(-1, of_rows.shape[-1])
+            batch[name] = torch.where(
+                rows < 0, rows.amax(1, keepdim=True), rows
+            )  # filled up with each row's last value
+    return batch

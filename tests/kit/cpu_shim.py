@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_balance.runtime.environment import device_kind, set_device_kind
+from megatron_balance.runtime.process import device_kind, set_device_kind
 
 
 def enable_cpu() -> None:

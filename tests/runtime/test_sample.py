@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megatron_balance import BalanceError
-from megatron_balance.samples import KeySpec, Sample, SampleSchema, block_nbytes, read_block, write_block
+from megatron_balance.samples import KeySpec, Sample, SampleSchema
 
 
 def sample(length=3, **more):
@@ -22,7 +22,7 @@ def test_length_and_device():
         ({}, {}, "at least one per-token"),
         ({"tokens": torch.tensor(1)}, {}, "'tokens'.* is 0-d"),
         ({"tokens": torch.zeros(3), "labels": torch.zeros(2)}, {}, "'labels'.* has 2 tokens and 'tokens' has 3"),
-        ({"tokens": torch.zeros(3)}, {"tokens": torch.zeros(3)}, "'tokens' is in per_token and in per_sample"),
+        ({"tokens": torch.zeros(3)}, {"tokens": torch.zeros(3)}, r"\['tokens'\] are in two of per_token, per_sample"),
     ],
 )
 def test_a_bad_sample_says_which_key(per_token, per_sample, phrase):
@@ -51,12 +51,6 @@ def test_schema_does_not_depend_on_the_order_of_keys():
     assert schema.hash() == SampleSchema.of(two).hash()
     assert 0 <= schema.hash() < 2**63
     assert SampleSchema.from_bytes(schema.to_bytes()) == schema
-
-
-def test_schema_hash_stays_the_same_between_versions():
-    schema = SampleSchema((KeySpec("tokens", dtype=torch.int64, shape=(), per_token=True),))
-    assert schema.to_bytes() == b'[["tokens","int64",[],true]]'
-    assert schema.hash() == 0x44C3D89A2E13A3A9
 
 
 @pytest.mark.parametrize(
@@ -89,27 +83,4 @@ def test_bad_schemas():
     with pytest.raises(BalanceError, match="per-token"):
         SampleSchema(())
     with pytest.raises(BalanceError, match="'Tensor'"):
-        SampleSchema.from_bytes(b'[["tokens","Tensor",[],true]]')
-
-
-def test_a_block_has_exactly_the_size_that_its_lengths_say():
-    samples = [sample(length, flag=torch.ones(length, dtype=torch.bool)) for length in (3, 0, 5)]
-    schema = SampleSchema.of(samples[0])
-    nbytes = block_nbytes(schema, lengths=[3, 0, 5])
-    # flag 8, loss_mask 32, tokens 64, id 24 bytes, each rounded up to 16.
-    assert nbytes == 16 + 32 + 64 + 32
-    block = torch.zeros(nbytes, dtype=torch.uint8)
-    write_block(block, samples=samples, schema=schema)
-    for before, after in zip(samples, read_block(block, lengths=[3, 0, 5], schema=schema), strict=True):
-        assert after.length == before.length
-        assert all(torch.equal(before.per_token[name], after.per_token[name]) for name in before.per_token)
-        assert torch.equal(before.per_sample["id"], after.per_sample["id"])
-    assert block_nbytes(schema, lengths=[]) == 0
-
-
-def test_tensors_that_require_grad_travel():
-    weights = Sample({"weights": torch.ones(3, requires_grad=True)})
-    schema = SampleSchema.of(weights)
-    block = torch.zeros(block_nbytes(schema, lengths=[3]), dtype=torch.uint8)
-    write_block(block, samples=[weights], schema=schema)
-    assert torch.equal(read_block(block, lengths=[3], schema=schema)[0].per_token["weights"], torch.ones(3))
+        SampleSchema.from_bytes(b'[["tokens","Tensor",[],"per_token"]]')

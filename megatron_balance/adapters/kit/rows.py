@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_balance.runtime.collectives import exchange_with_all, exchange_with_peers
-from megatron_balance.runtime.peers import waiting_for
+from megatron_balance.runtime.comm import exchange_parts
 
 Ints = NDArray[np.int64]
 
@@ -61,9 +60,8 @@ def exchange_rows(
     if (ranks != home_ranks).any():
         send_sizes = {rank: sum(row.numel() for row in block) for rank, block in enumerate(outgoing)}
         send = torch.cat([receive[:0], *(row for block in outgoing for row in block)])
-        move = exchange_with_peers if receive.device.type == "cpu" else exchange_with_all
-        with waiting_for("rows from the ranks that loaded them (exchange)", group=group):
-            move(receive, send, receive_sizes=receive_sizes, send_sizes=send_sizes, group=group)
+        what = "rows from the ranks that loaded them (exchange)"
+        exchange_parts(receive, send, receive_sizes=receive_sizes, send_sizes=send_sizes, group=group, what=what)
     blocks = list(receive.split([*receive_sizes.values()]))
     blocks[me] = torch.cat([receive[:0], *staying])
     incoming = [block.split(sizes) for block, sizes in zip(blocks, from_ranks, strict=True)]

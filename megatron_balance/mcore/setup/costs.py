@@ -152,7 +152,7 @@ def _with_exchange(
 def _spans_nodes(topology: Topology) -> bool:
     """True if a context-parallel group may have ranks on several nodes."""
     # Reading flags loads no torch, and the package of this module does.
-    from megatron_balance.runtime.nodes import blocks_span_nodes, local_world_size
+    from megatron_balance.runtime.process import blocks_span_nodes, local_world_size
 
     ranks_of_stage = topology.num_leaves * topology.tp_size
     ranks_of_group = topology.tp_size * topology.dynamic_cp_sizes[-1]

@@ -25,11 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from megatron_balance.runtime.agreement import Meeting, gather_texts
-from megatron_balance.runtime.nodes import local_world_size, members_per_node
-from megatron_balance.runtime.peers import named_ranks, waiting_for
+from megatron_balance.runtime.comm import named_ranks, waiting_for
+from megatron_balance.runtime.process import close_on_undo, local_world_size, members_per_node
 from megatron_balance.runtime.replica import Replica
-from megatron_balance.runtime.resources import close_on_undo
+from megatron_balance.runtime.start import Meeting, gather_texts
 
 LAZY_GLOO = "megatron_balance_gloo"
 """Name by which torch knows `_lazy_gloo`."""

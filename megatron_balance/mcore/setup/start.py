@@ -20,7 +20,7 @@ from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import meeting_of_world, problem_of_bound_device
 from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.runtime.agreement import agree
+from megatron_balance.runtime.start import agree
 
 PACKAGES = ("megatron-core", "torch", "numpy")
 """Packages whose other versions might plan or compute differently."""

@@ -25,8 +25,7 @@ from megatron_balance.mcore.step.balanced_step import Microbatch, Slots
 from megatron_balance.planner import DataSchedule
 from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.samples.packing import dummy_microbatch, lengths_as_packed, pack_microbatch, sequence_starts
-from megatron_balance.samples.sample import Sample, SampleSchema
-from megatron_balance.samples.wire import ALIGNMENT_NBYTES
+from megatron_balance.samples.sample import Sample, SampleSchema, aligned
 from megatron_balance.topology import Topology
 
 
@@ -54,9 +53,7 @@ def slots_of_replica(
 
 def _sequence_lengths(sample_ids: Sequence[int], *, gathered: GatheredLengths) -> list[int]:
     ids = np.array(sample_ids, dtype=np.int64)
-    segments = gathered.segments_of(ids)
-    lengths = gathered.lengths[ids].tolist() if segments is None else [n for of_one in segments for n in of_one]
-    return [length for length in lengths if length]
+    return [length for of_one in gathered.segments_of(ids) for length in of_one if length]
 
 
 def pack(
@@ -83,7 +80,7 @@ def pack(
 
 def pinned(packs: Sequence[Microbatch]) -> list[Microbatch]:
     """The packs in one block of pinned memory: torch keeps blocks, and a new one may make the device wait."""
-    sizes = [-(-tensor.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for pack in packs for tensor in pack.values()]
+    sizes = [aligned(tensor.nbytes) for pack in packs for tensor in pack.values()]
     parts = iter(torch.empty(sum(sizes), dtype=torch.uint8).pin_memory().split(sizes))
 
     def placed(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, build_data_schedule
-from megatron_balance.runtime.resources import close_on_undo
+from megatron_balance.runtime.process import close_on_undo
 
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; "

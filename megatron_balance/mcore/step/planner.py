@@ -31,14 +31,9 @@ from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.source import Fetched, ItemSplitter, SampleOrigin
 from megatron_balance.planner import DataSchedule, Images
-from megatron_balance.runtime.exchange import HostBuffers, prepare_exchange
+from megatron_balance.runtime.exchange import HostBuffers, reroute_samples
 from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
-from megatron_balance.runtime.gather import (
-    INLINE_LENGTHS,
-    NUM_REPORTED,
-    GatheredLengths,
-    gather_sample_lengths,
-)
+from megatron_balance.runtime.gather import INLINE_LENGTHS, NUM_REPORTED, GatheredLengths, gather_sample_lengths
 from megatron_balance.samples.sample import Sample
 from megatron_balance.topology import Limits
 
@@ -152,16 +147,16 @@ class StepPlanner:
         schedule = self._plan(gathered)
         planned = time.perf_counter()
         digest = schedule.digest()
-        raise_together(None, group=group, what="the plans of all ranks (compare)", digest=digest)
+        raise_together(None, group=group, what="the plans of all ranks (compare)", plan=(digest, 0))
         sample_ids, destinations = schedule.copies(cp_rank=self.cp_rank)
-        mine = prepare_exchange(
+        mine = reroute_samples(
             samples,
             sample_ids=sample_ids,
             destinations=destinations,
             gathered=gathered,
             group=group,
             buffers=self._buffers,
-        ).run(group=group)
+        )
         replica, step_tokens = slots_of_replica(
             schedule, dp_rank=self.dp_rank, gathered=gathered, shape_bucket=self.settings.shape_bucket
         )
@@ -175,13 +170,11 @@ class StepPlanner:
             schema=gathered.schema,
             pin_memory=self.pin_memory,
         )
-        raise_together(
-            replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None,
-            group=group,
-            what="that all ranks have packed their micro-batches",
-        )
+        failure = replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None
+        with agreeing_on(failure):
+            what = "that all ranks have packed their micro-batches"
+            raise_together(failure and failure.problem, group=group, what=what)
         assert not isinstance(packs, Failure), "raised"
-        assert gathered.reported is not None, "each rank sends some"
         figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
         figures["plan_seconds"] = planned - plan_started
         figures["exchange_seconds"] = time.perf_counter() - planned + plan_started - started
@@ -210,11 +203,12 @@ class StepPlanner:
     ) -> tuple[list[Sample], GatheredLengths]:
         """The samples of this rank, and the lengths of all; what is wrong on one rank is raised on all."""
         failure, samples = fetched.failure, []
-        packed = all(self._splitter.has_lengths(item) for item in fetched.items)
         if failure is None and len(fetched.items) < num_items:
             ended = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
             failure = Failure(BalanceError(ended))
-        if failure is None and packed:
+        if failure is None and not all(self._splitter.has_lengths(item) for item in fetched.items):
+            failure = Failure(BalanceError(NOT_PACKED))
+        if failure is None:
             split = self._splitter.split(fetched.items, first_item=first_item)
             samples, failure = ([], split) if isinstance(split, Failure) else (split, None)
         with agreeing_on(failure):
@@ -222,7 +216,6 @@ class StepPlanner:
                 samples,
                 group=group,
                 fingerprint=self._fingerprint,
-                packed=packed,
                 step=number,
                 new_source=new_iterator,
                 problem=None if failure is None else failure.problem,
@@ -232,8 +225,6 @@ class StepPlanner:
             )
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
         self._row_values = gathered.next_row_values
-        if not packed:
-            raise BalanceError(NOT_PACKED)
         return samples, gathered
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:

@@ -32,11 +32,11 @@ from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.packs import stage_microbatches
 from megatron_balance.mcore.step.planner import StepPlanner, warn_of
 from megatron_balance.mcore.step.source import PullAhead, Sources, pull
+from megatron_balance.runtime.comm import PeerError
 from megatron_balance.runtime.failure import AgreedError, Failure, attempt
 from megatron_balance.runtime.gather import OutOfStepError
-from megatron_balance.runtime.peers import PeerError
+from megatron_balance.runtime.process import close_on_undo
 from megatron_balance.runtime.replica import Replica, Share
-from megatron_balance.runtime.resources import close_on_undo
 
 
 @dataclass(frozen=True)

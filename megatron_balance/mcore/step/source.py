@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_balance.runtime.failure import Failure, attempt
-from megatron_balance.samples.attention_keys import with_cu_seqlens
 from megatron_balance.samples.padded_rows import with_row_lengths
 from megatron_balance.samples.sample import Sample
-from megatron_balance.samples.unpacking import RowError, split_packed
+from megatron_balance.samples.unpacking import RowError, split_packed, with_cu_seqlens
 
 
 @dataclass(frozen=True)

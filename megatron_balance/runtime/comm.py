@@ -1,0 +1,234 @@
+"""Collectives and messages between ranks, small enough for gloo; an error names the ranks that did not answer.
+
+torch reports a lost connection or an elapsed timeout, but not what was waited for. Every collective of this package
+runs in `waiting_for`, which raises a PeerError that names it; `with_step_context` adds the iteration. Around other
+collectives `annotate_peer_loss` adds a note to the error, which it does not replace.
+
+Invariants: tensors only, no pickled objects; a rank's row is as long as every other's; where ranks exchange bytes, they
+know beforehand how many go from which to which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+
+MAX_RANKS_NAMED = 8  # an error on a thousand ranks must stay readable
+
+_ADVICE = (
+    "A rank has died, hangs or was cut off: the first error in the logs of the other ranks says why. If one was only "
+    "slow, raise --distributed-timeout-minutes."
+)
+
+_GLOO_LOST = re.compile(r"gloo.*(Timed out|Connection closed|Connection reset|Broken pipe|No route|pair closure)", re.S)
+"""A lost peer in the text of gloo's errors, which are bare RuntimeErrors."""
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+class PeerError(BalanceError):
+    """A rank did not answer: it has died, hangs, or was cut off."""
+
+
+@contextlib.contextmanager
+def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Turn the failure of one collective into a PeerError; wrap the collective and nothing else.
+
+    Args:
+        what: this rank gets from its peers, a noun: `sample lengths`.
+        group: the ranks that take part; None where they are not known yet.
+
+    Raises:
+        PeerError: the collective failed, with torch's error as its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo raises it bare; torch.distributed's own errors derive from it
+        ranks = "the other ranks" if group is None else f"world {named_ranks(dist.get_process_group_ranks(group))}"
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # Without gloo's source location and its guesses.
+        first_line = re.sub(r"^\[\S+:\d+\] ", "", first_line).partition(". This is typically")[0].rstrip(".")
+        raise PeerError(f"waited for {what} among {ranks}, and not all answered ({first_line}). {_ADVICE}") from error
+
+
+@contextlib.contextmanager
+def annotate_peer_loss(when: str) -> Iterator[None]:
+    """Add a note to an error about lost peers in collectives that are not this package's; `when` is `iteration 7`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or _GLOO_LOST.search(str(error)):
+            error.add_note(
+                f"megatron_balance: {when}: Megatron waited for other ranks in a collective of its own, and not all "
+                f"answered. {_ADVICE}"
+            )
+        raise
+
+
+@contextlib.contextmanager
+def with_step_context(when: str) -> Iterator[None]:
+    """Add the step, `iteration 7`, to a PeerError."""
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(f"{when}: {error}") from error.__cause__
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2 and 7 more`."""
+    named = ", ".join(map(str, ranks[:MAX_RANKS_NAMED]))
+    more = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
+
+
+def ranks_by_value(values: Iterable[Value], *, group: dist.ProcessGroup | None = None) -> dict[Value, str]:
+    """Each value, in the order in which they first occur, and the named ranks that have it.
+
+    Args:
+        values: `[num_ranks]`.
+        group: the ranks, whose numbers in the world are named; None for those of the world.
+    """
+    names = None if group is None else dist.get_process_group_ranks(group)
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank if names is None else names[rank])
+    return {value: named_ranks(of_value) for value, of_value in ranks.items()}
+
+
+def all_gather_row(
+    row: NDArray[np.int64], *, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
+) -> NDArray[np.int64]:
+    """int64 `[n]` of every rank → `[group_size, n]`.
+
+    Args:
+        row: of this rank.
+        group: all that take part.
+        what: the data waited for, named in the error where a peer does not answer.
+        device: where the buffers live.
+    """
+    return _all_gather(torch.from_numpy(row), group=group, what=what, device=device).numpy()
+
+
+def all_gather_bytes(
+    data: bytes, *, sizes: NDArray[np.int64], group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
+) -> list[bytes]:
+    """The bytes of every rank, of which every rank already knows the number: `sizes` int64 `[group_size]`."""
+    row = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = _all_gather(row, group=group, what=what, device=device)
+    return [bytes(rows[rank, :size].tolist()) for rank, size in enumerate(sizes)]
+
+
+def _all_gather(row: Tensor, *, group: dist.ProcessGroup, what: str, device: torch.device | str) -> Tensor:
+    gathered = torch.empty(group.size() * row.numel(), dtype=row.dtype, device=device)
+    row = row.to(device)
+    with waiting_for(what, group=group):
+        dist.all_gather_into_tensor(gathered, row, group=group)
+        return gathered.view(group.size(), -1).cpu()
+
+
+def broadcast_row(row: NDArray[np.int64], *, group: dist.ProcessGroup, what: str) -> NDArray[np.int64]:
+    """int64 `[n]` of the group's first rank on every rank, in place; over gloo."""
+    with waiting_for(what, group=group):
+        dist.broadcast(torch.from_numpy(row), group=group, group_src=0)
+    return row
+
+
+def exchange_parts(
+    receive: Tensor,
+    send: Tensor,
+    *,
+    receive_sizes: Mapping[int, int],
+    send_sizes: Mapping[int, int],
+    group: dist.ProcessGroup,
+    what: str,
+) -> None:
+    """Exchange parts of two buffers between the ranks that share some.
+
+    Between CPUs that is one message to and from each rank named, none where it is empty; other ranks take no part. One
+    collective of all ranks would connect every rank to every other in the first step (docs/scale.md). All receives are
+    posted before the first send, and none is waited for before the last send: gloo moves messages in any order, so no
+    order of ranks can deadlock. Between GPUs all ranks call one `all_to_all_single`: the first call over NCCL must be
+    one of all ranks.
+
+    Args:
+        receive: `[sum of receive_sizes]`, the parts that arrive, in the order of `receive_sizes`.
+        send: `[sum of send_sizes]`, those that leave; of the same dtype.
+        receive_sizes: rank in the group → entries from it. It must send as many, or this rank waits until the timeout.
+        send_sizes: rank in the group → entries for it.
+        group: of these ranks; gloo for CPUs, NCCL for GPUs.
+        what: as for `all_gather_row`.
+    """
+    with waiting_for(what, group=group):
+        if receive.device.type != "cpu":
+            received, sent = ([of.get(rank, 0) for rank in range(group.size())] for of in (receive_sizes, send_sizes))
+            dist.all_to_all_single(receive, send, received, sent, group=group)
+            return
+        works = [dist.irecv(part, group=group, group_src=rank) for rank, part in _parts(receive, receive_sizes)]
+        works += [dist.isend(part, group=group, group_dst=rank) for rank, part in _parts(send, send_sizes)]
+        timeout = _timeout_of(group)
+        for work in works:
+            assert work is not None, "this rank is a member"
+            work.wait(timeout)
+
+
+def _parts(buffer: Tensor, sizes: Mapping[int, int]) -> list[tuple[int, Tensor]]:
+    parts = zip(sizes, buffer.split([*sizes.values()]), strict=True)
+    return [(rank, part) for rank, part in parts if part.numel()]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Of the group's collectives now; messages between two ranks would keep the one that the group was made with.
+
+    Megatron shortens it once training runs (`--distributed-timeout-seconds-after-init`). torch has no public name for
+    it, and wraps the group under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    """
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return getattr(backend, "wrapped_pg", backend).options._timeout
+
+
+UNKNOWN = (-1, -1)
+"""The pair of a rank that has none."""
+
+
+def joined(
+    own: tuple[int, int], *, fine: bool, group: dist.ProcessGroup, what: str
+) -> tuple[bool, bool, tuple[int, int]]:
+    """Whether all ranks are fine and have one pair or none, whether all have one, and the pair; over gloo.
+
+    In round k a rank hands what it knows to the rank 2**k above and takes in what the one 2**k below knows: after
+    ceil(log2(group size)) rounds each knows of all (the dissemination barrier: Hensgen, Finkel and Manber 1988). gloo's
+    all_reduce and all_gather are rings, of as many rounds as there are other ranks.
+
+    Args:
+        own: numbers of at least 0, or UNKNOWN.
+        fine: whether this rank has no problem.
+        group: all that take part.
+        what: as for `all_gather_row`.
+    """
+    alike, complete, pair = fine, own != UNKNOWN, own
+    rank, size = group.rank(), group.size()
+    for distance in (1 << bit for bit in range((size - 1).bit_length())):
+        sent = torch.tensor([alike, complete, *pair])
+        received = torch.empty_like(sent)
+        below, above = (rank - distance) % size, (rank + distance) % size
+        exchange_parts(
+            received, sent, receive_sizes={below: len(sent)}, send_sizes={above: len(sent)}, group=group, what=what
+        )
+        also_alike, also_complete, *others = received.tolist()
+        theirs = (others[0], others[1])
+        alike &= bool(also_alike) and (pair == theirs or UNKNOWN in (pair, theirs))
+        complete &= bool(also_complete)
+        pair = max(pair, theirs)
+    return alike, complete, pair

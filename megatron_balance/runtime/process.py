@@ -1,0 +1,113 @@
+"""This process: the device and packages that it computes with, its node, and what it has started.
+
+torchrun numbers the ranks of a node one after another, and sets LOCAL_WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+DeviceKind = Literal["cuda", "cpu"]
+
+PACKAGES = ("megatron-balance", "torch", "megatron-core", "transformer-engine", "apex")
+
+_device_kind: DeviceKind = "cuda"
+_started = contextlib.ExitStack()
+
+
+def set_device_kind(kind: DeviceKind) -> None:
+    """Declare what `cuda` names in this process from now on."""
+    global _device_kind
+    _device_kind = kind
+
+
+def device_kind() -> DeviceKind:
+    """`cuda` for a GPU, `cpu` where the CPU takes its place (the shim of the tests)."""
+    return _device_kind
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The hardware and the packages, for the record of a measurement.
+
+    Args:
+        device: `cuda` or `cpu`.
+
+    Returns:
+        dict: `device`, `clock`, `threads` on a CPU, and `versions` of the packages that are installed.
+    """
+    versions: dict[str, str] = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    if device == "cpu":
+        hardware = {"device": processor(), "threads": torch.get_num_threads(), "clock": "CPU seconds of the process"}
+    else:
+        hardware = {"device": torch.cuda.get_device_name(), "clock": "CUDA events"}
+    return {**hardware, "versions": versions}
+
+
+def processor() -> str:
+    """The processor's name from Linux, or from Python."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def local_world_size() -> int | None:
+    """Ranks of this process's node; None where no launcher has said."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+
+
+def nodes_of(ranks: Sequence[int], *, ranks_per_node: int | None) -> list[int]:
+    """The node of each rank, from 0.
+
+    Args:
+        ranks: `[num_ranks]` world ranks.
+        ranks_per_node: the same on every node; None where it is not known: then no two ranks count as neighbours.
+    """
+    return [rank // (ranks_per_node or 1) for rank in ranks]
+
+
+def members_per_node(ranks: Sequence[int], *, ranks_per_node: int | None) -> int | None:
+    """Members of a group on each of its nodes; None where it has one node, one member on each, or unequal numbers.
+
+    Example:
+        >>> members_per_node([0, 2, 4, 6, 8, 10], ranks_per_node=4)
+        2
+    """
+    nodes = nodes_of(ranks, ranks_per_node=ranks_per_node)
+    count = nodes.count(nodes[0])
+    even = all((nodes[i] == nodes[i - 1]) == (i % count != 0) for i in range(1, len(nodes)))
+    return count if even and 1 < count < len(nodes) and len(nodes) % count == 0 else None
+
+
+def blocks_span_nodes(size: int, *, world_size: int, ranks_per_node: int | None) -> bool:
+    """True if some block of `size` consecutive ranks, of which the world is made, has ranks on two nodes.
+
+    Example:
+        >>> blocks_span_nodes(4, world_size=16, ranks_per_node=6)
+        True
+    """
+    nodes = nodes_of(range(world_size), ranks_per_node=ranks_per_node)
+    return any(nodes[start] != nodes[min(start + size, world_size) - 1] for start in range(0, world_size, size))
+
+
+def close_on_undo(close: Callable[[], object]) -> None:
+    """Have `close_all` call this function, before those that were given earlier."""
+    _started.callback(close)
+
+
+def close_all() -> None:
+    """End threads, processes and groups, the latest first. Every rank calls it after the same step."""
+    _started.close()

@@ -1,0 +1,162 @@
+"""Lets all ranks of a run agree on settings before any of them makes a process group.
+
+Making a process group waits for every member until the timeout, and no error names a missing rank. So ranks meet in the
+key-value store of init_process_group, which can name the missing ranks and needs neither a group nor a device. Rank 0
+reads the entries of all ranks, and writes one verdict.
+
+Entries are JSON texts; nothing that arrives is executed. A rank writes once and reads once; rank 0 reads once a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime.comm import named_ranks, ranks_by_value, waiting_for
+
+ROOT = "megatron_balance"
+SLICE = timedelta(seconds=1)  # a wait is cut into these: between two of them Ctrl-C is heard
+READ_SECONDS = 10.0
+"""Rank 0 may be where the store lives, and stays this long at most for the others to read a verdict that ends them."""
+
+JUDGING_SHARE = 0.9
+"""Part of the timeout after which rank 0 no longer waits, so that the others still get the names of missing ranks."""
+
+MAX_SETTINGS_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The key-value store and the ranks that meet in it.
+
+    Attributes:
+        store: that all ranks of the world share.
+        rank: of this process in the world.
+        num_ranks: of the world.
+        timeout: after which missing ranks are named.
+    """
+
+    store: Store
+    rank: int
+    num_ranks: int
+    timeout: timedelta
+
+
+def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem: str | None = None) -> None:
+    """Continue only if every rank takes part, with the same settings and without a problem.
+
+    Args:
+        settings: name → value, for people too; a name that a rank lacks counts as another value.
+        meeting: of all ranks of the world.
+        topic: `flags`; ranks that meet several times name it each time.
+        problem: error of this rank, or None.
+
+    Raises:
+        BalanceError: on every rank: the differing settings with values and ranks; the problem; or the missing
+            ranks. PeerError where rank 0 is missing or the store is gone.
+    """
+    _meet(json.dumps([problem, {**settings}]), meeting=meeting, topic=topic, judge=_judge)
+
+
+def gather_texts(text: str, *, meeting: Meeting, topic: str) -> list[str]:
+    """The text of every rank, by rank. All of them go to every rank: keep it to a few bytes.
+
+    Args:
+        text: of this rank.
+        meeting: of all ranks of the world.
+        topic: as for `agree`.
+
+    Raises:
+        BalanceError: on every rank: the missing ranks. PeerError as for `agree`.
+    """
+    return _meet(text, meeting=meeting, topic=topic, judge=lambda texts: ("", texts))
+
+
+def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]], tuple[str, list[str]]]) -> list[str]:
+    """Rank 0 judges the texts of all ranks; every rank raises the problem that it finds, or returns its answer."""
+    store, rank = meeting.store, meeting.rank
+    started, seconds = time.monotonic(), meeting.timeout.total_seconds()
+    with waiting_for(f"all ranks to agree on their {topic}"):
+        # Numbered, so that ranks that meet again on this topic do not read an earlier verdict.
+        folder = f"{ROOT}/{topic}/{store.add(f'{ROOT}/{topic}/meetings/{rank}', 1)}"
+        entries = [f"{folder}/rank/{other}" for other in range(meeting.num_ranks)]
+        store.set(entries[rank], text)
+        if rank == 0:
+            until = started + JUDGING_SHARE * seconds
+            missing = [other for other, entry in enumerate(entries) if not _came(store, entry, until=until)]
+            verdict = (_absent(missing, meeting=meeting, topic=topic), [])
+            if not missing:
+                verdict = judge([store.get(entry).decode() for entry in entries])
+            store.set(f"{folder}/verdict", json.dumps(verdict))
+        elif not _came(store, f"{folder}/verdict", until=started + seconds):
+            raise RuntimeError("no word from rank 0")
+        problem, answer = json.loads(store.get(f"{folder}/verdict"))
+        if problem:
+            store.set(f"{folder}/read/{rank}", "")
+            until = time.monotonic() + READ_SECONDS
+            for other, entry in enumerate(entries if rank == 0 else []):
+                if store.check([entry]):
+                    _came(store, f"{folder}/read/{other}", until=until)
+    if problem:
+        raise BalanceError(problem)
+    return answer
+
+
+def _absent(ranks: list[int], *, meeting: Meeting, topic: str) -> str:
+    return (
+        f"{named_ranks(ranks)} of {meeting.num_ranks} did not come to agree on {topic} within "
+        f"{JUDGING_SHARE * meeting.timeout.total_seconds():.0f} s. Such a rank has died, hangs, or trains without "
+        "megatron_balance: start every rank with the same command (the launcher or the import line) and the same "
+        "installation."
+    )
+
+
+def _judge(texts: list[str]) -> tuple[str, list[str]]:
+    """The reason why ranks cannot continue, if there is one."""
+    problems, settings = zip(*map(json.loads, texts), strict=True)
+    named = [f"{ranks}: {problem}" for problem, ranks in ranks_by_value(problems).items() if problem is not None]
+    return " | ".join(named[:MAX_SETTINGS_NAMED]) or differences(settings), []
+
+
+def differences(settings: Sequence[Mapping[str, str]]) -> str:
+    """Differences between ranks, as text: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
+
+    A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
+    """
+    phrases: dict[bool, list[str]] = {True: [], False: []}
+    for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
+        ranks = ranks_by_value(of_rank.get(name, "not set") for of_rank in settings)
+        if len(ranks) > 1:
+            phrase = f"{name} is " + " and ".join(f"{value} on {on}" for value, on in ranks.items())
+            phrases[all(name in of_rank for of_rank in settings)].append(phrase)
+    found = phrases[True] or phrases[False]
+    if not found:
+        return ""
+    more = f"; and {len(found) - MAX_SETTINGS_NAMED} more" if len(found) > MAX_SETTINGS_NAMED else ""
+    return (
+        f"Ranks were started differently: {'; '.join(found[:MAX_SETTINGS_NAMED])}{more}. Give every rank the same "
+        "command line and the same installation."
+    )
+
+
+def _came(store: Store, key: str, *, until: float) -> bool:
+    """Wait for a key; False where it is missing at the deadline. A key that exists is found after the deadline too."""
+    while True:
+        left = timedelta(seconds=max(until - time.monotonic(), 0.01))
+        try:
+            store.wait([key], min(SLICE, left))
+        except RuntimeError as error:
+            # A file store raises no DistStoreError. Any other error is of a store that is gone.
+            if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
+                raise
+            if time.monotonic() >= until:
+                return store.check([key])
+        else:
+            return True
