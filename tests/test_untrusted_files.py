@@ -22,12 +22,10 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError, ModelShape
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
-from megatron_balance.files import untrusted
 from megatron_balance.lengths import read_lengths
 from megatron_balance.record import read_record
 
 FLAGS = ["--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "2048"]
-DEEP = "[" * 100_000
 
 
 class Bomb:
@@ -100,26 +98,12 @@ def test_a_header_that_claims_more_than_there_is(
 
 
 def test_an_archive_that_unpacks_to_more_than_a_machine_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bomb.npz"
-    values = np.full(2**20, 7)
-    np.savez_compressed(path, length=values)
-    assert path.stat().st_size < 2**16
-    monkeypatch.setattr(untrusted, "MAX_ARCHIVE_BYTES", 2**22)
-    assert "unpacks to 8388" in refused(capsys, "compare", str(path), *FLAGS)
-    monkeypatch.setattr(untrusted, "MAX_ARCHIVE_BYTES", 2**24)
-    assert np.array_equal(read_lengths(path), values)
-
-
-def test_names_in_an_archive_are_no_paths(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    folder.mkdir(parents=True)
-    path = folder / "lengths.npz"
-    npz_of(path, **{"../../../outside.npy": npy_bytes(np.array([5, 6]))})
-    before = sorted(tmp_path.rglob("*"))
-    assert read_lengths(path).tolist() == [5, 6]
-    assert sorted(tmp_path.rglob("*")) == before
+    npz_of(path, **{f"{number}.npy": bytes(2**27) for number in range(17)})
+    assert path.stat().st_size < 2**22
+    assert "unpacks to 2281701376" in refused(capsys, "compare", str(path), *FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +112,6 @@ def test_names_in_an_archive_are_no_paths(tmp_path: Path) -> None:
         ("huge.jsonl", "9" * 5000),
         ("infinite.jsonl", '{"length": 1e999}'),
         ("nan.jsonl", "NaN"),
-        ("deep.jsonl", DEEP),
         ("list.jsonl", "[1, 2]"),
         ("nested.jsonl", '{"length": {"length": 3}}'),
         ("long.csv", "length\n" + "x" * 200_000),
@@ -143,19 +126,6 @@ def test_absurd_text(name: str, content: str, tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / name
     path.write_text(content)
     assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
-
-
-def test_an_encrypted_member_and_one_packed_by_an_unknown_method(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for offset, value in ((6, 1), (8, 99)):  # in the local header; two more bytes before them in the directory
-        path = tmp_path / f"{offset}.npz"
-        npz_of(path, **{"length.npy": npy_bytes(np.array([3, 4]))})
-        content = bytearray(path.read_bytes())
-        content[offset] = value
-        content[content.index(b"PK\x01\x02") + offset + 2] = value
-        path.write_bytes(content)
-        assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
 
 
 def calibration(**changes: Any) -> str:
@@ -177,7 +147,6 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        DEEP,
         "[]",
         "\ud800".encode("utf-8", "surrogatepass"),
         calibration(linear="1e-6"),
@@ -201,7 +170,6 @@ def test_calibration(content: str | bytes, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     "content",
     [
-        DEEP,
         "null",
         hf_config(model_type=["llama"]),
         hf_config(model_type="../../etc/passwd", vocab_size=None),
@@ -244,22 +212,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_bytes_as_lengths(suffix: str, content: bytes, scratch: Path) -> None:
     path = scratch / f"lengths.{suffix}"
     path.write_bytes(content)
-    result_or_balance_error(read_lengths, path)
-
-
-@pytest.mark.parametrize("suffix", ["npy", "npz"])
-@given(data=st.data())
-def test_good_arrays_with_bytes_changed(suffix: str, data: st.DataObject, scratch: Path) -> None:
-    path = scratch / f"changed.{suffix}"
-    array = npy_bytes(np.arange(8))
-    if suffix == "npy":
-        path.write_bytes(array)
-    else:
-        npz_of(path, **{"length.npy": array})
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
     result_or_balance_error(read_lengths, path)
 
 

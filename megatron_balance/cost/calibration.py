@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.untrusted import parse_json
 
 Floats = NDArray[np.float64]
 
@@ -137,7 +136,7 @@ class Calibration:
             BalanceError: the file is missing or is not one.
         """
         try:
-            content = parse_json(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BalanceError(
                 f"the calibration {str(path)!r} cannot be read: {error}. Make one with megatron-balance fit."

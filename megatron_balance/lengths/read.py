@@ -7,11 +7,15 @@ a wrong value is named by file, line and value in every format.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
+import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.untrusted import opened_archive, parse_json, readable_arrays
 
 MAX_LENGTH = 2**31 - 1
 """Longest sample, tokens: cu_seqlens are int32."""
+
+MAX_ARCHIVE_NBYTES = 2**31
+"""Limit on all arrays of one archive, unpacked: a small file can unpack to more than a machine holds."""
 
 DEFAULT_KEYS = ("length", "num_tokens")
 """Names under which a length is looked for when no key is given."""
@@ -146,27 +152,34 @@ def _listed(names: Sequence[str]) -> str:
     return (shown or "none") + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
 
 
-def _read_npy(file: Path, _: str | None) -> _RawLengths:
+@contextlib.contextmanager
+def _readable_arrays(file: Path, *, what: str) -> Generator[None, None, None]:
     try:
-        # Pickled objects can run code: lengths never need them.
-        with readable_arrays():
-            values = np.load(file, allow_pickle=False)
-    except ValueError as error:
-        raise BalanceError(f"{file} is not an .npy array of integers: {error}") from error
-    if not isinstance(values, np.ndarray):
-        raise BalanceError(f"{file} is an archive of arrays; name it .npz.")
-    return _RawLengths(values=np.atleast_1d(cast("NDArray[Any]", values)), place=_at_index)
+        yield
+    except BalanceError:
+        raise
+    except (ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise BalanceError(f"{file} is not an {what} of integers, as numpy writes it: {error}") from error
+
+
+def _read_npy(file: Path, _: str | None) -> _RawLengths:
+    # Pickled objects can run code: lengths never need them. A mapped file takes no memory for what its header claims.
+    with _readable_arrays(file, what=".npy array"):
+        loaded: object = np.load(file, mmap_mode="r", allow_pickle=False)
+        if not isinstance(loaded, np.ndarray):
+            raise BalanceError(f"{file} is an archive of arrays; name it .npz.")
+        return _RawLengths(values=np.atleast_1d(np.array(loaded)), place=_at_index)
 
 
 def _read_npz(file: Path, key: str | None) -> _RawLengths:
-    try:
-        with opened_archive(file) as archive:
-            name = _choose(list(archive), where=str(file), key=key, what="array")
-            values = np.atleast_1d(archive[name])
-    except BalanceError:
-        raise
-    except ValueError as error:
-        raise BalanceError(f"{file} is not an .npz archive of integers, write it with numpy.savez: {error}") from error
+    with _readable_arrays(file, what=".npz archive"):
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+        if unpacked > MAX_ARCHIVE_NBYTES:
+            raise BalanceError(f"{file} unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_NBYTES} are read.")
+        with np.load(file, allow_pickle=False) as arrays:
+            name = _choose(list(arrays), where=str(file), key=key, what="array")
+            values = np.atleast_1d(arrays[name])
     return _RawLengths(values=values, place=lambda index: f"array {name!r}, index {index}")
 
 
@@ -182,7 +195,7 @@ def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
             if not line.strip():
                 continue
             try:
-                value: object = parse_json(line)
+                value: object = json.loads(line)
             except ValueError as error:
                 raise BalanceError(f"{file}, line {number} is not JSON: {error}. Write one value a line.") from error
             if isinstance(value, dict):

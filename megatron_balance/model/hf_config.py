@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.untrusted import parse_json
 from megatron_balance.model.vision import encoder_from_hf_config
 
 Config = Mapping[str, Any]
@@ -146,7 +145,7 @@ class _Keys:
 def _load(path: Path) -> Config:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content: object = parse_json(file.read_text(encoding="utf-8"))
+        content: object = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BalanceError(f"{file} cannot be read as a Hugging Face config.json: {error}") from error
     if not isinstance(content, dict):

@@ -15,6 +15,7 @@ it, is not read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.files.untrusted import parse_json
 from megatron_balance.planner import resolve_objective
 from megatron_balance.record.step import StepRecord, cost_model_of, step_of
 from megatron_balance.topology import Limits, Topology
@@ -111,7 +111,7 @@ def read_record(path: Path) -> RunRecord:
     for file in files:
         for number, text in _lines(file, of=path):
             try:
-                line = parse_json(text)
+                line = json.loads(text)
                 kind = line["kind"]
                 if kind == "run":
                     info = RunInfo.of_line(line)

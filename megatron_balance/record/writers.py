@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.files.untrusted import parse_json
 from megatron_balance.record.run_record import PLAN, RunInfo
 from megatron_balance.record.step import StepRecord, line_of
 
@@ -86,7 +85,7 @@ def _set_aside(folder: Path, *, info: RunInfo) -> None:
         return
     with path.open("rb") as lines:
         try:
-            if RunInfo.of_line(parse_json(lines.readline())).topology == info.topology:
+            if RunInfo.of_line(json.loads(lines.readline())).topology == info.topology:
                 return
         except (LookupError, TypeError, ValueError):
             pass  # of another version, or cut off
