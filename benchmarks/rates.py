@@ -2,8 +2,9 @@
 
 Rates: two rows of a table of whole runs by sequence length give two rates, and the other rows judge them. Attention
 kernels give one rate, the other is assumed; runs of a model with experts at one length give the other way round.
-Loss: plans made by tokens, FLOPs or one weight of attention for all, timed by each profile with fixed times as in
-planner/cost_models.py, over the plan made with the profile's own rates, less one.
+Loss: plans made by other costs, timed by each profile with assumed fixed times, over the plan made with exactly these,
+less one. `two rates` knows the profile's rates, and not the fixed times. Under dynamic context parallelism the
+exchange between nodes is what attention does not hide of it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.planner.setups import SETUPS, Setup, global_batches
+from benchmarks.planner.setups import (
+    LONG_LENGTHS,
+    MIXED_LENGTHS,
+    Setup,
+    add_length_options,
+    global_batches,
+    lengths_folder,
+    lengths_said,
+)
 from benchmarks.planner.wheels import LINEAR
 from benchmarks.publish import ROOT, Measured, table
-from megatron_balance import CostModel, ModelShape, build_data_schedule
-from megatron_balance.cost import ATTENTION_RATES, Profile, profiles
+from megatron_balance import CostModel, ModelShape, Topology, build_data_schedule
+from megatron_balance.cost import ATTENTION_RATES, BETWEEN_NODES, exchange_flops_per_token, profiles
 from megatron_balance.planner import schedule_metrics
 
 TITLE = "Rates of GPUs"
@@ -30,20 +40,43 @@ PROFILES = ROOT / "megatron_balance" / "cost" / "profiles.json"
 WEIGHTS = (1.0, 0.4, 0.5, 0.6, 0.7, 0.8, 1.5, 2.0, 3.0)
 """Rates of attention that are tried for all devices of a kind."""
 
+DEFAULT = "by default"
 PLANNING_NOISE = 0.02
 """Percent of a step: weights whose mean losses differ by less are as good as each other."""
-
-SHOWN = ("attention at 0.4", "attention at 0.7", "attention at 2")
 
 MICROBATCH_SECONDS = 0.3e-3
 SEQUENCE_SECONDS = 5e-6
 """Of a layer: assumed."""
 
 
+def _setup(name: str, model: str, topology: Topology, cap: int, batch: int, lengths: tuple[str, ...]) -> Setup:
+    rest = {"global_batch_size": batch, "length_names": lengths, "num_batches": 1}
+    return Setup(name, model=model, topology=topology, max_tokens_per_gpu=cap, **rest)
+
+
+_DENSE, _EXPERTS = "Qwen3-8B", "Qwen3-30B-A3B"
+RATE_SETUPS = (
+    _setup("8B, DP8", _DENSE, Topology(8), 32768, 256, LONG_LENGTHS),
+    _setup("8B, DP32", _DENSE, Topology(32), 32768, 1024, LONG_LENGTHS),
+    _setup("8B, DP8 CP4, 131k", _DENSE, Topology(8, cp_size=4), 32768, 256, LONG_LENGTHS),
+    _setup("8B, 32 ranks, dynamic CP", _DENSE, Topology(8, cp_size=4, dynamic_cp=True), 32768, 256, LONG_LENGTHS),
+    _setup("30B-A3B, DP32", _EXPERTS, Topology(32), 16384, 2048, MIXED_LENGTHS),
+    _setup("30B-A3B, DP32 EP32", _EXPERTS, Topology(32, ep_size=32), 16384, 2048, MIXED_LENGTHS),
+    _setup(
+        "30B-A3B EP8, 32 ranks, dynamic CP",
+        _EXPERTS,
+        Topology(8, cp_size=4, ep_size=8, dynamic_cp=True),
+        16384,
+        256,
+        LONG_LENGTHS,
+    ),
+)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--write", action="store_true", help="write the profiles of the package")
-    parser.add_argument("--lengths", type=Path, help="folder of real length sets, .npy")
+    add_length_options(parser)
 
 
 def measure(args: argparse.Namespace) -> Measured:
@@ -54,24 +87,16 @@ def measure(args: argparse.Namespace) -> Measured:
         PROFILES.write_text("{\n" + ",\n".join(rows) + "\n}\n")
         profiles.cache_clear()
     problems = [] if json.loads(PROFILES.read_text()) == fitted else ["profiles.json is not what the tables give"]
-    losses = {
-        f"{models} {precision}": losses_of(
-            [one for one in profiles().values() if (one.models, one.precision) == (models, precision)],
-            lengths_folder=args.lengths,
-        )
-        for models in ("dense", "moe")
-        for precision in ("bf16", "fp8")
-    }
+    losses: dict[str, list[list[float]]] = {}
+    setups = {setup.name: losses_of(setup, folder=lengths_folder(args), by_kind=losses) for setup in RATE_SETUPS}
+    weights = {kind: dict(zip(WEIGHTS, np.mean(rows, axis=0).tolist(), strict=True)) for kind, rows in losses.items()}
     for (models, precision), rate in ATTENTION_RATES.items():
-        means = {weight: losses[f"{models} {precision}"][_way(weight)][0] for weight in WEIGHTS}
-        if means[rate] > min(means.values()) + PLANNING_NOISE:
-            best = min(means, key=lambda weight: means[weight])
+        means = weights[f"{models} {precision}"]
+        best = min(means, key=lambda weight: means[weight])
+        if means[rate] > means[best] + PLANNING_NOISE:
             problems.append(f"ATTENTION_RATES has {rate:g} for {models} {precision} and {best:g} loses less")
-    return Measured({"profiles": fitted, "losses": losses}, problems=problems)
-
-
-def _way(weight: float) -> str:
-    return "FLOPs" if weight == 1 else f"attention at {weight:g}"
+    said = lengths_said(lengths_folder(args))
+    return Measured({"profiles": fitted, "setups": setups, "weights": weights, "lengths": said}, problems=problems)
 
 
 def fit(published: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -120,43 +145,65 @@ def fit_sequences(of_table: Mapping[str, Any]) -> tuple[dict[str, float], list[f
 RATES = ("linear_tflops", "attention_tflops")
 
 
-def losses_of(truths: list[Profile], *, lengths_folder: Path | None) -> dict[str, list[float]]:
-    """Mean and worst loss of each way of planning, over the devices and over the batches of the setups."""
+def losses_of(setup: Setup, *, folder: Path | None, by_kind: dict[str, list[list[float]]]) -> dict[str, list[float]]:
+    """Mean and worst loss of each way of planning, percent, over the profiles of its kind of model and its batches.
+
+    Args:
+        setup: the run.
+        folder: of real lengths.
+        by_kind: the loss of each of `WEIGHTS`, by kind of model and precision; a row is added for a plan.
+    """
+    shape = ModelShape.preset(setup.model)
+    models = "moe" if shape.num_experts else "dense"
+    truths = [one for one in profiles().values() if one.models == models]
+    others = {
+        "tokens": CostModel.tokens(),
+        "coeff*L + L²": _slime_approximate(shape),
+        "slime's FLOPs": _slime_counter(shape),
+        "24576 L + L²": CostModel(linear=LINEAR, quadratic=1),
+    }
     losses: dict[str, list[float]] = {}
-    experts = truths[0].models == "moe"
-    for setup in (setup for setup in SETUPS[:6] if bool(ModelShape.preset(setup.model).num_experts) == experts):
-        for batch in global_batches(setup, lengths_folder=lengths_folder):
-            shape = ModelShape.preset(setup.model)
-            ways = {
-                "tokens": CostModel.tokens(),
-                "coeff*L + L², coeff as slime first had it": _slime_approximate(shape),
-                "slime's FLOPs": _slime_counter(shape),
-                "24576 L + L² (verl)": CostModel(linear=LINEAR, quadratic=1),
-            }
-            for weight in WEIGHTS:
-                ways[_way(weight)] = cost_model(setup, linear=1, attention=weight)
-            plans = {way: _plan(batch, setup, cost) for way, cost in ways.items()}
-            for truth in truths:
-                cost = cost_model(setup, linear=truth.linear_tflops, attention=truth.attention_tflops, fixed=True)
-                best = _seconds(_plan(batch, setup, cost), cost)
-                for way, plan in plans.items():
-                    losses.setdefault(way, []).append(_seconds(plan, cost) / best - 1)
-    return {way: [100 * statistics.fmean(of_way), 100 * max(of_way)] for way, of_way in losses.items()}
+    for batch in global_batches(setup, lengths_folder=folder):
+        weighed = [_plan(batch, setup, cost_model(setup, attention=weight)) for weight in WEIGHTS]
+        plans = {way: _plan(batch, setup, cost) for way, cost in others.items()} | {"FLOPs": weighed[0]}
+        for truth in truths:
+            rates = {"linear": truth.linear_tflops, "attention": truth.attention_tflops}
+            cost = cost_model(setup, **rates, fixed=True)
+            best = _seconds(_plan(batch, setup, cost), cost)
+            lost = [100 * (_seconds(plan, cost) / best - 1) for plan in weighed]
+            by_kind.setdefault(f"{models} {truth.precision}", []).append(lost)
+            for way, plan in (plans | {"two rates": _plan(batch, setup, cost_model(setup, **rates))}).items():
+                losses.setdefault(way, []).append(100 * (_seconds(plan, cost) / best - 1))
+            losses.setdefault(DEFAULT, []).append(lost[WEIGHTS.index(ATTENTION_RATES[models, truth.precision])])
+    return {way: [statistics.fmean(of_way), max(of_way)] for way, of_way in losses.items()}
 
 
-def cost_model(setup: Setup, *, linear: float, attention: float, fixed: bool = False) -> CostModel:
-    """Costs on the setup's ranks, with the fixed times of a device or with those that runs plan with."""
-    shape, ranks = ModelShape.preset(setup.model), setup.topology.tp_size * setup.topology.cp_size
-    layers = shape.num_layers * ranks * fixed
-    return CostModel.from_shape(
+def cost_model(setup: Setup, *, linear: float | None = None, attention: float, fixed: bool = False) -> CostModel:
+    """Costs on the setup's ranks, with the fixed times of a device or with those that runs plan with.
+
+    Args:
+        setup: the run.
+        linear: TFLOP/s; None where rates are not known, and only the exchange needs one.
+        attention: TFLOP/s, or the weight of attention.
+        fixed: with the device's own times.
+    """
+    shape, ranks = ModelShape.preset(setup.model), setup.topology
+    sharing = ranks.tp_size * (1 if ranks.dynamic_cp else ranks.cp_size)
+    layers = shape.num_layers * sharing * fixed
+    cost = CostModel.from_shape(
         shape,
-        ep_size=setup.topology.ep_size,
-        linear_tflops=linear,
+        ep_size=ranks.ep_size,
+        linear_tflops=linear or 1,
         attention_tflops=attention,
         microbatch_tokens=0 if fixed else 128,
         microbatch_seconds=MICROBATCH_SECONDS * layers,
         sequence_seconds=SEQUENCE_SECONDS * layers,
     )
+    if not ranks.dynamic_cp:
+        return cost
+    tflops = {} if linear is None else {"tflops": linear}
+    exchange = exchange_flops_per_token(shape, bytes_per_second=BETWEEN_NODES, **tflops)
+    return replace(cost, cp_exchange=exchange)
 
 
 def _slime_approximate(shape: ModelShape) -> CostModel:
@@ -209,13 +256,14 @@ def section(figures: Mapping[str, Any]) -> str:
         for name, row in figures["profiles"].items()
         if "held_out" in row
     )
-    losses = figures["losses"]
-    ways = next(iter(losses.values()))
-    shown = [way for way in ways if not way.startswith("attention") or way in SHOWN]
-    lost = [(way, *("{:.2f} / {:.1f}".format(*of_kind[way]) for of_kind in losses.values())) for way in shown]
+    ways = list(next(iter(figures["setups"].values())))
+    lost = [
+        (name, *("{:.2f} / {:.1f}".format(*of_setup[way]) for way in ways))
+        for name, of_setup in figures["setups"].items()
+    ]
     return f"""Two rows of a published table of whole runs give both rates of a profile
 (megatron_balance/cost/profiles.json), and the other rows judge them, mean / worst error: {judged}. Loss in percent of
-the step against plans with each profile's own rates, mean / worst, of plans by each cost model. *Attention at R*:
-FLOPs with one rate of attention for all profiles.
+the step, mean / worst over the profiles of a kind of model and the batches; {figures["lengths"]}. *{DEFAULT}* is what
+training takes for the kind of model and the precision, *FLOPs* what it took before; *two rates* are the profile's own.
 
-{table("planned with | " + " | ".join(losses), lost)}"""
+{table("setup | " + " | ".join(ways), lost)}"""
