@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_device import share_gloo_device
 from torch.overrides import TorchFunctionMode
 
 from megatron_balance.runtime.process import device_kind, set_device_kind
@@ -254,6 +255,7 @@ def _stub_distributed() -> None:
         return inner(*positional, **keywords)
 
     dist.all_to_all_single = all_to_all_single
+    share_gloo_device()
 
 
 def _stub_backward() -> None:

@@ -12,6 +12,7 @@ import exchange_cases
 import loop_cases
 import torch
 import torch.distributed as dist
+from gloo_device import share_gloo_device
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
@@ -22,6 +23,7 @@ CASES = {**vars(exchange_cases), **vars(loop_cases), **vars(device_cases)}
 
 def serve(rank: int, num_ranks: int, folder: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    share_gloo_device()
     rendezvous = f"file://{folder}/rendezvous"
     timeout = timedelta(minutes=2)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timeout)
