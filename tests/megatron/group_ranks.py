@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,10 +49,12 @@ def main() -> None:
     replica = layout.replica(timeout=TIMEOUT)
     readers = layout.groups(lambda place: None if place.tp else 0)
     of_readers = make_groups(readers, timeout=TIMEOUT)
-    dist.barrier()  # the last connections among Megatron's groups have been accepted
-    num_sockets = _num_sockets()
-    make_groups([range(dist.get_world_size())], timeout=TIMEOUT)
-    num_more_sockets = _num_sockets() - num_sockets
+    num_sockets = [_num_sockets()]
+    for _ in range(4):
+        make_groups([range(dist.get_world_size())], timeout=TIMEOUT)
+        num_sockets.append(_num_sockets())
+    # The least of four: a connection among earlier groups may be accepted late, and be counted here.
+    num_more_sockets = min(after - before for before, after in pairwise(num_sockets))
     os.environ = environment  # noqa: B003
     # As Megatron makes its own: a rank that had made fewer groups before would be waited for, or meet others.
     later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
