@@ -122,7 +122,7 @@ def test_a_device_has_two_rates(lengths_file: Path, capsys: pytest.CaptureFixtur
     assert "at 836 TFLOPS a GPU, attention at 299 (r = 0.36; h100-fp8-nemo-24.03: NVIDIA/NeMo" in printed
     assert "--balance-by-flops --balance-attention-rate 0.36" in printed
     assert re.search(r"were attention at half or twice that rate: \d\.\d\dx, \d\.\d\dx", printed)
-    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", "600,420") == 0
+    assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", "600,360") == 0
     assert "--balance-attention-rate" not in capsys.readouterr().out  # what training takes without a flag
 
 
