@@ -24,7 +24,6 @@ from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_da
 from megatron_balance.hooking import Function
 from megatron_balance.mcore import hooks
 from megatron_balance.mcore.step import plan_process
-from megatron_balance.planner import SizedPlan
 
 POLICIES = ("stock", "packed", "balance_data", "balance_by_flops", "dynamic_cp")
 SCHEDULE = "forward_backward_func"
@@ -71,8 +70,19 @@ def _plan(
     at_one = build_data_schedule(
         lengths, cost_model=cost_model, topology=topology.at_cp_size(1), move_samples=policy != "packed", **shared
     )
-    sizes = np.ones((topology.num_leaves, at_one.num_microbatches), dtype=np.int64)
-    return replace(own.with_plan(SizedPlan(at_one.slot_of, sizes)), algorithm=policy, lower_bound=0).check()
+    slot_of, sizes = at_one.slot_of, np.ones((topology.num_leaves, at_one.num_microbatches), dtype=np.int64)
+    batch = own.batch()
+    return replace(
+        own,
+        slot_of=slot_of,
+        num_microbatches=at_one.num_microbatches,
+        cp_size_grid=sizes,
+        cost_grid=batch.cost_grid(slot_of, sizes),
+        predicted_cost=batch.time(slot_of, sizes),
+        padded_lengths=own.padded(sizes.reshape(-1)[slot_of]),
+        algorithm=policy,
+        lower_bound=0,
+    ).check()
 
 
 if __name__ == "__main__":
