@@ -17,6 +17,7 @@ from benchmarks.publish import filled, made_by, publish, rounded, write_raw
 BENCHMARKS = {
     "planner": "benchmarks.planner.command",
     "rates": "benchmarks.rates",
+    "gpu": "benchmarks.gpu",
     "sft": "benchmarks.sft.command",
     "dynamic_cp": "benchmarks.dynamic_cp.command",
     "equality": "benchmarks.equality.command",

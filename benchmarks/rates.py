@@ -120,7 +120,7 @@ def fit(published: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         linear = round(cost.linear / (1e12 / row["tokens_per_second"] - core))
         about = {key: row[key] for key in ("gpu", "precision", "software", "source", "attention_tflops")}
         rows[name] = about | {"models": "moe", "linear_tflops": linear, "kind": "assumed attention"}
-    return rows
+    return rows | published["measured"]
 
 
 def fit_sequences(of_table: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:

@@ -25,7 +25,8 @@ class Profile:
         models: `dense` or `moe`.
         linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s.
         attention_tflops: rate of the causal attention core, forward and backward.
-        kind: `end to end` (whole runs), `kernel` (attention measured, the rest assumed) or `assumed attention`.
+        kind: `end to end` (whole runs), `kernel` (attention measured, the rest assumed), `assumed attention`, or
+            `own run` (measured by `scripts/bench gpu`).
         source: repository and commit, or paper.
         kernel: of attention, where the source names it.
         software: and its version, where the source names it.
