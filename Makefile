@@ -1,6 +1,6 @@
 # make            what there is
 # make quickstart plans, trains and compares on this machine; needs no GPU
-# make test       every test but the slow ones: six minutes on two cores
+# make test       every test but the slow ones: five minutes on two cores
 # make test-all   make test, the slow tests, deliberate errors, adapters on the real packages, other Megatrons and torches
 # make docs       the documentation, into build/site; a warning is an error
 # make lint       style, formatting, import contracts, types

@@ -48,7 +48,7 @@ class RunInfo:
         cost_name: `tokens`, `flops` or `seconds`.
         objective: when ranks wait for one another.
         policy: the flags that chose it, for people.
-        origin: hardware and versions (`runtime.environment`), for people.
+        origin: hardware and versions (`runtime.process.environment`), for people.
     """
 
     _: KW_ONLY
