@@ -53,15 +53,16 @@ def _in_turns(train_step: Function, *, out: TextIO) -> Function:
             if balanced is not None:
                 balanced.last_step = None
             bound.arguments[SCHEDULE] = bound.arguments[SCHEDULE].args[0]  # Megatron's, inside the hook's partial
-        with mock.patch.object(plan_process, "build_data_schedule", functools.partial(_plan, policy)):
+        with mock.patch.object(plan_process, "build_data_schedule", functools.partial(plan_of, policy)):
             return recorded(train_step, out=out, policy=policy)(*bound.args, **bound.kwargs)
 
     return wrapper
 
 
-def _plan(
+def plan_of(
     policy: str, lengths: Any, *, cost_model: CostModel, topology: Topology, limits: Limits, home_ranks: Any, **_: Any
 ) -> DataSchedule:
+    """A step's plan under a policy, for the executor of dynamic sizes."""
     shared: dict[str, Any] = {"limits": limits, "home_ranks": home_ranks}
     own = build_data_schedule(lengths, cost_model=cost_model, topology=topology, **shared)
     if policy == "dynamic_cp":
