@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 from policy_turns import POLICIES, policy_of_step
-from rounding import ALLOWANCES
 from sft_dataset import builtin_samples
-from training_run import ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, train
+from training_run import ALLOWANCES, ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, train
 
 from megatron_balance.cli.output import print_table
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rounding import ALLOWANCES
+from training_run import ALLOWANCES
 
 from benchmarks.dynamic_cp.dev_scheduler import CHECKOUT, load_scheduler
 from benchmarks.dynamic_cp.gain import measure_gain

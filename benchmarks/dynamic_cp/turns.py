@@ -1,6 +1,6 @@
 """Trains with pretrain_sft, each step planned under the policy whose turn it is, and records every step: for gain.py.
 
-    torchrun … tests/kit/cpu_launch.py benchmarks/dynamic_cp/turns.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_shim.py benchmarks/dynamic_cp/turns.py RECORD_DIR ARGS
 
 ARGS turn `--balance-context-parallel` on. All policies run in one process group, so a machine that is slower for a
 while, or a rank that is slower in this group than in another, is so for each of them.

@@ -1,9 +1,9 @@
 """Trains with and without balancing in every layout, precision and optimizer, and compares loss and gradient norm.
 
 Goes on where it was interrupted. A balanced run equals stock where every step differs from it by at most what the
-number format allows (tests/kit/rounding.py), or SPREAD times what another order or grouping of the same rows changes in
-stock runs, at its largest over all cells of that precision, where that is more. On GPUs (`--device cuda`) in bf16, over
-NCCL, the layouts that this machine has a GPU a rank for.
+number format allows (tests/kit/training_run.py), or SPREAD times what another order or grouping of the same rows
+changes in stock runs, at its largest over all cells of that precision, where that is more. On GPUs (`--device cuda`) in
+bf16, over NCCL, the layouts that this machine has a GPU a rank for.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from forked import import_once, train_forked
-from rounding import ALLOWANCES
 from sft_dataset import SftSample
-from training_run import RunFailed, train
+from training_run import ALLOWANCES, RunFailed, train
 
 from benchmarks.equality.cases import (
     AUX_LAYOUTS,
@@ -120,11 +119,12 @@ def _run(case: Case, *, rows: Sequence[SftSample], folder: Path, revision: str, 
     ranks = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}
     try:
         if case.way == TORCHRUN or device == "cuda":  # a process that has used a GPU cannot fork
-            return outcome_of(case, train(record, flags, device=device, **ranks), revision=revision)
-        run = train_forked(record, flags, **ranks)
+            run = train(record, flags, device=device, **ranks)
+        else:
+            run = train_forked(record, flags, **ranks)
     except RunFailed as error:
         return Outcome(case, revision, error=str(error))
-    return outcome_of(case, run.recorded, revision=revision, cpu_seconds=run.cpu_seconds, seconds=run.seconds)
+    return outcome_of(case, run, revision=revision)
 
 
 def compared(wanted: Sequence[Case], outcomes: Mapping[Case, Outcome]) -> Measured:

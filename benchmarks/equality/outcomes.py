@@ -49,9 +49,7 @@ def _relative(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True)]
 
 
-def outcome_of(
-    case: Case, recorded: Recorded, *, revision: str, cpu_seconds: float = 0.0, seconds: float = 0.0
-) -> Outcome:
+def outcome_of(case: Case, recorded: Recorded, *, revision: str) -> Outcome:
     """Read a run's records."""
     losses = [step["lm_loss"] for step in recorded.steps]
     grad_norms = [step["grad_norm"] for step in recorded.steps]
@@ -66,8 +64,8 @@ def outcome_of(
         revision,
         losses=losses,
         grad_norms=grad_norms,
-        cpu_seconds=round(cpu_seconds, 2),
-        seconds=round(seconds, 2),
+        cpu_seconds=round(recorded.cpu_seconds, 2),
+        seconds=round(recorded.seconds, 2),
         error=error,
     )
 

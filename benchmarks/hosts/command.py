@@ -19,8 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rounding import ALLOWANCES
-from training_run import train
+from training_run import ALLOWANCES, train
 
 from benchmarks.hosts.cases import AFTER_STEP, CASES, Case
 from benchmarks.hosts.network import two_hosts

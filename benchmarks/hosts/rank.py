@@ -1,6 +1,6 @@
 """One rank of a run over two hosts: trains as tests/kit/record_steps.py does, and records its identity and its end.
 
-    torchrun … tests/kit/cpu_launch.py benchmarks/hosts/rank.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_shim.py benchmarks/hosts/rank.py RECORD_DIR ARGS
 
 Writes RECORD_DIR/rankN.pid, and RECORD_DIR/rankN.end.json when an error ends it.
 """

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forked import ForkedRun, train_forked
-from rounding import ALLOWANCES
-from training_run import RunFailed
+from forked import train_forked
+from training_run import ALLOWANCES, Recorded, RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
 from benchmarks.resume.cases import SAVE_INTERVAL, Case
@@ -69,10 +68,10 @@ class Killer:
 
 def steps_of(folder: Path, *, flags: str, num_ranks: int) -> list[dict[str, Any]]:
     """Train, and read what rank 0 recorded."""
-    return run_ranks(folder, flags=flags, num_ranks=num_ranks).recorded.steps
+    return run_ranks(folder, flags=flags, num_ranks=num_ranks).steps
 
 
-def run_ranks(folder: Path, *, flags: str, num_ranks: int, grace_seconds: float = 0.0) -> ForkedRun:
+def run_ranks(folder: Path, *, flags: str, num_ranks: int, grace_seconds: float = 0.0) -> Recorded:
     """As `train_forked`."""
     return train_forked(
         folder,

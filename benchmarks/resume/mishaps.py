@@ -22,7 +22,7 @@ def saved_in_background(folder: Path, data: str, whole_of: WholeOf) -> str:
     """--async-save: another process writes the checkpoint while steps go on."""
     flags = f"{_saving(data=data, folder=folder)} {IN_BACKGROUND}"
     run = run_ranks(folder / "run", flags=f"{flags} --exit-interval {2 * SAVE_INTERVAL + 1}", num_ranks=2)
-    if "scheduled an async checkpoint save" not in run.recorded.output:
+    if "scheduled an async checkpoint save" not in run.output:
         return "no checkpoint was saved in the background"
     start = newest_checkpoint(folder / "checkpoints")
     resumed = steps_of(folder / "resumed", flags=f"{flags} --load {folder / 'checkpoints'}", num_ranks=2)

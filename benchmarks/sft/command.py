@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import import_once, train_forked
-from rounding import ALLOWANCES
-from training_run import Recorded, RunFailed, train
+from training_run import ALLOWANCES, Recorded, RunFailed, train
 
 from benchmarks.publish import Measured, published, table
 from benchmarks.sft import speed
@@ -132,7 +131,7 @@ class Runs:
             try:
                 if case.launched:
                     return Outcome(train(record, flags, environment=script, **limits))
-                return Outcome(train_forked(record, flags, environment=script, **limits).recorded)
+                return Outcome(train_forked(record, flags, environment=script, **limits))
             except RunFailed as error:
                 # Another program may take a port between its choice and its use.
                 if "EADDRINUSE" not in str(error):

@@ -1,8 +1,8 @@
 """Judges the outcomes of runs: a balanced run against its reference.
 
 A balanced run is right where every step was balanced, with dynamic sizes some micro-batch was shared by several ranks,
-and its loss and gradient norm differ from the reference by rounding alone (tests/kit/rounding.py). The reference is the
-stock run of the layout; where that fails, one rank.
+and its loss and gradient norm differ from the reference by rounding alone (tests/kit/training_run.py). The reference is
+the stock run of the layout; where that fails, one rank.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rounding import ALLOWANCES
-from training_run import Recorded, largest_difference
+from training_run import ALLOWANCES, Recorded, largest_difference
 
 from benchmarks.sft.cases import LAYOUTS, NUM_STEPS, ONE_RANK, Case
 

@@ -1,6 +1,6 @@
 """Trains on drifting lengths and samples the resources of the process: run by runs.py.
 
-    torchrun … tests/kit/cpu_launch.py benchmarks/soak/sampled.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_shim.py benchmarks/soak/sampled.py RECORD_DIR ARGS
 
 Each rank writes RECORD_DIR/rankN.jsonl, a line every SOAK_SAMPLE_STEPS (20) steps, after a collection of garbage:
 resident bytes, bytes that malloc has given out, open files, threads, blocks of Python's allocator, and loss and seconds
@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from record_steps import train_wrapped
+import pretrain_sft
+from record_steps import Function, train_wrapped
 
 from benchmarks.soak.drifting import datasets_provider
-from megatron_balance.hooking.patches import Function, Hook
 from megatron_balance.mcore import hooks
 
 SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
@@ -31,15 +31,8 @@ SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
 
 def main() -> None:
     """Sample while the script trains."""
-    lengths = Hook(
-        target="pretrain_sft:datasets_provider",
-        bound_in=("pretrain_sft",),
-        parameters=("num_samples",),
-        wrap=lambda stock: datasets_provider,
-        why="lengths that drift",
-        until="the script takes a data set of one's own",
-    )
-    train_wrapped(_sampled, why="looks at the process between steps", also=[lengths])
+    pretrain_sft.datasets_provider = datasets_provider  # lengths that drift
+    train_wrapped(_sampled)
 
 
 def _sampled(train_step: Function, *, out: TextIO) -> Function:

@@ -1,17 +1,9 @@
-"""A shim that lets the real Megatron training loop run on a machine without a GPU.
+"""Lets the real Megatron training loop run on a machine without a GPU; for trying things out and for tests.
 
-For trying things out and for tests: it makes `cuda` mean the CPU, process-wide, before Megatron is
-imported. It is never active unless asked for (`cpu_launch.py`), and it
+    torchrun --nproc-per-node 2 tests/kit/cpu_shim.py SCRIPT ARGS
+
+is `python -m megatron_balance.launch` there. `cuda` means the CPU, process-wide, from before Megatron is imported. It
 changes no number: kernels are torch's own CPU kernels, collectives go through gloo.
-
-What it does, in this order:
-
-1. lets torch._dynamo build its tables of torch.cuda functions while they are still distinct;
-2. maps the device `cuda`, integer devices and `.cuda()` to the CPU by a TorchFunctionMode;
-3. stubs the parts of `torch.cuda` that ask a driver (streams, events, memory, random states);
-4. makes `torch.compile` the identity, and drops checks that only know CUDA.
-
-Fixes that need Megatron's modules wait in `patch_megatron()`, to be called once it is imported.
 """
 
 from __future__ import annotations
@@ -19,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_device import share_gloo_device
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from megatron_balance.runtime.process import device_kind, set_device_kind
@@ -36,45 +30,59 @@ def enable_cpu() -> None:
     if device_kind() == "cpu":
         return
     set_device_kind("cpu")
-    _build_dynamo_tables()
+    # Built later, dynamo's tables would find one stub under several names and raise "Duplicate torch object".
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     _stub_cuda()
-    _stub_compile()
-    _stub_distributed()
-    _stub_backward()
-    mode = _CudaMeansCpu()
-    mode.__enter__()  # for the life of the process
+    _stub_others()
+    share_gloo_device()
+    _CudaMeansCpu().__enter__()  # for the life of the process
 
 
 def patch_megatron() -> None:
-    """Replace the Megatron functions that cannot work without a GPU machine's tools."""
+    """Replace the Megatron functions that cannot work without a GPU machine's tools, once it is imported."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.utils as core_utils
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from thd_attention import thd_get_partitioned_indices
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         # The wheel ships the compiled helpers but no Makefile to build them again.
         dataset_utils.compile_helpers = lambda: None
-    _patch_checkpoint_worker()
+    PersistentAsyncCaller.async_loop = staticmethod(checkpoint_worker)  # type: ignore[method-assign]
     if core_utils.tex is None:  # Transformer Engine's extension, which splits a batch for context parallelism
         core_utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
 
 
-def _patch_checkpoint_worker() -> None:
-    """Give the process that writes checkpoints under `--async-save` the shim: a spawned process has none.
+def checkpoint_worker(*arguments: Any) -> None:
+    """The process that writes checkpoints under `--async-save`: spawned, it has no shim and Megatron is not patched.
 
     It would end at `rank % torch.cuda.device_count()`, and training would wait for it without end.
     """
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
-    PersistentAsyncCaller.async_loop = staticmethod(checkpoint_worker)  # type: ignore[method-assign]
-
-
-def checkpoint_worker(*arguments: Any) -> None:
-    """`PersistentAsyncCaller.async_loop` in a spawned process, where Megatron is not patched."""
     enable_cpu()
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     PersistentAsyncCaller.async_loop(*arguments)
+
+
+@functools.cache
+def share_gloo_device() -> None:
+    """Let every group made from now on use one device: a thread that polls a hundred times a second.
+
+    Fifty groups on eight ranks took a third of a core, idle.
+    """
+    if not hasattr(distributed_c10d, "_create_gloo_process_group"):  # torch before 2.13
+        return
+    device = functools.cache(ProcessGroupGloo.create_default_device)
+
+    def create(group: Any, _options: object) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device()], 2, group.timeout
+        options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
+        return ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
+
+    distributed_c10d._create_gloo_process_group = create  # before the first group registers it
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -116,116 +124,23 @@ def _as_cpu(device: Any) -> Any:
     return device
 
 
-def _build_dynamo_tables() -> None:
-    # Built later, they would find one stub under several names and raise "Duplicate torch object".
-    import torch._dynamo
-    import torch._dynamo.trace_rules
-
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
-
-
 class _Stream:
-    """A stream whose work is always complete."""
+    """A stream or an event: its work is always complete."""
 
     cuda_stream = 0
     device = torch.device("cpu")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self.wait_stream = self.wait_event = self.synchronize = self.record = self.wait = _nothing
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> _Event:
-        return event or _Event()
-
-    def query(self) -> bool:
-        return True
-
-
-class _Event:
-    """An event that is always complete."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, *args: Any) -> None:
-        pass
-
-    def wait(self, *args: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    def record_event(self, event: Any = None) -> _Stream:
+        return event or _Stream()
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, other: Any) -> float:
         return 0.0
-
-
-def _stub_cuda() -> None:
-    cuda = torch.cuda
-    stream = _Stream()
-    properties = types.SimpleNamespace(
-        name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
-    )
-    stubs: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "_lazy_call": lambda callback, **kwargs: callback(),
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "get_device_name": lambda device=None: "cpu",
-        "get_device_capability": lambda device=None: (0, 0),
-        "get_device_properties": lambda device=None: properties,
-        "device": lambda device: contextlib.nullcontext(),
-        "synchronize": lambda device=None: None,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
-        "set_stream": lambda stream: None,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "Stream": _Stream,
-        "Event": _Event,
-        "empty_cache": lambda: None,
-        "ipc_collect": lambda: None,
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "max_memory_reserved": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "memory_stats": lambda device=None: _ZeroStats(),
-        "mem_get_info": lambda device=None: (0, 0),
-        "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        # torch.manual_seed calls torch.cuda.manual_seed_all: seeding the CPU's generator from
-        # there, by the generator's own method, ends the circle.
-        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
-        "manual_seed_all": lambda seed: torch.default_generator.manual_seed(int(seed)),
-        "seed": lambda: torch.default_generator.seed(),
-        "initial_seed": lambda: torch.default_generator.initial_seed(),
-        "get_rng_state": lambda device=None: torch.default_generator.get_state(),
-        "set_rng_state": lambda state, device=None: torch.default_generator.set_state(state),
-        "default_generators": (torch.default_generator,),
-    }
-    for name, stub in stubs.items():
-        for module in (cuda, cuda.random, cuda.memory):
-            if module is cuda or hasattr(module, name):
-                setattr(module, name, stub)
-    # A function mode holds for the thread that entered it; data loaders pin in others, too.
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
 
 
 class _ZeroStats(dict[str, int]):
@@ -235,36 +150,98 @@ class _ZeroStats(dict[str, int]):
         return 0
 
 
-def _stub_compile() -> None:
-    def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
-        return model if model is not None else lambda function: function
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
-    torch.compile = compile_nothing
+
+def _stub_cuda() -> None:
+    stream, generator = _Stream(), torch.default_generator
+    properties = types.SimpleNamespace(
+        name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": "cpu",
+        "get_device_capability": (0, 0),
+        "get_device_properties": properties,
+        "current_stream": stream,
+        "default_stream": stream,
+        "mem_get_info": (0, 0),
+        "memory_stats": _ZeroStats(),
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+    }
+    answers |= dict.fromkeys(["init", "_lazy_init", "set_device", "synchronize", "set_stream", "empty_cache"])
+    answers |= dict.fromkeys(["ipc_collect", "reset_peak_memory_stats"])
+    answers |= dict.fromkeys(["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"], 0)
+    # A function for each: torch.compile's tables tell torch's functions apart by identity.
+    stubs: dict[str, Any] = {name: (lambda *_, _is=answer, **__: _is) for name, answer in answers.items()}
+    stubs |= {
+        "_lazy_call": lambda callback, **kwargs: callback(),
+        "device": lambda device: contextlib.nullcontext(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": type("_Event", (_Stream,), {}),
+        # torch.manual_seed calls torch.cuda.manual_seed_all: seeding the CPU's generator from
+        # there, by the generator's own method, ends the circle.
+        "manual_seed": lambda seed: generator.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: generator.manual_seed(int(seed)),
+        "seed": lambda: generator.seed(),
+        "initial_seed": lambda: generator.initial_seed(),
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        "default_generators": (generator,),
+    }
+    cuda = torch.cuda
+    for name, stub in stubs.items():
+        for module in (cuda, cuda.random, cuda.memory):
+            if module is cuda or hasattr(module, name):
+                setattr(module, name, stub)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
+
+
+def _stub_others() -> None:
+    # A function mode holds for the thread that entered it; data loaders pin in others, too.
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
     torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
+    exchange, run = dist.all_to_all_single, torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-
-def _stub_distributed() -> None:
-    inner = dist.all_to_all_single
-
-    @functools.wraps(inner)
+    @functools.wraps(exchange)
     def all_to_all_single(*positional: Any, **keywords: Any) -> Any:
         # Megatron's MoE dispatcher turns split sizes into integers only where tensors are on a GPU.
         for name in ("output_split_sizes", "input_split_sizes"):
             if isinstance(keywords.get(name), torch.Tensor):
                 keywords[name] = keywords[name].tolist()
-        return inner(*positional, **keywords)
+        return exchange(*positional, **keywords)
 
-    dist.all_to_all_single = all_to_all_single
-    share_gloo_device()
-
-
-def _stub_backward() -> None:
-    inner = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    @functools.wraps(inner)
+    @functools.wraps(run)
     def run_backward(*positional: Any, **keywords: Any) -> Any:
         # backward() is called from within the mode's own handler, where the mode is off; recomputed layers need it.
         with _CudaMeansCpu():
-            return inner(*positional, **keywords)
+            return run(*positional, **keywords)
 
+    dist.all_to_all_single = all_to_all_single
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+def _launch() -> None:
+    from megatron_balance.launch import main
+    from megatron_balance.mcore import install
+
+    if len(sys.argv) > 1:  # Megatron may lie beside the script, as for the launcher
+        sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))
+    enable_cpu()
+    install()
+    patch_megatron()
+    main()
+
+
+if __name__ == "__main__":
+    import cpu_shim  # a checkpoint's worker finds its function by the name of that module
+
+    cpu_shim._launch()

@@ -1,10 +1,12 @@
 """Starts training runs whose ranks are forks of one process that has imported torch and Megatron already.
 
-A rank spends most of its time on imports, and a run of eight steps of a tiny model hardly any. So this process imports
+A rank spends most of its time on imports, and a run of eight steps of a tiny model hardly any. So one process imports
 once and forks every rank of every run. A rank is then a process of its own, as under torchrun: it reads its flags and
-its environment, joins gloo, runs Megatron's `pretrain()` through tests/kit/record_steps.py and ends.
+its environment, joins gloo, runs the `main` of a module of tests/kit and ends. A program that has called `import_once`
+forks its ranks itself (`train_forked`); tests ask a server, which lives as long as they do (`train`, `call`).
 
-Invariants: this process starts no thread, so that a fork lacks nothing; every fork has ended when a run returns.
+Invariants: the process that forks starts no thread, so that a fork lacks nothing; every fork has ended when a run
+returns.
 """
 
 from __future__ import annotations
@@ -13,22 +15,33 @@ import argparse
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import itertools
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from training_run import CPU_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, Recorded, RunFailed, read_records
+from training_run import (
+    CPU_FLAGS,
+    ENVIRONMENT,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    Recorded,
+    RunFailed,
+    read_records,
+    search_path,
+)
 
 _LAST_CHARACTERS = 3000
 _PR_SET_PDEATHSIG = 1
@@ -39,19 +52,79 @@ PORTS = range(12_000, 32_000)
 _port_numbers = itertools.count(97 * os.getpid())
 
 
-@dataclass(frozen=True)
-class ForkedRun:
-    """Records and times of a run.
+def train(record: Path, flags: Sequence[str], *, num_ranks: int, **keywords: Any) -> Recorded:
+    """`train_forked` by the server, with its keywords."""
+    keywords = {"timeout_seconds": 300, **keywords}
+    call("forked:train_here", str(record), list(flags), num_ranks=num_ranks, **keywords)
+    return Recorded(read_records(record, num_ranks=num_ranks), _log(record, 0).read_text(errors="replace"))
 
-    Attributes:
-        recorded: its steps, rank by rank; the output is that of rank 0.
-        cpu_seconds: of all ranks, start and end included.
-        seconds: from the first fork to the last end.
-    """
 
-    recorded: Recorded
-    cpu_seconds: float
-    seconds: float
+def train_here(record: str, flags: Sequence[str], **keywords: Any) -> None:
+    """`train_forked` with arguments in JSON's types."""
+    train_forked(Path(record), flags, **keywords)
+
+
+def call(function: str, *positional: Any, **keywords: Any) -> Any:
+    """Call `MODULE:NAME` in the server; arguments and answer are in JSON's types. It may raise RunFailed."""
+    server = _server()
+    assert server.stdin is not None, "a pipe"
+    assert server.stdout is not None, "a pipe"
+    server.stdin.write(json.dumps([function, positional, keywords]) + "\n")
+    server.stdin.flush()
+    try:
+        answer, problem = json.loads(server.stdout.readline())
+    except BaseException:  # a test's time-out: its answer would be taken for that of a later call
+        server.kill()
+        _server.cache_clear()
+        raise
+    if problem is not None:
+        raise RunFailed(problem)
+    return answer
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path(), "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def serve() -> None:
+    """Answer calls, one a line, until there are no more."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some modules print lines when they are imported
+    tensorboard: Any = types.ModuleType("torch.utils.tensorboard")
+    tensorboard.SummaryWriter = SummaryWriter
+    sys.modules["torch.utils.tensorboard"] = tensorboard
+    import_once()
+    for line in sys.stdin:
+        function, positional, keywords = json.loads(line)
+        module, name = function.split(":")
+        answer = problem = None
+        try:
+            answer = getattr(importlib.import_module(module), name)(*positional, **keywords)
+        except RunFailed as error:
+            problem = str(error)
+        answers.write(json.dumps([answer, problem]) + "\n")
+        answers.flush()
+
+
+class SummaryWriter:
+    """In place of TensorBoard's, which the tests do not install: writes scalars to TENSORBOARD_DIR/rankN.jsonl."""
+
+    def __init__(self, *, log_dir: str, max_queue: int) -> None:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        self._file = (Path(log_dir) / f"rank{os.environ['RANK']}.jsonl").open("a")
+        self.add_text = self.flush = lambda *_, **__: None
+
+    def add_scalar(self, name: str, value: Any, step: int) -> None:
+        print(json.dumps({"name": name, "value": float(value), "step": step}), file=self._file, flush=True)
 
 
 def import_once(also: Sequence[str] = ()) -> None:
@@ -70,17 +143,10 @@ def import_once(also: Sequence[str] = ()) -> None:
     # weights of MoE routers, drawn after them, would depend on --micro-batch-size.
     importlib.import_module("megatron.training.training").set_jit_fusion_options = lambda *_, **__: None
 
-    _read_help_once()
-    gc.collect()
-    gc.freeze()  # a collection in a fork would touch, and so copy, every page
-    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which a fork would lack"
-
-
-def _read_help_once() -> None:
-    """Megatron parses the source of its dataclasses for the help of its flags: a quarter of a rank's CPU seconds."""
+    # Megatron parses the source of its dataclasses for the help of its flags: a quarter of a rank's CPU seconds.
     from megatron.training import argument_utils, arguments
 
-    factory = argument_utils.ArgumentGroupFactory
+    factory: Any = argument_utils.ArgumentGroupFactory
     stock, known = factory._get_field_docstrings, {}
 
     def docstrings_of(self: Any, of_class: type) -> Any:
@@ -88,8 +154,11 @@ def _read_help_once() -> None:
             known[of_class] = stock(self, of_class)
         return known[of_class]
 
-    factory._get_field_docstrings = docstrings_of  # type: ignore[method-assign]
+    factory._get_field_docstrings = docstrings_of
     arguments.add_megatron_arguments(argparse.ArgumentParser())
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page
+    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which a fork would lack"
 
 
 def train_forked(
@@ -104,27 +173,16 @@ def train_forked(
     watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
     grace_seconds: float = 0.0,
     dead: Collection[int] = (),
-) -> ForkedRun:
-    """As `training_run.train`, in forks of this process.
+) -> Recorded:
+    """As `training_run.train`, in forks of this process; the output is that of rank 0.
 
-    Args:
-        record: folder for the records and for what each rank prints.
-        flags: added to the common ones.
-        num_ranks: processes.
-        timeout_seconds: after which the run is killed.
-        module: whose `main` each of them runs; it records as record_steps.py does.
-        environment: variables beside those of this process.
-        leave_out: common flags to do without.
-        watch: called again and again while ranks run, with process id → rank.
-        grace_seconds: for the other ranks to end by themselves after one failed; then they are killed.
-        dead: ranks that are not waited for then.
-
-    Raises:
-        RunFailed: a rank ended with an error, or the run was killed.
+    Each rank runs the `main` of `module`; `leave_out` names common flags to do without, and `watch` is called again and
+    again while ranks run, with process id → rank. Once a rank has failed the others, all but the `dead`, have
+    `grace_seconds` to end by themselves, and are killed then.
     """
     record.mkdir(parents=True, exist_ok=True)
     common = (flag for flag in f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split() if flag not in leave_out)
-    arguments = [str(record), *common, *flags]
+    arguments = [f"{module}.py", str(record), *common, *flags]
     started, port = time.monotonic(), free_port()
     running: dict[int, int] = {}
     failed: str | None = None
@@ -133,7 +191,7 @@ def train_forked(
         for rank in range(num_ranks):
             pid = fork_rank(
                 lambda: importlib.import_module(module).main(),
-                arguments=[f"{module}.py", *arguments],
+                arguments=arguments,
                 environment=dict(environment or {}) | rank_environment(rank, num_ranks=num_ranks, port=port),
                 log=_log(record, rank),
                 leave=_leave_at_once,
@@ -147,8 +205,7 @@ def train_forked(
                 if status:
                     failed = f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
             elif time.monotonic() - started > timeout_seconds:
-                failed = f"no end after {timeout_seconds:.0f} s"
-                rank = 0
+                failed, rank = f"no end after {timeout_seconds:.0f} s", 0
             else:
                 watch(running)
                 time.sleep(0.02)
@@ -162,9 +219,8 @@ def train_forked(
             os.waitpid(pid, 0)
     if failed is not None:
         raise RunFailed(f"{failed}:\n{_log(record, rank).read_text(errors='replace')[-_LAST_CHARACTERS:]}")
-    output = _log(record, 0).read_text(errors="replace")
-    recorded = Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
-    return ForkedRun(recorded, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
+    output, ranks = _log(record, 0).read_text(errors="replace"), read_records(record, num_ranks=num_ranks)
+    return Recorded(ranks, output, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
 
 
 def _log(record: Path, rank: int) -> Path:
@@ -184,20 +240,12 @@ def free_port() -> int:
 def rank_environment(rank: int, *, num_ranks: int, port: int) -> dict[str, str]:
     """The variables that torchrun gives a rank of one machine."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    return {name: str(value) for name, value in values.items()} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    return {name: str(value) for name, value in (values | {"MASTER_PORT": port}).items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
 def _leave_at_once(status: int) -> None:
     atexit._run_exitfuncs()  # what Python does at its end, and os._exit does not
     os._exit(status)
-
-
-def leave_as_python_does(status: int) -> None:
-    """Wait for threads, run what is registered for the end, and destroy all objects, as at the end of any program."""
-    ctypes.pythonapi.Py_Exit(status)
 
 
 def fork_rank(
@@ -206,19 +254,11 @@ def fork_rank(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     log: Path,
-    leave: Callable[[int], object] = leave_as_python_does,
+    leave: Callable[[int], object],
 ) -> int:
-    """Start a rank as torchrun and the launcher would.
+    """Start a rank as torchrun and the launcher would, with these arguments, its name first; `leave` ends it.
 
-    Args:
-        main: trains.
-        arguments: of the process, its name first.
-        environment: variables beside those of this process.
-        log: file for what the rank prints.
-        leave: ends the rank with an exit status.
-
-    Returns:
-        Its process id. The rank is killed when this process ends.
+    Returns its process id. The rank is killed when this process ends.
     """
     sys.stdout.flush()
     pid = os.fork()
@@ -233,7 +273,8 @@ def fork_rank(
                 os.dup2(source.fileno(), target)
         os.environ |= environment
         sys.argv = list(arguments)
-        dist.set_debug_level_from_env()  # torch has read TORCH_DISTRIBUTED_DEBUG when it was imported
+        if "torch.distributed" in sys.modules:  # it has read TORCH_DISTRIBUTED_DEBUG when it was imported
+            sys.modules["torch.distributed"].set_debug_level_from_env()
         try:
             main()
             status = 0
@@ -248,3 +289,9 @@ def fork_rank(
         leave(status)
     finally:  # nothing may leave a fork but by its status: it would go on as a second parent
         os._exit(status)
+
+
+if __name__ == "__main__":
+    import forked  # functions that are called by name are of that module
+
+    forked.serve()

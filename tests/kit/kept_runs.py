@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import forked_runs
+import forked
 import numpy as np
 from training_run import Recorded, RunFailed
 from watched_steps import STAND_INS
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def recorded(self) -> Recorded:
-        """For `rounding.assert_equal`."""
+        """For `assert_equal`."""
         return Recorded(self.of_kind("step"), self.log(0))
 
     def log(self, rank: int) -> str:
@@ -120,7 +120,7 @@ class KeptRuns:
                 words = flags.replace("{data}", str(self.data)).replace("{run}", str(folder)).split()
                 problem = None
                 try:
-                    forked_runs.train(folder, words, **keywords)
+                    forked.train(folder, words, **keywords)
                 except RunFailed as error:
                     problem = str(error)
                 outcome.write_text(json.dumps({"problem": problem, "run": json.loads(named)}))

@@ -1,6 +1,6 @@
 """Trains with pretrain_sft, each step under the policy whose turn it is, and records every step: for the quickstart.
 
-    torchrun … tests/kit/cpu_launch.py tests/kit/policy_turns.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_shim.py tests/kit/policy_turns.py RECORD_DIR ARGS
 
 ARGS turn `--balance-context-parallel` on, at a context-parallel size of 1. One process group runs all policies, so a
 rank or a while that is slower is so for each of them. Plans of one size are run by the executor of dynamic sizes.
@@ -18,10 +18,9 @@ from typing import Any, TextIO
 from unittest import mock
 
 import numpy as np
-from record_steps import recorded, train_wrapped
+from record_steps import Function, recorded, train_wrapped
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.hooking import Function
 from megatron_balance.mcore import hooks
 from megatron_balance.mcore.step import plan_process
 
@@ -38,7 +37,7 @@ def policy_of_step(step: int) -> str:
 
 def main() -> None:
     """Record while the script trains."""
-    train_wrapped(_in_turns, why="runs each step under the policy whose turn it is", parameters=(SCHEDULE,))
+    train_wrapped(_in_turns)
 
 
 def _in_turns(train_step: Function, *, out: TextIO) -> Function:

@@ -1,6 +1,6 @@
 """Trains with pretrain_sft and records every step, rank by rank: for the quickstart, tests and benchmarks.
 
-    torchrun … tests/kit/cpu_launch.py tests/kit/record_steps.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_shim.py tests/kit/record_steps.py RECORD_DIR ARGS
 
 Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds and CPU seconds of Megatron's train_step, loss
 and gradient norm in full precision, the number of micro-batches and, where the step was balanced, the
@@ -11,65 +11,44 @@ TRAINING_SCRIPT=FILE in the environment names a script of somebody else that tra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 import pretrain_sft
+from megatron.training import training
 
-from megatron_balance.hooking import Function, Hook, install_hooks
 from megatron_balance.mcore import hooks
+
+Function = Callable[..., Any]
 
 
 def main() -> None:
     """Record while the script trains."""
-    train_wrapped(
-        recorded, why="times a step as the user waits for it, and reads its loss before it is rounded for the log"
-    )
+    train_wrapped(recorded)
 
 
-def train_wrapped(
-    wrap: Callable[..., Function], *, why: str, parameters: tuple[str, ...] = (), also: Sequence[Hook] = ()
-) -> None:
-    """Train with Megatron's train_step wrapped; the folder for this rank's lines is the first argument of the script.
-
-    Args:
-        wrap: given train_step and the keyword `out`, the file for lines: what runs in its place.
-        why: it is wrapped.
-        parameters: of train_step that it relies on.
-        also: hooks that are installed with it.
-    """
+def train_wrapped(wrap: Callable[..., Function]) -> None:
+    """Train with `wrap(train_step, out=…)` for Megatron's; the first argument names the folder of the file."""
     directory = Path(sys.argv.pop(1))
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"rank{os.environ['RANK']}.jsonl").open("w") as out:
-        train_step = Hook(
-            target="megatron.training.training:train_step",
-            bound_in=("megatron.training.training",),
-            parameters=parameters,
-            wrap=functools.partial(wrap, out=out),
-            why=why,
-            until="Megatron has callbacks around a step",
-        )
-        patches = install_hooks([train_step, *also], version="of this environment")
-        try:
-            _train()
-        finally:
-            patches.undo()
-
-
-def _train() -> None:
     script = os.environ.get("TRAINING_SCRIPT")
-    if script is None:
-        pretrain_sft.main()
-        return
-    sys.path.insert(0, str(Path(script).resolve().parent))  # as Python does for a script
-    runpy.run_path(script, run_name="__main__")
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context((directory / f"rank{os.environ['RANK']}.jsonl").open("w"))
+        stack.enter_context(mock.patch.object(training, "train_step", wrap(training.train_step, out=out)))
+        if script is None:
+            pretrain_sft.main()
+        else:
+            sys.path.insert(0, str(Path(script).resolve().parent))  # as Python does for a script
+            runpy.run_path(script, run_name="__main__")
 
 
 def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:

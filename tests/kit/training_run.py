@@ -1,4 +1,14 @@
-"""Starts one recorded training run on this machine: for the quickstart, the tests and the benchmarks."""
+"""One recorded training run on this machine, under torchrun, and how far two runs may differ.
+
+For the quickstart, the tests and the benchmarks. Allowances follow from the number format, so that they hold on every
+processor and torch:
+
+- fp32: loss and gradient norm are sums that another order moves by a few units in the last place (ulp, 2**-23); ULPS
+  of them are allowed. An error of 1e-5, relative, is five times as large.
+- bf16 and fp16: a token's loss is rounded to half an ulp (2**-8 and 2**-11), independently of other tokens', and the
+  loss is a mean over some 4096 of them: half an ulp / sqrt(4096). The gradient norm is a root of few large sums, whose
+  roundings do not average out as well: a quarter of an ulp.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +20,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RECORD_STEPS = ROOT / "tests" / "kit" / "record_steps.py"
-
-CPU_LAUNCH = Path(__file__).with_name("cpu_launch.py")
+KIT = Path(__file__).resolve().parent
+ROOT = KIT.parent.parent
+RECORD_STEPS = KIT / "record_steps.py"
 
 CPU_FLAGS = (
     "--transformer-impl local --spec thd_attention thd_block_spec --distributed-backend gloo "
@@ -23,6 +32,12 @@ CPU_FLAGS = (
     "--no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
 )
 """Megatron's fused kernels and NCCL need a GPU."""
+
+GPU_FLAGS = (
+    "--transformer-impl transformer_engine --distributed-backend nccl --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
+)
+"""In place of CPU_FLAGS; Apex is not needed."""
 
 MODEL_FLAGS = (
     "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -39,24 +54,15 @@ TRAINING_FLAGS = (
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
 """One thread a rank: ranks that share cores would slow each other down, and not evenly."""
 
-GPU_FLAGS = (
-    "--transformer-impl transformer_engine --distributed-backend nccl --no-gradient-accumulation-fusion "
-    "--no-masked-softmax-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
-)
-"""In place of CPU_FLAGS; Apex is not needed."""
-
 
 @dataclass(frozen=True)
 class Recorded:
-    """Records and output of a run.
-
-    Attributes:
-        ranks: for each rank that recorded, its steps (see record_steps.py).
-        output: everything all ranks printed.
-    """
+    """Of each rank its steps (record_steps.py), what was printed, and the seconds of a run in forks."""
 
     ranks: list[list[dict[str, Any]]]
     output: str
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -70,7 +76,7 @@ class RunFailed(RuntimeError):  # noqa: N818 - it says what happened
 
 def search_path() -> str:
     """PYTHONPATH of a process, of any folder, that uses benchmarks and what lies here."""
-    return os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit"), *filter(None, sys.path)])
+    return os.pathsep.join([str(ROOT), str(KIT), *filter(None, sys.path)])
 
 
 def command_of(
@@ -83,11 +89,11 @@ def command_of(
     rendezvous: Sequence[str] = ("--standalone",),
 ) -> list[str]:
     """The command line of a recorded run; `rendezvous` holds flags of torchrun, the others are as for `train`."""
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(num_ranks)]
-    launch = [str(CPU_LAUNCH)] if device == "cpu" else ["-m", "megatron_balance.launch"]
-    command += [*launch, str(script), str(record)]
-    device_flags = CPU_FLAGS if device == "cpu" else GPU_FLAGS
-    return [*command, *f"{device_flags} {MODEL_FLAGS} {TRAINING_FLAGS}".split(), *flags]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(num_ranks)]
+    on_cpu = device == "cpu"
+    launch = [str(KIT / "cpu_shim.py")] if on_cpu else ["-m", "megatron_balance.launch"]
+    common = f"{CPU_FLAGS if on_cpu else GPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split()
+    return [*torchrun, *launch, str(script), str(record), *common, *flags]
 
 
 def train(
@@ -101,20 +107,10 @@ def train(
     timeout_seconds: float = 300,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> Recorded:
-    """Run pretrain_sft through the launcher and read its records.
+    """Run `script` through the launcher, one rank a process of this machine, and read its records.
 
-    Args:
-        record: folder for the records.
-        flags: added to the common ones.
-        num_ranks: processes on this machine.
-        script: what each of them runs; it records as record_steps.py does.
-        device: `cpu` over gloo, or `cuda` over NCCL with Transformer Engine, one GPU a rank.
-        environment: variables beside those of this process.
-        timeout_seconds: after which the run is killed.
-        on_line: called with every line of output as it comes.
-
-    Raises:
-        RunFailed: the run ended with an error or was killed.
+    `device` is `cpu`, over gloo, or `cuda`, over NCCL with Transformer Engine; `flags` and `environment` are added to
+    the common ones; `on_line` gets every line of output as it comes. A run that fails or is killed raises RunFailed.
     """
     command = command_of(record, flags, num_ranks=num_ranks, script=script, device=device)
     lines: list[str] = []
@@ -137,16 +133,44 @@ def train(
     output = "".join(lines)
     if process.returncode:
         raise RunFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-8000:]}")
-    return Recorded(ranks=read_records(record, num_ranks=num_ranks), output=output)
+    return Recorded(read_records(record, num_ranks=num_ranks), output)
 
 
 def read_records(record: Path, *, num_ranks: int) -> list[list[dict[str, Any]]]:
-    """For each rank, its steps; a line that a rank did not end is left out."""
-    paths = [record / f"rank{rank}.jsonl" for rank in range(num_ranks)]
-    return [[json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()] for path in paths]
+    """Of each rank its lines; one that a rank did not end is left out."""
+    texts = [(record / f"rank{rank}.jsonl").read_text() for rank in range(num_ranks)]
+    return [[json.loads(line) for line in text.rpartition("\n")[0].splitlines()] for text in texts]
+
+
+FP32_ULP, BF16_ULP, FP16_ULP = 2.0**-23, 2.0**-7, 2.0**-10
+ULPS = 16
+
+
+class Allowance(NamedTuple):
+    """Largest relative differences of any step."""
+
+    loss: float
+    grad_norm: float
+
+
+ALLOWANCES = {
+    "fp32": Allowance(ULPS * FP32_ULP, ULPS * FP32_ULP),
+    "bf16": Allowance(BF16_ULP / 2 / 4096**0.5, BF16_ULP / 4),
+    "fp16": Allowance(FP16_ULP / 2 / 4096**0.5, FP16_ULP / 4),
+}
+"""By precision."""
 
 
 def largest_difference(run: Recorded, *, reference: Recorded, key: str) -> float:
     """Largest relative difference of a figure over all steps."""
     pairs = zip(run.steps, reference.steps, strict=True)
     return max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for ours, theirs in pairs)
+
+
+def assert_equal(run: Recorded, *, reference: Recorded, precision: str = "fp32") -> None:
+    """Assert that two runs of the same samples took the same steps up to rounding."""
+    assert len(run.steps) == len(reference.steps) > 0, f"{len(run.steps)} steps, not {len(reference.steps)}"
+    allowed = ALLOWANCES[precision]
+    for key, limit in (("lm_loss", allowed.loss), ("grad_norm", allowed.grad_norm)):
+        difference = largest_difference(run, reference=reference, key=key)
+        assert difference <= limit, f"{key} differs by {difference:.2e}; rounding in {precision} allows {limit:.2e}"

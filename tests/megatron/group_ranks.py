@@ -1,6 +1,6 @@
 """One rank of a layout: makes Megatron's process groups and then the package's own, and records who is in them.
 
-Nothing is trained. `forked_runs.train` runs it; of Megatron's flags it reads those that say how ranks are grouped.
+Nothing is trained. `forked.train` runs it; of Megatron's flags it reads those that say how ranks are grouped.
 It reads below the public names, as test_groups.py does.
 """
 

@@ -7,7 +7,7 @@ So of `a*L + b*L²`, solved from two lengths, torch's `a` is ours, and its `b` i
 from __future__ import annotations
 
 import pytest
-from forked_runs import train
+from forked import train
 
 LENGTHS = (32, 96)
 MODELS = [

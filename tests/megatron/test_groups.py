@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked_runs import train
+from forked import train
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_balance.mcore.setup.layout import problem_of_bound_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forked_runs import train
+from forked import train
 from kept_runs import write_rows
 
 BATCH = 256

@@ -12,7 +12,7 @@ import exchange_cases
 import loop_cases
 import torch
 import torch.distributed as dist
-from gloo_device import share_gloo_device
+from cpu_shim import share_gloo_device
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 

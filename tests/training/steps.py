@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from kept_runs import Run
-from rounding import ALLOWANCES, assert_equal
 from table import NUM_STEPS, Row
+from training_run import ALLOWANCES, assert_equal
 
 
 def assert_trains_as_stock(ours: Run, *, stock: Run, row: Row) -> None:

@@ -89,7 +89,7 @@ class Row:
         balance: flags of the balanced run alone.
         model: of `MODELS`.
         flags: of both runs.
-        precision: as `rounding.ALLOWANCES`.
+        precision: as `training_run.ALLOWANCES`.
         cap: tokens of a micro-batch of several samples for each of its context-parallel ranks; None without one.
         stand_ins: of both runs.
         ours: stand-ins of the balanced run alone.

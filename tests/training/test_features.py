@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_runs import KeptRuns, Run
-from rounding import assert_equal
 from steps import cp_sizes, microbatches, samples
 from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS, Row
 from test_matrix import run_of
+from training_run import assert_equal
 
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration

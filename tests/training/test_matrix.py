@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from kept_runs import KeptRuns, Run
-from rounding import assert_equal
 from steps import assert_trains_as_stock
 from table import ROWS, Row
+from training_run import assert_equal
 
 
 def case(row: Row) -> object:

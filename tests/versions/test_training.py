@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kept_runs import Run, write_rows
-from rounding import assert_equal
-from training_run import ROOT, Recorded, train
+from training_run import ROOT, Recorded, assert_equal, train
 
 from megatron_balance.record import read_record
 

@@ -19,7 +19,7 @@ import absent_packages  # noqa: F401 - before Megatron-Bridge
 import numpy as np
 import torch
 import torch.distributed as dist
-from forked_runs import train_here
+from forked import train_here
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
 from megatron.bridge.data.packing.config import PackedSequenceSpecs
 from megatron.bridge.models.gpt_provider import GPTModelProvider

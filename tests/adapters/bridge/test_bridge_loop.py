@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import call
-from rounding import ALLOWANCES, assert_equal
-from training_run import Recorded, RunFailed, read_records
+from forked import call
+from training_run import ALLOWANCES, Recorded, RunFailed, assert_equal, read_records
 
 NUM_STEPS = 4
 NUM_PACKS = 12
