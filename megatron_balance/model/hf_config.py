@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.vision import encoder_from_hf_config
+from megatron_balance.model.vision import VisionEncoder
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -71,7 +71,7 @@ def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
                 f"a gate, attention {'with' if fields['attention_output_gate'] else 'without'} one, else as in Llama."
             )
         if vision := whole.get("vision_config") or whole.get("audio_config"):
-            fields["vision"] = encoder_from_hf_config(vision, str(whole.get("model_type")))
+            fields["vision"] = _encoder(_Keys(vision, str(whole.get("model_type"))))
             if fields["vision"] is None:
                 notes.append(f"the vision or audio tower of model_type {whole.get('model_type')!r} is not counted.")
     except BalanceError:
@@ -108,7 +108,7 @@ class _Keys:
     def __init__(self, config: Config, model_type: str) -> None:
         given = {name: value for name, value in config.items() if value is not None}
         self._values: Config = {**FAMILIES.get(model_type, {}), **given}
-        self._model_type = model_type
+        self.model_type = model_type
         self.used: set[str] = set()
 
     def get(self, *names: str, default: Any = None) -> Any:
@@ -130,14 +130,14 @@ class _Keys:
         value = self.get(*names)
         if value is None:
             raise BalanceError(
-                f"{' or '.join(names)} is missing in the Hugging Face config of model_type {self._model_type!r}: add "
+                f"{' or '.join(names)} is missing in the Hugging Face config of model_type {self.model_type!r}: add "
                 "it, give ModelShape its fields by hand, or balance by tokens."
             )
         return value
 
     def refusal(self, reason: str) -> BalanceError:
         return BalanceError(
-            f"the Hugging Face config of model_type {self._model_type!r} has {reason}, whose FLOPs are not known: "
+            f"the Hugging Face config of model_type {self.model_type!r} has {reason}, whose FLOPs are not known: "
             "balance by tokens or by measured costs."
         )
 
@@ -345,3 +345,26 @@ def _hybrid(keys: _Keys, kinds: list[str], fields: Fields) -> Fields:
         "mamba_num_heads": heads,
         **dict(zip(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"), map(keys.need, names), strict=True)),
     }
+
+
+def _encoder(keys: _Keys) -> VisionEncoder | None:
+    """The encoder of a Qwen-VL model; None for any other.
+
+    Qwen2.5-VL has windows in all layers but `fullatt_block_indexes`; later ones have more projectors (DeepStack).
+    """
+    if not keys.model_type.startswith(("qwen2_5_vl", "qwen3_vl", "qwen3_5")):
+        return None
+    merged, patch_size = keys.need("spatial_merge_size") ** 2, keys.need("patch_size")
+    window, depth, hidden_size = keys.get("window_size", default=0), keys.need("depth"), keys.need("hidden_size")
+    return VisionEncoder(
+        hidden_size=hidden_size,
+        num_layers=depth,
+        ffn_hidden_size=keys.need("intermediate_size"),
+        gated_linear_unit=keys.model_type.startswith("qwen2_5_vl"),
+        patch_values=keys.need("in_channels", "in_chans") * keys.need("temporal_patch_size") * patch_size**2,
+        patches_per_token=merged,
+        projector_hidden_size=merged * hidden_size,
+        num_projectors=1 + len(keys.get("deepstack_visual_indexes", default=())),
+        window_patches=(window // patch_size) ** 2,
+        num_windowed_layers=depth - len(keys.need("fullatt_block_indexes")) if window else 0,
+    )

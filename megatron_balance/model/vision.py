@@ -6,7 +6,7 @@ A multiply and an add are two FLOPs. Attention is not causal and stays within an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -108,31 +108,6 @@ def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
         projector=-(-of_token // encoder.patches_per_token),
         windowed=4 * h * encoder.window_patches * encoder.num_windowed_layers,
         quadratic=4 * h * (layers - encoder.num_windowed_layers),
-    )
-
-
-def encoder_from_hf_config(vision: Mapping[str, Any], model_type: str) -> VisionEncoder | None:
-    """The encoder that the `vision_config` of a Qwen-VL model describes; None for any other.
-
-    `spatial_merge_size²` patches make a token. Qwen2.5-VL has windows in all layers but `fullatt_block_indexes`, and
-    gated MLPs; Qwen3-VL has more projectors, one for each of `deepstack_visual_indexes`.
-    """
-    if not model_type.startswith(("qwen2_5_vl", "qwen3_vl", "qwen3_5")):
-        return None
-    merged, patch_size = vision["spatial_merge_size"] ** 2, vision["patch_size"]
-    windowed = "window_size" in vision
-    channels = vision.get("in_channels") or vision["in_chans"]
-    return VisionEncoder(
-        hidden_size=vision["hidden_size"],
-        num_layers=vision["depth"],
-        ffn_hidden_size=vision["intermediate_size"],
-        gated_linear_unit=model_type.startswith("qwen2_5_vl"),
-        patch_values=channels * vision["temporal_patch_size"] * patch_size**2,
-        patches_per_token=merged,
-        projector_hidden_size=merged * vision["hidden_size"],
-        num_projectors=1 + len(vision.get("deepstack_visual_indexes") or ()),
-        window_patches=(vision["window_size"] // patch_size) ** 2 if windowed else 0,
-        num_windowed_layers=vision["depth"] - len(vision["fullatt_block_indexes"]) if windowed else 0,
     )
 
 
