@@ -16,6 +16,7 @@ from benchmarks.publish import filled, made_by, publish, rounded, write_raw
 
 BENCHMARKS = {
     "planner": "benchmarks.planner.command",
+    "flops": "benchmarks.flops",
     "rates": "benchmarks.rates",
     "gpu": "benchmarks.gpu",
     "sft": "benchmarks.sft.command",

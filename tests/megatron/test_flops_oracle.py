@@ -1,8 +1,6 @@
 """FLOPs against Megatron's own formula.
 
-Megatron's `num_floating_point_operations` is linear in the tokens and in the squared lengths of a batch, so
-(1 token, 0 squares) gives its linear coefficient and (0, 1) its quadratic one, times 3 for the backward pass.
-Where it is not what a model computes, the difference is asserted: Megatron's formula
+Where Megatron's `num_floating_point_operations` is not what a model computes, the difference is asserted; it
 
 - leaves out the router of a MoE layer, and the indexer of sparse attention;
 - counts sliding windows and sparse attention as full attention;
@@ -14,40 +12,12 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
+from megatron_formula import megatron_flops
 
 from megatron_balance.model import PRESETS, ModelShape, fwd_flops
-
-
-def namespace(shape: ModelShape, **changes: Any) -> Namespace:
-    """The arguments that Megatron's formula reads, from a shape."""
-    args: dict[str, Any] = asdict(shape)
-    optional = ("num_experts", "moe_latent_size", "q_lora_rank", "hybrid_layer_pattern", "mtp_num_layers")
-    args |= {name: args[name] or None for name in optional}
-    args["moe_layer_freq"] = list(shape.moe_layer_freq) or 1
-    args["linear_attention_freq"] = list(shape.linear_attention_freq) or None
-    variant = "dsa" if shape.dsa_indexer_topk else None
-    args["experimental_attention_variant"] = "gated_delta_net" if shape.linear_attention_freq else variant
-    args["group_query_attention"] = not shape.multi_latent_attention
-    args["swiglu"] = shape.gated_linear_unit
-    args["quick_geglu"] = False
-    return Namespace(**(args | changes))
-
-
-def megatron_flops(args: Namespace) -> tuple[float, float]:
-    """Megatron's forward FLOPs per token and per squared token."""
-    from megatron.training import training
-
-    linear = training.num_floating_point_operations(
-        args, 1, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=1
-    )
-    quadratic = training.num_floating_point_operations(
-        args, 1, seqlen_squared_sum_in_batch=1, total_real_tokens_in_batch=0
-    )
-    return linear / 3, quadratic / 3
 
 
 def our_flops(shape: ModelShape) -> tuple[int, int]:
@@ -91,7 +61,7 @@ def test_every_preset_is_checked_below() -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_presets_agree(name: str) -> None:
     shape = ModelShape.preset(name)
-    assert_flops(our_flops(shape), megatron_flops(namespace(shape)))
+    assert_flops(our_flops(shape), megatron_flops(shape))
 
 
 @pytest.mark.parametrize("name", MOE)
@@ -99,17 +69,17 @@ def test_moe_presets_agree_but_for_the_router(name: str) -> None:
     shape = ModelShape.preset(name)
     linear, quadratic = our_flops(shape)
     assert router(shape) > 0
-    assert_flops((linear - router(shape), quadratic), megatron_flops(namespace(shape)))
+    assert_flops((linear - router(shape), quadratic), megatron_flops(shape))
 
 
 @pytest.mark.parametrize("name", LATENT)
 def test_mla_agrees_but_for_the_norms_and_the_router(name: str) -> None:
     shape = ModelShape.preset(name)
     linear, quadratic = our_flops(shape)
-    assert_flops((linear - router(shape) + mla_norms(shape), quadratic), megatron_flops(namespace(shape)))
+    assert_flops((linear - router(shape) + mla_norms(shape), quadratic), megatron_flops(shape))
     plain = replace(shape, q_lora_rank=0)
     linear, quadratic = our_flops(plain)
-    assert_flops((linear - router(plain) + mla_norms(plain), quadratic), megatron_flops(namespace(plain)))
+    assert_flops((linear - router(plain) + mla_norms(plain), quadratic), megatron_flops(plain))
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -119,7 +89,7 @@ def test_megatron_counts_sparse_attention_as_full_and_forgets_the_indexer(name: 
     assert fwd_flops(shape).quadratic < fwd_flops(dense).quadratic
     linear, quadratic = our_flops(dense)
     known = mla_norms(dense) - router(dense)
-    assert_flops((linear + known, quadratic), megatron_flops(namespace(shape)))
+    assert_flops((linear + known, quadratic), megatron_flops(shape))
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -127,7 +97,7 @@ def test_megatron_counts_windows_as_full_attention(name: str) -> None:
     shape = ModelShape.preset(name)
     linear, quadratic = our_flops(shape)
     assert fwd_flops(shape).quadratic < quadratic
-    assert_flops((linear - router(shape), quadratic), megatron_flops(namespace(shape)))
+    assert_flops((linear - router(shape), quadratic), megatron_flops(shape))
 
 
 @pytest.mark.parametrize("latent", [0, 512])
@@ -141,7 +111,7 @@ def test_shared_experts_and_latent_experts_agree_but_for_the_router(latent: int,
         gated_linear_unit=gated,
     )
     linear, quadratic = our_flops(shape)
-    assert_flops((linear - router(shape), quadratic), megatron_flops(namespace(shape)))
+    assert_flops((linear - router(shape), quadratic), megatron_flops(shape))
 
 
 @pytest.mark.parametrize("depths", [1, 2])
@@ -149,7 +119,7 @@ def test_megatron_adds_three_norms_to_each_mtp_depth(depths: int) -> None:
     shape = replace(ModelShape.preset("DeepSeek-V3"), mtp_num_layers=depths)
     linear, quadratic = our_flops(shape)
     known = -router(shape) + mla_norms(shape) + 6 * shape.hidden_size * depths
-    assert_flops((linear + known, quadratic), megatron_flops(namespace(shape)))
+    assert_flops((linear + known, quadratic), megatron_flops(shape))
 
 
 def test_megatron_takes_mamba_for_twice_as_wide_as_the_model() -> None:
@@ -159,7 +129,7 @@ def test_megatron_takes_mamba_for_twice_as_wide_as_the_model() -> None:
     wide = fwd_flops(replace(shape, mamba_num_heads=84)).linear - fwd_flops(shape).linear
     known = wide - 2 * shape.hidden_size * 20 * count(shape, "mamba")
     assert known > 0
-    assert_flops((linear - router(shape) + known, quadratic), megatron_flops(namespace(shape)))
+    assert_flops((linear - router(shape) + known, quadratic), megatron_flops(shape))
 
 
 # The real parser -----------------------------------------------------------------------------------------------------
