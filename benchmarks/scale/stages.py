@@ -19,7 +19,7 @@ STAGES = {
     "write": (exchange, "_write"),
     "exchange": (exchange, "exchange_parts"),
     "pack": (planner, "pack"),
-    "agree": (planner, "raise_together"),
+    "compare": (planner, "check_same_schedule"),
 }
 """Stage → where its function is looked up."""
 

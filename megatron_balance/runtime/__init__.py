@@ -8,8 +8,14 @@ only tensors are sent.
 from megatron_balance.runtime.comm import PeerError
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import check_same_schedule
-from megatron_balance.runtime.gather import GatheredLengths, gather_lengths, gather_sample_lengths, image_patches
-from megatron_balance.runtime.replica import Replica, Share
+from megatron_balance.runtime.gather import (
+    GatheredLengths,
+    Header,
+    gather_lengths,
+    gather_sample_lengths,
+    image_patches,
+)
+from megatron_balance.runtime.replica import Replica
 from megatron_balance.runtime.start import Meeting, agree
 from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
@@ -17,13 +23,13 @@ from megatron_balance.samples.unpacking import split_packed
 
 __all__ = [
     "GatheredLengths",
+    "Header",
     "KeySpec",
     "Meeting",
     "PeerError",
     "Replica",
     "Sample",
     "SampleSchema",
-    "Share",
     "agree",
     "check_same_schedule",
     "dummy_microbatch",

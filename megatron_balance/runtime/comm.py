@@ -1,8 +1,8 @@
 """Collectives and messages between ranks, small enough for gloo; an error names the ranks that did not answer.
 
 torch reports a lost connection or an elapsed timeout, but not what was waited for. Every collective of this package
-runs in `waiting_for`, which raises a PeerError that names it; `with_step_context` adds the iteration. Around other
-collectives `annotate_peer_loss` adds a note to the error, which it does not replace.
+runs in `waiting_for`, which names it; `with_step_context` adds the iteration, and `annotate_peer_loss` a note to the
+errors of other collectives.
 
 Invariants: tensors only, no pickled objects; a rank's row is as long as every other's; where ranks exchange bytes, they
 know beforehand how many go from which to which.
@@ -43,15 +43,7 @@ class PeerError(BalanceError):
 
 @contextlib.contextmanager
 def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn the failure of one collective into a PeerError; wrap the collective and nothing else.
-
-    Args:
-        what: this rank gets from its peers, a noun: `sample lengths`.
-        group: the ranks that take part; None where they are not known yet.
-
-    Raises:
-        PeerError: the collective failed, with torch's error as its cause.
-    """
+    """Turn the failure of one collective, of this group if it is known, into a PeerError that names what it brings."""
     try:
         yield
     except RuntimeError as error:  # gloo raises it bare; torch.distributed's own errors derive from it
@@ -93,12 +85,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def ranks_by_value(values: Iterable[Value], *, group: dist.ProcessGroup | None = None) -> dict[Value, str]:
-    """Each value, in the order in which they first occur, and the named ranks that have it.
-
-    Args:
-        values: `[num_ranks]`.
-        group: the ranks, whose numbers in the world are named; None for those of the world.
-    """
+    """Each value of `[num_ranks]`, in the order in which they first occur, and the named world ranks that have it."""
     names = None if group is None else dist.get_process_group_ranks(group)
     ranks: dict[Value, list[int]] = {}
     for rank, value in enumerate(values):
@@ -107,42 +94,34 @@ def ranks_by_value(values: Iterable[Value], *, group: dist.ProcessGroup | None =
 
 
 def all_gather_row(
-    row: NDArray[np.int64], *, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
-) -> NDArray[np.int64]:
-    """int64 `[n]` of every rank → `[group_size, n]`.
-
-    Args:
-        row: of this rank.
-        group: all that take part.
-        what: the data waited for, named in the error where a peer does not answer.
-        device: where the buffers live.
-    """
-    return _all_gather(torch.from_numpy(row), group=group, what=what, device=device).numpy()
+    row: NDArray[Any], *, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
+) -> NDArray[Any]:
+    """`[n]` of every rank → `[group_size, n]`; buffers live on the device, `cuda` for NCCL."""
+    sent = torch.from_numpy(row).to(device)
+    gathered = sent.new_empty(group.size() * len(row))
+    with waiting_for(what, group=group):
+        dist.all_gather_into_tensor(gathered, sent, group=group)
+        return gathered.view(group.size(), -1).cpu().numpy()
 
 
 def all_gather_bytes(
     data: bytes, *, sizes: NDArray[np.int64], group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
 ) -> list[bytes]:
     """The bytes of every rank, of which every rank already knows the number: `sizes` int64 `[group_size]`."""
-    row = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    rows = _all_gather(row, group=group, what=what, device=device)
-    return [bytes(rows[rank, :size].tolist()) for rank, size in enumerate(sizes)]
+    row = np.frombuffer(data.ljust(int(sizes.max()), b"\0"), dtype=np.uint8).copy()
+    rows = all_gather_row(row, group=group, what=what, device=device)
+    return [of_rank[:size].tobytes() for of_rank, size in zip(rows, sizes, strict=True)]
 
 
-def _all_gather(row: Tensor, *, group: dist.ProcessGroup, what: str, device: torch.device | str) -> Tensor:
-    gathered = torch.empty(group.size() * row.numel(), dtype=row.dtype, device=device)
-    row = row.to(device)
+def broadcast_text(text: str, *, group: dist.ProcessGroup, what: str) -> str:
+    """The text of the group's first rank, which is not empty, on every rank: its size, then its bytes; over gloo."""
+    data = bytearray(text.encode())
+    size = torch.tensor([len(data)])
     with waiting_for(what, group=group):
-        dist.all_gather_into_tensor(gathered, row, group=group)
-        return gathered.view(group.size(), -1).cpu()
-
-
-def broadcast_row(row: NDArray[np.int64], *, group: dist.ProcessGroup, what: str) -> NDArray[np.int64]:
-    """int64 `[n]` of the group's first rank on every rank, in place; over gloo."""
-    with waiting_for(what, group=group):
-        dist.broadcast(torch.from_numpy(row), group=group, group_src=0)
-    return row
+        dist.broadcast(size, group=group, group_src=0)
+        data = bytearray(int(size)) if group.rank() else data
+        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), group=group, group_src=0)
+    return data.decode()
 
 
 def exchange_parts(
@@ -154,21 +133,13 @@ def exchange_parts(
     group: dist.ProcessGroup,
     what: str,
 ) -> None:
-    """Exchange parts of two buffers between the ranks that share some.
+    """Exchange parts of two buffers between the ranks that share some; sizes are entries by the rank in the group.
 
     Between CPUs that is one message to and from each rank named, none where it is empty; other ranks take no part. One
     collective of all ranks would connect every rank to every other in the first step (docs/scale.md). All receives are
     posted before the first send, and none is waited for before the last send: gloo moves messages in any order, so no
     order of ranks can deadlock. Between GPUs all ranks call one `all_to_all_single`: the first call over NCCL must be
     one of all ranks.
-
-    Args:
-        receive: `[sum of receive_sizes]`, the parts that arrive, in the order of `receive_sizes`.
-        send: `[sum of send_sizes]`, those that leave; of the same dtype.
-        receive_sizes: rank in the group → entries from it. It must send as many, or this rank waits until the timeout.
-        send_sizes: rank in the group → entries for it.
-        group: of these ranks; gloo for CPUs, NCCL for GPUs.
-        what: as for `all_gather_row`.
     """
     with waiting_for(what, group=group):
         if receive.device.type != "cpu":
@@ -198,37 +169,28 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return getattr(backend, "wrapped_pg", backend).options._timeout
 
 
-UNKNOWN = (-1, -1)
-"""The pair of a rank that has none."""
+UNKNOWN = -1
+"""The value of a rank that has none."""
 
 
 def joined(
-    own: tuple[int, int], *, fine: bool, group: dist.ProcessGroup, what: str
-) -> tuple[bool, bool, tuple[int, int]]:
-    """Whether all ranks are fine and have one pair or none, whether all have one, and the pair; over gloo.
+    value: int, *, fine: bool, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
+) -> tuple[bool, bool]:
+    """Whether all ranks are fine and have one value, of at least 0, or UNKNOWN; and whether none has UNKNOWN.
 
     In round k a rank hands what it knows to the rank 2**k above and takes in what the one 2**k below knows: after
     ceil(log2(group size)) rounds each knows of all (the dissemination barrier: Hensgen, Finkel and Manber 1988). gloo's
     all_reduce and all_gather are rings, of as many rounds as there are other ranks.
-
-    Args:
-        own: numbers of at least 0, or UNKNOWN.
-        fine: whether this rank has no problem.
-        group: all that take part.
-        what: as for `all_gather_row`.
     """
-    alike, complete, pair = fine, own != UNKNOWN, own
+    alike, complete = fine, value != UNKNOWN
     rank, size = group.rank(), group.size()
     for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        sent = torch.tensor([alike, complete, *pair])
+        sent = torch.tensor([alike, complete, value], device=device)
         received = torch.empty_like(sent)
         below, above = (rank - distance) % size, (rank + distance) % size
-        exchange_parts(
-            received, sent, receive_sizes={below: len(sent)}, send_sizes={above: len(sent)}, group=group, what=what
-        )
-        also_alike, also_complete, *others = received.tolist()
-        theirs = (others[0], others[1])
-        alike &= bool(also_alike) and (pair == theirs or UNKNOWN in (pair, theirs))
+        exchange_parts(received, sent, receive_sizes={below: 3}, send_sizes={above: 3}, group=group, what=what)
+        also_alike, also_complete, other = received.tolist()
+        alike &= bool(also_alike) and (value == other or UNKNOWN in (value, other))
         complete &= bool(also_complete)
-        pair = max(pair, theirs)
-    return alike, complete, pair
+        value = max(value, other)
+    return alike, complete

@@ -9,9 +9,8 @@ Where samples have ragged keys, the entries of each of these keys follow, and wh
 patches, sample after sample.
 
 Collectives: one all_gather of a row of `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default). A second one
-carries the other values where some rank has more than `row_values`; a caller that gathers step after step avoids it by
-passing each gather what the one before advises. One more carries schemas or error texts, where some rank has no samples
-or is at fault. All ranks decide on these from the same header.
+carries the other values where some rank has more. One more carries schemas or error texts, where some rank has no
+samples or is at fault. All ranks decide on these from the same header.
 """
 
 from __future__ import annotations
@@ -43,6 +42,26 @@ NO_SCHEMA = -1  # hashes are not negative
 
 GRID_KEYS = ("image_grid_thw", "video_grid_thw")
 PIXEL_KEYS = ("pixel_values", "images", "imgs")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank sends with its lengths in a run of steps.
+
+    Attributes:
+        fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
+        step: that the samples are for, counted by the caller; equal on all ranks.
+        new_source: whether they come from another source than this rank's last ones.
+        reported: `[NUM_REPORTED]` numbers for the other ranks.
+        row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
+            `next_row_values` of the last gather that all of them completed.
+    """
+
+    fingerprint: int = 0
+    step: int = 0
+    new_source: bool = False
+    reported: Sequence[int] = (0,) * NUM_REPORTED
+    row_values: int = INLINE_LENGTHS
 
 
 class OutOfStepError(BalanceError):
@@ -94,18 +113,25 @@ def gather_sample_lengths(
     samples: Sequence[Sample],
     *,
     group: dist.ProcessGroup,
-    fingerprint: int = 0,
-    step: int = 0,
-    new_source: bool = False,
     problem: str | None = None,
-    row_values: int = INLINE_LENGTHS,
-    reported: Sequence[int] = (0,) * NUM_REPORTED,
     patch_values: int | None = None,
+    header: Header = Header(),
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
-    """`gather_lengths` of these samples; samples that differ among themselves raise on every rank.
+    """Gather the lengths of all ranks' samples, and check that the ranks agree.
 
-    `patch_values` is that of `image_patches`, which counts patches on every rank; None on every rank for no count.
+    Args:
+        samples: of this rank; may be empty.
+        group: the data-parallel ranks (without context parallelism: those that load different samples).
+        problem: an error in this rank's data. It is raised here, on every rank.
+        patch_values: that of `image_patches`, which counts patches on every rank; None on every rank for no count.
+        header: of this rank, in a run of steps.
+        device: where the collective's buffers live: `cuda` for NCCL.
+
+    Raises:
+        BalanceError: on every rank, naming the ranks: a problem on some rank, samples that differ on one rank or
+            between ranks, different fingerprints.
+        OutOfStepError: on every rank: different steps.
     """
     schema = None
     patches = None if patch_values is None else np.zeros((0, 2), dtype=np.int64)
@@ -121,13 +147,9 @@ def gather_sample_lengths(
         ragged_lengths=[sample.ragged_lengths for sample in samples],
         group=group,
         schema=schema,
-        fingerprint=fingerprint,
-        step=step,
-        new_source=new_source,
         problem=problem,
-        row_values=row_values,
-        reported=reported,
         image_patches=patches,
+        header=header,
         device=device,
     )
 
@@ -139,41 +161,27 @@ def gather_lengths(
     num_segments: ArrayLike | None = None,
     ragged_lengths: Sequence[Sequence[int]] = (),
     schema: SampleSchema | None = None,
-    fingerprint: int = 0,
-    step: int = 0,
-    new_source: bool = False,
     problem: str | None = None,
-    row_values: int = INLINE_LENGTHS,
-    reported: Sequence[int] = (0,) * NUM_REPORTED,
     image_patches: NDArray[np.int64] | None = None,
+    header: Header = Header(),
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
-    """Gather the lengths of all ranks, and check that the ranks agree.
+    """`gather_sample_lengths` without samples.
 
     Args:
         local_lengths: `[num_local_samples]`, tokens, or one entry a sequence, sample after sample; may be empty.
-        group: the data-parallel ranks (without context parallelism: those that load different samples).
+        group: as above.
         num_segments: `[num_local_samples]`, sequences of each sample, at least 1; None where each is one sequence.
         ragged_lengths: `[num_local_samples, num_ragged]`, entries of each of the schema's ragged keys.
         schema: of this rank's samples; None only where it has none, and then the others' is adopted.
-        fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
-        step: that the samples are for, counted by the caller; equal on all ranks.
-        new_source: whether they come from another source than this rank's last ones.
-        problem: an error in this rank's data. It is raised here, on every rank.
-        row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
-            `next_row_values` of the last gather that all of them completed.
-        reported: `[NUM_REPORTED]` numbers for the other ranks.
+        problem: as above.
         image_patches: `[num_local_samples, 2]`, as `image_patches` counts them; None on every rank or on none.
-        device: where the collective's buffers live: `cuda` for NCCL.
-
-    Raises:
-        BalanceError: on every rank, naming the ranks: a problem on some rank, different fingerprints or schemas.
-        OutOfStepError: on every rank: different steps.
+        header: as above.
+        device: as above.
     """
     lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
     counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
     num_ragged = 0 if schema is None else schema.num_ragged
-    problem = problem or _own_problem(lengths, counts=counts, ragged_lengths=ragged_lengths, schema=schema)
     values = lengths[:0]
     if problem is None:
         columns = [np.array(ragged_lengths, dtype=np.int64).reshape(len(counts), num_ragged)]
@@ -182,13 +190,15 @@ def gather_lengths(
         values = np.concatenate([counts[: several * len(counts)], lengths, np.hstack(columns).ravel()])
 
     detail = problem.encode() if problem is not None else b"" if schema is None else schema.to_bytes()
-    header = np.zeros(HEADER_FIELDS + row_values, dtype=np.int64)
-    header[[FAILED, FINGERPRINT, STEP, NEW_SOURCE]] = problem is not None, fingerprint, step, new_source
-    header[SCHEMA_HASH] = NO_SCHEMA if schema is None else schema.hash()
-    header[[DETAIL_NBYTES, NUM_SAMPLES, NUM_VALUES]] = len(detail), len(counts) * (problem is None), len(values)
-    header[REPORTED:HEADER_FIELDS] = reported
-    header[HEADER_FIELDS : HEADER_FIELDS + len(values)] = values[:row_values]
-    headers = all_gather_row(header, group=group, device=device, what="the lengths of all ranks' samples (gather)")
+    room = header.row_values
+    row = np.zeros(HEADER_FIELDS + room, dtype=np.int64)
+    row[[FAILED, NEW_SOURCE]] = problem is not None, header.new_source
+    row[[FINGERPRINT, STEP]] = header.fingerprint, header.step
+    row[SCHEMA_HASH] = NO_SCHEMA if schema is None else schema.hash()
+    row[[DETAIL_NBYTES, NUM_SAMPLES, NUM_VALUES]] = len(detail), len(counts) * (problem is None), len(values)
+    row[REPORTED:HEADER_FIELDS] = header.reported
+    row[HEADER_FIELDS : HEADER_FIELDS + len(values)] = values[:room]
+    headers = all_gather_row(row, group=group, device=device, what="the lengths of all ranks' samples (gather)")
 
     if len({*headers[:, FINGERPRINT].tolist()}) > 1:
         seen = _seen([f"{value:#x}" for value in headers[:, FINGERPRINT].tolist()], group=group)
@@ -214,9 +224,9 @@ def gather_lengths(
     num_values, num_samples = headers[:, NUM_VALUES], headers[:, NUM_SAMPLES]
     padded = headers[:, HEADER_FIELDS:]
     most = int(num_values.max())
-    if most > row_values:
-        rest = np.zeros(most - row_values, dtype=np.int64)
-        rest[: max(len(values) - row_values, 0)] = values[row_values:]
+    if most > room:
+        rest = np.zeros(most - room, dtype=np.int64)
+        rest[: max(len(values) - room, 0)] = values[room:]
         more = all_gather_row(rest, group=group, device=device, what="the remaining lengths (gather)")
         padded = np.concatenate([padded, more], axis=1)
 
@@ -257,28 +267,6 @@ def _read(
     several = len(values) > num_samples
     counts, lengths = np.split(values, [num_samples * several])
     return counts if several else np.ones_like(lengths), lengths, beside.reshape(num_samples, num_columns)
-
-
-def _own_problem(
-    lengths: NDArray[np.int64],
-    *,
-    counts: NDArray[np.int64],
-    ragged_lengths: Sequence[Sequence[int]],
-    schema: SampleSchema | None,
-) -> str | None:
-    if (lengths < 0).any():
-        return f"a sample's length is {lengths.min()}: it must be at least 0."
-    if (counts < 1).any() or counts.sum() != len(lengths):
-        return f"num_segments is {counts.tolist()}: it must be at least 1 and sum to the {len(lengths)} lengths given."
-    if len(counts) and schema is None:
-        return f"{len(counts)} samples and no schema: give the schema of the samples."
-    num_entries = sum(map(len, ragged_lengths))
-    if schema is not None and num_entries != len(counts) * schema.num_ragged:
-        return (
-            f"ragged_lengths has {num_entries} entries: it must have {schema.num_ragged}, one for each ragged key, for "
-            f"each of {len(counts)} samples."
-        )
-    return None
 
 
 def _agreed_schema(details: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:

@@ -2,8 +2,7 @@
 
 The *firsts* are the first ranks of the replica's tensor-parallel groups: one for every pipeline stage and
 context-parallel rank. Those that load data have made the step, each with its own data-parallel group. They agree, the
-first of them sends the step's numbers to those that load none, and each passes the outcome on within its
-tensor-parallel group: one broadcast of 1 KiB, and a second one of what is over INLINE_NUMBERS.
+first of them sends the step to those that load none, and each passes the outcome on within its tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -14,31 +13,15 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.comm import UNKNOWN, broadcast_row
-from megatron_balance.runtime.failure import raise_together
-
-INLINE_NUMBERS = 126
+from megatron_balance.runtime.comm import UNKNOWN, all_gather_bytes, all_gather_row, broadcast_text, joined
+from megatron_balance.runtime.failure import differing
 
 _OTHER_DATA = (
     "the data of this step differs within a model replica: in the data-parallel group of {others} other samples were "
     "read than in that of {first}. Every pipeline stage and context-parallel rank must read the same data, in one "
     "order."
 )
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's part of a step's agreement.
-
-    Attributes:
-        numbers: what it planned; None where it loads no data, or has a problem.
-        digest: of everything else that must be equal, in [0, 2**63).
-        problem: error of this rank, raised on every rank of the replica; None without one.
-    """
-
-    numbers: list[int] | None = None
-    digest: int = 0
-    problem: str | None = None
+_STEP, _ERROR = "=", "!"
 
 
 @dataclass(frozen=True)
@@ -54,61 +37,50 @@ class Replica:
     firsts: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
 
-    def share(self, own: Share) -> list[int]:
+    def share(self, text: str | None = None, *, digest: int = 0, problem: str | None = None) -> str:
         """Agree on a step; all ranks of the replica call it.
 
         Args:
-            own: of this rank.
+            text: of the step that this rank made; None where it loads no data, or has a problem.
+            digest: of what must be equal on all ranks that made it, in [0, 2**63).
+            problem: error of this rank, raised on every rank of the replica; None without one.
 
         Returns:
-            The numbers of this rank; where it loads no data, those of the first that does.
+            The text of this rank; where it loads no data, that of the first that does.
 
         Raises:
             BalanceError: on every rank: a problem on one of them, or different plans.
         """
-        numbers: list[int] = []
-        error: BalanceError | None = None
+        outcome, error = "", None
         if self.tensor is None or self.tensor.rank() == 0:
             try:
-                numbers = self._agreed(own)
+                outcome = _STEP + self._agreed(text, digest=digest, problem=problem)
             except BalanceError as agreed:
-                error = agreed
+                outcome, error = _ERROR + str(agreed), agreed
         if self.tensor is not None:
-            text = "" if error is None else str(error)
-            failed, numbers = _passed_on(list(text.encode()) or numbers, failed=error is not None, group=self.tensor)
-            error = error or (BalanceError(bytes(numbers).decode()) if failed else None)
-        if error is not None:
-            raise error
-        return numbers
+            what = "the plan from the first rank of this model replica (broadcast)"
+            outcome = broadcast_text(outcome, group=self.tensor, what=what)
+        if outcome.startswith(_ERROR):
+            raise error or BalanceError(outcome[1:])
+        return outcome[1:]
 
-    def _agreed(self, own: Share) -> list[int]:
-        numbers = own.numbers
-        if self.firsts is not None:
-            all_have, (_, size) = raise_together(
-                own.problem,
-                group=self.firsts,
-                what="the plans of this model replica (compare)",
-                plan=UNKNOWN if numbers is None else (own.digest, len(numbers)),
-                differ=_OTHER_DATA,
-                named=False,
-            )
-            if not all_have:
-                row = np.array(numbers or [0] * size, dtype=np.int64)
-                row = broadcast_row(row, group=self.firsts, what="the plan of this model replica (broadcast)")
-                numbers = row.tolist() if numbers is None else numbers
-        if own.problem is not None:
-            raise BalanceError(own.problem)
-        assert numbers is not None, "the first rank of a replica loads data"
-        return numbers
-
-
-def _passed_on(numbers: list[int], *, failed: bool, group: dist.ProcessGroup) -> tuple[bool, list[int]]:
-    """The outcome of the group's first rank on all of them: numbers, or the bytes of an error's text."""
-    what = "the plan from the first rank of this model replica (broadcast)"
-    inline = numbers[:INLINE_NUMBERS] + [0] * (INLINE_NUMBERS - len(numbers))
-    row = broadcast_row(np.array([failed, len(numbers), *inline], dtype=np.int64), group=group, what=what)
-    count, numbers = int(row[1]), numbers or [0] * int(row[1])
-    more = np.array(numbers[INLINE_NUMBERS:], dtype=np.int64)
-    if count > INLINE_NUMBERS:
-        more = broadcast_row(more, group=group, what=what)
-    return bool(row[0]), [*row[2:].tolist(), *more.tolist()][:count]
+    def _agreed(self, text: str | None, *, digest: int, problem: str | None) -> str:
+        if problem is None and self.firsts is None:
+            assert text is not None, "the first rank of a replica loads data"
+            return text
+        if self.firsts is None:
+            raise BalanceError(problem or "")
+        what = "the plans of this model replica (compare)"
+        known = UNKNOWN if text is None else digest
+        alike, complete = joined(known, fine=problem is None, group=self.firsts, what=what)
+        if not alike:
+            said = (problem or "").encode()
+            rows = all_gather_row(np.array([len(said), known]), group=self.firsts, what=what)
+            if not rows[:, 0].any():
+                raise differing(rows[:, 1].tolist(), group=self.firsts, text=_OTHER_DATA)
+            problems = all_gather_bytes(said, sizes=rows[:, 0], group=self.firsts, what=what)
+            raise BalanceError(" | ".join(dict.fromkeys(text.decode() for text in problems if text)))
+        if complete:
+            return text or ""
+        sent = broadcast_text(text or "", group=self.firsts, what="the plan of this model replica (broadcast)")
+        return sent if text is None else text

@@ -130,13 +130,10 @@ def _packed(
     if num_tokens is None:
         num_tokens = sum(_padded(lengths, token_multiple)) or token_multiple
     widths = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=token_multiple)
+    if widths != lengths:
+        check_loss_mask(schema)
     per_token = [key for key in schema.keys if key.per_token]
     names = [key.name for key in per_token]
-    if widths != lengths and "loss_mask" not in names:
-        raise BalanceError(
-            f"Samples have no loss_mask (they have {names}), and padding to {num_tokens} tokens needs one: without it "
-            "the padding would be trained on. A dummy, for a rank with fewer samples than slots, is padding alone."
-        )
     batch: dict[str, Tensor] = {}
     for key in per_token if "position_ids" in names else (*per_token, _POSITIONS):
         pieces = [
@@ -164,6 +161,16 @@ def _packed(
         elif not key.per_token:
             batch[key.name] = torch.stack(own or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
     return batch | sequence_starts(lengths, as_packed=widths, cp_size=cp_size, device=device)
+
+
+def check_loss_mask(schema: SampleSchema) -> None:
+    """Refuse padding of samples that could not mask it."""
+    names = [key.name for key in schema.keys if key.per_token]
+    if "loss_mask" not in names:
+        raise BalanceError(
+            f"Samples have no loss_mask (they have {names}), and padding needs one: without it the padding would be "
+            "trained on. A dummy, for a rank with fewer samples than slots, is padding alone."
+        )
 
 
 def _padding(key: KeySpec, *, start: int, stop: int, pad_token_id: int, device: torch.device | str) -> Tensor:

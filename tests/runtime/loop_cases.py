@@ -173,8 +173,8 @@ def steps_of_loop(
         iterator: Any = {"n": new, "r": Replaying(), "-": None}.get(name) or iterators.get(name)
         try:
             ran = step_of(iterator)
-        except (BalanceError, OSError) as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
+        except BalanceError as error:
+            outcomes.append(str(error))
             break
         outcomes.append(lengths(ran) if iterator is None else numbers(ran))
     return outcomes, iterators["a"].pulled, sorted(iterators["a"].threads)

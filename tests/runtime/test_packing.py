@@ -237,7 +237,7 @@ def test_a_dummy_is_all_filler():
 
 
 def test_what_cannot_be_masked_or_split_is_refused():
-    with pytest.raises(BalanceError, match=r"Samples have no loss_mask .* padding to 64 tokens"):
+    with pytest.raises(BalanceError, match=r"Samples have no loss_mask .* padding needs one"):
         pack_microbatch([small(10, mask=False)], num_tokens=64)
     for num_tokens, least in ((10, 12), (14, 12), (8, 12)):
         with pytest.raises(BalanceError, match=f"num_tokens is {num_tokens}: .* multiple of 4, .* least {least}"):

@@ -214,10 +214,10 @@ def _gather_counts(
     """The number of micro-batches of every rank; a problem of one rank raises on all."""
     import torch  # adapters are imported where torch is not
 
-    from megatron_balance.runtime import KeySpec, SampleSchema, gather_lengths
+    from megatron_balance.runtime import Header, KeySpec, SampleSchema, gather_lengths
 
     schema = SampleSchema((KeySpec("micro-batches and rows", dtype=torch.int64, shape=(), per_token=True),))
     gathered = gather_lengths(
-        [count], group=group, schema=schema, fingerprint=fingerprint, problem=problem, device=device
+        [count], group=group, schema=schema, problem=problem, header=Header(fingerprint), device=device
     )
     return gathered.lengths

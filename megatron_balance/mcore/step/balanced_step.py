@@ -1,18 +1,16 @@
-"""The data of one step on one rank, and the integers by which ranks of its replica that load none learn of it."""
+"""The data of one step on one rank, and the text by which ranks of its replica that load none learn of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_balance.mcore.step.figures import Figures, from_numbers, to_numbers
+from megatron_balance.mcore.step.figures import Figures
 from megatron_balance.planner import DataSchedule
-from megatron_balance.topology import Topology
 
 Microbatch = dict[str, Tensor]
 
@@ -30,18 +28,6 @@ class Slots:
     cp_sizes: list[int]
     num_tokens: list[int]
     sequence_lengths: list[list[int]]
-
-    def to_numbers(self) -> list[int]:
-        """For a message."""
-        numbers = [len(self.cp_sizes), *self.cp_sizes, *self.num_tokens]
-        return numbers + [number for lengths in self.sequence_lengths for number in (len(lengths), *lengths)]
-
-    @classmethod
-    def from_numbers(cls, numbers: Iterator[int]) -> Slots:
-        """The inverse, from the front of the numbers."""
-        num_slots = next(numbers)
-        cp_sizes, num_tokens = (list(islice(numbers, num_slots)) for _ in range(2))
-        return cls(cp_sizes, num_tokens, [list(islice(numbers, next(numbers))) for _ in range(num_slots)])
 
 
 @dataclass(frozen=True)
@@ -77,15 +63,13 @@ class BalancedStep:
         """Of this rank; with dynamic context-parallel sizes other ranks may have others."""
         return len(self.slots.num_tokens)
 
-    def to_numbers(self, *, topology: Topology) -> list[int]:
+    def to_text(self) -> str:
         """For the ranks of this replica that load no data."""
-        return [n for slots in self.replica for n in slots.to_numbers()] + to_numbers(self.figures, topology=topology)
+        return json.dumps([[vars(slots) for slots in self.replica], self.figures])
 
     @classmethod
-    def from_numbers(cls, numbers: list[int], *, topology: Topology, cp_rank: int) -> BalancedStep:
+    def from_text(cls, text: str, *, cp_rank: int) -> BalancedStep:
         """The step that another rank of the replica made."""
-        rest = iter(numbers)
-        dynamic = topology.dynamic_cp
-        replica = tuple(Slots.from_numbers(rest) for _ in range(topology.cp_size if dynamic else 1))
-        figures = from_numbers(rest, topology=topology)
-        return cls(replica[cp_rank if dynamic else 0], replica, figures)
+        of_leaves, figures = json.loads(text)
+        replica = tuple(Slots(**of_leaf) for of_leaf in of_leaves)
+        return cls(replica[cp_rank % len(replica)], replica, figures)

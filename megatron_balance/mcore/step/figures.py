@@ -15,28 +15,14 @@ Invariant: a figure that is not known is absent, is left out of means, and is ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.planner import DataSchedule, slowest_over_mean
-from megatron_balance.topology import Topology
 
 Figures = dict[str, float]
-
-_NAMES = (
-    "planned_imbalance",
-    "measured_imbalance",
-    "busiest_rank_seconds",
-    "over_bound",
-    "num_microbatches",
-    "padding_fraction",
-    "moved_fraction",
-    "moved_fraction_unlabelled",
-    "plan_seconds",
-    "exchange_seconds",
-)
 
 
 def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.float64]) -> Figures:
@@ -63,24 +49,6 @@ def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.
     if schedule.moved_tokens_before_relabel is not None:
         figures["moved_fraction_unlabelled"] = schedule.moved_tokens_before_relabel / total
     return figures
-
-
-def _names(topology: Topology) -> Sequence[str]:
-    if not topology.dynamic_cp:
-        return _NAMES
-    return (*_NAMES, "mean_cp_size", *(f"tokens_at_cp_{size}" for size in topology.dynamic_cp_sizes))
-
-
-def to_numbers(figures: Figures, *, topology: Topology) -> list[int]:
-    """For a message of int64."""
-    row = [figures.get(name, math.nan) for name in _names(topology)]
-    return np.array(row, dtype=np.float64).view(np.int64).tolist()
-
-
-def from_numbers(numbers: Iterable[int], *, topology: Topology) -> Figures:
-    """The inverse."""
-    row = np.array(list(numbers), dtype=np.int64).view(np.float64).tolist()
-    return {name: value for name, value in zip(_names(topology), row, strict=True) if not math.isnan(value)}
 
 
 def mean_figures(steps: Iterable[Figures]) -> Figures:

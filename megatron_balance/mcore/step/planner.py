@@ -1,13 +1,13 @@
 """Turns the items that ranks loaded into the micro-batches that they run, for one step.
 
-    items → samples → gather lengths → plan → compare → exchange → pack → agree
+    items → samples → gather lengths → plan → compare → exchange → pack
 
 It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
-this one runs. Ranks meet four times: they gather lengths, compare their plans, exchange samples, and agree that all
-have packed theirs. Ranks that exchanged samples by different plans would wait for one another without end.
+this one runs. Ranks meet three times: they gather lengths, compare their plans, and exchange samples. Ranks that
+exchanged samples by different plans would wait for one another without end.
 
-Invariants: what one rank cannot fetch, split or pack is raised on every rank of the group; the plan depends on
-gathered lengths and flags alone; no step is returned that another rank planned otherwise.
+Invariants: what one rank cannot fetch or split is raised on every rank of the group, as is a plan that cannot be
+packed; the plan depends on gathered lengths and flags alone; no step is returned that another rank planned otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -29,19 +28,20 @@ from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import figures_of
 from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
-from megatron_balance.mcore.step.source import Fetched, ItemSplitter, SampleOrigin
+from megatron_balance.mcore.step.source import Fetched, SampleOrigin, split_items
 from megatron_balance.planner import DataSchedule, Images
 from megatron_balance.runtime.exchange import HostBuffers, reroute_samples
-from megatron_balance.runtime.failure import Failure, agreeing_on, attempt, raise_together
-from megatron_balance.runtime.gather import INLINE_LENGTHS, NUM_REPORTED, GatheredLengths, gather_sample_lengths
+from megatron_balance.runtime.failure import Failure, check_same_schedule
+from megatron_balance.runtime.gather import (
+    INLINE_LENGTHS,
+    NUM_REPORTED,
+    GatheredLengths,
+    Header,
+    gather_sample_lengths,
+)
+from megatron_balance.samples.packing import check_loss_mask
 from megatron_balance.samples.sample import Sample
 from megatron_balance.topology import Limits
-
-NOT_PACKED = (
-    "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
-    "such as --sft makes; add --balance-unpad where rows are padded at their end; or drop --use-dynamic-batch-size "
-    "and --balance-data."
-)
 
 
 def warn_of(text: str) -> None:
@@ -82,12 +82,11 @@ class StepPlanner:
         # From pinned memory transfers to a GPU are asynchronous.
         self.pin_memory = torch.cuda.is_available()
         self._dp_group = dp_group
-        origin = None
+        self._origin = None
         if settings.first_sample is not None:
-            origin = SampleOrigin(
+            self._origin = SampleOrigin(
                 settings.first_sample, settings.micro_batch_size, dp_rank=self.dp_rank, dp_size=topology.dp_size
             )
-        self._splitter = ItemSplitter(unit=settings.unit, unpad=settings.unpad, origin=origin)
         self._ranks_per_node = None if topology.dynamic_cp else ranks_per_node
         # Plans with dynamic context-parallel sizes take no images.
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
@@ -104,9 +103,8 @@ class StepPlanner:
     def of_evaluation(self, limits: Limits) -> StepPlanner:
         """Makes the steps of evaluation, over the same group: never at the same time as those of training."""
         other = copy.copy(self)
-        other.limits, other.report = limits, _no_report
+        other.limits, other.report, other._origin = limits, _no_report, None
         other._fingerprint ^= 1
-        other._splitter = ItemSplitter(unit=self.settings.unit, unpad=self.settings.unpad, origin=None)
         return other
 
     @property
@@ -132,22 +130,38 @@ class StepPlanner:
             first_item: of these, counted from the loader's first.
 
         Raises:
-            BalanceError: on every rank of the group.
-            AgreedError: the same, on a rank where code raised another error.
+            BalanceError: on every rank of the group; its cause is the error of other code on this rank.
         """
         started = time.perf_counter()
         group, dynamic = self._dp_group, self.topology.dynamic_cp
         assert group is not None, "this rank loads data"
-        samples, gathered = self._gather(
-            fetched, group=group, num_items=num_items, number=number, new_iterator=new_iterator, first_item=first_item
-        )
+        samples = self._samples(fetched, num_items=num_items, first_item=first_item)
+        failure = samples if isinstance(samples, Failure) else None
+        samples = [] if isinstance(samples, Failure) else samples
+        try:
+            gathered = gather_sample_lengths(
+                samples,
+                group=group,
+                problem=None if failure is None else failure.problem,
+                patch_values=self._patch_values,
+                header=Header(self._fingerprint, number, new_iterator, self.report(number), self._row_values),
+            )
+        except BalanceError as agreed:
+            raise agreed from failure.error if failure else agreed.__cause__
+        # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
+        self._row_values = gathered.next_row_values
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         plan_started = time.perf_counter()
         schedule = self._plan(gathered)
         planned = time.perf_counter()
         digest = schedule.digest()
-        raise_together(None, group=group, what="the plans of all ranks (compare)", plan=(digest, 0))
+        check_same_schedule(digest, group=group)
+        replica, step_tokens = slots_of_replica(
+            schedule, dp_rank=self.dp_rank, gathered=gathered, shape_bucket=self.settings.shape_bucket
+        )
+        if step_tokens > schedule.lengths.sum():  # on some rank: all of them raise
+            check_loss_mask(gathered.schema)
         sample_ids, destinations = schedule.copies(cp_rank=self.cp_rank)
         mine = reroute_samples(
             samples,
@@ -157,12 +171,8 @@ class StepPlanner:
             group=group,
             buffers=self._buffers,
         )
-        replica, step_tokens = slots_of_replica(
-            schedule, dp_rank=self.dp_rank, gathered=gathered, shape_bucket=self.settings.shape_bucket
-        )
         slots = replica[self.cp_rank if dynamic else 0]
-        packs = attempt(
-            pack,
+        packs = pack(
             mine,
             leaf=schedule.ranks[self.leaf if dynamic else self.dp_rank],
             slots=slots,
@@ -170,11 +180,6 @@ class StepPlanner:
             schema=gathered.schema,
             pin_memory=self.pin_memory,
         )
-        failure = replace(packs, during="packing this step's samples") if isinstance(packs, Failure) else None
-        with agreeing_on(failure):
-            what = "that all ranks have packed their micro-batches"
-            raise_together(failure and failure.problem, group=group, what=what)
-        assert not isinstance(packs, Failure), "raised"
         figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
         figures["plan_seconds"] = planned - plan_started
         figures["exchange_seconds"] = time.perf_counter() - planned + plan_started - started
@@ -191,41 +196,14 @@ class StepPlanner:
             number=number,
         )
 
-    def _gather(
-        self,
-        fetched: Fetched,
-        *,
-        group: dist.ProcessGroup,
-        num_items: int,
-        number: int,
-        new_iterator: bool,
-        first_item: int,
-    ) -> tuple[list[Sample], GatheredLengths]:
-        """The samples of this rank, and the lengths of all; what is wrong on one rank is raised on all."""
-        failure, samples = fetched.failure, []
-        if failure is None and len(fetched.items) < num_items:
-            ended = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
-            failure = Failure(BalanceError(ended))
-        if failure is None and not all(self._splitter.has_lengths(item) for item in fetched.items):
-            failure = Failure(BalanceError(NOT_PACKED))
-        if failure is None:
-            split = self._splitter.split(fetched.items, first_item=first_item)
-            samples, failure = ([], split) if isinstance(split, Failure) else (split, None)
-        with agreeing_on(failure):
-            gathered = gather_sample_lengths(
-                samples,
-                group=group,
-                fingerprint=self._fingerprint,
-                step=number,
-                new_source=new_iterator,
-                problem=None if failure is None else failure.problem,
-                row_values=self._row_values,
-                reported=self.report(number),
-                patch_values=self._patch_values,
-            )
-        # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
-        self._row_values = gathered.next_row_values
-        return samples, gathered
+    def _samples(self, fetched: Fetched, *, num_items: int, first_item: int) -> list[Sample] | Failure:
+        """Those of this rank, or why it has none."""
+        settings, items = self.settings, fetched.items
+        if fetched.failure is not None:
+            return fetched.failure
+        if len(items) < num_items:
+            return Failure(BalanceError(f"its data ended after {len(items)} of {num_items} items of this step."))
+        return split_items(items, unit=settings.unit, unpad=settings.unpad, origin=self._origin, first_item=first_item)
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         whole = len(gathered.segment_lengths) == len(gathered.lengths)

@@ -22,8 +22,8 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -33,19 +33,13 @@ from megatron_balance.mcore.step.packs import stage_microbatches
 from megatron_balance.mcore.step.planner import StepPlanner, warn_of
 from megatron_balance.mcore.step.source import PullAhead, Sources, pull
 from megatron_balance.runtime.comm import PeerError
-from megatron_balance.runtime.failure import AgreedError, Failure, attempt
+from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.process import close_on_undo
-from megatron_balance.runtime.replica import Replica, Share
+from megatron_balance.runtime.replica import Replica
 
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A step that the thread made, and the items by which the step that begins recognizes it."""
-
-    ahead: PullAhead
-    items: list[Any]
-    step: BalancedStep
+_Prepared = tuple[PullAhead, list[Any], BalancedStep]
+"""A step that the thread made; where its items come from, and they, by which the step that begins recognizes it."""
 
 
 class StepThread:
@@ -128,8 +122,8 @@ class StepPrefetcher:
         """Pull one step's items and balance them; the iterator is None where this rank loads no data.
 
         Raises:
-            BalanceError: on every rank of the data-parallel group and of the model replica.
-            Exception: the data loader's own error, on the rank where it was raised; BalanceError on all others.
+            BalanceError: on every rank of the data-parallel group and of the model replica; the data loader's own
+                error is its cause on the rank where it was raised.
         """
         started = time.perf_counter()
         if data_iterator is None:
@@ -163,7 +157,7 @@ class StepPrefetcher:
                 raise
             except BalanceError:
                 return None  # on every data-parallel rank: `balance` makes the step again, and raises if that fails too
-            return _Prepared(ahead, fetched.items, made)
+            return ahead, fetched.items, made
 
         self._prepared = self.thread.submit(work)
 
@@ -178,10 +172,11 @@ class StepPrefetcher:
         fetched, first_item, number = pull(iterator, num_microbatches), self._num_pulled, self._num_steps
         self._num_pulled += num_microbatches
         self._num_steps += 1
-        if prepared is not None and prepared.ahead is ahead and fetched.failure is None:
-            same_number = len(prepared.items) == len(fetched.items)  # a growing batch size pulls more
-            if same_number and all(map(operator.is_, prepared.items, fetched.items)):
-                return prepared.step
+        if prepared is not None and prepared[0] is ahead and fetched.failure is None:
+            _, items, step = prepared
+            # A batch size that grows pulls more.
+            if len(items) == len(fetched.items) and all(map(operator.is_, items, fetched.items)):
+                return step
         return self.planner.make(
             fetched, num_items=num_microbatches, number=number, new_iterator=new_iterator, first_item=first_item
         )
@@ -189,8 +184,7 @@ class StepPrefetcher:
     def _received(self) -> BalancedStep:
         """The step of the ranks of the replica that load data."""
         planner = self.planner
-        numbers = self.replica.share(Share())
-        step = BalancedStep.from_numbers(numbers, topology=planner.topology, cp_rank=planner.cp_rank)
+        step = BalancedStep.from_text(self.replica.share(), cp_rank=planner.cp_rank)
         if not self.reads_starts:
             return step
         starts = stage_microbatches(step.slots, topology=planner.topology, pin_memory=planner.pin_memory)
@@ -199,17 +193,10 @@ class StepPrefetcher:
     def _sent(self, made: BalancedStep | Failure) -> BalancedStep:
         """The step, or the error, once the replica's other ranks have received it."""
         if isinstance(made, Failure):
-            self._raise(made)
-        self.replica.share(Share(made.to_numbers(topology=self.planner.topology), digest=made.fingerprint))
+            # Other ranks notice lost peers themselves, or are the lost ones.
+            if not isinstance(made.error, PeerError):
+                with contextlib.suppress(BalanceError):
+                    self.replica.share(problem=made.problem)
+            raise made.error
+        self.replica.share(made.to_text(), digest=made.fingerprint)
         return made
-
-    def _raise(self, failure: Failure) -> NoReturn:
-        error = failure.error
-        # Other ranks notice lost peers themselves, or are the lost ones.
-        if not isinstance(error, PeerError):
-            with contextlib.suppress(BalanceError):
-                self.replica.share(Share(problem=failure.problem))
-        if isinstance(error, AgreedError):
-            error.original.add_note(f"megatron_balance: {error}")
-            raise error.original
-        raise error

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.samples.padded_rows import with_row_lengths
 from megatron_balance.samples.sample import Sample
@@ -132,42 +133,38 @@ class SampleOrigin:
         return self.first_sample + (item * self.dp_size + self.dp_rank) * self.micro_batch_size + row
 
 
-class ItemSplitter:
-    """Splits one step's items into samples on the CPU; an error names the item, and its rows in the data set."""
+NOT_PACKED = (
+    "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
+    "such as --sft makes; add --balance-unpad where rows are padded at their end; or drop --use-dynamic-batch-size "
+    "and --balance-data."
+)
 
-    def __init__(self, *, unit: str, unpad: int | str | None, origin: SampleOrigin | None) -> None:
-        self._unit = unit
-        self._unpad = unpad
-        self._origin = origin
 
-    def has_lengths(self, item: Any) -> bool:
-        """True if the lengths of an item's sequences can be read."""
-        if not isinstance(item, Mapping):
-            return False
-        return self._unpad is not None or any(item.get(key) is not None for key in ("cu_seqlens", "cu_seqlens_q"))
+def split_items(
+    items: Sequence[Any], *, unit: str, unpad: int | str | None, origin: SampleOrigin | None, first_item: int
+) -> list[Sample] | Failure:
+    """The samples of a step's items on the CPU, or a failure that names the item, and its rows in the data set."""
+    samples: list[Sample] = []
+    for index, item in enumerate(items):
+        of_item = attempt(_split, item, unit=unit, unpad=unpad)
+        if isinstance(of_item, Failure):
+            name = f"item {index} of this step"
+            if origin is not None:
+                error = of_item.error
+                rows = [error.row] if isinstance(error, RowError) else [0, origin.micro_batch_size - 1]
+                places = [str(origin.sample_of(first_item + index, row=row)) for row in rows]
+                name += f" (in the data set: sample {' to '.join(dict.fromkeys(places))})"
+            return Failure(of_item.error, during=name)
+        samples.extend(of_item)
+    return samples
 
-    def split(self, items: Sequence[Mapping[str, Any]], *, first_item: int) -> list[Sample] | Failure:
-        """The samples of all items, the first of which is number `first_item`, or the failure of one."""
-        samples: list[Sample] = []
-        for index, item in enumerate(items):
-            of_item = attempt(self._split_item, item)
-            if isinstance(of_item, Failure):
-                return replace(of_item, during=self._name(index, first_item=first_item, error=of_item.error))
-            samples.extend(of_item)
-        return samples
 
-    def _split_item(self, item: Mapping[str, Any]) -> list[Sample]:
-        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()}
-        on_cpu = with_cu_seqlens(on_cpu)
-        if self._unpad is not None and on_cpu.get("cu_seqlens") is None:
-            on_cpu = with_row_lengths(on_cpu, padding=self._unpad)
-        return split_packed(on_cpu, unit=self._unit)
-
-    def _name(self, index: int, *, first_item: int, error: Exception) -> str:
-        """The item in the words of an error: its number in the step, and its samples in the data set if known."""
-        name = f"item {index} of this step"
-        if self._origin is None:
-            return name
-        rows = [error.row] if isinstance(error, RowError) else [0, self._origin.micro_batch_size - 1]
-        samples = [str(self._origin.sample_of(first_item + index, row=row)) for row in rows]
-        return f"{name} (in the data set: sample {' to '.join(dict.fromkeys(samples))})"
+def _split(item: Any, *, unit: str, unpad: int | str | None) -> list[Sample]:
+    if not isinstance(item, Mapping):
+        raise BalanceError(NOT_PACKED)
+    item = with_cu_seqlens({key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()})
+    if item.get("cu_seqlens") is None:
+        if unpad is None:
+            raise BalanceError(NOT_PACKED)
+        item = with_row_lengths(item, padding=unpad)
+    return split_packed(item, unit=unit)
