@@ -28,9 +28,8 @@ from training_run import ALLOWANCES, ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, 
 
 from megatron_balance.cli.output import print_table
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.record import RunInfo, StepRecord, read_record
-from megatron_balance.record.judging import costs_of_rows, imbalance, recosted, stock_step
-from megatron_balance.report.page import write_report
+from megatron_balance.record import StepRecord, read_record
+from megatron_balance.report import run_figures, write_page
 
 OUT = ROOT / "build" / "quickstart"
 NUM_RANKS = 4
@@ -66,7 +65,8 @@ def main() -> int:
     (OUT / "result.json").write_text(json.dumps({"policies": policies}, indent=1) + "\n")
     _print_table(policies)
     print(f"Written to {(OUT / 'result.json').relative_to(ROOT)}")
-    page = write_report(_record_of("all_flags"), out=OUT / "report.html")
+    page = OUT / "report.html"
+    write_page(run_figures(read_record(_record_of("all_flags"))), out=page)
     print(f"Steps rank by rank, before and after: open {page.relative_to(ROOT)} in a browser")
     worst = max(figures["max_loss_difference"] for figures in policies.values())
     if worst > MAX_LOSS_DIFFERENCE:
@@ -128,7 +128,7 @@ def _figures(turns: Recorded, *, all_flags: Recorded, calibration: Calibration) 
     for policy in POLICIES:
         steps = [index for index in range(TRAIN_ITERS["turns"]) if policy_of_step(index) == policy]
         measured = steps[1:]
-        predicted = [_predicted(index, plans=plans, info=record.info, calibration=calibration) for index in measured]
+        predicted = [_predicted(index, plans=plans, calibration=calibration) for index in measured]
         compared = [(turns.steps[i], all_flags.steps[i]) for i in steps if i < len(all_flags.steps)]
         differences = [ours["lm_loss"] / theirs["lm_loss"] - 1 for ours, theirs in compared]
         policies[policy] = {
@@ -147,18 +147,16 @@ def _figures(turns: Recorded, *, all_flags: Recorded, calibration: Calibration) 
     return policies
 
 
-def _predicted(
-    index: int, *, plans: dict[int, StepRecord], info: RunInfo, calibration: Calibration
-) -> tuple[float, float]:
+def _predicted(index: int, *, plans: dict[int, StepRecord], calibration: Calibration) -> tuple[float, float]:
     """Seconds of the busiest rank's micro-batches in a step, and how many times the mean rank's that is."""
     if index in plans:
         step = plans[index]
     else:  # stock, of the samples of another step with this global batch
         first = index - index % len(POLICIES)
-        step = stock_step(next(plans[i] for i in range(first, first + len(POLICIES)) if i in plans), info=info)
-    step = recosted(step, cost_model=calibration.cost_model(), info=info)
-    costs = costs_of_rows(step, info=info) * 2.0**step.cost_shift / UNITS_PER_SECOND
-    return float(costs.sum(axis=1).max()), imbalance(costs, info=info)
+        step = next(plans[i] for i in range(first, first + len(POLICIES)) if i in plans).stock()
+    step = step.recosted(calibration.cost_model())
+    costs = step.cost_grid * 2.0**step.cost_shift / UNITS_PER_SECOND
+    return float(costs.sum(axis=1).max()), step.imbalance(costs)
 
 
 def _print_table(policies: dict[str, dict[str, Any]]) -> None:

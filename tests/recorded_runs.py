@@ -68,6 +68,5 @@ def write_record(
     for step in steps:
         writer.add(step)
         for rank, seconds in enumerate(of_ranks):
-            there = slice(None) if step.cp_sizes is None else step.cp_sizes[rank] > 0
-            seconds.add(step.iteration, seconds=step.seconds[rank][there])
+            seconds.add(step.iteration, seconds=step.seconds[rank][step.cp_size_grid[rank] > 0])
     return steps

@@ -64,7 +64,7 @@ def test_a_plan_with_sizes_of_their_own_is_written_whole(lengths_file: Path, tmp
         ).check()
         assert np.array_equal(step.slot_of, schedule.slot_of)
         assert np.array_equal(step.cost_grid, schedule.cost_grid)
-        assert np.array_equal(step.cp_sizes, schedule.cp_size_grid)
+        assert np.array_equal(step.cp_size_grid, schedule.cp_size_grid)
 
 
 def test_the_seed_decides_the_order(lengths_file: Path, tmp_path: Path) -> None:

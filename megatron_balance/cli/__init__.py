@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in arguments:
             raise
         return _INTERRUPTED
-    except BalanceError as error:
+    except (BalanceError, OSError) as error:
         if "--debug" in arguments:
             raise
         # One line whatever a library put into its part of the message.

@@ -63,7 +63,7 @@ def recommend(results: Sequence[PolicyResult]) -> Recommendation:
     if chosen.policy.dynamic_cp:
         gain = best.seconds / chosen.seconds
         sentences.append(f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS names what it excludes.")
-    floor = max(step.single_sample_floor for step in chosen.metrics)
+    floor = max(step.single_sample_floor for step in chosen.judged.metrics)
     if not chosen.policy.dynamic_cp and floor > NOTABLE_FLOOR:
         sentences.append(
             f"One sample costs up to {floor:.2f}x a rank's even share, and no plan at one context-parallel size takes "
@@ -85,7 +85,7 @@ def _on_cap(chosen: PolicyResult, *, results: Sequence[PolicyResult]) -> list[st
     """Samples above the cap, and what holds them."""
     topology, limits = results[0].setting.topology, results[0].setting.limits
     held = (limits.max_tokens_per_gpu or 0) * topology.cp_size
-    lengths = [topology.padded_seq_len(step.segment_lengths) for step in results[0].steps]
+    lengths = [topology.padded_seq_len(step.segments) for step in results[0].steps]
     num_over, longest = sum(int((tokens > held).sum()) for tokens in lengths), max(int(max(one)) for one in lengths)
     if not num_over:
         return []

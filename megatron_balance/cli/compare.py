@@ -15,23 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_balance.cli.advice import Recommendation, recommend
-from megatron_balance.cli.batches import SYNTHETIC_STEPS, GlobalBatch, cut, lengths_of, recorded_batches
+from megatron_balance.cli.advice import recommend
 from megatron_balance.cli.costs import Costs
-from megatron_balance.cli.output import check_writable, count, print_table
+from megatron_balance.cli.output import check_writable, print_table
 from megatron_balance.cli.policies import Policy, PolicyResult, Question
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.cost.profiles import profiles
 from megatron_balance.errors import BalanceError
-from megatron_balance.lengths import SYNTHETIC_LENGTHS
+from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.model.presets import PRESETS
-from megatron_balance.record import RunInfo, RunRecord, StepRecord, is_record, read_record, text_of
-from megatron_balance.record.step import line_of
+from megatron_balance.planner import Problem
+from megatron_balance.record import RunRecord, StepRecord, is_record, line_of, read_record, text_of
+from megatron_balance.record.step import dealt
 from megatron_balance.topology import Limits, Topology
 
 MAX_SAMPLES = 2**13
 """Samples planned without --steps, so that planning takes seconds."""
+
+SYNTHETIC_STEPS = 10
+"""Global batches drawn for `synthetic:NAME` when neither N nor --steps is given."""
 
 MAX_SLOTS = 24
 """Slots printed of one step."""
@@ -84,6 +88,13 @@ models:
 {textwrap.fill(", ".join(PRESETS), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
   or the path of a Hugging Face config.json
 """
+
+
+def count(text: str) -> int:
+    """An integer of at least 1, the value of a flag."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"is {text}: it must be an integer of at least 1.")
+    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,23 +159,23 @@ def run(args: argparse.Namespace) -> int:
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = _ranks_and_cap(args, record=record)
     costs = Costs(args.cost, args.model, record, args.device)
-    question = Question(costs, topology, limits, objective=None if record is None else record.info.objective)
+    question = Question(costs, topology, limits, objective="auto" if record is None else record.info.objective)
     policies = question.policies()
     names = [policy.name for policy in policies]
     if args.policy not in (None, *names):
         raise BalanceError(f"--policy is {args.policy!r}: it must be one of {', '.join(names)}.")
     check_writable(args.json, flag="--json")
-    batches = _batches(args, record=record, dp_size=topology.dp_size)
+    batches = _batches(args, record=record, question=question)
     print(_inputs(batches, cost=costs.text(topology)))
-    longest = max(int(batch.segment_lengths.max()) for batch in batches)
+    longest = max(int(batch.segments.max()) for batch in batches)
     refusal = question.why_not_dynamic() if costs.name != "tokens" else None
     for note in filter(None, (costs.extrapolation(longest), refusal and f"dynamic CP is not compared: {refusal}")):
         print(f"Note: {note}")
     results = [question.plan(policy, batches) for policy in policies]
     advice = recommend(results)
-    shown = [result.figures(stock=results[0]) for result in results]
+    shown = [result.line(stock=results[0]) for result in results]
     if record is not None and topology == _at_one_size(record.info.topology):
-        shown.insert(1, question.as_it_ran(record, batches).figures(stock=results[0]))
+        shown.insert(1, question.as_it_ran(record, num_steps=len(batches)).line(stock=results[0]))
     _print_policies(shown, question=question)
     if costs.measured_imbalance is not None:
         print(f"Measured in the run: slowest over mean {costs.measured_imbalance:.3f}.")
@@ -179,15 +190,17 @@ def run(args: argparse.Namespace) -> int:
     if args.policy is not None:
         _print_plan(chosen)
     if args.json is not None:
-        _write(args.json, chosen, shown=shown, advice=advice)
+        steps = (line_of(step, cost_model=chosen.setting.cost_model) for step in chosen.steps)
+        lines = (chosen.setting.line(), *steps, *shown, {"kind": "advice", **asdict(advice)})
+        args.json.write_bytes(b"".join(map(text_of, lines)))
         print(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    num_samples = sum(batch.num_segments.size for batch in batches)
+    num_samples = sum(batch.lengths.size for batch in batches)
     print(f"Compared {len(results)} policies on {num_samples} samples in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU).")
     return 0
 
 
-def _gain(question: Question, policy: Policy, batches: Sequence[GlobalBatch], *, factor: float) -> float:
+def _gain(question: Question, policy: Policy, batches: Sequence[Problem], *, factor: float) -> float:
     """Speed-up over stock of plans as they are, where attention runs at a multiple of the device's rate."""
     judged = replace(question, costs=replace(question.costs, attention_factor=factor))
     stock, planned = (judged.plan(each, batches) for each in (question.policies()[0], policy))
@@ -226,29 +239,67 @@ def _at_one_size(topology: Topology) -> Topology:
     return topology.at_cp_size(topology.cp_size)
 
 
-def _batches(args: argparse.Namespace, *, record: RunRecord | None, dp_size: int) -> list[GlobalBatch]:
-    """The steps to plan."""
-    size: int = args.global_batch_size or 0
-    if record is not None:
-        batches = recorded_batches(record, dp_size=dp_size)
+def _batches(args: argparse.Namespace, *, record: RunRecord | None, question: Question) -> list[Problem]:
+    """The global batches to plan, in the order of training; samples keep the rank that loaded them, where it is known.
+
+    An incomplete last batch is left out, as Megatron's sampler does.
+    """
+    dp_size = question.topology.dp_size
+    if record is None:
+        size, steps = args.global_batch_size, args.steps
+        lengths = _lengths(args, most=(steps or SYNTHETIC_STEPS) * size)
+        num_full = lengths.size // size
+        if num_full < (steps or 1):
+            raise BalanceError(
+                f"--global-batch-size {size} and --steps {steps or 1} need {(steps or 1) * size} lengths, but there "
+                f"are {lengths.size}: lower one of them."
+            )
+        setting, homes = question.setting(), dealt(size, dp_size=dp_size)
+        shared = {name: getattr(setting, name) for name in ("cost_model", "topology", "limits", "objective")}
+        batches: list[Problem] = [
+            Problem.of(lengths[step * size :][:size], home_ranks=homes, **shared) for step in range(steps or num_full)
+        ]
+    else:
+        kept = record.info.topology.dp_size == dp_size
+        batches = [
+            step
+            if kept and step.home_ranks is not None
+            else replace(step, home_ranks=dealt(step.lengths.size, dp_size=dp_size))
+            for step in record.steps
+            if step.lengths.size
+        ]
         if not batches:
             raise BalanceError(f"{args.lengths!r} holds no step with samples: the run has written none yet.")
         if args.steps is not None and args.steps > len(batches):
             raise BalanceError(f"--steps is {args.steps}: the record has {len(batches)} steps with samples.")
-    else:
-        most = (args.steps or SYNTHETIC_STEPS) * size
-        lengths = lengths_of(args.lengths, key=args.key, shuffle=args.shuffle, most=most)
-        batches = cut(lengths, global_batch_size=size, steps=args.steps, dp_size=dp_size)
-    samples = np.cumsum([batch.num_segments.size for batch in batches])
+    samples = np.cumsum([batch.lengths.size for batch in batches])
     planned = args.steps or max(int((samples <= MAX_SAMPLES).sum()), 1)
     if args.steps is None and planned < len(batches):
         print(f"Planned are the first {planned} of {len(batches)} steps; --steps {len(batches)} for all.")
     return batches[:planned]
 
 
-def _inputs(batches: Sequence[GlobalBatch], *, cost: str) -> str:
-    lengths = np.concatenate([batch.segment_lengths for batch in batches])
-    sizes = sorted({batch.num_segments.size for batch in batches})
+def _lengths(args: argparse.Namespace, *, most: int) -> NDArray[np.int64]:
+    """All lengths of LENGTHS, in the order of training; `most` are drawn where it gives no N."""
+    source, key = args.lengths, args.key
+    if not source.startswith("synthetic:"):
+        lengths = read_lengths(source, key=key)
+    else:
+        _, name, *numbers = source.split(":")
+        if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
+            raise BalanceError(f"LENGTHS is {source!r}: it must be synthetic:NAME, :NAME:N or :NAME:N:SEED.")
+        if key is not None:
+            raise BalanceError(f"--key is {key!r} and LENGTHS is {source!r}, which has no columns: drop --key.")
+        num_samples, seed = (int(number) for number in [*numbers, *(most, 0)[len(numbers) :]])
+        lengths = synthetic_lengths(name, num_samples=num_samples, seed=seed)
+    if args.shuffle is not None:
+        lengths = lengths[np.random.default_rng(args.shuffle).permutation(lengths.size)]
+    return lengths
+
+
+def _inputs(batches: Sequence[Problem], *, cost: str) -> str:
+    lengths = np.concatenate([batch.segments for batch in batches])
+    sizes = sorted({batch.lengths.size for batch in batches})
     size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return (
         f"{len(batches)} step{'s' * (len(batches) > 1)} of {size} samples. Lengths: mean {lengths.mean():.0f}, median "
@@ -284,7 +335,7 @@ def _print_policies(shown: Sequence[dict[str, Any]], *, question: Question) -> N
 def _print_plan(result: PolicyResult) -> None:
     """Print the first step: its ranks, or the groups of each size in each slot."""
     step = result.steps[0]
-    if step.cp_sizes is not None:
+    if step.topology.dynamic_cp:
         _print_groups(step)
         return
     lengths, costs, ranks = step.lengths, step.cost_grid.sum(axis=1), step.slot_of // step.num_microbatches
@@ -299,29 +350,17 @@ def _print_plan(result: PolicyResult) -> None:
 
 def _print_groups(step: StepRecord) -> None:
     """Print how many groups of each context-parallel size the slots of a step have."""
-    assert step.cp_sizes is not None, "one size needs no table"
     places, group_of = np.unique(step.slot_of, return_inverse=True)
-    lengths, sizes = step.lengths, step.cp_sizes.reshape(-1)[places]
+    lengths, sizes = step.lengths, step.cp_size_grid.reshape(-1)[places]
     shown = sorted(set(sizes.tolist()), reverse=True)
     rows: list[list[str]] = []
     for slot in range(min(step.num_microbatches, MAX_SLOTS)):
         here = np.flatnonzero(places % step.num_microbatches == slot)
         counts = [int((sizes[here] == size).sum()) for size in shown]
         samples = lengths[np.isin(group_of, here)]
-        totals = [len(step.cp_sizes) - int(sizes[here].sum()), samples.size, samples.sum(), samples.max(initial=0)]
+        totals = [len(step.cp_size_grid) - int(sizes[here].sum()), samples.size, samples.sum(), samples.max(initial=0)]
         rows.append([str(slot), *(str(count or ".") for count in counts), *map(str, totals)])
     print("Step 1, groups of each context-parallel size in each slot:")
     print_table(["slot", *(f"CP {size}" for size in shown), "idle ranks", "samples", "tokens", "longest"], rows)
     if step.num_microbatches > MAX_SLOTS:
         print(f"and {step.num_microbatches - MAX_SLOTS} slots more")
-
-
-def _write(out: Path, chosen: PolicyResult, *, shown: Sequence[dict[str, Any]], advice: Recommendation) -> None:
-    """A record of one policy's plan, with a line for the figures of every policy and one for the advice."""
-    info: RunInfo = chosen.setting
-    lines = [info.line(), *(line_of(step, cost_model=info.cost_model) for step in chosen.steps)]
-    lines += [*shown, {"kind": "advice", **asdict(advice)}]
-    try:
-        out.write_bytes(b"".join(map(text_of, lines)))
-    except OSError as error:
-        raise BalanceError(f"--json is {str(out)!r}: it cannot be written ({error.strerror}).") from error

@@ -38,10 +38,8 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import dynamic_cp_problem
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner import is_makespan
 from megatron_balance.record import RunRecord
-from megatron_balance.record.judging import imbalance, is_measured, recosted
-from megatron_balance.report.figures import time_scale
+from megatron_balance.report.figures import TimeScale, time_scale
 from megatron_balance.topology import Topology
 
 GPUS_PER_NODE = 8
@@ -197,23 +195,22 @@ class Costs:
             return "what context-parallel ranks would receive is not known: add --model"
         return problem
 
-    def seconds(self, predicted_cost: int, *, objective: str, topology: Topology) -> float:
-        """Predicted time of a cost as in ScheduleMetrics; in an arbitrary unit where `in_seconds` is False."""
-        stages = 1 if is_makespan(objective, topology=topology) else topology.pp_size
-        return predicted_cost * self._per_cost(topology) / stages
-
     @property
     def in_seconds(self) -> bool:
-        """Times are in seconds."""
-        return self.name == "seconds" or self.rates is not None or self._seconds_of_run is not None
+        """Times are in seconds, not in an arbitrary unit."""
+        return self.name == "seconds" or self.rates is not None or self._scale_of_run is not None
 
-    def _per_cost(self, topology: Topology) -> float:
+    def scale(self, topology: Topology) -> TimeScale:
+        """From the cost that judges on these ranks to time on one pipeline stage."""
+        stages, sharing = topology.pp_size, _sharing(topology)
         if self.rates is not None:
-            return 1 / (self.rates[0] * 1e12 * _sharing(topology))
-        if self._seconds_of_run is not None and self.record is not None:
+            per_cost = 1 / (self.rates[0] * 1e12 * sharing)
+        elif self._scale_of_run is not None and self.record is not None:
             ran_on = self.record.info.topology
-            return self._seconds_of_run * ran_on.pp_size * _sharing(ran_on) / _sharing(topology)
-        return 1 / UNITS_PER_SECOND if self.name == "seconds" else 1 / _sharing(topology)
+            per_cost = self._scale_of_run.per_cost * ran_on.pp_size * _sharing(ran_on) / sharing
+        else:
+            per_cost = 1 / UNITS_PER_SECOND if self.name == "seconds" else 1 / sharing
+        return TimeScale("s" if self.in_seconds else self.name, per_cost / stages)
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
@@ -221,7 +218,7 @@ class Costs:
             said = "FLOPs at {:g} TFLOPS a GPU, attention at {:g}".format(*self.rates)
             source = "--device" if self.device not in profiles() else f"{self.device}: {profiles()[self.device].source}"
             said += f" (r = {self.attention_rate:g}; {source})"
-        elif self._seconds_of_run is not None:
+        elif self._scale_of_run is not None:
             said = "seconds that the run's micro-batches took"
         else:
             said = {"flops": "FLOPs", "seconds": "seconds of a run"}.get(self.name, self.name)
@@ -247,20 +244,18 @@ class Costs:
         """Slowest over mean of the recorded run's measured seconds, mean of steps; None where nothing was measured."""
         if self.record is None:
             return None
-        info = self.record.info
-        steps = [imbalance(step.seconds, info=info) for step in self.record.steps if is_measured(step)]
+        steps = [step.imbalance(step.seconds) for step in self.record.steps if step.is_measured]
         return float(np.mean(steps)) if steps else None
 
     @cached_property
-    def _seconds_of_run(self) -> float | None:
-        """Measured seconds per unit of the judging cost, on one pipeline stage of the recorded run."""
+    def _scale_of_run(self) -> TimeScale | None:
+        """From the judging cost to measured seconds, on one pipeline stage of the recorded run."""
         if self.record is None or self.measured_imbalance is None or (self.cost and self.name == "seconds"):
             return None
         cost_model = self.judging(self.record.info.topology)
         info = replace(self.record.info, cost_model=cost_model, cost_name=self.name)
-        steps = tuple(recosted(step, cost_model=cost_model, info=info) for step in self.record.steps)
-        scale = time_scale(RunRecord(info, steps))
-        return scale.per_cost if scale.unit == "s" else None
+        scale = time_scale(RunRecord(info, tuple(step.recosted(cost_model) for step in self.record.steps)))
+        return scale if scale.unit == "s" else None
 
 
 def num_gpus(topology: Topology) -> int:

@@ -17,7 +17,6 @@ from megatron_balance.cost.calibration import LEAST_STEPS, Calibration, Fit, Mea
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import RunInfo, RunRecord, StepRecord, read_record
-from megatron_balance.record.judging import is_slowest
 
 _EPILOG = """\
 examples:
@@ -55,12 +54,9 @@ def run(args: argparse.Namespace) -> int:
     record = read_record(args.record)
     measured = measurements(record)
     fit = fit_microbatches(measured, cost_model=record.info.cost_model)
-    longest = max(int(step.segment_lengths.max()) for step in record.steps)
+    longest = max(int(step.segments.max(initial=0)) for step in record.steps)
     costs = _costs(fit, info=record.info, longest=longest, num_measured=measured.seconds.size)
-    try:
-        costs.write(args.out)
-    except OSError as error:
-        raise BalanceError(f"--out is {str(args.out)!r}: it cannot be written ({error.strerror}).") from error
+    costs.write(args.out)
     num_steps = np.unique(measured.steps).size
     squared = f", {costs.quadratic * 1e12:.3g} ps a squared token" if costs.quadratic else ""
     print(
@@ -141,25 +137,24 @@ def measurements(record: RunRecord) -> Measurements:
 
 def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurements:
     topology, cost_model, grid = info.topology, info.cost_model, step.cost_grid
-    sizes = np.ones(grid.shape, dtype=np.int64) if step.cp_sizes is None else np.maximum(step.cp_sizes, 1)
-    slots = np.repeat(step.slot_of, step.num_segments)
-    size_of = sizes.ravel()[slots]
-    padded = np.zeros(slots.size, dtype=np.int64)
+    # Where all have one size its ranks' costs are fitted together (`_num_ranks`).
+    sizes = np.maximum(step.cp_size_grid, 1) if topology.dynamic_cp else np.ones(grid.shape, dtype=np.int64)
+    slots = step.slot_of if step.num_segments is None else np.repeat(step.slot_of, step.num_segments)
+    size_of, padded = sizes.ravel()[slots], np.zeros(slots.size, dtype=np.int64)
     for size in np.unique(size_of).tolist():
         here = size_of == size
-        there = topology.at_cp_size(size) if step.cp_sizes is not None else topology
-        padded[here] = there.padded_seq_len(step.segment_lengths[here])
+        there = topology.at_cp_size(size) if topology.dynamic_cp else topology
+        padded[here] = there.padded_seq_len(step.segments[here])
     count = np.bincount(slots, minlength=grid.size).reshape(grid.shape)
     tokens = np.bincount(slots, weights=padded / size_of, minlength=grid.size).reshape(grid.shape)
     linear = cost_model.linear + cost_model.expert_linear
-    shared = cost_model.expert_linear / linear if linear and step.cp_sizes is None else 0.0
+    shared = cost_model.expert_linear / linear if linear and not topology.dynamic_cp else 0.0
     if shared:  # expert-parallel ranks compute the tokens of routed experts together
         span = topology.at_cp_size(topology.cp_size).ep_span
         of_groups = tokens.reshape(-1, span, step.num_microbatches)
         tokens = (1 - shared) * tokens + shared * np.repeat(of_groups.mean(axis=1), span, axis=0)
-    leaves, columns = np.indices(grid.shape)
-    held = (leaves - leaves % sizes) * grid.shape[1] + columns  # a group's samples are noted on its first leaf
-    chosen = is_slowest(step, info=info) & np.isfinite(step.seconds) & (count.ravel()[held] > 0)
+    held = step.places()
+    chosen = step.is_slowest & np.isfinite(step.seconds) & (count.ravel()[held] > 0)
     fixed = np.stack([np.ones(grid.shape), count.astype(np.float64), tokens], axis=-1).reshape(-1, 3)
     has_core = bool(cost_model.quadratic or cost_model.windows)
     attention = replace(cost_model, linear=0, per_sequence=0) if has_core else CostModel(quadratic=1)

@@ -1,19 +1,11 @@
-"""Checks numbers and output files before any work, and prints tables."""
+"""Checks output files before any work, and prints tables."""
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_balance.errors import BalanceError
-
-
-def count(text: str) -> int:
-    """An integer of at least 1, the value of a flag."""
-    if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"is {text}: it must be an integer of at least 1.")
-    return int(text)
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:

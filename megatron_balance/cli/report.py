@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and the trace if asked to."""
-    from megatron_balance.report.figures import run_figures
-    from megatron_balance.report.page import write_page
-    from megatron_balance.report.trace import write_trace
+    from megatron_balance.report import run_figures, write_page, write_trace
 
     check_writable(args.out, flag="--out")
     check_writable(args.trace, flag="--trace")
@@ -51,11 +49,12 @@ def run(args: argparse.Namespace) -> int:
     if args.iterations is not None:
         record = _cut(record, iterations=args.iterations)
     figures = run_figures(record)
-    page = write_page(figures, out=args.out)
-    print(f"{page}: {len(figures.record.steps)} steps, {page.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
+    write_page(figures, out=args.out)
+    size = args.out.stat().st_size / 1e6
+    print(f"{args.out}: {len(figures.record.steps)} steps, {size:.1f} MB. Open it in a browser.")
     if args.trace is not None:
-        trace = write_trace(figures, out=args.trace)
-        print(f"{trace}: {trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
+        write_trace(figures, out=args.trace)
+        print(f"{args.trace}: {args.trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
     return 0
 
 

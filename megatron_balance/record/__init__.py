@@ -1,8 +1,16 @@
 """The record of a run: plans and measured seconds of every step, written while it trains and read for reports."""
 
-from megatron_balance.record.run_record import RunInfo, RunRecord, is_record, read_record
+from megatron_balance.record.run_record import (
+    PlanWriter,
+    RunInfo,
+    RunRecord,
+    SecondsWriter,
+    is_record,
+    line_of,
+    read_record,
+    text_of,
+)
 from megatron_balance.record.step import StepRecord
-from megatron_balance.record.writers import PlanWriter, SecondsWriter, text_of
 
 __all__ = [
     "PlanWriter",
@@ -11,6 +19,7 @@ __all__ = [
     "SecondsWriter",
     "StepRecord",
     "is_record",
+    "line_of",
     "read_record",
     "text_of",
 ]

@@ -1,1 +1,7 @@
-"""HTML reports and traces of balanced runs: predicted gain, measured imbalance and planning time."""
+"""The report of a run: one HTML page that opens offline, and a trace for Perfetto."""
+
+from megatron_balance.report.figures import run_figures
+from megatron_balance.report.page import write_page
+from megatron_balance.report.trace import write_trace
+
+__all__ = ["run_figures", "write_page", "write_trace"]

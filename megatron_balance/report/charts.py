@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.record.judging import is_measured, is_slowest
 from megatron_balance.report.figures import RunFigures
 
 if TYPE_CHECKING:
@@ -35,14 +34,7 @@ MAX_POINTS = 1500
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
-
-    Attributes:
-        name: id in the page.
-        heading: above it.
-        caption: description with the main figures; screen readers read it in place of the chart.
-        figure: plotly's.
-    """
+    """One chart: its id, and a description with the main figures, which screen readers read in its place."""
 
     name: str
     heading: str
@@ -50,38 +42,10 @@ class Chart:
     figure: Figure
 
 
-@dataclass(frozen=True, eq=False)
-class CostFit:
-    """Measured micro-batches that waited for no other rank, beside their predictions.
-
-    Attributes:
-        predicted: `[num_points]` seconds.
-        measured: `[num_points]` seconds.
-        median_error: relative.
-    """
-
-    predicted: NDArray[np.float64]
-    measured: NDArray[np.float64]
-    median_error: float
-
-
-def cost_fit(figures: RunFigures) -> CostFit | None:
-    """Compare every measured micro-batch with its prediction; None where there are none."""
-    pairs: list[NDArray[np.float64]] = []
-    for step in figures.record.steps:
-        if is_measured(step):
-            chosen = is_slowest(step, info=figures.info) & (step.cost_grid > 0)
-            pairs.append(np.stack([figures.scale.times(step)[chosen], step.seconds[chosen]]))
-    if not sum(pair.shape[1] for pair in pairs):
-        return None
-    predicted, measured = np.concatenate(pairs, axis=1)
-    return CostFit(predicted, measured, float(np.median(np.abs(predicted / measured - 1))))
-
-
-def charts_of(figures: RunFigures, *, fit: CostFit | None) -> list[Chart]:
+def charts_of(figures: RunFigures) -> list[Chart]:
     """The charts of the page, in order."""
-    charts = [_imbalance(figures), _lengths(figures)]
-    return [*charts, *([_fit(fit, figures=figures)] if fit is not None else []), _packing(figures)]
+    fit = [_fit(figures)] if figures.predictions.size else []
+    return [_imbalance(figures), _lengths(figures), *fit, _packing(figures)]
 
 
 def _imbalance(figures: RunFigures) -> Chart:
@@ -89,11 +53,8 @@ def _imbalance(figures: RunFigures) -> Chart:
     if figures.is_measured:
         lines["measured"] = ("measured", figures.measured_imbalance)
     text = ", ".join(f"{label} {np.nanmean(values):.3f}" for label, values in lines.values())
-    slowest = (
-        "The slowest rank's time in each micro-batch, summed,"
-        if figures.info.objective == "microbatch"
-        else "The busiest rank's time"
-    )
+    in_slots = figures.info.objective == "microbatch"
+    slowest = "The slowest rank's time in each micro-batch, summed," if in_slots else "The busiest rank's time"
     return Chart(
         "imbalance",
         "Imbalance over the steps",
@@ -103,7 +64,7 @@ def _imbalance(figures: RunFigures) -> Chart:
 
 
 def _packing(figures: RunFigures) -> Chart:
-    metrics = figures.policies["planned"].metrics
+    metrics = figures.planned.metrics
     padding = np.array([step.padding_fraction for step in metrics])
     lines = {"neutral": ("padding", padding)}
     caption = f"Padding is {padding.mean():.2%} of the tokens run, on the mean."
@@ -124,7 +85,7 @@ def _over_steps(
     figure = _figure(x="step", y=title)
     for name, (label, values) in lines.items():
         figure.add_scatter(
-            x=figures.iterations.astype(np.int32),
+            x=np.array([step.iteration for step in figures.record.steps], dtype=np.int32),
             y=values.astype(np.float32),
             name=label,
             mode="lines+markers" if values.size < 40 else "lines",
@@ -136,9 +97,7 @@ def _over_steps(
 def _lengths(figures: RunFigures) -> Chart:
     """Parts of the sequences and of the cost, by the run's first cost model, up to each length."""
     info = figures.info
-    lengths, counts = np.unique(
-        np.concatenate([step.segment_lengths for step in figures.record.steps]), return_counts=True
-    )
+    lengths, counts = np.unique(np.concatenate([step.segments for step in figures.record.steps]), return_counts=True)
     costs = counts * np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
     total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(costs)
     half = int(np.searchsorted(costs_up_to, costs_up_to[-1] / 2))
@@ -161,10 +120,10 @@ def _lengths(figures: RunFigures) -> Chart:
     return Chart("lengths", "Lengths and their cost", caption, figure)
 
 
-def _fit(fit: CostFit, *, figures: RunFigures) -> Chart:
+def _fit(figures: RunFigures) -> Chart:
     """Predicted against measured seconds, both axes logarithmic, beside the diagonal."""
-    shown = np.unique(np.linspace(0, fit.predicted.size - 1, MAX_POINTS).astype(int))
-    predicted, measured = fit.predicted[shown], fit.measured[shown]
+    num_points = figures.predictions.shape[1]
+    predicted, measured = figures.predictions[:, np.unique(np.linspace(0, num_points - 1, MAX_POINTS).astype(int))]
     figure = _figure(x="predicted", y="measured")
     ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
     figure.add_scatter(x=ends, y=ends, mode="lines", name="equal", line={"color": COLOURS["neutral"], "width": 1})
@@ -177,7 +136,7 @@ def _fit(fit: CostFit, *, figures: RunFigures) -> Chart:
     )
     axis = {"type": "log", "tickformat": "~s", "ticksuffix": "s"}
     figure.update_layout(xaxis=axis, yaxis=axis)
-    caption = f"Off by {fit.median_error:.1%} (median) over {fit.predicted.size:,} micro-batches. "
+    caption = f"Off by {figures.median_error:.1%} (median) over {num_points:,} micro-batches. "
     caption += (
         "One factor, from cost to seconds, was fitted to this run; the rest is the cost model's error and noise."
         if figures.scale.fitted

@@ -1,4 +1,4 @@
-"""Computes the figures of a run for the charts, tables and timelines of the report, and for `compare`.
+"""Computes the figures of a run for the charts, tables and timelines of the report, and of a policy for `compare`.
 
 Predicted costs become times by one factor for each run:
 
@@ -20,7 +20,7 @@ micro-batches of a rank do not overlap and are in slot order; none ends after `t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,20 +29,12 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import ScheduleMetrics, is_makespan, pipeline_makespans, waiting
+from megatron_balance.planner import ScheduleMetrics, is_makespan, waiting
 from megatron_balance.record import RunInfo, RunRecord, StepRecord
-from megatron_balance.record.judging import (
-    costs_of_rows,
-    imbalance,
-    is_measured,
-    is_slowest,
-    step_metrics,
-    stock_step,
-)
+
+Floats = NDArray[np.float64]
 
 _UNITS = {"tokens": "tokens", "flops": "FLOP"}
-_WHOLE = 2**40
-"""Resolution of integer times: the longest row divided by this."""
 
 
 @dataclass(frozen=True)
@@ -53,50 +45,89 @@ class TimeScale:
         unit: `s`, `tokens` or `FLOP`.
         per_cost: units per unit of the run's cost model.
         fitted: `per_cost` was fitted to measured seconds.
-        info: of the run.
     """
 
     unit: str
     per_cost: float
-    fitted: bool
-    info: RunInfo
-
-    def times(self, step: StepRecord) -> NDArray[np.float64]:
-        """`[num_rows, num_microbatches]` predicted times of a step's micro-batches; rows as for `costs_of_rows`."""
-        return costs_of_rows(step, info=self.info) * (float(2**step.cost_shift) * self.per_cost)
+    fitted: bool = False
 
 
 def time_scale(record: RunRecord) -> TimeScale:
     """The scale of a record."""
-    info, stages = record.info, record.info.topology.pp_size
-    in_seconds = info.cost_name == "seconds"
-    ratios: list[float] = []
-    for step in record.steps:
-        if (in_seconds and stages == 1) or not is_measured(step):
-            continue
-        chosen = is_slowest(step, info=info)
-        costs = float(step.cost_grid[chosen].sum()) * 2.0**step.cost_shift
-        if costs:
-            ratios.append(float(step.seconds[chosen].sum()) / costs)
-    if ratios:
-        return TimeScale("s", float(np.median(ratios)), fitted=True, info=info)
-    unit = "s" if in_seconds else _UNITS.get(info.cost_name, "cost")
-    return TimeScale(unit, (1 / UNITS_PER_SECOND if in_seconds else 1) / stages, fitted=False, info=info)
+    stages, in_seconds = record.info.topology.pp_size, record.info.cost_name == "seconds"
+    if not (in_seconds and stages == 1):
+        sums = [_own_seconds(step).sum(axis=1) for step in record.steps if step.is_measured]
+        ratios = [seconds / costs for costs, seconds in sums if costs]
+        if ratios:
+            return TimeScale("s", float(np.median(ratios)), fitted=True)
+    unit = "s" if in_seconds else _UNITS.get(record.info.cost_name, "cost")
+    return TimeScale(unit, (1 / UNITS_PER_SECOND if in_seconds else 1) / stages)
+
+
+def _own_seconds(step: StepRecord) -> Floats:
+    """`[2, n]` costs and seconds of the micro-batches that waited for no other rank."""
+    chosen = step.is_slowest & (step.cost_grid > 0)
+    return np.stack([step.cost_grid[chosen].astype(float) * 2.0**step.cost_shift, step.seconds[chosen]])
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyFigures:
+    """One policy over all steps.
+
+    Attributes:
+        steps: `[num_steps]` with the slots of this policy, and the costs that judge it.
+        scale: from costs to time.
+        rows_of_rank: leaves that a row is drawn as: above 1 for one size beside a plan with dynamic sizes.
+    """
+
+    steps: Sequence[StepRecord]
+    scale: TimeScale
+    rows_of_rank: int = 1
+
+    @cached_property
+    def metrics(self) -> tuple[ScheduleMetrics, ...]:
+        """`[num_steps]` judged by each step's cost model."""
+        return tuple(step.metrics() for step in self.steps)
+
+    def mean(self, name: str) -> float:
+        """A figure of the metrics, mean over the steps."""
+        return float(np.mean([getattr(step, name) for step in self.metrics]))
+
+    @property
+    def least_headroom(self) -> float:
+        """Room below the token cap in the fullest micro-batch, as a fraction of the cap."""
+        return min(step.cap_headroom or 0.0 for step in self.metrics)
+
+    @cached_property
+    def imbalance(self) -> Floats:
+        """`[num_steps]` slowest over mean, by the objective."""
+        return np.array([step.imbalance(step.cost_grid) for step in self.steps])
+
+    @cached_property
+    def times(self) -> Floats:
+        """`[num_steps]` predicted step times. A makespan is of costs that are spread over the stages already."""
+        topology, per_cost = self.steps[0].topology, self.scale.per_cost / self.rows_of_rank
+        if is_makespan(self.steps[0].objective, topology=topology):
+            per_cost *= topology.pp_size
+        return np.array([step.predicted_cost * per_cost for step in self.metrics])
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each micro-batch of one step begins and how long it lasts.
+    """When each micro-batch of one step begins and how long it lasts, on the rows that are drawn.
 
     Attributes:
-        starts: `[num_rows, num_microbatches]`, in the unit of the durations.
-        durations: `[num_rows, num_microbatches]`.
+        starts, durations: `[num_rows, num_microbatches]`, in the unit of the time scale.
         total: end of the step, until which ranks wait.
+        samples: `[row][slot]` sample ids.
+        sizes: `[num_rows, num_microbatches]` context-parallel size; 0 where a leaf has no such slot.
     """
 
-    starts: NDArray[np.float64]
-    durations: NDArray[np.float64]
+    starts: Floats
+    durations: Floats
     total: float
+    samples: list[list[list[int]]]
+    sizes: NDArray[np.int64]
 
     @property
     def idle_fraction(self) -> float:
@@ -105,61 +136,21 @@ class Timeline:
         return 1 - float(self.durations.sum()) / all_time if all_time else 0.0
 
 
-def step_timeline(durations: NDArray[np.float64], *, info: RunInfo, with_bubble: bool = True) -> Timeline:
-    """Place a step's micro-batches in time.
-
-    Args:
-        durations: `[num_rows, num_microbatches]` of one pipeline stage.
-        info: objective and topology, which say where ranks wait.
-        with_bubble: add the pipeline's bubble; measured times do not contain it.
-    """
-    topology, num_slots = info.topology, durations.shape[1]
-    span = waiting(info.objective, topology=topology).span
-    slowest = durations.reshape(-1, span, num_slots).max(axis=1)
-    ends = np.cumsum(slowest, axis=1)
-    total = longest = float(ends[:, -1].max())
-    if with_bubble and total and topology.pp_size > 1 and is_makespan(info.objective, topology=topology):
-        # The cost of a micro-batch over all stages is its cost on one stage times their number.
-        costs = np.rint(slowest / longest * _WHOLE).astype(np.int64) * topology.pp_size
-        makespans = pipeline_makespans(costs, pp_size=topology.pp_size, vpp_size=topology.vpp_size)
-        total = max(total, float(makespans.max()) / _WHOLE * longest)
-    return Timeline(np.repeat(ends - slowest, span, axis=0), durations, total)
-
-
-@dataclass(frozen=True, eq=False)
-class PolicyFigures:
-    """One policy over all steps.
-
-    Attributes:
-        steps: `[num_steps]` with the slots of this policy.
-        metrics: `[num_steps]` judged by each step's cost model.
-        imbalance: `[num_steps]` slowest over mean, by the objective.
-        times: `[num_steps]` predicted step times, in the unit of the time scale.
-    """
-
-    steps: tuple[StepRecord, ...]
-    metrics: tuple[ScheduleMetrics, ...]
-    imbalance: NDArray[np.float64]
-    times: NDArray[np.float64]
-
-
 @dataclass(frozen=True, eq=False)
 class RunFigures:
     """A run, and the policies it is compared with.
 
     Attributes:
-        record: the run, its costs in one unit.
-        scale: from costs to time.
+        record: the run; each of its steps holds a sample.
         policies: `stock`, the same samples under Megatron's own sampler; `planned`, as the run planned them.
         measured_imbalance: `[num_steps]`, NaN where a step was not measured.
         measured_seconds: `[num_steps]` of the busiest rank's micro-batches, likewise.
     """
 
     record: RunRecord
-    scale: TimeScale
     policies: Mapping[str, PolicyFigures]
-    measured_imbalance: NDArray[np.float64]
-    measured_seconds: NDArray[np.float64]
+    measured_imbalance: Floats
+    measured_seconds: Floats
 
     @property
     def info(self) -> RunInfo:
@@ -167,10 +158,14 @@ class RunFigures:
         return self.record.info
 
     @property
-    def num_rows(self) -> int:
-        """Ranks of a timeline; leaves where context-parallel sizes differ."""
-        topology = self.info.topology
-        return topology.num_leaves if topology.dynamic_cp else topology.dp_size
+    def planned(self) -> PolicyFigures:
+        """As the run planned it."""
+        return self.policies["planned"]
+
+    @property
+    def scale(self) -> TimeScale:
+        """From costs to time."""
+        return self.planned.scale
 
     @property
     def is_measured(self) -> bool:
@@ -178,9 +173,35 @@ class RunFigures:
         return not bool(np.isnan(self.measured_imbalance).all())
 
     @cached_property
-    def iterations(self) -> NDArray[np.int64]:
-        """`[num_steps]` Megatron's iteration numbers."""
-        return np.array([step.iteration for step in self.record.steps], dtype=np.int64)
+    def predictions(self) -> Floats:
+        """`[2, n]` predicted and measured seconds of the micro-batches that waited for no other rank."""
+        pairs = [_own_seconds(step) for step in self.record.steps if step.is_measured]
+        return np.concatenate([np.zeros((2, 0)), *pairs], axis=1) * [[self.scale.per_cost], [1]]
+
+    @property
+    def median_error(self) -> float:
+        """Of the predictions, relative."""
+        predicted, measured = self.predictions
+        return float(np.median(np.abs(predicted / measured - 1)))
+
+    def timeline(self, name: str, index: int) -> Timeline:
+        """One step under a policy, or `measured`."""
+        policy = self.policies.get(name, self.planned)
+        step, rows, total = policy.steps[index], policy.rows_of_rank, float(policy.times[index])
+        durations = step.cost_grid.astype(float) * (2.0**step.cost_shift * policy.scale.per_cost / rows)
+        if name == "measured":
+            durations, total = step.seconds, 0.0
+        durations = np.repeat(durations, rows, axis=0)
+        span = waiting(self.info.objective, topology=self.info.topology).span
+        slowest = durations.reshape(-1, span, step.num_microbatches).max(axis=1)
+        ends = np.cumsum(slowest, axis=1)
+        return Timeline(
+            starts=np.repeat(ends - slowest, span, axis=0),
+            durations=durations,
+            total=max(total, float(ends[:, -1].max())),
+            samples=[row for row in step.samples() for _ in range(rows)],
+            sizes=np.repeat(step.cp_size_grid, rows, axis=0),
+        )
 
 
 def run_figures(record: RunRecord) -> RunFigures:
@@ -192,29 +213,17 @@ def run_figures(record: RunRecord) -> RunFigures:
     Raises:
         BalanceError: no step holds a sample.
     """
-    kept = tuple(step for step in record.steps if step.segment_lengths.size)
+    kept = tuple(step for step in record.steps if step.lengths.size)
     if not kept:
         raise BalanceError("the run holds no step with samples: the first is written when it has run.")
-    record = RunRecord(record.info, kept)
-    scale, info = time_scale(record), record.info
-    seconds = [step.seconds for step in kept]
+    record, topology = RunRecord(record.info, kept), record.info.topology
+    scale, rows = time_scale(record), topology.cp_size if topology.dynamic_cp else 1
     return RunFigures(
         record=record,
-        scale=scale,
         policies={
-            "stock": _policy(tuple(stock_step(step, info=info) for step in kept), scale=scale),
-            "planned": _policy(kept, scale=scale),
+            "stock": PolicyFigures([step.stock() for step in kept], scale, rows),
+            "planned": PolicyFigures(kept, scale),
         },
-        measured_imbalance=np.array([np.nan if np.isnan(one).any() else imbalance(one, info=info) for one in seconds]),
-        measured_seconds=np.array([float(one.sum(axis=1).max()) for one in seconds]),
-    )
-
-
-def _policy(steps: tuple[StepRecord, ...], *, scale: TimeScale) -> PolicyFigures:
-    info = scale.info
-    return PolicyFigures(
-        steps=steps,
-        metrics=tuple(step_metrics(step, info=info) for step in steps),
-        imbalance=np.array([imbalance(costs_of_rows(step, info=info), info=info) for step in steps]),
-        times=np.array([step_timeline(scale.times(step), info=info).total for step in steps]),
+        measured_imbalance=np.array([step.imbalance(step.seconds) if step.is_measured else np.nan for step in kept]),
+        measured_seconds=np.array([float(step.seconds.sum(axis=1).max()) for step in kept]),
     )

@@ -94,7 +94,7 @@ def test_the_trace_holds_every_micro_batch_with_its_samples(info: Any, measured:
     assert [event["name"] for event in of_steps] == ["step 1", "step 2", "step 3"]
     for step, shown in zip(steps, of_steps, strict=True):
         assert shown["args"]["plan_ms"] == pytest.approx(4)
-        there = np.ones_like(step.cost_grid) if step.cp_sizes is None else step.cp_sizes
+        there = step.cp_size_grid
         end = shown["ts"] + shown["dur"] - 2e-3  # times are rounded to nanoseconds
         within = [event for event in of_ranks if shown["ts"] <= event["ts"] < end]
         assert len(within) == np.count_nonzero(there)

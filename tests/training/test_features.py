@@ -127,9 +127,8 @@ def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train: KeptRuns
     run = run_of(train, row_of("CP2", "dynamic-cp"))
     assert cp_sizes(run) > {1}
     for number, step in enumerate(read_record(run.folder / "record").steps):
-        assert step.cp_sizes is not None
         ran = [[m["cp_size"] for m in steps[number]] for steps in microbatches(run)]
-        assert sorted([size for size in sizes if size] for sizes in step.cp_sizes.tolist()) == sorted(ran)
+        assert sorted([size for size in sizes if size] for sizes in step.cp_size_grid.tolist()) == sorted(ran)
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@
   }
 
   function about(slice, panel, step) {
-    const lengths = step.batches[panel.batch];
+    const { lengths } = step;
     const time = `${amount((slice.end - slice.start) * step.tick)}${panel.key === "measured" ? "" : " predicted"}`;
     const first = slice.rank - (slice.rank % slice.size);
     const ranks = slice.size > 1 ? `ranks ${first} to ${first + slice.size - 1}` : `rank ${slice.rank}`;
