@@ -90,7 +90,7 @@ def build_run(
         loads_data=layout.loads_data,
         overlap=settings.overlap,
         log=log,
-        observer=Watch.of_rank(settings, layout=layout, planner=planner, log=log),
+        observer=Watch(settings, layout=layout, planner=planner, log=log) if layout.loads_data else None,
         router_padding=RouterPadding.of_this_rank(topology) if settings.counts_router_tokens else None,
         context=context,
         unpads=settings.unpad is not None,

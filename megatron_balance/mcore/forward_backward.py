@@ -145,8 +145,6 @@ class BalancedForwardBackward:
         if self.observer is not None:
             with with_step_context(f"iteration {self._state.iteration}"):
                 self.observer.logged(self._state.iteration)
-                if not self._state.has_next_step:
-                    self.observer.flush()  # before Megatron closes its writers
 
     def _forward_step(
         self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None

@@ -65,14 +65,6 @@ HOOKS = (
         until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
     Hook(
-        target="megatron.training.checkpointing:save_checkpoint",
-        bound_in=("megatron.training.training",),
-        parameters=("iteration", "non_persistent_ckpt"),
-        wrap=while_balancing(wrappers.save_checkpoint),
-        why="writes the record to its end, which a run that resumes from the checkpoint goes on with",
-        until="Megatron's data loaders save a state of their own",
-    ),
-    Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
         bound_in=("megatron.core.pipeline_parallel.schedules",),
         parameters=(),

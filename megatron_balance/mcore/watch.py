@@ -1,9 +1,8 @@
 """Watches a run on one rank: times its passes, logs figures and device memory, and writes the record.
 
 Nothing here sends a message. The seconds of a step and the memory of the device travel in the header by which ranks
-gather lengths two steps later; the figures of each step go on to the ranks of a tensor-parallel group with its shapes.
-So the first rank of the world, which prints, and the last, which has Megatron's writers, know the seconds of the
-data-parallel ranks of their own pipeline stage.
+gather lengths two steps later. So the first rank of the world, which prints, knows the seconds of the data-parallel
+ranks of its own pipeline stage.
 
 A pass is timed between two marks in this rank's stream of work, without making the device wait, so its seconds include
 what it waits for:
@@ -28,7 +27,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -49,7 +47,6 @@ from megatron_balance.mcore.step.figures import Figures, log_line, mean_figures
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.planner import resolve_objective
 from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
-from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
 MAX_STEPS = 256
@@ -129,7 +126,7 @@ class StepTimer:
 
 
 class Watch:
-    """One rank's view of the run.
+    """The view of the run on one rank that loads data.
 
     Args:
         settings: of the run.
@@ -141,8 +138,7 @@ class Watch:
     def __init__(self, settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> None:
         self._settings, self._planner, self._log = settings, planner, log
         self._prints = dist.get_rank() == 0
-        self._writes = dist.get_rank() == dist.get_world_size() - 1  # it has Megatron's TensorBoard and W&B writers
-        self._times = planner.loads_data and layout.is_first_of_tensor_group and not settings.overlaps_passes
+        self._times = layout.is_first_of_tensor_group and not settings.overlaps_passes
         self._on_gpu = device_kind() == "cuda"
         self._own_log = RunLog(enabled=True)  # every rank that writes has a disk of its own to fill
         self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
@@ -161,17 +157,10 @@ class Watch:
                 lambda: self._open(Path(settings.record or "")), remedy="; name a folder that every node can write to"
             )
         planner.report = self._report
-        flush = self.flush  # one object, by which atexit knows it
-        atexit.register(flush)
-        close_on_undo(functools.partial(atexit.unregister, flush))
-        close_on_undo(flush)
-
-    @classmethod
-    def of_rank(cls, settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> Watch | None:
-        """The watch of this rank; None where it has nothing to watch. Arguments as for the class."""
-        if planner.loads_data or dist.get_rank() == dist.get_world_size() - 1:
-            return cls(settings, layout=layout, planner=planner, log=log)
-        return None
+        read = self._read_finished  # one object, by which atexit knows it
+        atexit.register(read)
+        close_on_undo(functools.partial(atexit.unregister, read))
+        close_on_undo(read)
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """A step is about to run."""
@@ -189,14 +178,13 @@ class Watch:
                 exposed_seconds=step.exposed_seconds,
             )
             self._write(functools.partial(self._plans.add, record))
-        if self._prints or self._writes:
-            self._objective = self._objective if step.schedule is None else step.schedule.objective
+        if self._prints and step.schedule is not None:
+            self._objective = step.schedule.objective
             self._shapes.update(step.slots.num_tokens)
             self._figures[iteration] = step.figures | {"exposed_seconds": step.exposed_seconds}
             if len(self._figures) > MAX_STEPS:
                 del self._figures[min(self._figures)]
-        if self._planner.loads_data:
-            self._watch_memory(step)
+        self._watch_memory(step)
 
     def forward(self, slot: int) -> AbstractContextManager[None]:
         """Times a forward pass of the micro-batch in this slot."""
@@ -211,28 +199,13 @@ class Watch:
         self._timer = None
 
     def logged(self, iteration: int) -> None:
-        """Say and write the figures of an interval; called after Megatron has logged a step, which it waited for."""
+        """Say the figures of an interval; called after Megatron has logged a step, which it waited for."""
         self._read_finished()
         if iteration % self._settings.log_interval or not self._figures:
             return
         figures = mean_figures(self._figures.values()) | {"num_shapes": float(len(self._shapes))}
         self._figures.clear()
-        if self._prints:
-            self._log.say(f"iteration {iteration} | {self._objective} | {log_line(figures)}")
-        if self._writes:
-            outcome = attempt(write_scalars, figures, iteration=iteration)
-            if isinstance(outcome, Failure):
-                self._writes = False
-                self._own_log.warn_once(
-                    f"the figures of iteration {iteration} were not written: {outcome.problem}. Training continues "
-                    "without them."
-                )
-
-    def flush(self) -> None:
-        """Read and write what the device has finished: the run ends or saves a checkpoint."""
-        self._read_finished()
-        if self._writes:
-            attempt(flush_scalars)
+        self._log.say(f"iteration {iteration} | {self._objective} | {log_line(figures)}")
 
     def _read_finished(self) -> None:
         """Read the marks of every step that the device has finished."""
@@ -307,30 +280,3 @@ class Watch:
         room = max(total * (1 - LEFT_FREE) - kept, 0)
         cap = int(self._most_tokens * room / max(peak - kept, 1)) // 128 * 128
         return peak, torch.cuda.max_memory_reserved(), cap
-
-
-def write_scalars(figures: Figures, *, iteration: int) -> None:
-    """Write the known figures as scalars under `balance/`, where Megatron has writers. Call it from their thread."""
-    scalars = {f"balance/{name}": value for name, value in figures.items()}
-    tensorboard, wandb = _writers()
-    if tensorboard is not None:
-        for name, value in scalars.items():
-            tensorboard.add_scalar(name, value, iteration)
-    if wandb is not None and wandb.run is not None:  # Megatron finishes the run before it exits early
-        wandb.log(scalars, iteration)
-
-
-def flush_scalars() -> None:
-    """Write to TensorBoard's file what was added since Megatron's own last flush: a signal may end a run after it."""
-    tensorboard, _ = _writers()
-    if tensorboard is not None:
-        tensorboard.flush()
-
-
-def _writers() -> tuple[Any, Any]:
-    """TensorBoard's writer and the module of W&B, each None where flags do not ask for it."""
-    if sys.modules.get("megatron.training") is None:  # a loop on megatron.core alone
-        return None, None
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    return get_tensorboard_writer(), get_wandb_writer()

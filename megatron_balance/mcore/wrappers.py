@@ -77,13 +77,6 @@ def evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) ->
         return evaluate(*positional, **keywords)
 
 
-def save_checkpoint(run: Run, save_checkpoint: Function, *positional: Any, **keywords: Any) -> Any:
-    """Write the record to its end with a checkpoint, so that a run that resumes from here finds it whole."""
-    if run.observer is not None and not keywords.get("non_persistent_ckpt"):
-        run.observer.flush()
-    return save_checkpoint(*positional, **keywords)
-
-
 def backward_step(run: Run, backward_step: Function, *positional: Any, **keywords: Any) -> Any:
     """Time a backward pass."""
     with contextlib.nullcontext() if run.observer is None else run.observer.backward():

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def call(function: str, *positional: Any, **keywords: Any) -> Any:
 def _server() -> subprocess.Popen[str]:
     server = subprocess.Popen(
         [sys.executable, __file__],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path(), "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -99,9 +98,6 @@ def serve() -> None:
     """Answer calls, one a line, until there are no more."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some modules print lines when they are imported
-    tensorboard: Any = types.ModuleType("torch.utils.tensorboard")
-    tensorboard.SummaryWriter = SummaryWriter
-    sys.modules["torch.utils.tensorboard"] = tensorboard
     import_once()
     for line in sys.stdin:
         function, positional, keywords = json.loads(line)
@@ -113,18 +109,6 @@ def serve() -> None:
             problem = str(error)
         answers.write(json.dumps([answer, problem]) + "\n")
         answers.flush()
-
-
-class SummaryWriter:
-    """In place of TensorBoard's, which the tests do not install: writes scalars to TENSORBOARD_DIR/rankN.jsonl."""
-
-    def __init__(self, *, log_dir: str, max_queue: int) -> None:
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
-        self._file = (Path(log_dir) / f"rank{os.environ['RANK']}.jsonl").open("a")
-        self.add_text = self.flush = lambda *_, **__: None
-
-    def add_scalar(self, name: str, value: Any, step: int) -> None:
-        print(json.dumps({"name": name, "value": float(value), "step": step}), file=self._file, flush=True)
 
 
 def import_once(also: Sequence[str] = ()) -> None:

@@ -75,8 +75,7 @@ def _plan() -> dict[str, Any]:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         return {"num_microbatches": get_num_microbatches()}
-    plan: dict[str, Any] = {name: step.figures[name] for name in ("plan_seconds", "exchange_seconds")}
-    plan |= {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
+    plan: dict[str, Any] = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
     plan |= {"microbatch_tokens": step.slots.num_tokens, "cp_sizes": step.slots.cp_sizes}
     if step.schedule is not None:
         plan["ranks_per_node"] = step.schedule.ranks_per_node

@@ -76,7 +76,7 @@ BY_TOKENS = f"{PACKED} {MOVED}"
 BY_FLOPS = f"{BY_TOKENS} --balance-by-flops"
 DYNAMIC_CP = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP // 2} --balance-data --balance-by-flops"
 DYNAMIC_CP += " --balance-context-parallel"
-RECORDED = "--balance-record {run}/record --tensorboard-dir {run}/scalars"
+RECORDED = "--balance-record {run}/record"
 
 
 @dataclass(frozen=True)

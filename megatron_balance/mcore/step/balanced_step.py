@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ class BalancedStep:
 
     slots: Slots
     replica: tuple[Slots, ...]
-    figures: Figures
+    figures: Figures = field(default_factory=dict[str, float])
     microbatches: list[Microbatch] | None = None
     schedule: DataSchedule | None = None
     reported: NDArray[np.int64] | None = None
@@ -65,11 +65,10 @@ class BalancedStep:
 
     def to_text(self) -> str:
         """For the ranks of this replica that load no data."""
-        return json.dumps([[vars(slots) for slots in self.replica], self.figures])
+        return json.dumps([vars(slots) for slots in self.replica])
 
     @classmethod
     def from_text(cls, text: str, *, cp_rank: int) -> BalancedStep:
         """The step that another rank of the replica made."""
-        of_leaves, figures = json.loads(text)
-        replica = tuple(Slots(**of_leaf) for of_leaf in of_leaves)
-        return cls(replica[cp_rank % len(replica)], replica, figures)
+        replica = tuple(Slots(**of_leaf) for of_leaf in json.loads(text))
+        return cls(replica[cp_rank % len(replica)], replica)

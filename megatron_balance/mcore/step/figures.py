@@ -9,7 +9,7 @@ that loaded them, and the same `_unlabelled`, had interchangeable ranks not been
 that logs; `tokens_at_cp_N`, tokens that ran at context-parallel size N over all, and `mean_cp_size`, of the mean token,
 where micro-batches have sizes of their own. The watch adds `num_shapes`, distinct lengths of this rank's micro-batches.
 
-Invariant: a figure that is not known is absent, is left out of means, and is never written as a number.
+Invariant: a figure that is not known is absent, and is left out of means.
 """
 
 from __future__ import annotations

@@ -53,4 +53,3 @@ class _Finder(MetaPathFinder, Loader):
 
 
 sys.meta_path.append(_Finder())
-sys.modules.pop("torch.utils.tensorboard", None)  # forked.py's stand-in is smaller than what Bridge imports
