@@ -15,33 +15,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import Installation, check_version
+from megatron_balance.hooking.installation import Installation
 from megatron_balance.hooking.patches import Function, Hook
 from megatron_balance.hooking.patches import install as install_hooks
-from megatron_balance.mcore.build_run import build_run
-from megatron_balance.mcore.current_run import current, serving
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.hooks import ANY_VERSION, install_core
-from megatron_balance.mcore.setup.loop_settings import settings_of_loop
-from megatron_balance.mcore.setup.state import LoopState
+from megatron_balance.mcore.hooks import install_core, tested_version
+from megatron_balance.mcore.loop import run_of_model
+from megatron_balance.mcore.run import CurrentRun, current, run_of
+from megatron_balance.mcore.setup.training_loop import LoopState
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import close_all
 from megatron_balance.samples.packing import with_attention_keys
 
 SUPPORTED_VERSIONS = ("0.6",)
 """Releases of Megatron-Bridge on which the tests run."""
 
 
-@dataclass(frozen=True)
-class BridgeSettings:
+class BridgeSettings(NamedTuple):
     """Arguments of `install_bridge`."""
 
     max_tokens_per_gpu: int
@@ -74,9 +68,9 @@ def install_bridge(
     version = f"megatron-bridge {_version()}"
     if bridge_installation.settings is None:
         patches = install_hooks(BRIDGE_HOOKS, version=version)
-        bridge_installation.install(settings, hook=_BuiltRun)  # undone last, after the hooks
+        bridge_installation.install(settings, hook=CurrentRun)  # undone last, after the hooks
         bridge_installation.add(patches)
-    return bridge_installation.install(settings, hook=_BuiltRun)
+    return bridge_installation.install(settings, hook=CurrentRun)
 
 
 def with_balanced_train_step(train_step: Function) -> Function:
@@ -91,9 +85,8 @@ def with_balanced_train_step(train_step: Function) -> Function:
             return train_step(*positional, **keywords)
         _check_loader(call.arguments["data_iterator"])
         call.arguments["forward_backward_func"] = _balanced(run, call.arguments["forward_backward_func"])
-        with serving(run):
-            result = train_step(*call.args, **call.kwargs)
-            run.logged()
+        result = train_step(*call.args, **call.kwargs)
+        run.logged()
         return result
 
     return wrapper
@@ -110,7 +103,7 @@ def with_balanced_evaluation(evaluate: Function) -> Function:
         run = _run_of(state, model=call.arguments["model"])
         if run is None or run.evaluation is None:
             return evaluate(*positional, **keywords)
-        with serving(run), run.evaluation.running(state.cfg.validation.eval_iters):
+        with run.evaluation.running(state.cfg.validation.eval_iters):
             return evaluate(*positional, **keywords)
 
     return wrapper
@@ -123,7 +116,7 @@ def with_evaluation_schedule(get_forward_backward_func: Function) -> Function:
     def wrapper(*positional: Any, **keywords: Any) -> Function:
         schedule = get_forward_backward_func(*positional, **keywords)
         run = current()
-        return schedule if run is None else _balanced(run, schedule)
+        return schedule if run is None or run.evaluation is None else _balanced(run, schedule)
 
     return wrapper
 
@@ -158,31 +151,16 @@ BRIDGE_HOOKS = (
 
 bridge_installation: Installation[BridgeSettings] = Installation("Megatron-Bridge")
 
-_built: tuple[Any, LoopState, BalancedForwardBackward | None] | None = None
-"""Bridge's state, the steps that were counted for it, and the run that was built."""
-
-
-class _BuiltRun:
-    """The run as an entry of an `Installation`, which removes it."""
-
-    def undo(self) -> None:
-        global _built
-        _built = None
-        close_all()
-
 
 def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:
     """The balanced run of Bridge's state, built on the first call; every rank of the world calls it."""
-    global _built
-    if _built is None or _built[0] is not state:
-        loop = LoopState(num_steps=state.cfg.train.train_iters, exit_interval=state.cfg.train.exit_interval)
-        _built = state, loop, _run_of_config(state.cfg, model=model, state=loop)
-    _, loop, run = _built
-    loop.num_done = state.train_state.step
+    run = run_of(state, lambda: _built(state.cfg, model=model))
+    if run is not None:
+        run.state.num_done = state.train_state.step
     return run
 
 
-def _run_of_config(config: Any, *, model: Any, state: LoopState) -> BalancedForwardBackward | None:
+def _built(config: Any, *, model: Any) -> BalancedForwardBackward | None:
     settings = bridge_installation.settings
     assert settings is not None, "the hooks are installed"
     if config.dist.use_decentralized_pg:
@@ -190,21 +168,19 @@ def _run_of_config(config: Any, *, model: Any, state: LoopState) -> BalancedForw
             "dist.use_decentralized_pg is set: process groups are then not those of megatron.core's parallel state, "
             "from which the layout is read; unset it, or train without install_bridge()."
         )
-    by_batch = config.dataset.dataloader_type == "batch"
-    timeout = timedelta(minutes=config.dist.distributed_timeout_minutes)
-    options, read = settings_of_loop(
-        # Each step has an iterator of its own then, which ends with it.
-        [*(["--no-balance-overlap"] if by_batch else []), *settings.flags],
-        model=model,
-        max_tokens_per_gpu=settings.max_tokens_per_gpu,
+    # From a loader of whole batches each step has an iterator of its own, which ends with it.
+    no_overlap = ["--no-balance-overlap"] if config.dataset.dataloader_type == "batch" else []
+    return run_of_model(
+        model,
+        flags=[*no_overlap, "--max-tokens-per-gpu", str(settings.max_tokens_per_gpu), *settings.flags],
         cost=settings.cost,
-        num_steps=config.train.train_iters,
-        log_interval=config.logger.log_interval,
-        timeout=timeout,
+        state=LoopState(num_steps=config.train.train_iters, exit_interval=config.train.exit_interval),
         eval_iters=config.validation.eval_iters or 0,
         lora_rank=getattr(config.peft, "dim", 0),
+        train_iters=config.train.train_iters,
+        log_interval=config.logger.log_interval,
+        distributed_timeout_minutes=config.dist.distributed_timeout_minutes,
     )
-    return build_run(options, read=read, timeout=timeout, state=state)
 
 
 def _check_loader(data_iterator: Any) -> None:
@@ -218,18 +194,15 @@ def _check_loader(data_iterator: Any) -> None:
 
 def _balanced(run: BalancedForwardBackward, schedule: Callable[..., Any]) -> Callable[..., Any]:
     """The schedule, over balanced micro-batches with the keys that Bridge's forward step reads."""
+    with_keys = functools.partial(map, with_attention_keys)
 
     @functools.wraps(schedule)
     def on_packs(**arguments: Any) -> Any:
         iterators = arguments["data_iterator"]
-        packs = [_with_keys(one) for one in iterators] if isinstance(iterators, list) else _with_keys(iterators)
+        packs = [with_keys(one) for one in iterators] if isinstance(iterators, list) else with_keys(iterators)
         return schedule(**arguments | {"data_iterator": packs})
 
     return functools.partial(run, on_packs)
-
-
-def _with_keys(packs: Iterator[Any]) -> Iterator[Any]:
-    return map(with_attention_keys, packs)
 
 
 def _version() -> str:
@@ -238,7 +211,5 @@ def _version() -> str:
         from megatron.bridge.package_info import __version__
     except ModuleNotFoundError as error:
         raise BalanceError("megatron-bridge is not installed: pip install megatron-bridge.") from error
-    if os.environ.get(ANY_VERSION) == "1":
-        return __version__
-    remedy = f"install megatron-bridge=={SUPPORTED_VERSIONS[-1]}.*, or set {ANY_VERSION}=1 to try this one"
-    return check_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)
+    remedy = f"install megatron-bridge=={SUPPORTED_VERSIONS[-1]}.*"
+    return tested_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)

@@ -141,7 +141,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
             costs_of_args(args)
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
-    yield from broken or [Finding(True, f"{policy_of(args)}: these flags go together")]
+    yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]
 
 
 def _unknown(unknown: Sequence[str], *, known: Sequence[str]) -> Iterator[Finding]:

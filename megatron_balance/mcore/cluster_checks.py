@@ -28,8 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.checks import Finding
+from megatron_balance.mcore.run import PACKAGES
 from megatron_balance.mcore.setup.flags import parse_command_line
-from megatron_balance.mcore.setup.start import PACKAGES
 from megatron_balance.runtime.comm import named_ranks
 from megatron_balance.runtime.process import local_world_size
 from megatron_balance.runtime.start import Meeting, differences, gather_texts

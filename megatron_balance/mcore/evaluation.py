@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.state import LoopState
+from megatron_balance.mcore.setup.training_loop import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.topology import Limits
@@ -51,7 +51,7 @@ class BalancedEvaluation:
         """Balance the forward-only steps in this context, Megatron's `evaluate` of so many iterations."""
         self._steps_left = num_steps
         try:
-            with self._state.sft_as(False):
+            with self._state.with_args(sft=False):
                 yield
         finally:
             self._steps_left = 0

@@ -21,8 +21,7 @@ from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.evaluation import BalancedEvaluation
 from megatron_balance.mcore.model_keywords import RouterPadding, called_with_packs, packed_params_of
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
-from megatron_balance.mcore.setup.run_log import RunLog
-from megatron_balance.mcore.setup.state import LoopState
+from megatron_balance.mcore.setup.training_loop import LoopState, RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch
@@ -59,23 +58,22 @@ class BalancedForwardBackward:
         self._router_padding = router_padding
         self._loads_data = loads_data
         self._overlap = overlap
-        self._state = state
-        self._sft = state.is_sft
+        self.state = state
         self._log = log
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
         """Run one step of Megatron's schedule, with what `train_step` or `evaluate` passes it, all by keyword."""
-        with annotate_peer_loss(f"iteration {self._state.iteration}"):
+        with annotate_peer_loss(f"iteration {self.state.iteration}"):
             if not arguments.get("forward_only"):
                 return self._step(schedule, **arguments)
             if self.evaluation is None or not self.evaluation.balances(arguments):
                 return schedule(**arguments)
-            with self._state.sft_as(self._sft):
+            with self.state.with_args(sft=self.state.is_sft):
                 return self._evaluation_step(schedule, self.evaluation, **arguments)
 
     def _step(self, schedule: Schedule, **arguments: Any) -> Any:
         source, number = self._source(arguments), arguments["num_microbatches"]
-        with with_step_context(f"iteration {self._state.iteration}"):
+        with with_step_context(f"iteration {self.state.iteration}"):
             step = self.prefetcher.balance(source, num_microbatches=number)
         if num_left := self.prefetcher.num_left:
             self._log.warn_once(
@@ -88,9 +86,9 @@ class BalancedForwardBackward:
         if step.schedule is not None:
             self._log.warn_of_oversized(step.schedule)
         if self.observer is not None:
-            self.observer.begin(step, iteration=self._state.iteration)
-        if self._overlap and self._state.has_next_step:
-            self.prefetcher.prepare(source, num_microbatches=number, name=f"iteration {self._state.iteration + 1}")
+            self.observer.begin(step, iteration=self.state.iteration)
+        if self._overlap and self.state.has_next_step:
+            self.prefetcher.prepare(source, num_microbatches=number, name=f"iteration {self.state.iteration + 1}")
         try:
             return self._run(schedule, step, arguments, observer=self.observer)
         finally:
@@ -98,7 +96,7 @@ class BalancedForwardBackward:
                 self.observer.end()
 
     def _evaluation_step(self, schedule: Schedule, evaluation: BalancedEvaluation, **arguments: Any) -> Any:
-        name = f"evaluation after iteration {self._state.iteration}"
+        name = f"evaluation after iteration {self.state.iteration}"
         with with_step_context(name):
             source, number = self._source(arguments), arguments["num_microbatches"]
             step = evaluation.step(source, num_microbatches=number, overlap=self._overlap, name=name)
@@ -143,8 +141,8 @@ class BalancedForwardBackward:
     def logged(self) -> None:
         """Called after Megatron has logged a step."""
         if self.observer is not None:
-            with with_step_context(f"iteration {self._state.iteration}"):
-                self.observer.logged(self._state.iteration)
+            with with_step_context(f"iteration {self.state.iteration}"):
+                self.observer.logged(self.state.iteration)
 
     def _forward_step(
         self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
@@ -164,7 +162,9 @@ class BalancedForwardBackward:
             if self.context is not None:
                 run = functools.partial(self.context.forward_step, forward_step_func, size=cp_size)
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self._state.microbatch_of(slots.num_tokens[slot], cp_size=cp_size))
+                # Tensor-parallel ranks allocate receive buffers by these, and MoE layers view activations by them.
+                shape = {"seq_length": slots.num_tokens[slot], "micro_batch_size": 1, "context_parallel_size": cp_size}
+                stack.enter_context(self.state.with_args(**shape))
                 if padding is not None:
                     stack.enter_context(padding.given(masks[slot], model=model))
                 if starts:

@@ -12,14 +12,15 @@ TransformerLayer.forward, MambaMixer.forward and others), and call Megatron's ow
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import Installation
+from megatron_balance.hooking.installation import Installation, check_version
 from megatron_balance.hooking.patches import Hook
 from megatron_balance.hooking.patches import install as install_hooks
 from megatron_balance.mcore import wrappers
-from megatron_balance.mcore.current_run import CurrentRun, current
 from megatron_balance.mcore.packing_scheduler import register, replace_dynamic_scheduler
+from megatron_balance.mcore.run import CurrentRun, current
 from megatron_balance.mcore.wrappers import building, while_balancing
 
 __all__ = ["HOOKS", "SUPPORTED_VERSIONS", "current", "hooks_of", "install", "installation", "supported_version"]
@@ -210,22 +211,19 @@ def supported_version() -> str:
     Raises:
         BalanceError: there is none, or it is not one of SUPPORTED_VERSIONS and ANY_VERSION is not set.
     """
-    version = _megatron_version()
-    supported = version.startswith(tuple(f"{release}." for release in SUPPORTED_VERSIONS))
-    if not supported and os.environ.get(ANY_VERSION) != "1":
-        raise BalanceError(
-            f"megatron-core is {version}; megatron_balance is tested on {', '.join(SUPPORTED_VERSIONS)}: install "
-            f"megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*, or set {ANY_VERSION}=1 "
-            "to try this one."
-        )
-    return version
-
-
-def _megatron_version() -> str:
     try:
         from megatron.core.package_info import __version__
     except ModuleNotFoundError as error:
         raise BalanceError(
             "megatron-core is not installed: pip install 'megatron-balance[megatron]' or set PYTHONPATH to it."
         ) from error
-    return __version__
+    remedy = f"install megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*"
+    return tested_version(__version__, system="megatron-core", supported=SUPPORTED_VERSIONS, remedy=remedy)
+
+
+def tested_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:
+    """The version, if the tests run on it or ANY_VERSION is set; arguments and errors as for `check_version`."""
+    if os.environ.get(ANY_VERSION) == "1":
+        return version
+    remedy = f"{remedy}, or set {ANY_VERSION}=1 to try this one"
+    return check_version(version, system=system, supported=supported, remedy=remedy)

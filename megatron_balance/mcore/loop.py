@@ -3,21 +3,25 @@
     forward_backward = balanced_schedule(get_forward_backward_func(), model=model, max_tokens_per_gpu=8192)
 
 The loop calls it as it calls Megatron's schedule, with its own data iterator. Nothing of `megatron.training` is needed.
+Rules ask for Megatron's options by name: a TransformerConfig has many of them under the same names, and the others
+follow from the modules and the parallel state.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.mcore.build_run import build_run
-from megatron_balance.mcore.current_run import serving
+from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import core_installation, install_core
-from megatron_balance.mcore.setup.loop_settings import settings_of_loop
-from megatron_balance.mcore.setup.state import LoopState
+from megatron_balance.mcore.run import build_run, serving
+from megatron_balance.mcore.setup.flags import fill_in, parse_balance_flags
+from megatron_balance.mcore.setup.training_loop import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import close_all
@@ -25,6 +29,10 @@ from megatron_balance.runtime.process import close_all
 Schedule = Callable[..., Any]
 
 TIMEOUT = timedelta(minutes=10)
+
+_OWN_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-by-flops")
+
+_FSDP = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
 
 
 def balanced_schedule(
@@ -64,36 +72,26 @@ def balanced_schedule(
         BalanceError: on every rank: a setting that balancing does not go with, or ranks that differ.
     """
     install_core()
-    options, read = settings_of_loop(
-        flags,
-        model=model,
-        max_tokens_per_gpu=max_tokens_per_gpu,
-        cost=cost,
-        num_steps=num_steps,
-        log_interval=log_interval,
-        timeout=timeout,
-    )
     state = LoopState(num_steps=num_steps)
-    run = build_run(options, read=read, timeout=timeout, state=state)
+    run = run_of_model(
+        model,
+        flags=["--max-tokens-per-gpu", str(max_tokens_per_gpu), *flags],
+        cost=cost,
+        state=state,
+        train_iters=num_steps,
+        log_interval=log_interval,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),
+    )
     if run is None:
         return forward_backward_func
-    return BalancedSchedule(forward_backward_func, run=run, state=state, logs=bool(log_interval))
+    return BalancedSchedule(forward_backward_func, run=run, logs=bool(log_interval))
 
 
 class BalancedSchedule:
-    """Megatron's schedule with balanced micro-batches; `balanced_schedule` makes it.
+    """Megatron's schedule with balanced micro-batches; `balanced_schedule` makes it."""
 
-    Args:
-        schedule: Megatron's.
-        run: balances.
-        state: where its steps are counted.
-        logs: print the figures of balancing.
-    """
-
-    def __init__(self, schedule: Schedule, *, run: BalancedForwardBackward, state: LoopState, logs: bool) -> None:
-        self._schedule = schedule
-        self._run = run
-        self._state, self._logs = state, logs
+    def __init__(self, schedule: Schedule, *, run: BalancedForwardBackward, logs: bool) -> None:
+        self._schedule, self._run, self._logs = schedule, run, logs
 
     @property
     def last_step(self) -> BalancedStep | None:
@@ -115,5 +113,103 @@ class BalancedSchedule:
             if not arguments.get("forward_only"):
                 if self._logs:
                     self._run.logged()
-                self._state.num_done += 1
+                self._run.state.num_done += 1
         return result
+
+
+def run_of_model(
+    model: Any,
+    *,
+    flags: Sequence[str],
+    cost: CostModel | ModelShape | None,
+    state: LoopState,
+    eval_iters: int = 0,
+    lora_rank: int = 0,
+    **known: Any,
+) -> BalancedForwardBackward | None:
+    """The balanced run of a loop that parses no Megatron arguments, or None where it stays stock.
+
+    Args:
+        model: as for `balanced_schedule`, as is `cost`.
+        flags: balance flags.
+        state: of the loop.
+        eval_iters: steps of an evaluation; with none, forward-only calls stay Megatron's own.
+        lora_rank: of adapters, above 0 where the base weights are frozen.
+        known: further options by Megatron's names.
+
+    Raises:
+        BalanceError: a flag is wrong or has no meaning here; the model's FLOPs or parallel state are not known.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config, unwrap_model
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise BalanceError(
+            "Megatron's parallel state is not initialized: call parallel_state.initialize_model_parallel() first."
+        )
+    chunks = model if isinstance(model, list) else [model]
+    config, inner = get_model_config(chunks[0]), unwrap_model(chunks[0])
+    parsed = parse_balance_flags([*_OWN_FLAGS, *flags])
+    if parsed.balance_evaluation and not eval_iters:
+        raise BalanceError(
+            "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
+            "drop it, or train with megatron.training."
+        )
+    if hasattr(inner, "language_model"):
+        raise BalanceError(
+            f"{type(inner).__name__} has an encoder beside its language model, and this package packs no images into "
+            "its forward step: train it without balancing."
+        )
+    vocab_size = getattr(inner, "vocab_size", None)
+    if parsed.balance_by_flops and cost is None and vocab_size is None:
+        raise BalanceError(
+            f"{type(inner).__name__} has no vocab_size, so that its FLOPs are not known: give cost (a ModelShape or a "
+            "CostModel), or the flag --no-balance-by-flops."
+        )
+    kinds = ("data", "context", "tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+    options = ChainMap(
+        vars(parsed),
+        {  # A configuration may leave sizes at 1: layers ask the parallel state.
+            f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in kinds
+        },
+        {
+            "virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None,
+            "num_experts": config.num_moe_experts or 0,
+            "create_attention_mask_in_dataloader": False,  # dev's configuration sets it
+            "eval_iters": eval_iters,
+            **known,
+        },
+        _of_modules(chunks[0], inner=inner),
+        vars(config),
+    )
+    fill_in(parsed, options=options)
+
+    def shape() -> ModelShape:
+        if isinstance(cost, ModelShape):
+            return cost
+        pattern = getattr(inner, "hybrid_layer_pattern", None) or getattr(inner, "hybrid_override_pattern", None)
+        read = ModelShape.from_transformer_config(
+            config, padded_vocab_size=vocab_size or 0, hybrid_layer_pattern=pattern or ""
+        )
+        return replace(read, lora_rank=lora_rank)
+
+    given = cost if isinstance(cost, CostModel) else None
+    return build_run(options, shape=shape, cost=given, state=state, on_every_tensor_rank=True)
+
+
+def _of_modules(chunk: Any, *, inner: Any) -> dict[str, Any]:
+    """Options that follow from the modules, as flags of Megatron's scripts would set them."""
+    of_data_parallelism = getattr(chunk, "ddp_config", None)
+    kinds = [type(module) for module in inner.modules()]
+    engine = any("transformer_engine" in kind.__module__ for kind in kinds)
+    stock_attention = any(kind.__name__ == "DotProductAttention" for kind in kinds)
+    sharded = type(chunk).__name__ in _FSDP
+    return {
+        "transformer_impl": "transformer_engine" if engine else "local",
+        # Megatron's local attention takes no packed sequences; another one comes from a spec of the loop's own.
+        "spec": None if stock_attention and not engine else "the model's",
+        "use_megatron_fsdp": sharded and bool(getattr(of_data_parallelism, "use_megatron_fsdp", True)),
+        "use_torch_fsdp2": type(chunk).__name__ == _FSDP[1],
+        "position_embedding_type": getattr(inner, "position_embedding_type", None),
+        "seq_length": getattr(inner, "max_sequence_length", 0),
+    }

@@ -27,7 +27,7 @@ from typing import Any
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.rank_lists import plan_rank_lists
-from megatron_balance.mcore.setup.settings import costs_of_args, topology_of_args
+from megatron_balance.mcore.setup.settings import costs_of_args, topology_of
 from megatron_balance.planner import build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
@@ -129,7 +129,7 @@ def _groups_of_one_size(
     cost_model = CostModel.tokens()
     if args is not None:
         ranks = replace(topology, ep_size=args.expert_model_parallel_size)
-        cost_model = costs_of_args(args, topology=ranks, by_flops=True).cost_model
+        cost_model = costs_of_args(args, topology=ranks, balance_by_flops=True).model
     schedule = build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=limits)
     slots = [[list(slot) for slot in slots] for slots in schedule.ranks]
     _fill_empty(slots, costs=[cost_model(length) for length in lengths])
@@ -239,5 +239,5 @@ def _dynamic_cost_model() -> CostModel | None:
     args = _megatron_args()
     if not getattr(args, "balance_data", False):
         return None
-    topology = replace(topology_of_args(args), dynamic_cp=True)
-    return costs_of_args(args, topology=topology, by_flops=True).cost_model
+    topology = replace(topology_of(vars(args)), dynamic_cp=True)
+    return costs_of_args(args, topology=topology, balance_by_flops=True).model

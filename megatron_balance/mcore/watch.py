@@ -40,8 +40,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_balance.mcore.setup.layout import Layout
-from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.mcore.setup.training_loop import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import Figures, log_line, mean_figures
 from megatron_balance.mcore.step.planner import StepPlanner
@@ -229,12 +229,13 @@ class Watch:
         self._seconds = SecondsWriter(folder, dp_rank=part, resume=settings.resumes)
         if not self._prints:
             return
-        rate = {} if settings.attention_rate is None else {"attention_rate": settings.attention_rate}
+        costs = settings.costs
+        rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
         info = RunInfo(
             topology=settings.topology,
             limits=settings.limits,
-            cost_model=settings.cost_model,
-            cost_name=settings.cost_name,
+            cost_model=costs.model,
+            cost_name=costs.name,
             objective=resolve_objective(settings.objective, topology=settings.topology),
             policy=settings.policy,
             origin=environment(device_kind()) | rate,

@@ -16,8 +16,8 @@ import torch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking.patches import Function
-from megatron_balance.mcore.current_run import current, run_of_process
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
+from megatron_balance.mcore.run import current, run_of_megatron
 from megatron_balance.mcore.setup.flags import add_balance_args, refuse
 
 
@@ -178,4 +178,4 @@ def get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any 
 
 def building(replacement: Function) -> Callable[[Function], Function]:
     """`while_balancing`, by the run of this process, which every rank of the world builds here where there is none."""
-    return while_balancing(replacement, run=run_of_process)
+    return while_balancing(replacement, run=run_of_megatron)

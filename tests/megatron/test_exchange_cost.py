@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 def part_of_linear(args: Any, *, world_size: int) -> float:
     """The cost of a token's exchange over its linear cost."""
     args.world_size, args.padded_vocab_size = world_size, SHAPE.padded_vocab_size
-    model = costs_of_args(args).cost_model
+    model = costs_of_args(args).model
     return model.cp_exchange / model.linear
 
 

@@ -16,6 +16,7 @@ from megatron_balance.mcore.options.rules import BALANCE_FLAGS, CAUTIONS, DYNAMI
 
 __all__ = [
     "RULES",
+    "Options",
     "Rule",
     "cautions",
     "dynamic_cp_problem",

@@ -31,12 +31,12 @@ Megatron's experts pad their own tokens. Only where the routing is padded instea
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.options import Options
 from megatron_balance.topology import Limits, Topology
 
 DUMMY_TOKENS = 128
@@ -49,19 +49,16 @@ FUSED_EXPERT_TOKENS = 256
 """Megatron's grouped GEMMs of fused operations take experts of a multiple of this many tokens."""
 
 
-def token_alignment(settings: Any) -> int:
+def token_alignment(options: Options) -> int:
     """The alignment of a run, for `Topology.token_alignment`; 1 without FP8 and FP4.
-
-    Args:
-        settings: Megatron's arguments, or a TransformerConfig: they share these names.
 
     Raises:
         BalanceError: a recipe that is not known here, so that its kernels might refuse the packed sizes.
     """
-    precision = next((name for name in ("fp8", "fp4") if getattr(settings, name, None)), None)
+    precision = next((name for name in ("fp8", "fp4") if options.get(name)), None)
     if precision is None:
         return 1
-    recipe = getattr(settings, f"{precision}_recipe")
+    recipe = options[f"{precision}_recipe"]
     name = str(getattr(recipe, "value", recipe))
     if name not in RECIPE_TOKENS:
         raise BalanceError(
@@ -69,14 +66,11 @@ def token_alignment(settings: Any) -> int:
             f"one of {', '.join(RECIPE_TOKENS)}, or train without balancing."
         )
     tokens = RECIPE_TOKENS[name]
-    pads_routing = _is_set(settings, "moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-    if pads_routing and _is_set(settings, "use_transformer_engine_op_fuser", "moe_use_grouped_tensor"):
+    pads_routing = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    fuses = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
+    if all(any(map(options.get, names)) for names in (pads_routing, fuses)):
         return math.lcm(tokens, FUSED_EXPERT_TOKENS)
     return tokens
-
-
-def _is_set(settings: Any, *names: str) -> bool:
-    return any(bool(getattr(settings, name, False)) for name in names)
 
 
 def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import megatron_balance
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.run_log import RunLog
 from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.mcore.setup.training_loop import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import figures_of
 from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
@@ -76,7 +76,7 @@ class StepPlanner:
         self.settings = settings
         self.topology = topology = settings.topology
         self.limits = settings.limits
-        self.cost_model = cost_model = settings.cost_model
+        self.cost_model = cost_model = settings.costs.model
         self.dp_rank = dp_rank if dp_group is None else dp_group.rank()
         self.cp_rank = cp_rank
         # From pinned memory transfers to a GPU are asynchronous.
@@ -90,7 +90,7 @@ class StepPlanner:
         self._ranks_per_node = None if topology.dynamic_cp else ranks_per_node
         # Plans with dynamic context-parallel sizes take no images.
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
-        self._patch_values = settings.patch_values if counts_images else None
+        self._patch_values = settings.costs.patch_values if counts_images else None
         self._buffers = HostBuffers()
         self._plans = PlanProcess(timeout=settings.timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS

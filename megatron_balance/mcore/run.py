@@ -1,0 +1,210 @@
+"""Builds the balanced run of this process, once all ranks agree on it, and keeps it for the hooks.
+
+Ranks agree before any of them makes a process group (`runtime/start.py`). Ranks of a stock run take part too: a rank
+cannot know that others balance.
+
+Invariants: an error in the flags or files of one rank is raised on every rank of the world; every rank makes the same
+groups in the same order, those of other ranks among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import torch.distributed as dist
+
+import megatron_balance
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect, make_context_groups
+from megatron_balance.mcore.evaluation import BalancedEvaluation
+from megatron_balance.mcore.forward_backward import BalancedForwardBackward
+from megatron_balance.mcore.model_keywords import RouterPadding
+from megatron_balance.mcore.options import Options, nothing_balances, stock_notice, why_stock
+from megatron_balance.mcore.setup.flags import refuse
+from megatron_balance.mcore.setup.layout import Layout, meeting_of_world, problem_of_bound_device
+from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
+from megatron_balance.mcore.setup.training_loop import LoopState, RunLog
+from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.mcore.watch import Watch
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.process import close_all
+from megatron_balance.runtime.start import agree
+
+PACKAGES = ("megatron-core", "torch", "numpy")
+"""Packages whose other versions might plan or compute differently."""
+
+OUR_FLAGS = ("balance", "use_dynamic_batch_size", "max_tokens_per_gpu")
+"""Beginnings of their names."""
+
+MEGATRON_SETTINGS = (
+    *("train_iters", "global_batch_size", "rampup_batch_size", "micro_batch_size", "seq_length", "seed"),
+    *("eval_global_batch_size", "eval_micro_batch_size", "full_validation", "multiple_validation_sets", "sft"),
+    *("dataloader_type", "log_interval", "iteration", "consumed_train_samples"),
+)
+"""Megatron's options that decide when ranks of this package meet, and on which samples."""
+
+_built: tuple[Any, BalancedForwardBackward | None] | None = None
+"""What the run was built for and the run; kept, since evaluation asks for a schedule repeatedly."""
+
+
+def current() -> BalancedForwardBackward | None:
+    """The balanced run, once its first step has begun; None in a stock run."""
+    return None if _built is None else _built[1]
+
+
+def run_of(owner: Any, build: Callable[[], BalancedForwardBackward | None]) -> BalancedForwardBackward | None:
+    """The balanced run of a training, built on its first call; every rank of the world calls it."""
+    global _built
+    if _built is None or _built[0] is not owner:
+        _built = owner, build()
+    return _built[1]
+
+
+def run_of_megatron() -> BalancedForwardBackward | None:
+    """The balanced run of Megatron's loop; None where it stays stock, or a script parses no Megatron arguments."""
+    from megatron.training import get_args
+
+    args: Any = get_args()
+
+    def build() -> BalancedForwardBackward | None:
+        if not hasattr(args, "balance_data"):
+            return None
+        state = LoopState(num_steps=args.train_iters, exit_interval=getattr(args, "exit_interval", None), args=args)
+        return build_run(vars(args), shape=lambda: ModelShape.from_megatron_args(args), state=state)
+
+    return run_of(args, build)
+
+
+@contextlib.contextmanager
+def serving(run: BalancedForwardBackward) -> Iterator[None]:
+    """Have hooks act for this run in this context, in place of the one that was built last."""
+    global _built
+    outer, _built = _built, (None, run)
+    try:
+        yield
+    finally:
+        _built = outer
+
+
+class CurrentRun:
+    """The run as an entry of an `Installation`, which removes it."""
+
+    def undo(self) -> None:
+        """Forget the run, and end its threads, processes and groups."""
+        global _built
+        _built = None
+        close_all()
+
+
+def build_run(
+    options: Options,
+    *,
+    shape: Callable[[], ModelShape],
+    state: LoopState,
+    cost: CostModel | None = None,
+    on_every_tensor_rank: bool = False,
+) -> BalancedForwardBackward | None:
+    """The balanced run of any loop, or None where it stays stock; every rank of the world calls it.
+
+    Args:
+        options: as for `settings_of`, as are `shape` and `cost`.
+        state: of the loop.
+        on_every_tensor_rank: each rank of a tensor-parallel group may be given an iterator, not the first one alone.
+
+    Raises:
+        BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.
+    """
+    log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
+    settings = _agreed_settings(options, shape=shape, cost=cost, log=log)
+    if settings is None:
+        return None
+    topology, timeout = settings.topology, settings.timeout
+    layout = Layout.of_world(
+        timeout=timeout, on_every_stage=settings.loads_on_every_stage, on_every_tensor_rank=on_every_tensor_rank
+    )
+    planner = StepPlanner(
+        settings,
+        dp_group=layout.data_group(timeout=timeout),
+        dp_rank=layout.own.dp,
+        cp_rank=layout.own.cp,
+        ranks_per_node=layout.ranks_per_node,
+    )
+    prefetcher = StepPrefetcher(
+        planner,
+        replica=layout.replica(timeout=timeout),
+        reads_starts=not layout.loads_data and (on_every_tensor_rank or layout.is_first_of_tensor_group),
+    )
+    context = evaluation = None
+    if topology.dynamic_cp:
+        sizes, for_routers = topology.dynamic_cp_sizes, settings.counts_router_tokens
+        groups = make_context_groups(sizes, layout=layout, timeout=timeout, for_routers=for_routers)
+        if taken := connect(groups):
+            log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
+        context = MicrobatchContext(groups)
+    if settings.eval_limits is not None:
+        evaluation = BalancedEvaluation(prefetcher, limits=settings.eval_limits, state=state)
+    return BalancedForwardBackward(
+        prefetcher,
+        state=state,
+        loads_data=layout.loads_data,
+        overlap=settings.overlap,
+        log=log,
+        observer=Watch(settings, layout=layout, planner=planner, log=log) if layout.loads_data else None,
+        router_padding=RouterPadding.of_this_rank(topology) if settings.counts_router_tokens else None,
+        context=context,
+        unpads=settings.unpad is not None,
+        evaluation=evaluation,
+    )
+
+
+def _agreed_settings(
+    options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None, log: RunLog
+) -> Settings | None:
+    """The settings of the run, or None where it stays stock; arguments and errors as for `build_run`."""
+    settings: Settings | None = None
+    reason = problem = None
+    try:
+        refuse(options)
+        reason = why_stock(options)
+        if reason is None and not nothing_balances(options):
+            problem = problem_of_bound_device()
+            settings = settings_of(options, shape=shape, cost=cost) if problem is None else None
+    except BalanceError as error:
+        problem = str(error)
+    meeting = meeting_of_world(timeout=timeout_of(options))
+    if meeting is not None:
+        # A stock run sends only that it is stock.
+        said = {"balancing": f"off ({reason or 'no balance flag'})"}
+        if settings is not None:
+            said = _compared(settings, options=options)
+        agree(said, meeting=meeting, topic="balance flags and versions", problem=problem)
+    if problem is not None:
+        raise BalanceError(problem)
+    if reason is not None:
+        log.warn_once(stock_notice(options, reason=reason))
+    if settings is not None:
+        for line in settings.says:
+            log.say(line)
+        for line in settings.warns:
+            log.warn_once(line)
+    return settings
+
+
+def _compared(settings: Settings, *, options: Options) -> dict[str, str]:
+    """Everything that must be equal on all ranks, by name."""
+    said = {"balancing": "on", "version of megatron_balance": megatron_balance.__version__}
+    # After the + of its version Megatron puts the commit of the repository that it was started in.
+    said |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}
+    said |= {name: str(value) for name, value in options.items() if name.startswith(OUR_FLAGS)}
+    # Ranks may name files differently; what costs say is in the cost model.
+    said |= {name: "off" if options[name] is None else "on" for name in ("balance_record", "balance_cost")}
+    said |= {name: str(options.get(name)) for name in MEGATRON_SETTINGS}
+    said["balanced evaluation"] = str(settings.eval_limits is not None)
+    said |= {"topology": str(settings.topology), "cost model": str(settings.costs.model)}
+    said["data on every pipeline stage"] = str(settings.loads_on_every_stage)
+    return said
