@@ -25,7 +25,7 @@ from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.cost.profiles import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
-from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.planner import Problem
 from megatron_balance.record import RunRecord, StepRecord, is_record, line_of, read_record, text_of
 from megatron_balance.record.step import dealt

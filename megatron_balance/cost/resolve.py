@@ -9,36 +9,20 @@ from typing import Any
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.presets import PRESETS
+from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.model.shape import ModelShape
 
 Model = ModelShape | Mapping[str, Any] | str | Path
 """A shape, the content of a Hugging Face config.json, its path or its folder's, or the name of a preset."""
 
 
-def find_shape(model: Model, *, named_by: str = "the model (--model)") -> ModelShape:
-    """The shape of a model, from a preset's name or a `config.json`.
-
-    Args:
-        model: its name, its configuration, or the shape itself.
-        named_by: the flag, for messages.
-
-    Raises:
-        BalanceError: there is no such preset and no such file, or the file is not understood.
-    """
+def find_shape(model: Model) -> ModelShape:
+    """The shape of a model, from a preset's name or a `config.json`."""
     if isinstance(model, ModelShape):
         return model
-    if isinstance(model, Mapping):
+    if isinstance(model, Mapping) or Path(model).suffix == ".json" or Path(model).is_dir():
         return ModelShape.from_hf_config(model)
-    path = Path(model)
-    if path.suffix == ".json" or path.is_dir():
-        return ModelShape.from_hf_config(path)
-    if str(model).lower() in {preset.lower() for preset in PRESETS}:
-        return ModelShape.preset(str(model))
-    raise BalanceError(
-        f"{named_by} is {str(model)!r}: it must be the path of a Hugging Face config.json, or one of "
-        f"{', '.join(PRESETS)}."
-    )
+    return ModelShape.preset(str(model))
 
 
 def resolve_cost(

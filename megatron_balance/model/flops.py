@@ -3,30 +3,65 @@
 A multiply and an add are two FLOPs, so a token through an `m x n` matrix is `2mn`. Attention is causal:
 half of the score matrix is never computed, which cancels that factor of two and leaves `n_heads*dim*L²`
 for each of QKᵀ and PV. Norms, rotary embeddings, activations, softmax, sinks and biases are not counted.
+docs/cost-model.md has the formulas and their sources; tests/megatron/test_flops_oracle.py pins where Megatron's own
+`num_floating_point_operations` agrees and where it does not.
 
-Everything is a Python integer, so that ranks agree bit for bit and no length overflows. Symbols in the
-docstrings: h hidden_size, n num_attention_heads, g num_query_groups, d kv_channels, V padded_vocab_size,
-e 3 with a gated unit, else 2 (GEMMs of an MLP).
-
-Independent checks: Megatron's own `num_floating_point_operations` (megatron/training/training.py, 0.19), here
-"Megatron", and torch's FlopCounterMode on Megatron's modules; the tests pin where they agree.
+Everything is a Python integer, so that ranks agree bit for bit and no length overflows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.layers import Layer
 from megatron_balance.model.vision import image_flops
 
 if TYPE_CHECKING:  # ModelShape counts its weights
     from megatron_balance.model.shape import ModelShape
 
+Mixer = Literal["attention", "mla", "dsa", "dsa_shared", "gated_delta_net", "mamba"]
+Mlp = Literal["dense", "moe"]
 Gemm = tuple[int, int]
 """Width in and out of a weight matrix."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        mixer: what mixes tokens; None in a hybrid model's MLP layer. `dsa_shared` is sparse attention to the keys that
+            an earlier layer's indexer picked.
+        mlp: what follows it; None in a hybrid model's mixer layer.
+        window: tokens a query attends to, itself included; 0 where it attends to all before it, or to the keys that
+            sparse attention picks.
+    """
+
+    mixer: Mixer | None
+    mlp: Mlp | None
+    window: int = 0
+
+
+_LATENT = ("kv_lora_rank", "qk_head_dim", "v_head_dim")
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "mla": _LATENT,
+    "dsa_shared": (*_LATENT, "dsa_indexer_topk"),
+    "dsa": (*_LATENT, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    "gated_delta_net": (
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_conv_kernel_dim",
+    ),
+    "mamba": ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    "dense": ("ffn_hidden_size",),
+    "moe": ("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+}
+"""Sizes that each kind of layer requires, under their names in a ModelShape."""
 
 
 @dataclass(frozen=True)
@@ -100,26 +135,6 @@ class Work:
     quadratic: int = 0
     window: int = 0
 
-    def flops(self, shape: ModelShape) -> FlopsPolynomial:
-        """Forward FLOPs, adapters apart."""
-        return FlopsPolynomial(
-            linear=2 * _weights(self.gemms) + 2 * _weights(self.plain_gemms) + self.state,
-            expert_linear=2 * shape.moe_router_topk * _weights(self.expert_gemms),
-            quadratic=0 if self.window else self.quadratic,
-            windows=((self.window, self.quadratic),) if self.window else (),
-        )
-
-    def adapter_flops(self, shape: ModelShape) -> FlopsPolynomial:
-        """Forward FLOPs of LoRA adapters of rank r: `2r(in + out)` a token beside each matrix.
-
-        Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1.
-        """
-
-        def of(gemms: Sequence[Gemm]) -> int:
-            return 2 * shape.lora_rank * sum(map(sum, gemms))
-
-        return FlopsPolynomial(linear=of(self.gemms), expert_linear=shape.moe_router_topk * of(self.expert_gemms))
-
 
 def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patches: Iterable[int] = ()) -> int:
     """Forward FLOPs of sequences of these lengths, each attending to itself only, and of their images.
@@ -152,29 +167,6 @@ def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patc
     return total + sum(map(of_image, patches))
 
 
-def linear_coefficient(shape: ModelShape) -> float:
-    """The `coeff` of `coeff*L + L²`, the workload that slime and verl balance by.
-
-    It is the linear FLOPs over the quadratic ones, output layer, router and experts included. A window is
-    taken for long sequences, where it costs `2w` a token and nothing quadratic. verl's fixed value is 24576.
-
-    Raises:
-        BalanceError: no layer has full attention, so nothing grows with L².
-
-    Example:
-        >>> from megatron_balance import ModelShape
-        >>> round(linear_coefficient(ModelShape.preset("Qwen3-8B")))
-        51324
-    """
-    flops = fwd_flops(shape)
-    if flops.quadratic == 0:
-        raise BalanceError(
-            "ModelShape has no layer with full attention: coeff*L + L² cannot describe it, use calculate_fwd_flops."
-        )
-    linear = flops.linear + flops.expert_linear + sum(2 * window * c for window, c in flops.windows)
-    return linear / flops.quadratic
-
-
 def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
     """Forward FLOPs of the whole language model; a vision encoder's are in vision.py."""
     return sum(fwd_flops_by_part(shape).values(), FlopsPolynomial())
@@ -188,10 +180,19 @@ def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
         `mtp_projection`, `lm_head` (the output layer, once per depth more) and `adapters`, as the model has them.
     """
     parts: dict[str, FlopsPolynomial] = {}
+    topk, rank = shape.moe_router_topk, shape.lora_rank
     for part, work in _works(shape):
-        parts[part] = parts.get(part, FlopsPolynomial()) + work.flops(shape)
-        if shape.lora_rank:
-            parts["adapters"] = parts.get("adapters", FlopsPolynomial()) + work.adapter_flops(shape)
+        flops = FlopsPolynomial(
+            linear=2 * _weights((*work.gemms, *work.plain_gemms)) + work.state,
+            expert_linear=2 * topk * _weights(work.expert_gemms),
+            quadratic=0 if work.window else work.quadratic,
+            windows=((work.window, work.quadratic),) if work.window else (),
+        )
+        parts[part] = parts.get(part, FlopsPolynomial()) + flops
+        if rank:  # 2r(in + out) a token beside each matrix (Hu et al. 2021, arXiv 2106.09685, section 4.1)
+            own, of_experts = (2 * rank * sum(map(sum, gemms)) for gemms in (work.gemms, work.expert_gemms))
+            adapters = FlopsPolynomial(linear=own, expert_linear=topk * of_experts)
+            parts["adapters"] = parts.get("adapters", FlopsPolynomial()) + adapters
     return parts
 
 
@@ -218,108 +219,60 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
 def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:
     """All layers and ends of the model, by part."""
     for layer in (*shape.decoder_layers(), *shape.mtp_layers()):
-        yield from _mixer(shape, layer).items()
+        if layer.mixer is not None:
+            work = _WORK_OF[layer.mixer](shape)
+            yield layer.mixer.removesuffix("_shared"), replace(work, window=layer.window) if layer.window else work
         if layer.mlp is not None:
-            yield layer.mlp, moe(shape) if layer.mlp == "moe" else dense(shape)
-    for _ in range(shape.mtp_num_layers):
-        yield "mtp_projection", mtp_projection(shape)
-    for _ in range(1 + shape.mtp_num_layers):
-        yield "lm_head", lm_head(shape)
-
-
-def _mixer(shape: ModelShape, layer: Layer) -> dict[str, Work]:
-    if layer.mixer is None:
-        return {}
-    if layer.mixer == "attention":
-        return {"attention": attention(shape, window=layer.window)}
-    if layer.mixer == "mla":
-        return {"mla": mla(shape, window=layer.window)}
-    if layer.mixer in ("dsa", "dsa_shared"):
-        works = {"dsa": dsa(shape)}
+            yield layer.mlp, _WORK_OF[layer.mlp](shape)
         if layer.mixer == "dsa":
-            works["dsa_indexer"] = dsa_indexer(shape)
+            yield "dsa_indexer", _dsa_indexer(shape)
             if shape.dsa_indexer_loss:
-                works["dsa_target"] = dsa_target(shape)
-        return works
-    if layer.mixer == "gated_delta_net":
-        return {"gated_delta_net": gated_delta_net(shape)}
-    return {"mamba": mamba(shape)}
+                yield "dsa_target", _dsa_target(shape)
+    h = shape.hidden_size
+    for depth in range(1 + shape.mtp_num_layers):
+        if depth:  # joins hidden state and embedding
+            yield "mtp_projection", Work(plain_gemms=((2 * h, h),))
+        yield "lm_head", Work(plain_gemms=((h, shape.padded_vocab_size),))
 
 
-def attention(shape: ModelShape, *, window: int = 0) -> Work:
-    """Grouped-query attention: `L*(2h(nd(1+gate) + 2gd) + 2ndh)` for Q, K, V, gate and output, core `2nd*L²`.
-
-    Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix, with g key heads and a causal mask.
-    Deviation from Megatron: a window's core is `2nd*causal_pairs(L, w)`, which it counts as full; in a hybrid
-    model it leaves out the output gate.
-
-    Args:
-        shape: the model.
-        window: tokens a query attends to, itself included; 0 for all.
-    """
+def _attention(shape: ModelShape) -> Work:
     queries = shape.num_attention_heads * shape.kv_channels
     keys_and_values = 2 * shape.num_query_groups * shape.kv_channels
     gate = queries if shape.attention_output_gate else 0
     gemms = ((shape.hidden_size, queries + gate + keys_and_values), (queries, shape.hidden_size))
-    return Work(gemms, quadratic=2 * queries, window=window)
+    return Work(gemms, quadratic=2 * queries)
 
 
-def mla(shape: ModelShape, *, window: int = 0) -> Work:
-    """Multi-latent attention, uncompressed as it is trained.
-
-    Per token: queries `2*q_lora_rank*(h + n(qk+rope))`, or `2hn(qk+rope)` without q-LoRA; keys and values
-    `2(kv_lora_rank*(h + n(qk+v)) + h*rope)`; output `2nvh`. Core `n(qk+rope+v)*L²`.
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Deviation from Megatron: it adds `2*q_lora_rank` and
-    `2*kv_lora_rank` a token for norms; no other kind of layer counts its norms, so neither do we.
-    """
+def _mla(shape: ModelShape) -> Work:
+    """Multi-latent attention, uncompressed as it is trained."""
     h, n = shape.hidden_size, shape.num_attention_heads
     qk, values = shape.qk_head_dim + shape.qk_pos_emb_head_dim, shape.v_head_dim
     queries = [(h, shape.q_lora_rank), (shape.q_lora_rank, n * qk)] if shape.q_lora_rank else [(h, n * qk)]
     down = (h, shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
     up = (shape.kv_lora_rank, n * (shape.qk_head_dim + values))
-    return Work((*queries, down, up, (n * values, h)), quadratic=n * (qk + values), window=window)
+    return Work((*queries, down, up, (n * values, h)), quadratic=n * (qk + values))
 
 
-def dsa(shape: ModelShape) -> Work:
-    """DeepSeek sparse attention: MLA that attends to the k = dsa_indexer_topk keys that an indexer picks.
-
-    It shares one latent vector among all heads, so its core is `n(2*kv_lora_rank + rope)*causal_pairs(L, k)`, wider
-    than MLA's `n(qk+rope+v)`; what it projects is MLA's. Short sequences, L <= k, cost what dense attention would.
-    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; sizes as in megatron.core's AbsorbedMLASelfAttention.
-    Deviation from Megatron: it counts full MLA.
-    """
+def _dsa(shape: ModelShape) -> Work:
+    """Sparse attention: all heads share one latent vector (megatron.core's AbsorbedMLASelfAttention)."""
     core = shape.num_attention_heads * (2 * shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
-    return Work(mla(shape).gemms, quadratic=core, window=shape.dsa_indexer_topk)
+    return Work(_mla(shape).gemms, quadratic=core, window=shape.dsa_indexer_topk)
 
 
-def dsa_indexer(shape: ModelShape) -> Work:
-    """The lightning indexer of sparse attention: it scores all keys, which is cheap but quadratic.
-
-    With H heads of D: queries `2*q_lora_rank*HD` (`2hHD` without q-LoRA), one key `2hD` and head weights `2hH` a
-    token; scores `HD*L²`. Without a loss of its own it runs forward alone (megatron.core's DSAttention: no_grad).
-    Source: as for `dsa`; sizes as in DSAIndexer. Deviation from Megatron: it counts no indexer. The weighted sum over
-    H heads, 1/D of the scores, is in neither.
-    """
+def _dsa_indexer(shape: ModelShape) -> Work:
+    """Scores of all keys (megatron.core's DSAIndexer); the weighted sum over heads, 1/D of them, is not counted."""
     h, heads, width = shape.hidden_size, shape.dsa_indexer_n_heads, shape.dsa_indexer_head_dim
     gemms = ((shape.q_lora_rank or h, heads * width), (h, width), (h, heads))
     return Work(plain_gemms=gemms, quadratic=heads * width)
 
 
-def dsa_target(shape: ModelShape) -> Work:
-    """The target of the indexer's loss: scores of the main attention for all keys, `n(kv_lora_rank + rope)*L²`."""
+def _dsa_target(shape: ModelShape) -> Work:
+    """The target of the indexer's loss: scores of the main attention for all keys."""
     return Work(quadratic=shape.num_attention_heads * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim))
 
 
-def gated_delta_net(shape: ModelShape) -> Work:
-    """Gated delta net, all linear in L.
-
-    Per token, with q = num_key_heads*dk, v = num_value_heads*dv: input projection
-    `2h(2q + 2v + 2*num_value_heads)`, convolution `2*kernel*(2q + v)`, the state's four products
-    `8*num_value_heads*dk*dv`, output `2hv`.
-    Source: Yang et al. 2024 (arXiv 2412.06464); sizes as in megatron.core.ssm.gated_delta_net. Deviation from
-    Megatron: its state is `dv²`, the same only where dk equals dv. The chunked kernel's extra products are
-    in neither.
-    """
+def _gated_delta_net(shape: ModelShape) -> Work:
+    """Sizes as in megatron.core.ssm.gated_delta_net; the chunked kernel's extra products are not counted."""
     h = shape.hidden_size
     keys = shape.linear_num_key_heads * shape.linear_key_head_dim
     values = shape.linear_num_value_heads * shape.linear_value_head_dim
@@ -329,38 +282,20 @@ def gated_delta_net(shape: ModelShape) -> Work:
     return Work((in_proj, (values, h)), state=convolution + delta_rule)
 
 
-def mamba(shape: ModelShape) -> Work:
-    """Mamba 2, all linear in L.
-
-    Per token, with i = mamba_num_heads*mamba_head_dim: input projection
-    `2h(2i + 2*groups*state + heads)`, scan `7*i*state`, output `2ih`.
-    Source: Dao and Gu 2024 (arXiv 2405.21060); the scan's 7 is Megatron's. Deviation from Megatron: it takes
-    i = 2h whatever the heads are (megatron.core.ssm.mamba_mixer does not). The convolution, under 0.1 %, is
-    in neither.
-    """
+def _mamba(shape: ModelShape) -> Work:
+    """Sizes as in megatron.core.ssm.mamba_mixer, the scan's 7 as Megatron has it; no convolution, under 0.1 %."""
     inner = shape.mamba_num_heads * shape.mamba_head_dim
     groups = 2 * shape.mamba_num_groups * shape.mamba_state_dim
     in_proj = (shape.hidden_size, 2 * inner + groups + shape.mamba_num_heads)
     return Work((in_proj, (inner, shape.hidden_size)), state=7 * inner * shape.mamba_state_dim)
 
 
-def dense(shape: ModelShape) -> Work:
-    """Dense MLP: `2*e*h*ffn_hidden_size*L`.
-
-    Source: Shazeer 2020 (arXiv 2002.05202) for the gate. Deviation from Megatron: it knows the gate of
-    `--swiglu`, not that of `--quick-geglu`.
-    """
+def _dense(shape: ModelShape) -> Work:
     return Work(_mlp(shape, shape.hidden_size, shape.ffn_hidden_size))
 
 
-def moe(shape: ModelShape) -> Work:
-    """Mixture of experts: router `2h*num_experts`, shared `2*e*h*shared`, routed `2*e*h*moe_ffn*topk` a token.
-
-    Routed experts on a latent width m cost `2*e*m*moe_ffn*topk`, and `4hm` to reach it and return. Only they
-    are shared by the expert-parallel group; router, latent projections and shared experts run where the token is.
-    Source: DeepSeekMoE (arXiv 2401.06066). Deviation from Megatron: it leaves the router out. The one-column
-    gate of Qwen's shared expert is in neither. Tokens are assumed to be routed evenly, none dropped.
-    """
+def _moe(shape: ModelShape) -> Work:
+    """Router, shared and routed experts, these on a latent width perhaps; routed evenly, no token dropped."""
     h, latent = shape.hidden_size, shape.moe_latent_size
     return Work(
         _mlp(shape, h, shape.moe_shared_expert_intermediate_size),
@@ -369,24 +304,22 @@ def moe(shape: ModelShape) -> Work:
     )
 
 
-def mtp_projection(shape: ModelShape) -> Work:
-    """Multi-token prediction, per depth: `4h²` a token joins hidden state and embedding.
-
-    Its layer and its output projection are counted with theirs. Source: DeepSeek-V3 (arXiv 2412.19437),
-    section 2.2. Deviation from Megatron: it adds `6h` a token for three norms.
-    """
-    return Work(plain_gemms=((2 * shape.hidden_size, shape.hidden_size),))
-
-
-def lm_head(shape: ModelShape) -> Work:
-    """Output projection: `2hV*L`, on the last pipeline stage only. The embedding is a look-up and costs none."""
-    return Work(plain_gemms=((shape.hidden_size, shape.padded_vocab_size),))
-
-
 def _mlp(shape: ModelShape, width: int, ffn_hidden_size: int) -> tuple[Gemm, ...]:
     if not ffn_hidden_size:
         return ()
     return (width, (1 + shape.gated_linear_unit) * ffn_hidden_size), (ffn_hidden_size, width)
+
+
+_WORK_OF: Mapping[str, Callable[[ModelShape], Work]] = {
+    "attention": _attention,
+    "mla": _mla,
+    "dsa": _dsa,
+    "dsa_shared": _dsa,
+    "gated_delta_net": _gated_delta_net,
+    "mamba": _mamba,
+    "dense": _dense,
+    "moe": _moe,
+}
 
 
 def _weights(gemms: Sequence[Gemm]) -> int:

@@ -20,13 +20,16 @@ from megatron_balance.model.vision import VisionEncoder
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
-MAX_LAYERS = 10_000
-"""Patterns have an entry a layer; no model comes near this limit."""
-
-_TABLE: dict[str, Any] = json.loads((files(__package__) / "families.json").read_text(encoding="utf-8"))
-
+_TABLE, ROWS = (
+    cast("dict[str, Any]", json.loads((files(__package__) / f"{name}.json").read_text(encoding="utf-8")))
+    for name in ("families", "presets")
+)
 FAMILIES: dict[str, Config] = {name: {} for name in _TABLE["known"]} | _TABLE["defaults"]
 """Keys that the configuration class of a known model type fills in where a published file leaves them out."""
+
+PRESETS: dict[str, Config] = {name: row["config"] for name, row in ROWS.items()}
+"""Named models: the part of each public `config.json` that FLOPs depend on. A row of presets.json also has its
+source and the published number of parameters."""
 
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -40,18 +43,10 @@ _SHARED_WIDTH = (
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
-def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
-    """Fields of a ModelShape from a Hugging Face configuration.
+def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int | None]:
+    """Keyword arguments of ModelShape, what to warn of, and the parameters of the checkpoint beside the file, if known.
 
-    Args:
-        config: its content, its path, or the path of the folder that holds `config.json`.
-
-    Returns:
-        keyword arguments of ModelShape, and what to warn of: the keys used for an unknown type, a vision tower that
-        is not counted; empty where there is nothing.
-
-    Raises:
-        BalanceError: the file cannot be read, or describes layers whose FLOPs are not known here.
+    It warns of the keys used for an unknown type and of a tower that is not counted.
     """
     whole = config if isinstance(config, Mapping) else _load(Path(config))
     text = next((whole[name] for name in ("text_config", "llm_config") if isinstance(whole.get(name), Mapping)), whole)
@@ -59,11 +54,11 @@ def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
     if not isinstance(model_type, str):
         raise BalanceError(f"model_type is {model_type!r} in the Hugging Face config: it must be a text.")
     keys = _Keys(text, model_type)
+    notes: list[str] = []
     try:
         if model_type in _TABLE["refused"]:
             raise keys.refusal(_TABLE["refused"][model_type])
         fields = _fields(keys)
-        notes: list[str] = []
         if model_type not in FAMILIES:
             notes.append(
                 f"model_type {model_type!r} is not known: the Hugging Face config was read by its keys "
@@ -80,23 +75,16 @@ def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
         raise BalanceError(
             f"the Hugging Face config of model_type {model_type!r} has a value of a wrong kind: {error}."
         ) from error
-    return fields, " ".join(notes)
+    total = None if isinstance(config, Mapping) else _num_parameters(Path(config), whole=whole)
+    return fields, " ".join(notes), total
 
 
-def total_parameters(config: Config | str | Path) -> int | None:
-    """Parameters of the checkpoint that a `config.json` lies in; None where its index does not tell.
-
-    `model.safetensors.index.json` gives bytes, which are parameters where all weights have the 16 or 32 bits of the
-    configuration's dtype.
-    """
-    if isinstance(config, Mapping):
-        return None
-    path = Path(config)
+def _num_parameters(path: Path, *, whole: Config) -> int | None:
+    """From model.safetensors.index.json: bytes, where all weights have the 16 or 32 bits of the configuration."""
     index = (path if path.is_dir() else path.parent) / "model.safetensors.index.json"
-    content = _load(path)
-    if not index.is_file() or "quantization_config" in content or "vision_config" in content:
+    if not index.is_file() or "quantization_config" in whole or "vision_config" in whole:
         return None
-    text = content.get("text_config", content)
+    text = whole.get("text_config", whole)
     width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(text.get("dtype", text.get("torch_dtype")))
     total = _load(index).get("metadata", {}).get("total_size")
     return total // width if width and isinstance(total, int) else None
@@ -198,10 +186,6 @@ def _layer_kinds(keys: _Keys) -> list[str]:
         keys.need("ssm_state_size")
         return [_SYMBOLS.get(kind, "?") for kind in blocks]
     num_layers = keys.need("num_hidden_layers")
-    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
-        raise BalanceError(
-            f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
-        )
     window = keys.get("sliding_window")
     if listed := keys.get("layer_types"):
         older = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -226,10 +210,6 @@ def _layer_kinds(keys: _Keys) -> list[str]:
         raise BalanceError(
             f"layer_types has {len(kinds)} entries in the Hugging Face config: num_hidden_layers is {num_layers}."
         )
-    return _checked_kinds(keys, kinds)
-
-
-def _checked_kinds(keys: _Keys, kinds: list[str]) -> list[str]:
     known = {"full_attention", "sliding_attention"}
     if keys.get("index_topk"):
         known.add("indexed_attention")

@@ -17,11 +17,11 @@ from __future__ import annotations
 import ast
 import operator
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.layers import NEEDED
+from megatron_balance.model.flops import NEEDED
 
 _COPIED = {
     "experts": ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_latent_size"),
@@ -32,20 +32,26 @@ _COPIED = {
 }
 """Arguments copied where the model has such layers: Megatron gives many a default in any case."""
 
+_REFUSED = (
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_block_specs",
+)
+
 
 def fields_from_megatron_args(args: object) -> dict[str, Any]:
-    """Fields of a ModelShape from a Megatron Namespace.
-
-    Args:
-        args: parsed arguments. Those a release does not know count as not given.
-
-    Returns:
-        dict: keyword arguments of ModelShape.
-
-    Raises:
-        BalanceError: a needed argument is missing, or the layers' FLOPs are not known here.
-    """
-    _refuse_unknown_layers(args)
+    """Keyword arguments of ModelShape from a Megatron Namespace; arguments that it does not have count as not given."""
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant not in (None, "gated_delta_net", "dsa"):
+        raise BalanceError(
+            f"--experimental-attention-variant is {variant!r}: the FLOPs of gated_delta_net and dsa are known; "
+            "balance by tokens or by measured costs."
+        )
+    if given := next((name for name in _REFUSED if getattr(args, name, None)), None):
+        raise BalanceError(
+            f"{_flag(given)} is given: the FLOPs of layers of different sizes are not known; "
+            "balance by tokens or by measured costs."
+        )
     hidden_size, heads = _needed(args, "hidden_size"), _needed(args, "num_attention_heads")
     # --hybrid-override-pattern is the older name; validate_args moves it.
     hybrid = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
@@ -54,9 +60,15 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     # validate_args: with SwiGLU two thirds of 4h, a multiple of 64, so that the parameters stay as many.
     default = 8 * hidden_size // 3 // 64 * 64 if getattr(args, "swiglu", False) else 4 * hidden_size
     ffn_hidden_size = _int(args, "ffn_hidden_size") or default
-    variant = getattr(args, "experimental_attention_variant", None)
     latent = bool(getattr(args, "multi_latent_attention", False)) or not {"+", "D"}.isdisjoint(hybrid)
     grouped = bool(getattr(args, "group_query_attention", False)) and not latent
+    kinds = {
+        "mla": latent,
+        "dsa": variant == "dsa" or "D" in hybrid,
+        "experts": _int(args, "num_experts") > 0,
+        "gated_delta_net": variant == "gated_delta_net" or "G" in hybrid,
+        "mamba": "M" in hybrid,
+    }
     result: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_layers": num_layers,
@@ -71,15 +83,9 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
         "hybrid_layer_pattern": hybrid,
         "lora_rank": _int(args, "lora_rank"),  # no flag of Megatron's: Bridge's configuration has it
         "mtp_num_layers": len([depth for depth in depths if depth]) if hybrid else _int(args, "mtp_num_layers"),
+        **{name: _int(args, name) for kind, has in kinds.items() if has for name in _COPIED[kind]},
     }
-
-    def copy(kind: str) -> None:
-        result.update({name: _int(args, name) for name in _COPIED[kind]})
-
-    if latent:
-        copy("mla")
-    if variant == "dsa" or "D" in hybrid:
-        copy("dsa")
+    if kinds["dsa"]:
         freq, offset = _int(args, "dsa_indexer_topk_freq") or 1, max(_int(args, "dsa_indexer_skip_topk_offset"), 1)
         if freq > 1:  # layers are numbered from 1
             result["dsa_indexer_layers"] = tuple(
@@ -87,27 +93,20 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
             )
         result["dsa_indexer_loss"] = bool(getattr(args, "dsa_indexer_loss_coeff", None))
         result["dsa_fused"] = getattr(args, "dsa_kernel_backend", "none") != "none"
-    window_size: Iterable[int] | None = getattr(args, "window_size", None)
-    if window_size:
+    if window_size := getattr(args, "window_size", None):
         result["window_size"] = tuple(window_size)
         result["window_attn_skip_freq"] = _pattern(
             args, "window_attn_skip_freq", num_layers, lambda i, n: (i + 1) % n != 0
         )
-    if _int(args, "num_experts"):
-        copy("experts")
+    if kinds["experts"]:
         result["moe_ffn_hidden_size"] = _int(args, "moe_ffn_hidden_size") or ffn_hidden_size
         result["moe_layer_freq"] = _pattern(args, "moe_layer_freq", num_layers, lambda i, n: i % n == 0)
-    if variant == "gated_delta_net" or "G" in hybrid:
-        copy("gated_delta_net")
     if variant == "gated_delta_net":
-        pattern = _pattern(args, "linear_attention_freq", num_layers, lambda i, n: (i + 1) % n != 0)
-        if not pattern:
-            raise BalanceError(
-                "--linear-attention-freq is not given: --experimental-attention-variant gated_delta_net needs it."
-            )
-        result["linear_attention_freq"] = pattern
-    if "M" in hybrid:
-        copy("mamba")
+        _needed(args, "linear_attention_freq")
+        result["linear_attention_freq"] = _pattern(
+            args, "linear_attention_freq", num_layers, lambda i, n: (i + 1) % n != 0
+        )
+    if kinds["mamba"]:
         # Without a number Megatron takes the heads that fill twice the hidden size (MambaMixer, expand=2).
         head_dim = _needed(args, "mamba_head_dim")
         result["mamba_num_heads"] = _int(args, "mamba_num_heads") or 2 * hidden_size // head_dim
@@ -115,42 +114,9 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
 
 
 def fields_from_transformer_config(
-    config: object, *, padded_vocab_size: int, hybrid_layer_pattern: str = ""
+    config: object, *, padded_vocab_size: int, hybrid_layer_pattern: str
 ) -> dict[str, Any]:
-    """Fields of a ModelShape from a configuration of megatron.core.
-
-    Args:
-        config: a TransformerConfig; its `__post_init__` has filled in the defaults.
-        padded_vocab_size: rows of the output projection.
-        hybrid_layer_pattern: one symbol a layer, for a hybrid model.
-
-    Returns:
-        dict: keyword arguments of ModelShape.
-
-    Raises:
-        BalanceError: config is not a TransformerConfig, or its layers' FLOPs are not known here.
-    """
-    args = args_of_transformer_config(config, padded_vocab_size=padded_vocab_size)
-    if args.is_hybrid_model and not hybrid_layer_pattern:
-        raise BalanceError(
-            "hybrid_layer_pattern is not given: the configuration is a hybrid model's and does not say which "
-            "layers it has; pass --hybrid-layer-pattern."
-        )
-    args.hybrid_layer_pattern = hybrid_layer_pattern
-    # Argument parsing takes 0 for "not given"; here it is what the layers are built with.
-    return fields_from_megatron_args(args) | {"ffn_hidden_size": args.ffn_hidden_size}
-
-
-def args_of_transformer_config(config: object, *, padded_vocab_size: int | None) -> Namespace:
-    """The fields of a configuration under the names of Megatron's arguments.
-
-    Args:
-        config: as for `fields_from_transformer_config`.
-        padded_vocab_size: likewise; None where it is not known.
-
-    Raises:
-        BalanceError: config is not a TransformerConfig.
-    """
+    """The same from a TransformerConfig of megatron.core; its `__post_init__` has filled in the defaults."""
     values: dict[str, Any] = dict(getattr(config, "__dict__", {}))
     for name in ("ffn_hidden_size", "gated_linear_unit", "num_moe_experts", "moe_layer_freq", "is_hybrid_model"):
         if name not in values:
@@ -158,41 +124,33 @@ def args_of_transformer_config(config: object, *, padded_vocab_size: int | None)
                 f"config is a {type(config).__name__} without {name}: it must be megatron.core's TransformerConfig "
                 "(the `transformer` of a GPTModelConfig)."
             )
-    # A pattern equal to the default is left out, as in ModelShape.
+    if values["is_hybrid_model"] and not hybrid_layer_pattern:
+        raise BalanceError(
+            "hybrid_layer_pattern is not given: the configuration is a hybrid model's and does not say which "
+            "layers it has; pass --hybrid-layer-pattern."
+        )
     freq = values["moe_layer_freq"]
     renamed = {
         "num_experts": values["num_moe_experts"],
-        "moe_layer_freq": None if freq == 1 else freq,
+        "moe_layer_freq": None if freq == 1 else freq,  # a pattern equal to the default is left out, as in ModelShape
         "group_query_attention": True,
         "swiglu": values["gated_linear_unit"],
         "padded_vocab_size": padded_vocab_size,
+        "hybrid_layer_pattern": hybrid_layer_pattern,
     }
-    return Namespace(**values | renamed)
+    # Argument parsing takes 0 for "not given"; here it is what the layers are built with.
+    fields = fields_from_megatron_args(Namespace(**values | renamed))
+    return fields | {"ffn_hidden_size": values["ffn_hidden_size"]}
 
 
-def _refuse_unknown_layers(args: object) -> None:
-    variant = getattr(args, "experimental_attention_variant", None)
-    if variant not in (None, "gated_delta_net", "dsa"):
-        raise BalanceError(
-            f"--experimental-attention-variant is {variant!r}: the FLOPs of gated_delta_net and dsa are known; "
-            "balance by tokens or by measured costs."
-        )
-    for name in (
-        "heterogeneous_layers_config_path",
-        "heterogeneous_layers_config_encoded_json",
-        "heterogeneous_block_specs",
-    ):
-        if getattr(args, name, None):
-            raise BalanceError(
-                f"--{name.replace('_', '-')} is given: the FLOPs of layers of different sizes are not known; "
-                "balance by tokens or by measured costs."
-            )
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _needed(args: object, name: str) -> int:
     value = getattr(args, name, None)
     if value is None:
-        raise BalanceError(f"--{name.replace('_', '-')} is not given: FLOPs cannot be counted without it.")
+        raise BalanceError(f"{_flag(name)} is not given: FLOPs cannot be counted without it.")
     return value
 
 
@@ -202,39 +160,24 @@ def _int(args: object, name: str) -> int:
 
 def _padded_vocab_size(args: object) -> int:
     # Megatron pads once its tokenizer is built; before that --vocab-size may be all there is.
-    padded, vocab_size = _int(args, "padded_vocab_size"), _int(args, "vocab_size")
-    if not padded and not vocab_size:
-        raise BalanceError(
-            "--vocab-size is not given and the tokenizer is not built: the output layer's FLOPs need it."
-        )
+    if padded := _int(args, "padded_vocab_size"):
+        return padded
     multiple = (_int(args, "make_vocab_size_divisible_by") or 128) * (_int(args, "tensor_model_parallel_size") or 1)
-    return padded or -(-vocab_size // multiple) * multiple
+    return -(-_needed(args, "vocab_size") // multiple) * multiple
 
 
 def _pattern(args: object, name: str, num_layers: int, periodic: Callable[[int, int], bool]) -> tuple[int, ...]:
     """A frequency argument as one 0 or 1 a layer; () when it is not given."""
     value = getattr(args, name, None)
     if isinstance(value, str):
-        value = parse_layer_pattern(value, name=name)
+        value = _evaluated(value, name=name)
     if isinstance(value, int):
         return tuple(int(periodic(index, value)) for index in range(num_layers))
     return tuple(map(int, value or ()))
 
 
-def parse_layer_pattern(text: str, *, name: str) -> int | list[int]:
-    """Parses the text of a frequency argument, without `eval`.
-
-    Args:
-        text: a number, or lists joined with + and repeated with *.
-        name: the argument, for the error.
-
-    Raises:
-        BalanceError: the text is anything else.
-
-    Example:
-        >>> parse_layer_pattern("([0]*2+[1])*2", name="moe_layer_freq")
-        [0, 0, 1, 0, 0, 1]
-    """
+def _evaluated(text: str, *, name: str) -> int | list[int]:
+    """The text of a frequency argument: a number, or lists joined with + and repeated with *."""
     operations: dict[type, Callable[[Any, Any], Any]] = {ast.Add: operator.add, ast.Mult: operator.mul}
 
     def value(node: Any) -> Any:
@@ -248,5 +191,5 @@ def parse_layer_pattern(text: str, *, name: str) -> int | list[int]:
         return value(ast.parse(text.strip(), mode="eval").body)
     except (AttributeError, LookupError, SyntaxError, TypeError) as error:
         raise BalanceError(
-            f"--{name.replace('_', '-')} is {text!r}: it must be a number, or lists of 0 and 1 such as '[0]*3+[1]*58'."
+            f"{_flag(name)} is {text!r}: it must be a number, or lists of 0 and 1 such as '[0]*3+[1]*58'."
         ) from error

@@ -15,12 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import num_parameters
-from megatron_balance.model.hf_config import fields_from_hf_config, total_parameters
-from megatron_balance.model.layers import HYBRID_LAYERS, NEEDED, Layer, Mixer
+from megatron_balance.model.flops import NEEDED, Layer, Mixer, Mlp, num_parameters
+from megatron_balance.model.hf_config import PRESETS, fields_from_hf_config
 from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
-from megatron_balance.model.presets import PRESETS
 from megatron_balance.model.vision import VisionEncoder
+
+HYBRID_LAYERS: dict[str, tuple[Mixer | None, Mlp | None]] = {
+    "*": ("attention", None),
+    "+": ("mla", None),
+    "D": ("dsa", None),
+    "G": ("gated_delta_net", None),
+    "M": ("mamba", None),
+    "-": (None, "dense"),
+    "E": (None, "moe"),
+}
+"""Megatron's symbols (megatron.core.models.hybrid.hybrid_layer_allocation)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +140,11 @@ class ModelShape:
                 f"num_attention_heads, {self.num_attention_heads}."
             )
         for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq", "dsa_indexer_layers"):
-            self._check_pattern(name)
+            pattern: tuple[int, ...] = getattr(self, name)
+            if pattern and (len(pattern) != self.num_layers or not set(pattern) <= {0, 1}):
+                raise BalanceError(
+                    f"ModelShape.{name} is {pattern!r}: it must hold one 0 or 1 for each of {self.num_layers} layers."
+                )
         if self.window_size is not None and (len(self.window_size) != 2 or min(self.window_size) < -1):
             raise BalanceError(
                 f"ModelShape.window_size is {self.window_size!r}: it must be (left, right) tokens, -1 for no bound."
@@ -179,10 +192,8 @@ class ModelShape:
         Raises:
             BalanceError: config is something else, or asks for layers whose FLOPs are not known here.
         """
-        fields = fields_from_transformer_config(
-            config, padded_vocab_size=padded_vocab_size, hybrid_layer_pattern=hybrid_layer_pattern
-        )
-        return cls(**fields)
+        sizes: dict[str, Any] = {"padded_vocab_size": padded_vocab_size, "hybrid_layer_pattern": hybrid_layer_pattern}
+        return cls(**fields_from_transformer_config(config, **sizes))
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
@@ -199,9 +210,9 @@ class ModelShape:
         Raises:
             BalanceError: the file is missing, or describes layers that are not counted here or sizes that cannot be.
         """
-        fields, warning = fields_from_hf_config(config)
+        fields, warning, total = fields_from_hf_config(config)
         shape = cls(**fields)
-        counts, total = [num_parameters(shape, tied=tied) for tied in (False, True)], total_parameters(config)
+        counts = [num_parameters(shape, tied=tied) for tied in (False, True)]
         if total and not any(0.95 < count / total < 1.05 for count in counts):
             raise BalanceError(
                 f"the Hugging Face config was read as a model of {counts[0] / 1e9:.2f} billion parameters, but its "
@@ -221,8 +232,8 @@ class ModelShape:
         configs = {preset.lower(): config for preset, config in PRESETS.items()}
         if name.lower() not in configs:
             raise BalanceError(
-                f"ModelShape.preset is {name!r}: it must be one of {', '.join(PRESETS)}; "
-                "for any other model use ModelShape.from_hf_config."
+                f"the model (--model) is {name!r}: it must be one of {', '.join(PRESETS)}, or the path of another "
+                "model's Hugging Face config.json (ModelShape.from_hf_config)."
             )
         return cls.from_hf_config(configs[name.lower()])
 
@@ -272,13 +283,6 @@ class ModelShape:
         for name in names:
             if getattr(self, name) == 0:
                 raise BalanceError(f"ModelShape.{name} is 0: {by} needs it, give a positive integer.")
-
-    def _check_pattern(self, name: str) -> None:
-        pattern: tuple[int, ...] = getattr(self, name)
-        if pattern and (len(pattern) != self.num_layers or not set(pattern) <= {0, 1}):
-            raise BalanceError(
-                f"ModelShape.{name} is {pattern!r}: it must hold one 0 or 1 for each of the {self.num_layers} layers."
-            )
 
     def _check_hybrid_pattern(self) -> None:
         main, *depths = self._hybrid_parts()

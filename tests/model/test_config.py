@@ -124,8 +124,6 @@ def test_a_missing_or_absurd_value_is_named() -> None:
         ModelShape.from_hf_config({key: value for key, value in LLAMA.items() if key != "vocab_size"})
     with pytest.raises(BalanceError, match="model_type is None"):
         ModelShape.from_hf_config({})
-    with pytest.raises(BalanceError, match=r"num_hidden_layers is 1000000000.*at most 10000"):
-        ModelShape.from_hf_config(LLAMA | {"num_hidden_layers": 10**9})
     with pytest.raises(BalanceError, match="value of a wrong kind"):
         ModelShape.from_hf_config(LLAMA | {"num_attention_heads": "four"})
     for name in ("num_hidden_layers", "sliding_window", "n_shared_experts"):  # a truth value counts as 1 in Python

@@ -18,8 +18,6 @@ from megatron_balance.model import (
     causal_pairs,
     fwd_flops,
     fwd_flops_by_part,
-    linear_coefficient,
-    parse_layer_pattern,
 )
 
 DENSE = ModelShape(
@@ -150,17 +148,6 @@ def test_moe_keeps_routed_experts_apart() -> None:
     assert part(shape, "moe") == FlopsPolynomial(linear=local, expert_linear=2 * 3 * gemm(1, 8, 12))
     latent = FlopsPolynomial(linear=local + 2 * gemm(1, 8, 4), expert_linear=2 * 3 * gemm(1, 4, 12))
     assert part(replace(shape, moe_latent_size=4), "moe") == latent
-
-
-def test_gated_delta_net_by_hand() -> None:
-    shape = replace(DENSE, **DELTA_NET, linear_attention_freq=(1, 0))
-    in_proj = gemm(1, 8, 4 + 4 + 12 + 12 + 4 + 4)
-    convolution = gemm(1, 4, 4 + 4 + 12)
-    # Read by key, decay and write the difference, read by query: four products of every key with every value channel.
-    state = 4 * 4 * gemm(1, 2, 3)
-    flops = fwd_flops_by_part(shape)
-    assert flops["gated_delta_net"] == FlopsPolynomial(linear=in_proj + convolution + state + gemm(1, 12, 8))
-    assert fwd_flops(shape).quadratic == 2 * 12
 
 
 def test_torch_counts_the_same_in_the_gemms_of_a_gated_delta_net() -> None:
@@ -349,44 +336,6 @@ def test_lengths_of_numpy_do_not_overflow() -> None:
     assert calculate_fwd_flops([2**31], shape) > 2**63
 
 
-# The coefficient that slime and verl use -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "coefficient"), [("Qwen2.5-0.5B", 22971), ("Qwen3-8B", 51324), ("Qwen2.5-72B", 109037)]
-)
-def test_linear_coefficient_of_dense_models(name: str, coefficient: int) -> None:
-    assert round(linear_coefficient(ModelShape.preset(name))) == coefficient
-
-
-def test_linear_coefficient_counts_the_router() -> None:
-    """15407, the figure often given, comes from Megatron's formula, which leaves the router out."""
-    shape = ModelShape.preset("Qwen3-30B-A3B")
-    router = 2 * shape.hidden_size * shape.num_experts * shape.num_layers / fwd_flops(shape).quadratic
-    assert round(linear_coefficient(shape)) == 15471
-    assert round(linear_coefficient(shape) - router) == 15407
-
-
-def test_linear_coefficient_describes_the_flops() -> None:
-    shape = ModelShape.preset("Qwen3-4B")
-    quadratic = fwd_flops(shape).quadratic
-    for length in (1, 4096, 131072):
-        workload = linear_coefficient(shape) * length + length**2
-        assert calculate_fwd_flops([length], shape) == pytest.approx(quadratic * workload, rel=1e-12)
-
-
-def test_linear_coefficient_of_long_sequences_in_windows() -> None:
-    shape = ModelShape.preset("gpt-oss-20b")
-    quadratic, length = fwd_flops(shape).quadratic, 10**7
-    workload = linear_coefficient(shape) * length + length**2
-    assert calculate_fwd_flops([length], shape) == pytest.approx(quadratic * workload, rel=1e-4)
-
-
-def test_linear_coefficient_needs_full_attention() -> None:
-    with pytest.raises(BalanceError, match="calculate_fwd_flops"):
-        linear_coefficient(replace(DENSE, window_size=(3, 0)))
-
-
 # Shapes --------------------------------------------------------------------------------------------------------------
 
 
@@ -550,9 +499,3 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it() -> None:
 def test_arguments_that_cannot_be_counted_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         ModelShape.from_megatron_args(Namespace(**{**ARGS, **change}))
-
-
-def test_layer_patterns_as_text() -> None:
-    assert parse_layer_pattern("3", name="moe_layer_freq") == 3
-    assert parse_layer_pattern("[0]*3+[1]*2", name="moe_layer_freq") == [0, 0, 0, 1, 1]
-    assert parse_layer_pattern("2*[1, 0]", name="moe_layer_freq") == [1, 0, 1, 0]
