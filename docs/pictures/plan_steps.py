@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.lengths import SYNTHETIC_LENGTHS
+from megatron_balance.lengths import synthetic_lengths
 from megatron_balance.planner import Batch, lower_bound
 from megatron_balance.planner import plan as planner
 
@@ -20,7 +20,7 @@ COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
 CAP = 16384
 TOPOLOGY = Topology(4, ep_size=2)
 """Two groups of two ranks that meet in every micro-batch."""
-_FILES = SYNTHETIC_LENGTHS["code_files"].draw(60, seed=4)
+_FILES = synthetic_lengths("code_files", num_samples=60, seed=4)
 LENGTHS = _FILES[_FILES <= CAP]
 
 Ints = NDArray[np.int64]

@@ -14,18 +14,18 @@ from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost.model import MICROBATCH_TOKENS
-from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS
+from megatron_balance.lengths import synthetic_lengths
 from megatron_balance.planner import pipeline_makespans, schedule_metrics
 
 HERE = Path(__file__).parent
 COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"), microbatch_tokens=MICROBATCH_TOKENS)
 CAP = 16384
 LIMITS = Limits(CAP)
-_FILES = SYNTHETIC_LENGTHS["code_files"].draw(96, seed=2)
+_FILES = synthetic_lengths("code_files", num_samples=96, seed=2)
 LENGTHS = _FILES[_FILES <= CAP]
 """Of one global batch over four ranks, tokens."""
 
-LENGTHS_OF_A_PIPELINE = SYNTHETIC_LENGTHS["tau_airline"].draw(24, seed=1)
+LENGTHS_OF_A_PIPELINE = synthetic_lengths("tau_airline", num_samples=24, seed=1)
 """Of the share of one rank with four stages."""
 
 TIME = "predicted time; 1 is a bound that no plan can beat"

@@ -12,7 +12,6 @@ the data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_balance.cli.policies import PolicyResult
 
@@ -26,27 +25,8 @@ NOTABLE_FLOOR = 1.01
 """Single-sample floors up to this multiple of a rank's even share are not mentioned."""
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """The recommended policy.
-
-    Attributes:
-        policy: its name.
-        flags: training flags that select it; empty for stock.
-        speedup: over stock.
-        fits: it keeps every micro-batch under the token cap.
-        sentences: the recommendation as text.
-    """
-
-    policy: str
-    flags: str
-    speedup: float
-    fits: bool
-    sentences: tuple[str, ...]
-
-
-def recommend(results: Sequence[PolicyResult]) -> Recommendation:
-    """Choose a policy. `results`: stock and packed first, then by rising number of flags."""
+def recommend(results: Sequence[PolicyResult]) -> tuple[PolicyResult, list[str]]:
+    """Choose a policy, and say why. `results`: stock and packed first, then by rising number of flags."""
     stock, packed = results[0], results[1]
     allowed = [result for result in results if result.seconds <= stock.seconds]
     fitting = [result for result in allowed if result.fits] or allowed
@@ -57,11 +37,10 @@ def recommend(results: Sequence[PolicyResult]) -> Recommendation:
         chosen = dynamic[0]
     else:
         chosen = next(result for result in at_one_size if result.seconds * (1 - WORTH) <= fastest)
-    speedup = stock.seconds / chosen.seconds if chosen.seconds else 1.0
-    sentences = [_use(chosen, speedup=speedup, packed=packed), *_on_cap(chosen, results=results)]
+    sentences = [_use(chosen, stock=stock, packed=packed), *_on_cap(chosen, results=results)]
     best = min((result for result in results if not result.policy.dynamic_cp), key=lambda result: result.seconds)
     if chosen.policy.dynamic_cp:
-        gain = best.seconds / chosen.seconds
+        gain = chosen.speedup(best)
         sentences.append(f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS names what it excludes.")
     floor = max(step.single_sample_floor for step in chosen.judged.metrics)
     if not chosen.policy.dynamic_cp and floor > NOTABLE_FLOOR:
@@ -71,14 +50,14 @@ def recommend(results: Sequence[PolicyResult]) -> Recommendation:
         )
     if chosen.setting.cost_name == "tokens":
         sentences.append("Judged by tokens alone: with --model, --balance-by-flops is compared as well.")
-    return Recommendation(chosen.policy.name, chosen.policy.flags, speedup, chosen.fits, tuple(sentences))
+    return chosen, sentences
 
 
-def _use(chosen: PolicyResult, *, speedup: float, packed: PolicyResult) -> str:
+def _use(chosen: PolicyResult, *, stock: PolicyResult, packed: PolicyResult) -> str:
     if not chosen.policy.flags:
         return f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
-    against = "" if chosen is packed else f", {packed.seconds / chosen.seconds:.2f}x that of packing alone"
-    return f"Use {chosen.policy.flags}. Expect {speedup:.2f}x the speed of stock{against}."
+    against = "" if chosen is packed else f", {chosen.speedup(packed):.2f}x that of packing alone"
+    return f"Use {chosen.policy.flags}. Expect {chosen.speedup(stock):.2f}x the speed of stock{against}."
 
 
 def _on_cap(chosen: PolicyResult, *, results: Sequence[PolicyResult]) -> list[str]:
@@ -97,6 +76,6 @@ def _on_cap(chosen: PolicyResult, *, results: Sequence[PolicyResult]) -> list[st
     )
     slower = [result for result in results if result.fits]
     if slower:
-        speed = results[0].seconds / slower[0].seconds
+        speed = slower[0].speedup(results[0])
         remedy += f"; {slower[0].policy.name} keeps under the cap, at {speed:.2f}x the speed of stock"
     return [f"{over}, and run alone above it: {remedy}."]

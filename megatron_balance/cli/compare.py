@@ -10,7 +10,7 @@ import argparse
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.planner import Problem
-from megatron_balance.record import RunRecord, StepRecord, is_record, line_of, read_record, text_of
+from megatron_balance.record import RunRecord, is_record, line_of, read_record, text_of
 from megatron_balance.record.step import dealt
 from megatron_balance.topology import Limits, Topology
 
@@ -36,9 +36,6 @@ MAX_SAMPLES = 2**13
 
 SYNTHETIC_STEPS = 10
 """Global batches drawn for `synthetic:NAME` when neither N nor --steps is given."""
-
-MAX_SLOTS = 24
-"""Slots printed of one step."""
 
 _EPILOG = f"""\
 lengths, in the order of training:
@@ -172,26 +169,30 @@ def run(args: argparse.Namespace) -> int:
     for note in filter(None, (costs.extrapolation(longest), refusal and f"dynamic CP is not compared: {refusal}")):
         print(f"Note: {note}")
     results = [question.plan(policy, batches) for policy in policies]
-    advice = recommend(results)
+    advised, sentences = recommend(results)
     shown = [result.line(stock=results[0]) for result in results]
     if record is not None and topology == _at_one_size(record.info.topology):
-        shown.insert(1, question.as_it_ran(record, num_steps=len(batches)).line(stock=results[0]))
+        as_it_ran = Policy("as it ran", flags=record.info.policy, cost_model=record.info.cost_model)
+        ran = [step for step in record.steps if step.lengths.size][: len(batches)]
+        shown.insert(1, question.judge(as_it_ran, ran).line(stock=results[0]))
     _print_policies(shown, question=question)
     if costs.measured_imbalance is not None:
         print(f"Measured in the run: slowest over mean {costs.measured_imbalance:.3f}.")
     print("Recommendation, predicted by " + ("seconds:" if costs.in_seconds else f"{costs.name}:"))
-    for sentence in advice.sentences:
+    for sentence in sentences:
         print(f"  {sentence}")
-    if costs.rates is not None and advice.policy != results[0].policy.name:
-        advised = policies[names.index(advice.policy)]
-        gains = [_gain(question, advised, batches, factor=factor) for factor in (0.5, 2.0)]
+    if costs.rates is not None and advised is not results[0]:
+        gains = [_gain(question, advised, stock=results[0], factor=factor) for factor in (0.5, 2.0)]
         print("  Planned so, and were attention at half or twice that rate: {:.2f}x, {:.2f}x.".format(*gains))
-    chosen = results[names.index(args.policy or advice.policy)]
+    chosen = advised
     if args.policy is not None:
+        chosen = results[names.index(args.policy)]
         _print_plan(chosen)
     if args.json is not None:
         steps = (line_of(step, cost_model=chosen.setting.cost_model) for step in chosen.steps)
-        lines = (chosen.setting.line(), *steps, *shown, {"kind": "advice", **asdict(advice)})
+        advice = {"kind": "advice", "policy": advised.policy.name, "flags": advised.policy.flags, "fits": advised.fits}
+        advice |= {"speedup": advised.speedup(results[0]), "sentences": sentences}
+        lines = (chosen.setting.line(), *steps, *shown, advice)
         args.json.write_bytes(b"".join(map(text_of, lines)))
         print(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
@@ -200,11 +201,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gain(question: Question, policy: Policy, batches: Sequence[Problem], *, factor: float) -> float:
+def _gain(question: Question, planned: PolicyResult, *, stock: PolicyResult, factor: float) -> float:
     """Speed-up over stock of plans as they are, where attention runs at a multiple of the device's rate."""
-    judged = replace(question, costs=replace(question.costs, attention_factor=factor))
-    stock, planned = (judged.plan(each, batches) for each in (question.policies()[0], policy))
-    return stock.seconds / planned.seconds if planned.seconds else 1.0
+    question = replace(question, costs=replace(question.costs, attention_factor=factor))
+    before, after = (question.judge(each.policy, each.steps) for each in (stock, planned))
+    return after.speedup(before)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -254,7 +255,7 @@ def _batches(args: argparse.Namespace, *, record: RunRecord | None, question: Qu
                 f"--global-batch-size {size} and --steps {steps or 1} need {(steps or 1) * size} lengths, but there "
                 f"are {lengths.size}: lower one of them."
             )
-        setting, homes = question.setting(), dealt(size, dp_size=dp_size)
+        setting, homes = question.setting(question.topology), dealt(size, dp_size=dp_size)
         shared = {name: getattr(setting, name) for name in ("cost_model", "topology", "limits", "objective")}
         batches: list[Problem] = [
             Problem.of(lengths[step * size :][:size], home_ranks=homes, **shared) for step in range(steps or num_full)
@@ -333,34 +334,17 @@ def _print_policies(shown: Sequence[dict[str, Any]], *, question: Question) -> N
 
 
 def _print_plan(result: PolicyResult) -> None:
-    """Print the first step: its ranks, or the groups of each size in each slot."""
+    """Print the ranks of the first step; with dynamic CP how many of a rank's micro-batches have each size."""
     step = result.steps[0]
-    if step.topology.dynamic_cp:
-        _print_groups(step)
-        return
-    lengths, costs, ranks = step.lengths, step.cost_grid.sum(axis=1), step.slot_of // step.num_microbatches
+    costs, dynamic = step.cost_grid.sum(axis=1), step.topology.dynamic_cp
     rows: list[list[str]] = []
-    for rank, cost in enumerate(costs.tolist()):
-        held = lengths[ranks == rank]
-        counts = [np.unique(step.slot_of[ranks == rank]).size, held.size, held.sum(), held.max(initial=0)]
-        rows.append([str(rank), *map(str, counts), f"{cost / max(costs.mean(), 1e-300):.3f}"])
+    for rank, slots in enumerate(step.samples()):
+        held = step.lengths[[sample for slot in slots for sample in slot]]
+        sizes, counts = np.unique(step.cp_size_grid[rank], return_counts=True)
+        of_sizes = " ".join(f"{count}x{size}" for size, count in zip(sizes, counts, strict=True) if size)
+        figures = [sum(map(bool, slots)), held.size, held.sum(), held.max(initial=0)]
+        over_mean = f"{costs[rank] / max(costs.mean(), 1e-300):.3f}"
+        rows.append([str(rank), *([of_sizes] if dynamic else []), *map(str, figures), over_mean])
     print(f"Step 1 under {result.policy.name}:")
-    print_table(["rank", "micro-batches", "samples", "tokens", "longest", "cost over mean"], rows)
-
-
-def _print_groups(step: StepRecord) -> None:
-    """Print how many groups of each context-parallel size the slots of a step have."""
-    places, group_of = np.unique(step.slot_of, return_inverse=True)
-    lengths, sizes = step.lengths, step.cp_size_grid.reshape(-1)[places]
-    shown = sorted(set(sizes.tolist()), reverse=True)
-    rows: list[list[str]] = []
-    for slot in range(min(step.num_microbatches, MAX_SLOTS)):
-        here = np.flatnonzero(places % step.num_microbatches == slot)
-        counts = [int((sizes[here] == size).sum()) for size in shown]
-        samples = lengths[np.isin(group_of, here)]
-        totals = [len(step.cp_size_grid) - int(sizes[here].sum()), samples.size, samples.sum(), samples.max(initial=0)]
-        rows.append([str(slot), *(str(count or ".") for count in counts), *map(str, totals)])
-    print("Step 1, groups of each context-parallel size in each slot:")
-    print_table(["slot", *(f"CP {size}" for size in shown), "idle ranks", "samples", "tokens", "longest"], rows)
-    if step.num_microbatches > MAX_SLOTS:
-        print(f"and {step.num_microbatches - MAX_SLOTS} slots more")
+    sizes = ["micro-batches x CP"] if dynamic else []
+    print_table(["rank", *sizes, "micro-batches", "samples", "tokens", "longest", "cost over mean"], rows)

@@ -115,14 +115,18 @@ class Costs:
 
     def judging(self, topology: Topology) -> CostModel:
         """The cost model that judges every plan on these ranks, with what context-parallel ranks receive."""
-        return self._with_communication(self._cost_model(topology), topology=topology)
+        cost_model, exchange = self._cost_model(topology), self.exchange(topology)
+        if topology.dynamic_cp or not exchange:
+            return replace(cost_model, cp_exchange=exchange)
+        if self.cost is not None and self.name == "seconds":
+            # Fitted costs are those of one rank already: each receives (c-1)/c of a sample.
+            received = exchange * (topology.cp_size - 1) // topology.cp_size
+            return replace(cost_model, cp_received=received, cp_exchange=0)
+        return replace(cost_model, cp_exchange=exchange).at_cp_size(topology.cp_size)
 
     def planning(self, topology: Topology) -> CostModel:
         """The cost model that training plans with: with communication only under dynamic context parallelism."""
-        cost_model = self._cost_model(topology)
-        if not topology.dynamic_cp:
-            return replace(cost_model, cp_exchange=0)
-        return self._with_communication(cost_model, topology=topology)
+        return self.judging(topology) if topology.dynamic_cp else replace(self._cost_model(topology), cp_exchange=0)
 
     def flops(self, topology: Topology) -> CostModel | None:
         """The cost model that `--balance-by-flops` plans with at one size; None where the model is unknown."""
@@ -142,46 +146,28 @@ class Costs:
                 attention_rate=self.attention_rate * self.attention_factor,
             )
         info = self.record.info
-        same_experts, same_ranks = (
-            topology.ep_size == info.topology.ep_size,
-            _sharing(topology) == _sharing(info.topology),
-        )
-        if self.name == "tokens" or (same_experts and (self.name == "flops" or same_ranks)):
+        same_ranks = self.name == "flops" or _sharing(topology) == _sharing(info.topology)
+        if self.name == "tokens" or (same_ranks and topology.ep_size == info.topology.ep_size):
             return info.cost_model
         raise BalanceError(
             "the recorded run's costs hold for its own context-, tensor- and expert-parallel ranks, and others are "
             "asked about: add --model, or --cost seconds.json."
         )
 
-    def _with_communication(self, cost_model: CostModel, *, topology: Topology) -> CostModel:
-        exchange = self.exchange(topology)
-        if exchange is None:
-            return replace(cost_model, cp_exchange=0)
-        if topology.dynamic_cp:
-            return replace(cost_model, cp_exchange=exchange)
-        if self.cost is not None and self.name == "seconds":
-            # Fitted costs are those of one rank already: each receives (c-1)/c of a sample.
-            received = exchange * (topology.cp_size - 1) // topology.cp_size
-            return replace(cost_model, cp_received=received, cp_exchange=0)
-        return replace(cost_model, cp_exchange=exchange).at_cp_size(topology.cp_size)
-
-    def exchange(self, topology: Topology) -> int | None:
-        """`CostModel.cp_exchange` on these ranks; None if it is not known, or the cost is tokens."""
-        if self.name == "tokens":
-            return None
+    def exchange(self, topology: Topology) -> int:
+        """`CostModel.cp_exchange` on these ranks; 0 if it is not known, or the cost is tokens."""
+        known = 0
         if (self.record is not None and self.model is None) or self.name == "seconds":
             known = self._cost_model(topology).cp_exchange
-            if known or self.shape is None:
-                return known or None
-        if self.shape is None:
-            return None
+        if self.name == "tokens" or known or self.shape is None:
+            return known
         tflops = self.rates[0] if self.rates is not None else ASSUMED_TFLOPS
         if self.name != "flops":  # FLOPs at this rate are attoseconds
             tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
         try:
             return exchange_flops_per_token(self.shape, bytes_per_second=_link(topology)[0], tflops=tflops)
         except BalanceError:  # it has layers that pass no keys and values around a ring
-            return None
+            return 0
 
     def why_not_dynamic(self, topology: Topology) -> str | None:
         """The reason why training refuses `--balance-context-parallel` with this model, or None.
@@ -191,7 +177,7 @@ class Costs:
         fields = {} if self.shape is None else vars(self.shape)
         options = fields | {"balance_context_parallel": ALL_RANKS, "use_megatron_fsdp": topology.fully_sharded}
         problem = dynamic_cp_problem(options)
-        if problem is None and self.exchange(topology) is None:
+        if problem is None and not self.exchange(topology):
             return "what context-parallel ranks would receive is not known: add --model"
         return problem
 
@@ -228,7 +214,7 @@ class Costs:
             said += " (for seconds: --device, or --cost seconds.json)"
         if self.name == "flops" and self.rates is None and self.record is None:
             said += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
-        if self.shape is not None and self.exchange(topology) is not None:
+        if self.shape is not None and self.exchange(topology):
             bytes_per_second, where = _link(topology)
             said += f". Context-parallel ranks receive {bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
         return said

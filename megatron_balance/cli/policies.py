@@ -23,7 +23,7 @@ import numpy as np
 from megatron_balance.cli.costs import Costs, num_gpus
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner import Problem, build_data_schedule, is_makespan, resolve_objective
-from megatron_balance.record import RunInfo, RunRecord, StepRecord
+from megatron_balance.record import RunInfo, StepRecord
 from megatron_balance.report.figures import PolicyFigures
 from megatron_balance.topology import Limits, Topology
 
@@ -77,6 +77,10 @@ class PolicyResult:
         """No micro-batch is above the token cap."""
         return self.judged.least_headroom >= 0
 
+    def speedup(self, other: PolicyResult) -> float:
+        """Time of another policy over that of this one."""
+        return other.seconds / self.seconds if self.seconds else 1.0
+
     def line(self, *, stock: PolicyResult) -> dict[str, Any]:
         """Its figures beside those of stock, as a line of a record: means over the steps, and the least headroom.
 
@@ -89,7 +93,7 @@ class PolicyResult:
             "flags": self.policy.flags,
             "seconds_per_step": self.seconds / len(self.steps),
             "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * num_gpus(self.setting.topology)),
-            "speedup": stock.seconds / self.seconds if self.seconds else 1.0,
+            "speedup": self.speedup(stock),
             "over_bound": judged.mean("over_bound") - 1,
             "padding": judged.mean("padding_fraction"),
             "cap_headroom": judged.least_headroom,
@@ -114,9 +118,8 @@ class Question:
     limits: Limits
     objective: str = "auto"
 
-    def setting(self, topology: Topology | None = None) -> RunInfo:
-        """Ranks, limits, objective and the cost that judges."""
-        topology = topology or self.topology
+    def setting(self, topology: Topology) -> RunInfo:
+        """These ranks, limits, objective and the cost that judges."""
         return RunInfo(
             cost_model=self.costs.judging(topology),
             cost_name=self.costs.name,
@@ -177,20 +180,14 @@ class Question:
 
     def plan(self, policy: Policy, batches: Sequence[Problem]) -> PolicyResult:
         """Plan every global batch under a policy."""
-        setting = self.setting(self.dynamic_topology if policy.dynamic_cp else None)
-        steps = [_planned(batch, policy, setting, index) for index, batch in enumerate(batches, start=1)]
-        return self._judged(policy, steps, setting)
+        setting = self.setting(self.dynamic_topology if policy.dynamic_cp else self.topology)
+        return self.judge(policy, [_planned(batch, policy, setting, at) for at, batch in enumerate(batches, start=1)])
 
-    def as_it_ran(self, record: RunRecord, *, num_steps: int) -> PolicyResult:
-        """The recorded run's own plans, judged as the other policies are."""
-        ran = [replace(step, limits=self.limits) for step in record.steps if step.lengths.size][:num_steps]
-        policy = Policy("as it ran", flags=record.info.policy, cost_model=record.info.cost_model)
-        return self._judged(policy, ran, self.setting(record.info.topology))
-
-    def _judged(self, policy: Policy, steps: Sequence[StepRecord], setting: RunInfo) -> PolicyResult:
-        judged = [step.recosted(setting.cost_model) for step in steps]
-        named = replace(setting, policy=f"megatron-balance compare, {policy.name}")
-        return PolicyResult(policy, steps, PolicyFigures(judged, self.costs.scale(setting.topology)), named)
+    def judge(self, policy: Policy, steps: Sequence[StepRecord]) -> PolicyResult:
+        """The plans of a policy, judged as those of all others."""
+        setting = replace(self.setting(steps[0].topology), policy=f"megatron-balance compare, {policy.name}")
+        judged = [replace(step, limits=self.limits).recosted(setting.cost_model) for step in steps]
+        return PolicyResult(policy, steps, PolicyFigures(judged, self.costs.scale(setting.topology)), setting)
 
 
 def _planned(batch: Problem, policy: Policy, setting: RunInfo, iteration: int) -> StepRecord:

@@ -1,8 +1,8 @@
 """Reads sample lengths from a file.
 
 A length is the number of tokens of one sample. Files keep their order: it is the order in which the samples would be
-trained on. Every reader returns raw values with the place each came from; one check then turns them into int64, so that
-a wrong value is named by file, line and value in every format.
+trained on. Every reader returns raw values with the place each came from, as text that ends in a number; one check then
+turns them into int64, so that a wrong value is named by file, line and value in every format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,12 +40,8 @@ _MOST_NAMES = 12
 """Names in a message."""
 
 
-@dataclass(frozen=True)
-class _RawLengths:
-    """Values as read, and the place of the i-th one for messages."""
-
-    values: NDArray[Any] | list[object]
-    place: Callable[[int], str]
+_RawLengths = tuple[NDArray[Any] | list[object], str, Sequence[int] | None]
+"""Values as read, and what each stands in, with numbers where these do not count up from 0."""
 
 
 def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int64]:
@@ -83,14 +78,16 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
         raise BalanceError(f"{file} is not a table of comma-separated values: {error}.") from error
     except OSError as error:
         raise BalanceError(f"{file} cannot be read: {error.strerror or error}.") from error
-    return _checked(file, raw)
+    return _checked(file, *raw)
 
 
-def _checked(file: Path, raw: _RawLengths) -> NDArray[np.int64]:
+def _checked(
+    file: Path, raw: NDArray[Any] | list[object], what: str, numbers: Sequence[int] | None
+) -> NDArray[np.int64]:
     """Raw values as int64 `[num_samples]`; raises at the first value that is no length."""
-    if len(raw.values) == 0:
+    if len(raw) == 0:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
-    values = raw.values if isinstance(raw.values, np.ndarray) else np.array([_number(value) for value in raw.values])
+    values = raw if isinstance(raw, np.ndarray) else np.array([_number(value) for value in raw])
     if values.ndim != 1:
         raise BalanceError(f"{file} has shape {list(values.shape)}; lengths are one number a sample, [num_samples].")
     if values.dtype.kind not in "iuf":
@@ -100,11 +97,10 @@ def _checked(file: Path, raw: _RawLengths) -> NDArray[np.int64]:
         wrong = ~((values >= 0) & (values <= MAX_LENGTH) & (values == np.floor(values)))
     if wrong.any():
         index = int(np.argmax(wrong))
-        value = str(raw.values[index])
-        shown = value if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]}…"
+        value, number = str(raw[index]), index if numbers is None else numbers[index]
         raise BalanceError(
-            f"{file}, {raw.place(index)}: {shown} {_why_wrong(value)}; a length is the number of tokens of a sample, a "
-            "whole number of 0 or more. Correct the line or leave the sample out."
+            f"{file}, {what} {number}: {_short(value)} {_why_wrong(value)}; a length is the number of tokens of a "
+            "sample, a whole number of 0 or more. Correct the line or leave the sample out."
         )
     return values.astype(np.int64)
 
@@ -126,10 +122,6 @@ def _why_wrong(value: str) -> str:
     return "is not an integer" if not number.is_integer() else f"is above {MAX_LENGTH}"
 
 
-def _at_index(index: int) -> str:
-    return f"index {index}"
-
-
 def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> str:
     """The name that holds the lengths among those of an archive, a table or a record."""
     if key is not None and key not in names:
@@ -148,8 +140,12 @@ def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> 
 
 def _listed(names: Sequence[str]) -> str:
     """Names for a message, which is short however many and long they are."""
-    shown = ", ".join(name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}…" for name in names[:_MOST_NAMES])
+    shown = ", ".join(map(_short, names[:_MOST_NAMES]))
     return (shown or "none") + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 @contextlib.contextmanager
@@ -168,7 +164,7 @@ def _read_npy(file: Path, _: str | None) -> _RawLengths:
         loaded: object = np.load(file, mmap_mode="r", allow_pickle=False)
         if not isinstance(loaded, np.ndarray):
             raise BalanceError(f"{file} is an archive of arrays; name it .npz.")
-        return _RawLengths(values=np.atleast_1d(np.array(loaded)), place=_at_index)
+        return np.atleast_1d(np.array(loaded)), "index", None
 
 
 def _read_npz(file: Path, key: str | None) -> _RawLengths:
@@ -179,12 +175,7 @@ def _read_npz(file: Path, key: str | None) -> _RawLengths:
             raise BalanceError(f"{file} unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_NBYTES} are read.")
         with np.load(file, allow_pickle=False) as arrays:
             name = _choose(list(arrays), where=str(file), key=key, what="array")
-            values = np.atleast_1d(arrays[name])
-    return _RawLengths(values=values, place=lambda index: f"array {name!r}, index {index}")
-
-
-def _at_lines(numbers: list[int]) -> Callable[[int], str]:
-    return lambda index: f"line {numbers[index]}"
+            return np.atleast_1d(arrays[name]), f"array {name!r}, index", None
 
 
 def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
@@ -203,7 +194,7 @@ def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
                 value = fields[_choose(list(fields), where=f"{file}, line {number}", key=key, what="field")]
             values.append(value)
             numbers.append(number)
-    return _RawLengths(values=values, place=_at_lines(numbers))
+    return values, "line", numbers
 
 
 def _read_csv(file: Path, key: str | None) -> _RawLengths:
@@ -211,7 +202,7 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
         rows = csv.reader(lines)
         numbered = [(rows.line_num, row) for row in rows if any(cell.strip() for cell in row)]
     if not numbered:
-        return _RawLengths(values=[], place=_at_index)
+        return [], "line", None
     first = [cell.strip() for cell in numbered[0][1]]
     # A header is a first row that holds a name: "12" and "-3.5" and "nan" are values, if not lengths.
     if any(_why_wrong(cell) == "is not a number" for cell in first):
@@ -226,9 +217,7 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
     for number, row in numbered:
         if column >= len(row):
             raise BalanceError(f"{file}, line {number} has {len(row)} columns; the length is column {column + 1}.")
-    return _RawLengths(
-        values=[row[column].strip() for _, row in numbered], place=_at_lines([number for number, _ in numbered])
-    )
+    return [row[column].strip() for _, row in numbered], "line", [number for number, _ in numbered]
 
 
 def _read_parquet(file: Path, key: str | None) -> _RawLengths:
@@ -245,7 +234,7 @@ def _read_parquet(file: Path, key: str | None) -> _RawLengths:
             values = cast("NDArray[Any]", table.read(columns=[name]).column(name).to_numpy())
     except arrow_error as error:
         raise BalanceError(f"{file} is not a parquet file: {error}") from error
-    return _RawLengths(values=values, place=lambda index: f"column {name!r}, row {index}")
+    return values, f"column {name!r}, row", None
 
 
 _IDX_HEADER = struct.Struct("<9sQBQQ")
@@ -270,7 +259,7 @@ def _read_idx(file: Path, _: str | None) -> _RawLengths:
     if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
         raise BalanceError(f"{file} is damaged: its bounds of documents are not those of its sequences.")
     until = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
-    return _RawLengths(values=np.diff(until[bounds]), place=lambda index: f"document {index}")
+    return np.diff(until[bounds]), "document", None
 
 
 _NAMELESS = (".npy", ".txt", ".idx")

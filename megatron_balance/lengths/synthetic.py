@@ -35,25 +35,6 @@ class LengthMixture:
     longest: int
     fit_distance: float
 
-    def draw(self, num_samples: int, *, seed: int) -> NDArray[np.int64]:
-        """`num_samples` lengths. Returns `[num_samples]` int64, tokens."""
-        generator = np.random.default_rng(seed)
-        weights, mu, sigma = np.array(self.components).T
-        upper = np.cumsum(weights)
-        blocks: list[NDArray[np.int64]] = []
-        num_drawn = 0
-        while num_drawn < num_samples:
-            # Scaled by the last edge: the weights are rounded and need not add to one.
-            position = generator.random(_BLOCK) * upper[-1]
-            component = (position[:, None] >= upper[:-1]).sum(axis=1)
-            logarithm = mu[component] + sigma[component] * generator.standard_normal(_BLOCK)
-            lengths = np.rint(np.exp(logarithm)).astype(np.int64)
-            # Redrawn rather than clipped: clipping would pile samples up on the two edges.
-            kept = lengths[(lengths >= self.shortest) & (lengths <= self.longest)]
-            blocks.append(kept)
-            num_drawn += kept.size
-        return np.concatenate(blocks)[:num_samples]
-
 
 # Fitted to the lengths of public data, counted in cl100k_base tokens or in tokens as the service published
 # them. Only the fit is kept here, none of the data.
@@ -123,4 +104,16 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
         raise BalanceError(f"num_samples is {num_samples!r}: it must be an integer of at least 1.")
     if isinstance(seed, bool) or seed < 0:
         raise BalanceError(f"seed is {seed!r}: it must be an integer of 0 or more.")
-    return mixture.draw(num_samples, seed=seed)
+    generator = np.random.default_rng(seed)
+    weights, mu, sigma = np.array(mixture.components).T
+    upper = np.cumsum(weights)
+    blocks = [np.zeros(0, dtype=np.int64)]
+    while sum(block.size for block in blocks) < num_samples:
+        # Scaled by the last edge: the weights are rounded and need not add to one.
+        position = generator.random(_BLOCK) * upper[-1]
+        component = (position[:, None] >= upper[:-1]).sum(axis=1)
+        logarithm = mu[component] + sigma[component] * generator.standard_normal(_BLOCK)
+        lengths = np.rint(np.exp(logarithm)).astype(np.int64)
+        # Redrawn rather than clipped: clipping would pile samples up on the two edges.
+        blocks.append(lengths[(lengths >= mixture.shortest) & (lengths <= mixture.longest)])
+    return np.concatenate(blocks)[:num_samples]
