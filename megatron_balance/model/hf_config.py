@@ -20,6 +20,9 @@ from megatron_balance.model.vision import VisionEncoder
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
+MAX_LAYERS = 10_000
+"""Patterns have an entry a layer; no model comes near this limit."""
+
 _TABLE, ROWS = (
     cast("dict[str, Any]", json.loads((files(__package__) / f"{name}.json").read_text(encoding="utf-8")))
     for name in ("families", "presets")
@@ -186,6 +189,10 @@ def _layer_kinds(keys: _Keys) -> list[str]:
         keys.need("ssm_state_size")
         return [_SYMBOLS.get(kind, "?") for kind in blocks]
     num_layers = keys.need("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+        raise BalanceError(
+            f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
+        )
     window = keys.get("sliding_window")
     if listed := keys.get("layer_types"):
         older = {"mamba": "linear_attention", "attention": "full_attention"}
