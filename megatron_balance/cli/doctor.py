@@ -10,10 +10,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_balance.mcore.checks import Finding
 
 _EPILOG = """\
 examples:
@@ -35,56 +31,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check and print; the result is the exit status."""
-    _quieten_imports()
-    from megatron_balance.mcore import checks
+    warnings.simplefilter("ignore")  # of packages on import: the checks report missing kernels themselves
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from megatron_balance.mcore import doctor
+    from megatron_balance.mcore.options import RULES
 
     on_cluster = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ  # torchrun's
-    report = _Report(silent=on_cluster and os.environ["RANK"] != "0")
-    report.section("packages", checks.check_packages())
-    report.section("hooks into Megatron", checks.check_hooks())
-    if args.megatron_args:
-        report.section("your flags", checks.check_flags(args.megatron_args))
-    elif not report.silent:
-        _print_rules()
-    if on_cluster:
-        from megatron_balance.mcore import cluster_checks  # loads torch
+    silent = on_cluster and os.environ["RANK"] != "0"
+    problems: list[str] = []
 
-        found = cluster_checks.check_cluster(flags=args.megatron_args, problems=tuple(report.problems))
-        report.section("all ranks", found)
-    if not report.silent:
-        print("\nno problem" if not report.problems else f"\nproblems: {len(report.problems)}")
-    return 1 if report.problems and not report.silent else 0
-
-
-class _Report:
-    """Prints findings as they come; ranks other than the first are silent."""
-
-    def __init__(self, *, silent: bool) -> None:
-        self.silent = silent
-        self.problems: list[str] = []
-
-    def section(self, title: str, findings: Iterable[Finding]) -> None:
-        if not self.silent:
-            print(f"\n{title}")
+    def section(title: str, findings: Iterable[doctor.Finding]) -> None:
+        lines = [f"\n{title}"]
         for finding in findings:
             says = " ".join(finding.says.split())  # one line, whatever a library has put into its message
             if not finding.ok:
-                self.problems.append(says)
-            if not self.silent:
-                print(f"  {'ok' if finding.ok else 'problem':8} {says}", flush=True)
+                problems.append(says)
+            lines.append(f"  {'ok' if finding.ok else 'problem':8} {says}")
+        if not silent:
+            print(*lines, sep="\n", flush=True)
 
-
-def _print_rules() -> None:
-    from megatron_balance.mcore.options import RULES
-
-    print("\nflags (put your script's after -- to check them)")
-    for rule in RULES:
-        if rule.subject == "Balance flags":
-            print(f"  {'rule':8} {rule.words}: {rule.says}")
-
-
-def _quieten_imports() -> None:
-    """Silences warnings of packages on import: the checks report missing kernels themselves."""
-    warnings.simplefilter("ignore")
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    section("packages", doctor.check_packages())
+    section("hooks into Megatron", doctor.check_hooks())
+    if args.megatron_args:
+        section("your flags", doctor.check_flags(args.megatron_args))
+    elif not silent:
+        print("\nflags (put your script's after -- to check them)")
+        for rule in RULES:
+            if rule.subject == "Balance flags":
+                print(f"  {'rule':8} {rule.words}: {rule.says}")
+    if on_cluster:
+        section("all ranks", doctor.check_cluster(flags=args.megatron_args, found=tuple(problems)))
+    if not silent:
+        print("\nno problem" if not problems else f"\nproblems: {len(problems)}")
+    return 1 if problems and not silent else 0

@@ -20,7 +20,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import core_installation, install_core
 from megatron_balance.mcore.run import build_run, serving
-from megatron_balance.mcore.setup.flags import fill_in, parse_balance_flags
+from megatron_balance.mcore.setup.flags import fill_in, parse_flags
 from megatron_balance.mcore.setup.training_loop import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
@@ -149,7 +149,7 @@ def run_of_model(
         )
     chunks = model if isinstance(model, list) else [model]
     config, inner = get_model_config(chunks[0]), unwrap_model(chunks[0])
-    parsed = parse_balance_flags([*_OWN_FLAGS, *flags])
+    parsed, _ = parse_flags([*_OWN_FLAGS, *flags])
     if parsed.balance_evaluation and not eval_iters:
         raise BalanceError(
             "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.cli import main
-from megatron_balance.mcore import checks, hooks
+from megatron_balance.mcore import doctor as checks
+from megatron_balance.mcore import hooks
 
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-data --calculate-per-token-loss"
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
