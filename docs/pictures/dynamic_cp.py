@@ -12,8 +12,8 @@ import numpy as np
 from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.communication import BETWEEN_NODES, exchange_flops_per_token
 from megatron_balance.cost.model import MICROBATCH_TOKENS
+from megatron_balance.cost.rates import BETWEEN_NODES, exchange_flops_per_token
 from megatron_balance.planner import schedule_metrics
 
 PICTURE = Path(__file__).parent / "dynamic_cp.svg"

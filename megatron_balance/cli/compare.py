@@ -22,7 +22,7 @@ from megatron_balance.cli.costs import Costs
 from megatron_balance.cli.output import check_writable, print_table
 from megatron_balance.cli.policies import Policy, PolicyResult, Question
 from megatron_balance.cost.model import MICROBATCH_TOKENS
-from megatron_balance.cost.profiles import profiles
+from megatron_balance.cost.rates import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.model.hf_config import PRESETS

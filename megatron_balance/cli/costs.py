@@ -25,14 +25,16 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.cost.communication import (
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
     BETWEEN_NODES,
     WITHIN_NODE,
+    default_attention_rate,
     exchange_flops_per_token,
+    find_profile,
+    profiles,
 )
-from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.profiles import default_attention_rate, find_profile, profiles
 from megatron_balance.cost.resolve import find_shape, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import dynamic_cp_problem

@@ -107,7 +107,7 @@ def _about_rates(fit: Fit, *, costs: Calibration, info: RunInfo, longest: int) -
     if fit.rates[1] > NOTABLE_SPREAD * fit.rates[0]:
         yield "Warning: the rate of attention changes much with the steps that are left out: record more of them."
     model = costs.cost_model()
-    part = model.attention(longest) / model(longest)
+    part = replace(model, linear=0, per_sequence=0)(longest) / model(longest)
     if part < TOLD_APART:
         yield (
             f"Warning: attention is {part:.1%} of the longest sequence's time: no long samples were seen, and its rate "

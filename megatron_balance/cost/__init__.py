@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from megatron_balance.cost.calibration import Calibration, fit_seconds
-from megatron_balance.cost.communication import (
+from megatron_balance.cost.model import MAX_TOTAL_COST, MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.rates import (
+    ATTENTION_RATES,
     BETWEEN_NODES,
     WITHIN_NODE,
-    exchange_bytes_per_token,
-    exchange_flops_per_token,
-)
-from megatron_balance.cost.model import MAX_TOTAL_COST, MICROBATCH_TOKENS, CostModel
-from megatron_balance.cost.profiles import (
-    ATTENTION_RATES,
     Profile,
     default_attention_rate,
+    exchange_flops_per_token,
     find_profile,
     profiles,
 )
@@ -29,7 +26,6 @@ __all__ = [
     "CostModel",
     "Profile",
     "default_attention_rate",
-    "exchange_bytes_per_token",
     "exchange_flops_per_token",
     "find_profile",
     "fit_seconds",

@@ -89,11 +89,6 @@ class Calibration:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise BalanceError(f"Calibration.{name} is {value!r}: it must be a number of seconds, 0 or more.")
 
-    def __call__(self, lengths: list[int]) -> float:
-        """Seconds of one micro-batch of sequences of these lengths, tokens."""
-        model = self.cost_model()
-        return (model.per_microbatch + sum(model(length) for length in lengths)) / UNITS_PER_SECOND
-
     def extrapolation(self, longest: int) -> str:
         """A notice where sequences are longer than those that were measured; empty where they are not."""
         seen = self.origin.get("longest_sequence")

@@ -19,6 +19,7 @@ divided by a power of two, the same on every rank); a longer sample never costs 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part
+from megatron_balance.model.flops import fwd_flops_by_part
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.model.vision import image_flops
 
@@ -134,17 +135,10 @@ class CostModel:
         """The cost is the time of training on the sample: forward and backward, whole model.
 
         The unit is the time of one FLOP at `linear_tflops`, so that with equal rates, the default, costs are FLOPs.
-        A GPU runs attention at another rate than matrix products: 0.36 to 0.9 of it in dense models, 2 to 5 in mixtures
-        of small experts (docs/cost-model.md).
-
-        A GEMM runs three times (forward, gradient of its input, of its weights), a frozen one twice. The attention core
-        runs 3.5 times: FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
-        2307.08691), and half a FLOP per squared token, where heads are odd, is rounded up. Recomputed layers
-        run forward once more; the output layer is never recomputed. The indexer of sparse attention runs forward
-        alone; with a loss of its own its scores run three times and its GEMMs, whose input is detached, twice. LoRA
-        adapters run three times beside frozen weights. A vision encoder is trained and recomputed like the rest; every
-        rank runs its samples' images itself. A frozen encoder runs forward alone, and its projector needs no gradient
-        of its input.
+        A GEMM runs three times (forward, gradient of its input, of its weights), a frozen one twice; the attention core
+        3.5 times, since FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
+        2307.08691). Recomputed layers run forward once more, the output layer never does. docs/cost-model.md has the
+        indexer of sparse attention, adapters, frozen encoders, and the rates of GPUs.
 
         Args:
             shape: the model.
@@ -240,33 +234,19 @@ class CostModel:
 
     def __call__(self, length: int) -> int:
         """Cost of one sample of `length` tokens on its own rank, unscaled, exact."""
-        attention = max(self.attention(length), self.cp_received * length)
-        return self.linear * length + attention + self.per_sequence
+        return int(self.exact_costs(np.array([length], dtype=object))[0])
 
-    def attention(self, length: int) -> int:
-        """The part of attention in it."""
-        in_windows = sum(coefficient * causal_pairs(length, window=window) for window, coefficient in self.windows)
-        return self.quadratic * length**2 + in_windows
-
-    def exact_costs(self, lengths: NDArray[np.int64]) -> NDArray[Any]:
+    def exact_costs(self, lengths: NDArray[Any]) -> NDArray[Any]:
         """Of each length as in a call: int64, or Python's integers where these do not fit. `[num_lengths]`"""
-        fits = self(int(lengths.max(initial=0))) < MAX_TOTAL_COST
-        exact: NDArray[Any] = lengths if fits else lengths.astype(object)
-        squares = exact * exact
-        attention = self.quadratic * squares
+        longest = int(lengths.max(initial=0))
+        squares = 2 * (self.quadratic + sum(coefficient for _, coefficient in self.windows))  # at least all pairs
+        most = ((squares * longest) + self.linear + self.cp_received) * longest + self.per_sequence
+        exact: NDArray[Any] = lengths if most < MAX_TOTAL_COST else lengths.astype(object)
+        attention = self.quadratic * exact * exact
         for window, coefficient in self.windows:
-            pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), squares)
+            pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), exact * exact)
             attention = attention + coefficient * pairs
         return self.linear * exact + np.maximum(attention, self.cp_received * exact) + self.per_sequence
-
-    def image_cost(self, num_patches: int) -> int:
-        """Cost of one image of `num_patches` patches, unscaled, exact.
-
-        Example:
-            >>> CostModel(image_linear=100, image_quadratic=1).image_cost(256)
-            91136
-        """
-        return self.image_linear * num_patches + self.image_quadratic * num_patches**2
 
     def sample_costs(
         self,
@@ -285,17 +265,19 @@ class CostModel:
             SampleCosts: int64 costs, divided by a power of two so that, rounding included,
             their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
         """
-        unique, inverse, counts = _distinct(lengths)
-        own = self.exact_costs(unique).tolist()  # Python's integers from here on: a sum passes int64 sooner
-        expert = [self.expert_linear * length for length in unique.tolist()]
-        total = sum(count * (a + b) for count, a, b in zip(counts.tolist(), own, expert, strict=True))
-        total += self.per_microbatch * lengths.size
-        of_images: list[tuple[list[int], NDArray[np.int64]]] = []
+        unique, inverse = _distinct(lengths)
         sums = np.zeros((0, 2), dtype=np.int64) if image_patches is None else image_patches
-        for coefficient, column in zip((self.image_linear, self.image_quadratic), sums.T, strict=True):
-            sizes, of_sample = np.unique(column, return_inverse=True)
-            of_images.append(([coefficient * size for size in sizes.tolist()], of_sample))
-            total += coefficient * sum(column.tolist())
+        images = [np.unique(column, return_inverse=True) for column in sums.T]
+        # Python's integers from here on: a sum passes int64 sooner. Each: values, and the one of each sample.
+        own = self.exact_costs(unique).tolist(), inverse
+        expert = [self.expert_linear * length for length in unique.tolist()], inverse
+        of_images = [
+            ([coefficient * size for size in sizes.tolist()], of_sample)
+            for coefficient, (sizes, of_sample) in zip((self.image_linear, self.image_quadratic), images, strict=True)
+        ]
+        total = self.per_microbatch * lengths.size
+        for values, index in (own, expert, *of_images):
+            total += sum(map(operator.mul, np.bincount(index).tolist(), values))
         # One bit is left for the ones that rounding up below may add.
         shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
@@ -304,18 +286,16 @@ class CostModel:
             return np.array(kept, dtype=np.int64)[index]
 
         return SampleCosts(
-            costs=scaled(own, inverse),
-            expert_costs=scaled(expert, inverse),
+            costs=scaled(*own),
+            expert_costs=scaled(*expert),
             image_costs=scaled(*of_images[0]) + scaled(*of_images[1]),
             shift=shift,
         )
 
 
-def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """`np.unique` with inverse and counts: by a table where values are small for their number, and it takes no sort."""
+def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`np.unique` with the inverse: by a table where values are small for their number, and it takes no sort."""
     if not values.size or int(values.max()) > 4 * values.size:
-        return np.unique(values, return_inverse=True, return_counts=True)
-    counts = np.bincount(values)
-    unique = np.flatnonzero(counts)
-    number_of = np.cumsum(counts > 0) - 1
-    return unique, number_of[values], counts[unique]
+        return np.unique(values, return_inverse=True)
+    seen = np.bincount(values) > 0
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]

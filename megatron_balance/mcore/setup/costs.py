@@ -13,9 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.cost.communication import ASSUMED_TFLOPS, BETWEEN_NODES, WITHIN_NODE, exchange_flops_per_token
 from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
-from megatron_balance.cost.profiles import default_attention_rate
+from megatron_balance.cost.rates import (
+    ASSUMED_TFLOPS,
+    BETWEEN_NODES,
+    WITHIN_NODE,
+    default_attention_rate,
+    exchange_flops_per_token,
+)
 from megatron_balance.mcore.options import Options
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Topology
