@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plan_judge import figures_of_ranks
 
 from megatron_balance import Limits, build_data_schedule
 from megatron_balance.cli import main
-from megatron_balance.planner import assignment_metrics
 from megatron_balance.record import read_record
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "4096"]
@@ -42,8 +42,8 @@ def test_json_is_a_valid_plan_of_the_lengths_in_file_order(lengths_file: Path, t
         ranks = [[[] for _ in range(step.num_microbatches)] for _ in range(4)]
         for sample, place in enumerate(step.slot_of.tolist()):
             ranks[place // step.num_microbatches][place % step.num_microbatches].append(sample)
-        metrics = assignment_metrics(
-            ranks, lengths=step.lengths, cost_model=info.cost_model, topology=topology, limits=Limits(4096)
+        metrics = figures_of_ranks(
+            ranks, step.lengths, cost_model=info.cost_model, topology=topology, limits=Limits(4096)
         )
         assert metrics.num_over_cap == 0
         assert metrics.num_microbatches == step.num_microbatches

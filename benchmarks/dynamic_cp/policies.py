@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner import DataSchedule, build_data_schedule
+from megatron_balance.planner import DataSchedule, Problem, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
 POLICIES: Mapping[str, int | None] = {"CP4": 4, "CP2": 2, "dynamic": None}
@@ -39,33 +39,22 @@ def plan(
 ) -> DataSchedule:
     """This package's plan of a batch, checked; arguments as for `build_data_schedule`."""
     shared: dict[str, Any] = {"limits": limits, "num_segments": num_segments}
+    own: dict[str, Any] = {"cost_model": cost_model, "topology": topology, "home_ranks": home_ranks, **shared}
     if cp_size is None:
-        own = build_data_schedule(lengths, cost_model=cost_model, topology=topology, home_ranks=home_ranks, **shared)
-        return own.check()
+        return build_data_schedule(lengths, **own).check()
     fixed = build_data_schedule(
         lengths,
         cost_model=shared_cost(cost_model, cp_size=cp_size),
         topology=replace(topology.at_cp_size(cp_size), dp_size=topology.num_leaves // cp_size),
         **shared,
     )
-    own = build_data_schedule(
-        lengths, cost_model=cost_model, topology=topology, objective="step", home_ranks=home_ranks, **shared
-    )
     rank, slot = np.divmod(fixed.slot_of, fixed.num_microbatches)
-    sizes = np.ones((topology.num_leaves, fixed.num_microbatches), dtype=np.int64)
-    for of_rank, of_slot in zip(rank.tolist(), slot.tolist(), strict=True):
-        sizes[of_rank * cp_size : (of_rank + 1) * cp_size, of_slot] = cp_size
-    slot_of, batch = rank * cp_size * fixed.num_microbatches + slot, own.batch()
-    return replace(
-        own,
-        slot_of=slot_of,
-        num_microbatches=fixed.num_microbatches,
-        cp_size_grid=sizes,
-        cost_grid=batch.cost_grid(slot_of, sizes),
-        predicted_cost=batch.time(slot_of, sizes),
-        padded_lengths=own.padded(sizes.reshape(-1)[slot_of]),
+    is_run = fixed.slot_counts().reshape(fixed.cp_size_grid.shape) > 0
+    return DataSchedule.placed(
+        Problem.of(lengths, objective="step", **own),
+        rank * cp_size * fixed.num_microbatches + slot,
+        np.where(is_run, cp_size, 1).repeat(cp_size, axis=0),
         algorithm=f"CP{cp_size}",
-        lower_bound=0,
     ).check()
 
 

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from plan_judge import figures_of_ranks
 
 from benchmarks.planner.baselines import BASELINES, Ranks
 from benchmarks.planner.setups import Setup
-from megatron_balance.planner import ScheduleMetrics, assignment_metrics
+from megatron_balance.planner import ScheduleMetrics
 
 REPEATED_BELOW_SECONDS = 0.25
 """Plans quicker than this are made three times: the median of their times is less noisy."""
@@ -124,9 +125,9 @@ def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]])
 
 
 def _judged(ranks: Ranks, *, batch: NDArray[np.int64], setup: Setup) -> ScheduleMetrics:
-    return assignment_metrics(
+    return figures_of_ranks(
         ranks,
-        lengths=batch,
+        batch.tolist(),
         cost_model=setup.cost_model,
         topology=setup.topology,
         limits=setup.limits,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.lengths import synthetic_lengths
-from megatron_balance.planner import Batch, lower_bound
+from megatron_balance.planner import Batch
 from megatron_balance.planner import plan as planner
 
 PICTURE = Path(__file__).with_name("plan_steps.svg")
@@ -36,7 +36,7 @@ def picture() -> str:
     assert isinstance(batch, Batch)
     order = np.argsort(-batch.own, kind="stable")
     batch = batch.take(order)
-    bound, rows, work = lower_bound(batch), schedule.num_microbatches, int(planner.least_work(batch))
+    bound, rows, work = batch.lower_bound(), schedule.num_microbatches, batch.least_work
     high, bases, used = planner.high_rows(batch, rows, limit=work)
     rest = np.flatnonzero(high < 0)
     bins, goals = planner.targets(
@@ -48,7 +48,7 @@ def picture() -> str:
     poured[rest] = bins[planner.pour_samples(batch, rest, goals)]
     leveled = planner.leveled(batch, rows, slope=0, limit=work)
     assert leveled is not None
-    polished = planner.polished(batch, leveled, work=work)
+    polished = planner.polished(batch, leveled)
 
     def over(bin_of: Ints) -> str:
         return f"{int(planner.times_of(batch, batch.row_times(bin_of, rows)).max()) / bound:.4f}"

@@ -6,15 +6,12 @@ The names below are what other rooms and the tests use; everything else in this 
 from __future__ import annotations
 
 from megatron_balance.planner.batch import Batch
-from megatron_balance.planner.bounds import lower_bound
 from megatron_balance.planner.build import ALGORITHMS, balance, build_data_schedule
 from megatron_balance.planner.dynamic_cp import SizedBatch
-from megatron_balance.planner.fixed_ranks import partition_items
+from megatron_balance.planner.fixed_ranks import karmarkar_karp, partition_items
 from megatron_balance.planner.inputs import Images, Problem, as_integers, number_groups
-from megatron_balance.planner.karmarkar_karp import karmarkar_karp
 from megatron_balance.planner.metrics import (
     ScheduleMetrics,
-    assignment_metrics,
     plan_metrics,
     schedule_metrics,
     slowest_over_mean,
@@ -41,13 +38,11 @@ __all__ = [
     "ScheduleMetrics",
     "SizedBatch",
     "as_integers",
-    "assignment_metrics",
     "balance",
     "batch_of",
     "build_data_schedule",
     "is_makespan",
     "karmarkar_karp",
-    "lower_bound",
     "mountain_order",
     "number_groups",
     "objective_names",

@@ -1,12 +1,21 @@
 """One global batch in integers: what each sample costs, the room it takes, and which ranks wait for one another.
 
-All that the planner knows of a run is in `Batch`: no lengths, no model, no names. The time of any plan follows from it.
+All that the planner knows of a run is in `Batch`: no lengths, no model, no names. The time of any plan follows from it,
+and a bound that no plan beats. Each part of the bound is sound on integers, never above the best plan:
+
+mean        the work of all, spread evenly over all ranks
+largest     one sample, with its part of shared work, runs whole on one rank
+pigeonhole  among the k*D + 1 costliest samples some of D ranks holds k + 1
+forced      at most k samples heavier than cap/(k+1) share a micro-batch, so that the i highest rows of e ranks hold
+            at most k*i*e of them, and the next row is at least as high as the costliest left over. What the i
+            highest rows cannot hold is spread evenly over all rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,6 +23,23 @@ from megatron_balance.cost.model import MAX_TOTAL_COST
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.inputs import Ints, Problem, sum_segments
 from megatron_balance.planner.times import Waiting, waiting
+
+MOST_SHARING = 4
+"""Forced heights look at samples of which at most this many share a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The micro-batches of a batch.
+
+    Attributes:
+        slot_of: `[num_samples]` int64 `rank * num_microbatches + slot`; of several leaves the first.
+        cp_sizes: `[num_ranks, num_microbatches]` int64 of the batch's ranks that share each micro-batch: all 1 at one
+            size; of leaves 1 for a dummy, 0 where a leaf has no such slot.
+    """
+
+    slot_of: Ints
+    cp_sizes: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +134,46 @@ class Batch:
         alone = replace(self, waiting=replace(self.waiting, span=1))
         return alone.heights(slot_of, num_microbatches)[..., 0]
 
+    @cached_property
+    def least_rows(self) -> int:
+        """Micro-batches that every rank needs at least, a multiple of `multiple`.
+
+        They hold all weight, and at most k samples heavier than cap/(k+1) each.
+        """
+        inside = self.weights[self.weights <= self.cap]
+        heavy = [-(-int(((most + 1) * inside > self.cap).sum()) // most) for most in range(1, MOST_SHARING + 1)]
+        bins = self.oversized.size + max(-(-int(inside.sum()) // self.cap), *heavy)
+        return max(-(-bins // (self.num_ranks * self.multiple)), 1) * self.multiple
+
+    @cached_property
+    def least_work(self) -> int:
+        """Work of the slowest group at least, over all stages together and without `launch`."""
+        own, shared = self.costs.sum(axis=0), int(self.shared.sum())
+        work = max(-(-(int(own.sum()) + shared) // self.num_ranks), self._largest)
+        if self.span == 1:
+            return max(work, _pigeonhole(own, num_parts=self.num_ranks))
+        # Ranks that wait for the costliest sample may compute shared work of a smaller group meanwhile.
+        beside = shared if self.span == self.expert_span else 0
+        return max(work, -(-(_with_forced_rows(self, own) + beside) // self.num_ranks))
+
+    def least_time(self, rows: int) -> int:
+        """A time that no plan with this many micro-batches or more can beat."""
+        work = self.least_work + rows * self.launch
+        return self.waiting.at_least(work, launch=self.launch, longest=self._largest + self.launch)
+
+    def lower_bound(self) -> int:
+        """A time that no plan which may move samples can beat."""
+        return self.least_time(self.least_rows)
+
+    @property
+    def _largest(self) -> int:
+        return int((self.costs.sum(axis=0) + -(-self.shared // self.expert_span)).max(initial=0))
+
+    def single_sample_floor(self) -> float:
+        """The largest sample over a rank's even share, at least 1.0: no plan brings the slowest rank below it."""
+        own = self.costs.sum(axis=0)
+        return max(1.0, int(own.max(initial=0)) * self.num_ranks / max(int(own.sum()), 1))
+
     def check_total(self, *, num_microbatches: int) -> None:
         """Raises BalanceError if the costs of all micro-batches exceed int64."""
         num_slots = self.num_ranks * num_microbatches
@@ -124,6 +190,53 @@ def sums(values: Ints, index: Ints, size: int) -> Ints:
     out = np.zeros(size, dtype=np.int64)
     np.add.at(out, index, values)
     return out
+
+
+def _pigeonhole(costs: Ints, *, num_parts: int) -> int:
+    """Max over k of the k+1 smallest of the k*num_parts + 1 costliest."""
+    falling = np.sort(costs)[::-1]
+    totals = np.concatenate([[0], np.cumsum(falling)])
+    ends = np.arange(num_parts + 1, costs.size + 1, num_parts)
+    held = np.arange(2, ends.size + 2)
+    return int((totals[ends] - totals[ends - held]).max(initial=0))
+
+
+def _with_forced_rows(batch: Batch, own: Ints) -> int:
+    """Own cost of all samples plus what ranks idle beside rows that large samples force to be high."""
+    total, span, cap = int(own.sum()), batch.span, batch.cap
+    order = np.argsort(-own, kind="stable")
+    costs, weights = own[order], batch.weights[order].clip(max=cap)
+    forced = costs[:1]
+    for most in range(1, MOST_SHARING + 1):
+        heights = costs[(most + 1) * weights > cap][:: most * span]
+        short, long = sorted((forced, heights), key=len)
+        forced = np.concatenate([np.maximum(short, long[: short.size]), long[short.size :]])
+    rooms = span * cap * np.arange(forced.size + 1)
+    held = _most_cost(costs, weights, rooms)
+    return max(
+        span * height + total - most_held
+        for height, most_held in zip(accumulate(forced.tolist(), initial=0), held, strict=True)
+    )
+
+
+def _most_cost(costs: Ints, weights: Ints, rooms: Ints) -> list[int]:
+    """The most cost that each of some rooms can hold, samples cut freely: a fractional knapsack, rounded up."""
+    # Cost for each unit of weight, with as many bits behind the point as int64 has left.
+    bits = max(61 - int(costs.max(initial=0)).bit_length(), 0)
+    density = np.where(weights > 0, (costs << bits) // np.maximum(weights, 1), np.iinfo(np.int64).max)
+    order = np.argsort(-density, kind="stable")
+    costs, weights = costs[order], weights[order]
+    cost_before, weight_before = ([0, *np.cumsum(values).tolist()] for values in (costs, weights))
+    cut: list[int] = np.searchsorted(np.cumsum(weights), rooms, side="right").tolist()
+    # Samples whose densities differ behind these bits may stand in the wrong order.
+    slack = (weight_before[-1] >> bits) + 1
+    held: list[int] = []
+    for room, index in zip(rooms.tolist(), cut, strict=True):
+        cost = cost_before[index]
+        if index < costs.size:
+            cost += -(-(room - weight_before[index]) * int(costs[index]) // int(weights[index])) + slack
+        held.append(min(cost, cost_before[-1]))
+    return held
 
 
 def make_batch(problem: Problem) -> Batch:

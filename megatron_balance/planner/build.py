@@ -15,20 +15,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.batch import Batch, sums
-from megatron_balance.planner.bounds import lower_bound
+from megatron_balance.planner.batch import Batch, Plan, sums
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.dynamic_plan import plan_sizes
 from megatron_balance.planner.fixed_ranks import karmarkar_karp_plan, partition_items, plan_on_ranks
 from megatron_balance.planner.inputs import Images, Ints, Problem, check_kind, groups_that_split, number_groups
-from megatron_balance.planner.locality import Homes, keep_local
-from megatron_balance.planner.plan import Plan, plan
+from megatron_balance.planner.locality import keep_local
+from megatron_balance.planner.plan import plan
 from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.topology import Limits, Topology
 
@@ -175,8 +173,8 @@ def build_data_schedule(
     batch = batch_of(problem)
     moved: int | None = None
     if isinstance(batch, SizedBatch):
-        sized = plan_sizes(batch)
-        slot_of, cp_sizes = sized.slot_of, sized.cp_sizes
+        planned = plan_sizes(batch)
+        slot_of, cp_sizes = planned.slot_of, planned.cp_sizes
     else:
         planned = _planned(
             batch,
@@ -185,28 +183,21 @@ def build_data_schedule(
             groups=kept,
             home_ranks=None if move_samples else homes,
         )
-        slot_of, num_microbatches = planned.slot_of, planned.num_microbatches
+        slot_of, cp_sizes = planned.slot_of, planned.cp_sizes * topology.cp_size
+        num_microbatches = cp_sizes.shape[1]
         batch.check_total(num_microbatches=num_microbatches)
         if homes is not None:
-            at_home = Homes(homes, tokens=problem.lengths, ranks_per_node=ranks_per_node)
-            moved = at_home.moved_tokens(slot_of // num_microbatches)
+            moved = problem.moved_tokens(slot_of // num_microbatches)
             if move_samples and relabel:
                 slot_of = keep_local(
-                    batch, slot_of, num_microbatches=num_microbatches, homes=at_home, whole_ranks=kept is not None
+                    batch, slot_of, num_microbatches=num_microbatches, problem=problem, whole_ranks=kept is not None
                 )
-        cp_sizes = np.full((topology.dp_size, num_microbatches), topology.cp_size, dtype=np.int64)
-    return DataSchedule(
-        **vars(problem),
-        slot_of=slot_of,
-        num_microbatches=cp_sizes.shape[1],
-        cp_size_grid=cp_sizes,
-        cost_grid=batch.cost_grid(slot_of, cp_sizes),
-        cost_shift=batch.shift,
-        predicted_cost=batch.time(slot_of, cp_sizes),
-        lower_bound=lower_bound(batch),
+    return DataSchedule.placed(
+        problem,
+        slot_of,
+        cp_sizes,
         algorithm=algorithm,
-        padded_lengths=problem.padded(cp_sizes.reshape(-1)[slot_of]),
-        oversized=tuple(batch.oversized.tolist()),
+        batch=batch,
         move_samples=move_samples,
         moved_tokens_before_relabel=moved,
         groups=kept,

@@ -105,6 +105,7 @@ class SizedBatch:
         levels[high] = np.where(within.any(axis=0), within.argmax(axis=0), self.cheapest[high])
         return levels
 
+    @cached_property
     def least_rows(self) -> int:
         """Lower bound on the micro-batches of the busiest rank, from tokens; at least one."""
         return max(1, -(-self._room_needed() // (self.cap * self.num_leaves)))
@@ -141,6 +142,16 @@ class SizedBatch:
         where = self.waiting
         return int(pipeline_makespans(costs, pp_size=where.pp_size, vpp_size=where.vpp_size, meet=meet).max())
 
+    def lower_bound(self) -> int:
+        """A time that no plan can beat."""
+        return self.waiting.at_least(self.least_work(), launch=self.launch)
+
+    def single_sample_floor(self) -> float:
+        """The largest sample, at its cheapest size, over an even share of the least work; at least 1.0."""
+        largest = int(self.at(self.costs, self.cheapest).max(initial=0))
+        total = int((self.at(self.costs, self.least_levels) << self.least_levels).sum())
+        return max(1.0, largest * self.num_leaves / max(total, 1))
+
     def least_work(self) -> int:
         """Lower bound on the work of the fullest leaf.
 
@@ -154,7 +165,7 @@ class SizedBatch:
             return self.launch
         least_slots = self.num_leaves
         if self.even:
-            least_slots *= self.least_rows()
+            least_slots *= self.least_rows
         else:
             least_slots = max(least_slots, self._room_needed() // self.cap)
         cheapest = self.at(self.costs, self.least_levels)

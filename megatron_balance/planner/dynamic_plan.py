@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.planner.batch import sums
+from megatron_balance.planner.batch import Plan, sums
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.fixed_ranks import pour_each
 from megatron_balance.planner.inputs import Ints
@@ -43,27 +43,14 @@ WITHIN = 50
 """A further height is tried where the plan is within one part in this many of the best."""
 
 
-@dataclass(frozen=True)
-class SizedPlan:
-    """The micro-batch of every sample, and the leaves that share each.
-
-    Attributes:
-        slot_of: `[num_samples]` int64 `first_leaf * num_microbatches + slot`.
-        cp_sizes: `[num_leaves, num_microbatches]` int64, 1 for a dummy, 0 where a leaf has no such slot.
-    """
-
-    slot_of: Ints
-    cp_sizes: Ints
-
-
-def plan_sizes(batch: SizedBatch) -> SizedPlan:
+def plan_sizes(batch: SizedBatch) -> Plan:
     """Plans a global batch: on the tree where leaves meet once a step, in rows where they meet in every slot.
 
     In a pipeline both are tried: micro-batches of the tree wait for one another less often.
     """
     if not batch.num_samples:
         sizes = np.ones((batch.num_leaves, batch.multiple if batch.even else 1), dtype=np.int64)
-        return SizedPlan(np.zeros(0, dtype=np.int64), sizes)
+        return Plan(np.zeros(0, dtype=np.int64), sizes)
     if batch.waiting.in_slots:
         return plan_in_rows(batch)
     if batch.waiting.pp_size == 1:
@@ -71,7 +58,7 @@ def plan_sizes(batch: SizedBatch) -> SizedPlan:
     return min(plan_in_rows(batch), plan_on_tree(batch), key=lambda plan: batch.time(plan.slot_of, plan.cp_sizes))
 
 
-def plan_on_tree(batch: SizedBatch) -> SizedPlan:
+def plan_on_tree(batch: SizedBatch) -> Plan:
     """Samples on nodes so that the fullest leaf is least, then packed node by node, slots from the root down.
 
     All leaves of a node have the same ancestors, so they reach its micro-batches in the same slot and at the same time:
@@ -124,7 +111,7 @@ def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints, int] |
     return levels, nodes, int(loads.max())
 
 
-def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> SizedPlan:
+def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> Plan:
     """Micro-batches of every node, first fit by falling tokens, the root's first."""
     leaf_of = nodes << levels
     slot_of, filled = np.zeros(batch.num_samples, dtype=np.int64), np.zeros(batch.num_leaves, dtype=np.int64)
@@ -161,14 +148,14 @@ def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> SizedPlan:
     return _sized_plan(leaf_of, slot_of, levels=levels, num_slots=num_slots)
 
 
-def _sized_plan(leaf_of: Ints, slot_of: Ints, *, levels: Ints, num_slots: Ints) -> SizedPlan:
+def _sized_plan(leaf_of: Ints, slot_of: Ints, *, levels: Ints, num_slots: Ints) -> Plan:
     """The plan of samples with a first leaf, a slot and a level each, `[num_samples]`. `num_slots`: `[num_leaves]`."""
     most = int(num_slots.max())
     sizes = (np.arange(most) < num_slots[:, None]).astype(np.int64)
     for level in np.unique(levels[levels > 0]).tolist():
         here = levels == level
         sizes[leaf_of[here, None] + np.arange(1 << level), slot_of[here, None]] = 1 << level
-    return SizedPlan(leaf_of * most + slot_of, sizes)
+    return Plan(leaf_of * most + slot_of, sizes)
 
 
 class Outline(NamedTuple):
@@ -187,9 +174,9 @@ class Outline(NamedTuple):
     height: int
 
 
-def plan_in_rows(batch: SizedBatch) -> SizedPlan:
+def plan_in_rows(batch: SizedBatch) -> Plan:
     """The fastest of the most promising outlines, filled: the least sum of heights, or the least makespan."""
-    best: tuple[int, SizedPlan] | None = None
+    best: tuple[int, Plan] | None = None
     where = batch.waiting
     for outline in outlines(batch):
         if best is not None and outline.time >= where.pp_size * best[0]:
@@ -204,7 +191,7 @@ def plan_in_rows(batch: SizedBatch) -> SizedPlan:
             if best is None or time < best[0]:
                 leaf, row = np.divmod(plan.slot_of, order.size)
                 slot_of = leaf * order.size + np.argsort(order[0])[row]
-                best = time, SizedPlan(slot_of, plan.cp_sizes[:, order[0]])
+                best = time, Plan(slot_of, plan.cp_sizes[:, order[0]])
             if not left or time > best[0] + best[0] // WITHIN:
                 break
             height += max(left // (outline.num_rows * batch.num_leaves), height // 256) + 1
@@ -214,7 +201,7 @@ def plan_in_rows(batch: SizedBatch) -> SizedPlan:
 
 def outlines(batch: SizedBatch) -> list[Outline]:
     """Numbers of rows and limits to try, the most promising first."""
-    least = -(-batch.least_rows() // batch.multiple)
+    least = -(-batch.least_rows // batch.multiple)
     numbers = set(range(least, least + 6)) | {-(-least * sixteenths // 16) for sixteenths in MORE_ROWS}
     if batch.waiting.pp_size > 1:
         numbers |= {least * more for more in PIPELINE_ROWS}
@@ -345,7 +332,7 @@ def fill(batch: SizedBatch, outline: Outline, *, height: int) -> tuple[Packs, in
     return packs, left
 
 
-def shelve(batch: SizedBatch, packs: Packs) -> SizedPlan:
+def shelve(batch: SizedBatch, packs: Packs) -> Plan:
     """Packs by falling cost into the first row with room, as in strip packing with shelves; like stand with like.
 
     Free leaves of a row join its costliest packs: this lowers the row and avoids dummies.

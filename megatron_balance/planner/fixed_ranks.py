@@ -3,19 +3,30 @@
 All ranks place their costliest sample at once, each in the micro-batch furthest below its target that has room, then
 their second, and so on. Where ranks meet in every micro-batch, the targets of the next round are the heights that slots
 had in this one: what stands beside another rank's giant is free up to its height.
+
+Largest differencing is that of N. Karmarkar and R. M. Karp, "The differencing method of set partitioning" (1982), in
+the form for more than two parts, which keeps the sums of all parts of each partial solution:
+
+    1. every item is a partial solution: one part holds it, the others are empty
+    2. take the two partial solutions of widest difference (largest sum minus smallest)
+    3. join them crosswise: the largest part of one with the smallest of the other, and so on
+    4. repeat until one solution is left
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heapreplace
+from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_balance.planner.batch import Batch, sums
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.batch import Batch, Plan, sums
 from megatron_balance.planner.inputs import Ints
-from megatron_balance.planner.karmarkar_karp import karmarkar_karp
-from megatron_balance.planner.plan import CORRECTIONS, SLOPES, Plan, in_slots, no_empty, plan, row_counts
+from megatron_balance.planner.plan import CORRECTIONS, SLOPES, in_slots, no_empty, plan, row_counts
 from megatron_balance.planner.times import Waiting
 
 MAX_DIFFERENCED = 4096
@@ -25,6 +36,9 @@ MAX_ATTEMPTS = 8
 """Numbers of micro-batches to try with largest differencing, which knows no cap, before samples are poured."""
 
 _APART = Waiting(1, in_slots=False, pp_size=1, vpp_size=1)
+
+_Part = tuple[int, int, list[int]]
+"""`(-sum of costs, number, items)`; the number, unique, breaks ties."""
 
 
 def plan_on_ranks(batch: Batch, rank_of: Ints) -> Plan:
@@ -36,23 +50,23 @@ def plan_on_ranks(batch: Batch, rank_of: Ints) -> Plan:
     fewest = -(-fullest // (batch.cap * batch.multiple)) * batch.multiple
     best: tuple[int, Ints, int] | None = None
     lost = reached = 0
-    for count in (max(count, fewest) for count in row_counts(inner)):
+    for wanted in (max(number, fewest) for number in row_counts(inner)):
         if lost == 2:
             break
-        if count <= reached:
+        if wanted <= reached:
             continue
         lost += 1
         for slope in SLOPES if batch.waiting.pp_size > 1 and batch.span == 1 else (0,):
-            for rows, slots in _rounds(inner, ranks, count, slope=slope):
+            for rows, slots in _rounds(inner, ranks, wanted, slope=slope):
                 reached = max(reached, rows)
                 slot_of = _ordered(inner, ranks * rows + _no_empty(slots, ranks, counts, rows), rows)
-                time = inner.time(slot_of, np.ones((batch.num_ranks, rows), dtype=np.int64))
+                time = inner.time(slot_of, _alone(batch, rows))
                 if best is None or time < best[0]:
                     best, lost = (time, slot_of, rows), 0
     assert best is not None, "one number of rows is always tried"
     slot_of = np.empty_like(order)
     slot_of[order] = best[1]
-    return Plan(slot_of, best[2])
+    return Plan(slot_of, _alone(batch, best[2]))
 
 
 def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
@@ -74,11 +88,11 @@ def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
         rows += batch.multiple
     else:
         packed = plan_on_ranks(batch, rank_of)
-        slot_of, rows = packed.slot_of, packed.num_microbatches
+        slot_of, rows = packed.slot_of, packed.cp_sizes.shape[1]
     order = np.argsort(-batch.own, kind="stable")
     filled = np.empty_like(slot_of)
     filled[order] = no_empty(slot_of[order], batch.num_ranks * rows)
-    return Plan(_ordered(batch, filled, rows), rows)
+    return Plan(_ordered(batch, filled, rows), _alone(batch, rows))
 
 
 def partition_items(costs: Ints, *, num_parts: int, equal_count: bool) -> Ints:
@@ -87,19 +101,71 @@ def partition_items(costs: Ints, *, num_parts: int, equal_count: bool) -> Ints:
     Args:
         costs: `[num_items]` int64, non-negative, with a sum that stays in int64.
         num_parts: parts to make.
-        equal_count: every part holds the same number of items; where that does not divide, at most one more.
+        equal_count: every part holds the same number of items; where that does not divide, at most one more. Parts of
+            any number are never costlier than that.
 
     Returns:
         `[num_items]` int64 part of each item.
     """
-    cap = -(-costs.size // num_parts) if equal_count else costs.size
-    none, ones = np.zeros_like(costs), np.ones_like(costs)
-    batch = Batch(costs[None], shared=none, weights=ones, cap=max(cap, 1), num_ranks=num_parts, waiting=_APART)
-    ways = [plan(batch, rows=1).slot_of]
-    if costs.size <= MAX_DIFFERENCED:
-        ways.append(_parts(karmarkar_karp(costs, num_parts=num_parts, equal_size=equal_count)))
+    ways: list[Ints] = []
+    for equal in (True,) if equal_count else (False, True):
+        cap = max(-(-costs.size // num_parts) if equal else costs.size, 1)
+        none, ones = np.zeros_like(costs), np.ones_like(costs)
+        batch = Batch(costs[None], shared=none, weights=ones, cap=cap, num_ranks=num_parts, waiting=_APART)
+        ways.append(plan(batch, rows=1).slot_of)
+        if costs.size <= MAX_DIFFERENCED:
+            ways.append(_parts(karmarkar_karp(costs, num_parts=num_parts, equal_size=equal)))
     # The first of equals: the same choice everywhere.
     return min(ways, key=lambda part_of: int(sums(costs, part_of, num_parts).max(initial=0)))
+
+
+def karmarkar_karp(
+    costs: Sequence[int] | NDArray[np.int64], *, num_parts: int, equal_size: bool = False
+) -> list[list[int]]:
+    """Splits items into parts of nearly equal cost by largest differencing.
+
+    Args:
+        costs: `[num_items]` non-negative integers.
+        num_parts: parts to make; some stay empty where there are fewer items.
+        equal_size: every part gets the same number of items. Where `num_parts` does not divide the number of items,
+            parts differ by one at most: step 1 starts from sorted items cut into rows, one item a part.
+
+    Returns:
+        `[num_parts]` lists of item indices, ascending in each part; parts are ordered by falling cost, then by their
+        first item.
+
+    Raises:
+        BalanceError: `num_parts` is below 1.
+
+    Example:
+        >>> karmarkar_karp([8, 7, 6, 5, 4], num_parts=2)
+        [[1, 3, 4], [0, 2]]
+    """
+    if num_parts < 1:
+        raise BalanceError(f"num_parts is {num_parts}: it must be at least 1.")
+    items: list[_Part] = sorted((-int(cost), item, [item]) for item, cost in enumerate(costs))
+    width, numbers = num_parts if equal_size else 1, count(len(items))
+
+    def ranked(parts: list[_Part]) -> tuple[int, int, list[_Part]]:
+        """Widest difference first, then oldest. Empty parts are not listed."""
+        smallest = parts[-1][0] if len(parts) == num_parts else 0
+        return parts[0][0] - smallest, next(numbers), parts
+
+    heap = [ranked(items[start : start + width]) for start in range(0, len(items), width)]
+    heapify(heap)
+    while len(heap) > 1:
+        one, other = heappop(heap)[2], heap[0][2]
+        # Of `one` the last, of `other` the last in reverse: the others meet empty parts.
+        shared = max(len(one) + len(other) - num_parts, 0)
+        apart, meeting = len(one) - shared, other[len(other) - shared :]
+        joined = one[:apart] + other[: len(other) - shared]
+        for (cost, _, held), (added, _, further) in zip(one[apart:], reversed(meeting), strict=True):
+            longer, shorter = (held, further) if len(held) >= len(further) else (further, held)
+            longer.extend(shorter)
+            joined.append((cost + added, next(numbers), longer))
+        heapreplace(heap, ranked(sorted(joined)))
+    parts = sorted((cost, sorted(held)) for cost, _, held in heap[0][2]) if heap else []
+    return [held for _, held in parts] + [[] for _ in range(num_parts - len(parts))]
 
 
 def _rounds(batch: Batch, ranks: Ints, rows: int, *, slope: int) -> Iterator[tuple[int, Ints]]:
@@ -176,6 +242,11 @@ def _ordered(batch: Batch, slot_of: Ints, rows: int) -> Ints:
     """Slots of each rank by falling cost, so that ranks have equal ones; in a pipeline as a mountain."""
     apart = replace(batch, expert_span=1, waiting=replace(batch.waiting, span=1))
     return in_slots(apart, slot_of, rows)
+
+
+def _alone(batch: Batch, rows: int) -> Ints:
+    """`Plan.cp_sizes` at one size."""
+    return np.ones((batch.num_ranks, rows), dtype=np.int64)
 
 
 def _parts(parts: list[list[int]]) -> Ints:

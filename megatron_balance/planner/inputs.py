@@ -1,4 +1,4 @@
-"""What is to be planned: the arguments of a caller, checked, as arrays: lengths, segments, images, home ranks, groups.
+"""A planning problem: a caller's lengths, segments, images, home ranks and groups, checked and made arrays.
 
 A sample may be made of several segments, documents packed into one sequence. Attention does not cross from one to the
 next and each is padded by itself, so a sample's tokens and its cost are sums over segments.
@@ -219,6 +219,11 @@ class Problem:
             at_size = sum_segments(of_segments, num_segments=self.num_segments)
             padded[sizes == size] = at_size[sizes == size]
         return padded
+
+    def moved_tokens(self, ranks: Ints, *, width: int = 1) -> int:
+        """Original tokens off their home rank, or its block of `width` ranks; `[num_samples]` ranks run them."""
+        assert self.home_ranks is not None
+        return int(self.lengths[ranks // width != self.home_ranks // width].sum())
 
 
 def check_kind(name: str, value: object, kind: type[object]) -> None:

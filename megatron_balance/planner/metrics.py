@@ -1,28 +1,23 @@
 """Figures of a plan: imbalance, padding, room under the cap, samples moved, context-parallel sizes.
 
-A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs), and an assignment
-that is no schedule at all, such as the stock order, can be judged beside it.
+A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs). What is no schedule
+at all, such as the stock order, is judged by `plan_metrics` beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.errors import BalanceError
 from megatron_balance.planner.batch import Batch, sums
-from megatron_balance.planner.bounds import lower_bound, single_sample_floor
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.inputs import Ints, Problem
-from megatron_balance.planner.locality import Homes
 from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.planner.times import pipeline_makespans, resolve_objective, waiting
-from megatron_balance.topology import Limits, Topology
+from megatron_balance.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -93,66 +88,11 @@ def schedule_metrics(
     return replace(figures, moved_tokens_before_relabel=schedule.moved_tokens_before_relabel)
 
 
-def assignment_metrics(
-    ranks: Sequence[Sequence[Sequence[int]]],
-    *,
-    lengths: Sequence[int] | NDArray[Any],
-    cost_model: CostModel,
-    topology: Topology,
-    limits: Limits,
-    objective: str = "auto",
-    num_segments: Sequence[int] | NDArray[Any] | None = None,
-    image_patches: Sequence[Sequence[int]] | None = None,
-    home_ranks: Sequence[int] | NDArray[Any] | None = None,
-    ranks_per_node: int | None = None,
-) -> ScheduleMetrics:
-    """Figures of any assignment of all samples, a valid schedule or not.
-
-    Args:
-        ranks: `ranks[dp_rank][slot]` are sample ids. A rank with fewer slots than others idles through
-            dummies at its end.
-        lengths: `[num_samples]` original tokens, or of every segment, as for `build_data_schedule`.
-        cost_model: cost of a sample.
-        topology: the ranks.
-        limits: of a micro-batch; violations are counted, and the lower bound uses them.
-        objective: as for `build_data_schedule`.
-        num_segments: `[num_samples]` segments of each sample.
-        image_patches: `[num_samples]` for each sample the patches of each of its images.
-        home_ranks: `[num_samples]` rank that loaded each sample.
-        ranks_per_node: data-parallel ranks of one node.
-
-    Raises:
-        BalanceError: the ranks are not `dp_size`, or a sample is missing, doubled or unknown.
-    """
-    if topology.dynamic_cp:
-        raise BalanceError(
-            "Topology.dynamic_cp is set: the figures of an assignment are those of one context-parallel size. Judge it "
-            "at Topology.at_cp_size(cp_size), or a schedule by schedule_metrics."
-        )
-    problem = Problem.of(
-        lengths,
-        cost_model=cost_model,
-        topology=topology,
-        limits=limits,
-        objective=objective,
-        num_segments=num_segments,
-        image_patches=image_patches,
-        home_ranks=home_ranks,
-        ranks_per_node=ranks_per_node,
-    )
-    if len(ranks) != topology.dp_size:
-        raise BalanceError(f"the assignment has {len(ranks)} ranks: it must have dp_size {topology.dp_size}.")
-    num_microbatches = max(1, *(len(slots) for slots in ranks))
-    slot_of = _slot_of(ranks, num_samples=problem.lengths.size, num_microbatches=num_microbatches)
-    sizes = np.full((topology.dp_size, num_microbatches), topology.cp_size, dtype=np.int64)
-    return plan_metrics(problem, slot_of, sizes)
-
-
 def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMetrics:
     """Figures of samples in micro-batches: `slot_of` and `cp_size_grid` of a DataSchedule."""
     topology, limits, original = problem.topology, problem.limits, problem.lengths
     batch = batch_of(problem)
-    grid, predicted, bound = batch.cost_grid(slot_of, cp_sizes), batch.time(slot_of, cp_sizes), lower_bound(batch)
+    grid, predicted, bound = batch.cost_grid(slot_of, cp_sizes), batch.time(slot_of, cp_sizes), batch.lower_bound()
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
     sizes = cp_sizes.reshape(-1)[slot_of]
@@ -168,20 +108,15 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
     widths = cp_sizes if topology.dynamic_cp else np.minimum(cp_sizes, 1)
     run = int(widths.reshape(-1)[counts > 0].sum())
 
-    moved: int | None = None
-    off_node: int | None = None
-    if problem.home_ranks is not None and not topology.dynamic_cp:
-        homes = Homes(problem.home_ranks, tokens=original, ranks_per_node=problem.ranks_per_node)
-        moved = homes.moved_tokens(slot_of // cp_sizes.shape[1])
-        if problem.ranks_per_node is not None:
-            off_node = homes.moved_off_node_tokens(slot_of // cp_sizes.shape[1])
+    ranks, per_node = slot_of // cp_sizes.shape[1], problem.ranks_per_node
+    knows_homes = problem.home_ranks is not None and not topology.dynamic_cp
     of_size = sums(original, sizes, int(sizes.max(initial=topology.cp_size)) + 1)
     return ScheduleMetrics(
         objective=problem.objective,
         predicted_cost=predicted << batch.shift,
         lower_bound=bound << batch.shift,
         over_bound=predicted / bound if bound else 1.0,
-        single_sample_floor=single_sample_floor(batch),
+        single_sample_floor=batch.single_sample_floor(),
         step_imbalance=step_imbalance,
         microbatch_imbalance=slowest_over_mean(grid, objective="microbatch", topology=topology),
         pipeline_imbalance=(
@@ -195,8 +130,8 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
         num_over_cap=int(over.sum()),
         num_microbatches=cp_sizes.shape[1],
         num_dummies=int((cp_sizes > 0).sum()) - run,
-        moved_tokens=moved,
-        moved_off_node_tokens=off_node,
+        moved_tokens=problem.moved_tokens(ranks) if knows_homes else None,
+        moved_off_node_tokens=problem.moved_tokens(ranks, width=per_node) if knows_homes and per_node else None,
         moved_tokens_before_relabel=None,
         mean_cp_size=(
             int((original * sizes).sum()) / max(int(original.sum()), 1)
@@ -238,21 +173,3 @@ def _pipeline_imbalance(
     objective = "microbatch" if topology.dynamic_cp and topology.ep_span > 1 else "pipeline"
     judged = replace(batch, waiting=waiting(objective, topology=topology))
     return judged.time(slot_of, cp_sizes) / even if even else 1.0
-
-
-def _slot_of(ranks: Sequence[Sequence[Sequence[int]]], *, num_samples: int, num_microbatches: int) -> NDArray[np.int64]:
-    """`[num_samples]` `rank * num_microbatches + slot` of an assignment, once it is known to be whole."""
-    slot_of = np.full(num_samples, -1, dtype=np.int64)
-    for rank, slots in enumerate(ranks):
-        for slot, ids in enumerate(slots):
-            for sample in ids:
-                if not 0 <= sample < num_samples or slot_of[sample] >= 0:
-                    raise BalanceError(
-                        f"the assignment gives sample {sample} to rank {rank}: it must give each of "
-                        f"{num_samples} samples once."
-                    )
-                slot_of[sample] = rank * num_microbatches + slot
-    missing = np.flatnonzero(slot_of < 0)
-    if missing.size:
-        raise BalanceError(f"the assignment leaves out sample {missing[0]}: it must give each of {num_samples} once.")
-    return slot_of

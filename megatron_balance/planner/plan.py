@@ -27,8 +27,7 @@ from math import isqrt
 
 import numpy as np
 
-from megatron_balance.planner.batch import Batch, sums
-from megatron_balance.planner.bounds import least_rows, least_time, least_work
+from megatron_balance.planner.batch import Batch, Plan, sums
 from megatron_balance.planner.inputs import Ints
 from megatron_balance.planner.polish import even_parts, polish
 from megatron_balance.planner.times import mountain_order
@@ -58,14 +57,6 @@ NEVER = int(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The micro-batch of every sample, `rank * num_microbatches + slot`, and the slots of every rank."""
-
-    slot_of: Ints
-    num_microbatches: int
-
-
-@dataclass(frozen=True)
 class Packing:
     """Samples in bins, `(group * rows + row) * span + column`, the time of the step, and the mean work of a group."""
 
@@ -79,7 +70,6 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
     """Plans a batch, in `rows` micro-batches of every rank, or in the number that is best."""
     order = np.lexsort((-batch.shared, -batch.weights, -batch.costs.sum(axis=0)))
     batch = with_headroom(batch.take(order))
-    work = least_work(batch)
     best: Packing | None = None
     lost = reached = 0
     bare_alone = False
@@ -87,18 +77,18 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
         if count <= reached:
             continue
         if best is not None:
-            bound = least_time(batch, work=work, rows=count)
+            bound = batch.least_time(count)
             if lost == (1 if batch.waiting.pp_size == 1 else 2) or best.time <= bound + bound // GOOD_ENOUGH:
                 break
         lost += 1
         for slope, bare in variants(batch):
             if bare_alone and not bare:
                 continue
-            found = packed(batch, count, slope=slope, work=work, bare=bare)
+            found = packed(batch, count, slope=slope, bare=bare)
             if found is None:
                 continue
             reached = max(reached, found.rows)
-            found = polished(batch, found, work=work)
+            found = polished(batch, found)
             if bare and best is not None and found.time + found.time // FAR_BELOW < best.time:
                 bare_alone = True  # as it will be with more rows
             if best is None or found.time < best.time:
@@ -106,24 +96,24 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
     assert best is not None, "one number of rows is always tried"
     slot_of = np.empty_like(order)
     slot_of[order] = in_slots(batch, best.bin_of, best.rows)
-    return Plan(slot_of, best.rows)
+    return Plan(slot_of, np.ones((batch.num_ranks, best.rows), dtype=np.int64))
 
 
-def polished(batch: Batch, found: Packing, *, work: int) -> Packing:
+def polished(batch: Batch, found: Packing) -> Packing:
     """The packing after the local search, if that is faster: it knows sums of rows and no makespan."""
     if len(batch.costs) > 1:
         bin_of = even_parts(batch, found.bin_of, found.rows)
-    elif batch.num_samples <= POLISHED or _is_off(batch, found, work=work):
-        bin_of = in_rows(batch, polish(batch, found.bin_of, found.rows, goal=work), found.rows)
+    elif batch.num_samples <= POLISHED or _is_off(batch, found):
+        bin_of = in_rows(batch, polish(batch, found.bin_of, found.rows, goal=batch.least_work), found.rows)
     else:
         return found
     time = int(times_of(batch, batch.row_times(bin_of, found.rows)).max())
     return replace(found, bin_of=bin_of, time=time) if time < found.time else found
 
 
-def _is_off(batch: Batch, found: Packing, *, work: int) -> bool:
+def _is_off(batch: Batch, found: Packing) -> bool:
     """A packing of a larger batch that is far above the bound although only sums of ranks count: the cap is tight."""
-    bound = least_time(batch, work=work, rows=found.rows)
+    bound = batch.least_time(found.rows)
     sums_count = batch.span == 1 and batch.waiting.pp_size == 1
     return sums_count and batch.num_samples <= 4 * POLISHED and found.time > bound + bound // GOOD_ENOUGH
 
@@ -155,7 +145,7 @@ def row_counts(batch: Batch) -> Iterator[int]:
 
     which is least at M = sqrt(W * (p-1) / c): below, more micro-batches shrink the bubble by more than they cost.
     """
-    least, step, stages = least_rows(batch), batch.multiple, batch.waiting.pp_size
+    least, step, stages = batch.least_rows, batch.multiple, batch.waiting.pp_size
     # More slots than samples would only add dummies.
     most = batch.num_samples // (batch.num_ranks * step) * step
     if stages > 1 and batch.launch:
@@ -171,17 +161,17 @@ def row_counts(batch: Batch) -> Iterator[int]:
         yield count
 
 
-def packed(batch: Batch, rows: int, *, slope: int, work: int, bare: bool) -> Packing | None:
+def packed(batch: Batch, rows: int, *, slope: int, bare: bool) -> Packing | None:
     """The best packing in this many rows, or in the least number above that the samples fit in.
 
     Beside a giant samples are free but for the shared work that they cost its group. The best limit of a group's high
     rows is the time at which groups end on average: with a lower one they hold too little, with a higher one too much.
     It is searched for by halving. With `bare` giants stand alone in their rows instead; None where the others find no
-    room. `work`: `least_work`.
+    room.
     """
     searched = 1 < batch.num_groups < batch.num_ranks and not bare
     while True:
-        limit = low = 0 if bare else work
+        limit = low = 0 if bare else batch.least_work
         high, best = low + low // 4, None
         for _ in range(1 + LIMITS if searched else 1):
             found = leveled(batch, rows, slope=slope, limit=limit)
@@ -191,7 +181,7 @@ def packed(batch: Batch, rows: int, *, slope: int, work: int, bare: bool) -> Pac
             if found is not None and (best is None or found.time < best.time):
                 high = found.time * batch.waiting.pp_size - rows * batch.launch if best is None else high
                 best = found
-            if found is None or found.mean_work > limit or limit == work:
+            if found is None or found.mean_work > limit or limit == batch.least_work:
                 low = limit
             else:
                 high = limit

@@ -85,6 +85,38 @@ class DataSchedule(Problem):
     moved_tokens_before_relabel: int | None
     groups: Ints | None
 
+    @classmethod
+    def placed(
+        cls,
+        problem: Problem,
+        slot_of: Ints,
+        cp_sizes: Ints,
+        *,
+        algorithm: str,
+        batch: Batch | SizedBatch | None = None,
+        move_samples: bool = True,
+        moved_tokens_before_relabel: int | None = None,
+        groups: Ints | None = None,
+    ) -> DataSchedule:
+        """The schedule that places samples so, with its costs and its bound; `batch`: `batch_of(problem)`."""
+        batch = batch_of(problem) if batch is None else batch
+        return cls(
+            **{field.name: getattr(problem, field.name) for field in fields(Problem)},
+            slot_of=slot_of,
+            num_microbatches=cp_sizes.shape[1],
+            cp_size_grid=cp_sizes,
+            cost_grid=batch.cost_grid(slot_of, cp_sizes),
+            cost_shift=batch.shift,
+            predicted_cost=batch.time(slot_of, cp_sizes),
+            lower_bound=batch.lower_bound(),
+            algorithm=algorithm,
+            padded_lengths=problem.padded(cp_sizes.reshape(-1)[slot_of]),
+            oversized=tuple(batch.oversized.tolist()),
+            move_samples=move_samples,
+            moved_tokens_before_relabel=moved_tokens_before_relabel,
+            groups=groups,
+        )
+
     @cached_property
     def ranks(self) -> Ranks:
         """`ranks[rank][slot]` are the sample ids of that micro-batch, ascending; the same for all that share it."""

@@ -1,6 +1,7 @@
 """The time of a plan and the least time of any plan, each computed from its definition and with public names only.
 
-Nothing here shares code with the planner. `docs/objectives.md` and the docstring of `DataSchedule` are the definitions.
+Nothing but `figures_of_ranks` shares code with the planner. `docs/planner.md` and the docstring of `DataSchedule` are
+the definitions.
 Costs are Python integers in the units of the cost model; the schedules judged here are not scaled (`cost_shift` 0).
 """
 
@@ -9,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology
+from megatron_balance.planner import Problem, ScheduleMetrics, plan_metrics
 
 Slots = Sequence[Sequence[Sequence[int]]]
 
@@ -245,3 +250,19 @@ def makespan(costs: Sequence[int], *, stages: int, chunks: int = 1) -> int:
     work = 3 * sum(costs)
     whole = work + -(-(max(free) - work) // chunks)
     return max(-(-whole // (3 * stages)), max(costs))
+
+
+def figures_of_ranks(ranks: Slots, lengths: Sequence[int], **options: Any) -> ScheduleMetrics:
+    """The planner's figures of any assignment of all samples, `ranks[rank][slot]` their ids; `options` of `Problem.of`.
+
+    A rank with fewer slots than others idles through dummies at its end.
+    """
+    problem = Problem.of(lengths, **options)
+    num_slots = max(1, *map(len, ranks))
+    held = [(rank * num_slots + slot, list(ids)) for rank, slots in enumerate(ranks) for slot, ids in enumerate(slots)]
+    assert sorted(sample for _, ids in held for sample in ids) == list(range(len(problem.lengths))), "each sample once"
+    slot_of = np.zeros(len(problem.lengths), dtype=np.int64)
+    for place, ids in held:
+        slot_of[ids] = place
+    sizes = np.full((problem.topology.dp_size, num_slots), problem.topology.cp_size)
+    return plan_metrics(problem, slot_of, sizes)

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any, TextIO
 from unittest import mock
 
-import numpy as np
 from record_steps import Function, recorded, train_wrapped
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
 from megatron_balance.mcore import hooks
 from megatron_balance.mcore.step import plan_process
+from megatron_balance.planner import Problem
 
 POLICIES = ("stock", "packed", "balance_data", "balance_by_flops", "dynamic_cp")
 SCHEDULE = "forward_backward_func"
@@ -63,26 +63,15 @@ def plan_of(
 ) -> DataSchedule:
     """A step's plan under a policy, for the executor of dynamic sizes."""
     shared: dict[str, Any] = {"limits": limits, "home_ranks": home_ranks}
-    own = build_data_schedule(lengths, cost_model=cost_model, topology=topology, **shared)
+    own: dict[str, Any] = {"cost_model": cost_model, "topology": topology, **shared}
     if policy == "dynamic_cp":
-        return own
+        return build_data_schedule(lengths, **own)
     cost_model = replace(cost_model, cp_exchange=0) if policy == "balance_by_flops" else CostModel.tokens()
     at_one = build_data_schedule(
         lengths, cost_model=cost_model, topology=topology.at_cp_size(1), move_samples=policy != "packed", **shared
     )
-    slot_of, sizes = at_one.slot_of, np.ones((topology.num_leaves, at_one.num_microbatches), dtype=np.int64)
-    batch = own.batch()
-    return replace(
-        own,
-        slot_of=slot_of,
-        num_microbatches=at_one.num_microbatches,
-        cp_size_grid=sizes,
-        cost_grid=batch.cost_grid(slot_of, sizes),
-        predicted_cost=batch.time(slot_of, sizes),
-        padded_lengths=own.padded(sizes.reshape(-1)[slot_of]),
-        algorithm=policy,
-        lower_bound=0,
-    ).check()
+    sizes = at_one.cp_size_grid
+    return DataSchedule.placed(Problem.of(lengths, **own), at_one.slot_of, sizes, algorithm=policy).check()
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_judge import Batch, makespan
+from plan_judge import Batch, figures_of_ranks, makespan
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import assignment_metrics
 
 TOKENS = CostModel.tokens()
 COST_MODELS = [
@@ -120,7 +119,7 @@ def test_one_sample_heavier_than_the_mean_rank_sets_the_floor():
     def floor(lengths):
         ranks = [[list(range(len(lengths)))], [[]], [[]], [[]]]
         options = {"cost_model": TOKENS, "topology": Topology(4), "limits": Limits(99), "objective": "step"}
-        return assignment_metrics(ranks, lengths=lengths, **options).single_sample_floor
+        return figures_of_ranks(ranks, lengths, **options).single_sample_floor
 
     assert floor([50, 10, 10, 10]) == pytest.approx(2.5)
     assert floor([10] * 8) == floor([0, 0]) == floor([]) == 1.0
@@ -152,7 +151,7 @@ def test_waiting_ranks_may_do_the_shared_work_of_another_expert_group():
 def pipeline_time(costs, *, pp_size, vpp_size=1):
     topology = Topology(1, pp_size=pp_size, vpp_size=vpp_size)
     options = {"cost_model": TOKENS, "topology": topology, "limits": Limits(2**30), "objective": "pipeline"}
-    return assignment_metrics([[[slot] for slot in range(len(costs))]], lengths=costs, **options).predicted_cost
+    return figures_of_ranks([[[slot] for slot in range(len(costs))]], costs, **options).predicted_cost
 
 
 @settings(max_examples=60)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan_judge import figures_of_ranks
 
 from megatron_balance import (
     BalanceError,
@@ -19,7 +20,7 @@ from megatron_balance import (
 )
 from megatron_balance.cost import MAX_TOTAL_COST
 from megatron_balance.model import PRESETS, VisionEncoder, fwd_flops, image_flops, patches_of_grids
-from megatron_balance.planner import assignment_metrics, schedule_metrics
+from megatron_balance.planner import schedule_metrics
 
 MODEL = CostModel(linear=10, quadratic=1, image_linear=7, image_quadratic=2)
 QWEN = ModelShape.preset("Qwen2.5-VL-7B")
@@ -44,9 +45,9 @@ def test_a_plan_evens_out_both_parts_where_tokens_alone_would_not() -> None:
     assert both.destinations()[0] != both.destinations()[1]
     assert schedule_metrics(both).step_imbalance == 1
     by_tokens = build_data_schedule(lengths, cost_model=MODEL, topology=Topology(2), limits=Limits(100))
-    seen = assignment_metrics(
+    seen = figures_of_ranks(
         by_tokens.ranks,
-        lengths=lengths,
+        lengths,
         image_patches=[[100], [], [100], []] if by_tokens.destinations()[0] == by_tokens.destinations()[2] else images,
         cost_model=MODEL,
         topology=Topology(2),

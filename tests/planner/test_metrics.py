@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
-from plan_judge import makespan
+from plan_judge import figures_of_ranks, makespan
 
-from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import assignment_metrics, schedule_metrics, slowest_over_mean, waiting
+from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.planner import schedule_metrics, slowest_over_mean, waiting
 
 TOKENS = CostModel.tokens()
 
 
 def judge(ranks, lengths, **options):
     options = {"cost_model": TOKENS, "topology": Topology(2), "limits": Limits(20), **options}
-    return assignment_metrics(ranks, lengths=lengths, **options)
+    return figures_of_ranks(ranks, lengths, **options)
 
 
 def test_figures_by_hand():
@@ -92,20 +92,6 @@ def test_an_empty_batch_is_perfect():
     assert metrics.num_dummies == 2
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ([[[0, 1]]], "has 1 ranks: it must have dp_size 2"),
-        ([[[0]], [[0, 1]]], "gives sample 0 to rank 1"),
-        ([[[0]], [[2]]], "gives sample 2 to rank 1"),
-        ([[[0]], [[]]], "leaves out sample 1"),
-    ],
-)
-def test_an_assignment_must_be_whole(ranks, message):
-    with pytest.raises(BalanceError, match=message):
-        judge(ranks, [5, 5])
-
-
 SIZED = CostModel(linear=1000, quadratic=1, cp_exchange=800)
 
 
@@ -176,8 +162,6 @@ def test_imbalances_of_sizes_of_their_own_are_those_of_its_leaves(ranks):
 def test_one_size_is_the_mean_of_itself():
     metrics = judge([[[0]], [[1]]], [5, 8], topology=Topology(2, cp_size=2))
     assert (metrics.mean_cp_size, metrics.tokens_by_cp_size) == (2, ((2, 13),))
-    with pytest.raises(BalanceError, match="at_cp_size"):
-        judge([[[0]], [[1]]], [5, 8], topology=Topology(2, cp_size=2, dynamic_cp=True))
 
 
 def test_one_size_may_count_what_its_ranks_receive():
