@@ -80,8 +80,7 @@ def divide(
         )
     of_items = [int(row_costs(np.array(of_item, dtype=np.int64), cost_model=cost_model).sum()) for of_item in rows]
     costs = [sum(of_items[start : start + unit_size]) for start in range(0, len(rows), unit_size)]
-    plans = [even_parts(costs, num_parts=dp_size, equal_count=equal) for equal in {True, equal_count}]
-    parts = min(plans, key=lambda plan: max(sum(costs[unit] for unit in part) for part in plan))
+    parts = even_parts(costs, num_parts=dp_size, equal_count=equal_count)
     return [(part[:, None] * unit_size + np.arange(unit_size)).reshape(-1).tolist() for part in parts]
 
 
