@@ -64,6 +64,7 @@ class Packing:
     rows: int
     time: int
     mean_work: int
+    limit: int
 
 
 def plan(batch: Batch, *, rows: int | None = None) -> Plan:
@@ -94,6 +95,7 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
             if best is None or found.time < best.time:
                 best, lost = found, 0
     assert best is not None, "one number of rows is always tried"
+    best = fuller(batch, best)
     slot_of = np.empty_like(order)
     slot_of[order] = in_slots(batch, best.bin_of, best.rows)
     return Plan(slot_of, np.ones((batch.num_ranks, best.rows), dtype=np.int64))
@@ -133,7 +135,7 @@ def variants(batch: Batch) -> tuple[tuple[int, bool], ...]:
         return ((0, False),)
     if batch.span == 1:
         return tuple((slope, False) for slope in SLOPES)
-    return ((0, False), (0, True))
+    return ((0, False), (0, True)) if batch.num_groups > 1 else ((0, False),)
 
 
 def row_counts(batch: Batch) -> Iterator[int]:
@@ -162,35 +164,47 @@ def row_counts(batch: Batch) -> Iterator[int]:
 
 
 def packed(batch: Batch, rows: int, *, slope: int, bare: bool) -> Packing | None:
-    """The best packing in this many rows, or in the least number above that the samples fit in.
+    """A packing in this many rows, or in the least number above that the samples fit in.
+
+    With `bare` giants stand alone in their rows; None where the others find no room.
+    """
+    work = batch.least_work
+    if bare:
+        return leveled(batch, rows, slope=slope, limit=0)
+    while True:
+        # Fuller high rows may leave room where others leave none. Nearly full bins of a rank waste less room one after
+        # another than side by side.
+        for again, limit in ((slope, work), (slope, work + work // 8) if batch.span > 1 else (2 * rows, work)):
+            found = leveled(batch, rows, slope=again, limit=limit)
+            if found is not None:
+                return found
+        rows += batch.multiple * max(1, rows // (32 * batch.multiple))
+
+
+def fuller(batch: Batch, best: Packing) -> Packing:
+    """The best packing with other limits of high rows.
 
     Beside a giant samples are free but for the shared work that they cost its group. The best limit of a group's high
     rows is the time at which groups end on average: with a lower one they hold too little, with a higher one too much.
-    It is searched for by halving. With `bare` giants stand alone in their rows instead; None where the others find no
-    room.
+    It is searched for by halving.
     """
-    searched = 1 < batch.num_groups < batch.num_ranks and not bare
-    while True:
-        limit = low = 0 if bare else batch.least_work
-        high, best = low + low // 4, None
-        for _ in range(1 + LIMITS if searched else 1):
-            found = leveled(batch, rows, slope=slope, limit=limit)
-            if found is None and batch.span == 1:
-                # Nearly full bins of a rank waste less room one after another than side by side.
-                found = leveled(batch, rows, slope=2 * rows, limit=limit)
-            if found is not None and (best is None or found.time < best.time):
-                high = found.time * batch.waiting.pp_size - rows * batch.launch if best is None else high
+    if best.limit == 0 or not 1 < batch.num_groups < batch.num_ranks:
+        return best
+    low, high = best.limit, best.time * batch.waiting.pp_size - best.rows * batch.launch
+    for _ in range(LIMITS):
+        if high - low <= low >> 8:
+            break
+        limit = (low + high) // 2
+        found = leveled(batch, best.rows, slope=0, limit=limit)
+        if found is not None:
+            found = polished(batch, found)
+            if found.time < best.time:
                 best = found
-            if found is None or found.mean_work > limit or limit == batch.least_work:
-                low = limit
-            else:
-                high = limit
-            if high - low <= low >> 8:
-                break
-            limit = (low + high) // 2
-        if best is not None or bare:
-            return best
-        rows += batch.multiple * max(1, rows // (32 * batch.multiple))
+        if found is None or found.mean_work > limit:
+            low = limit
+        else:
+            high = limit
+    return best
 
 
 def leveled(batch: Batch, rows: int, *, slope: int, limit: int) -> Packing | None:
@@ -212,7 +226,7 @@ def leveled(batch: Batch, rows: int, *, slope: int, limit: int) -> Packing | Non
         mean = int(times.sum()) // times.size
         if best is None or int(times.max()) < best.time:
             mean_work = int(row_times.sum()) // batch.num_groups - rows * batch.launch
-            best = Packing(bin_of, rows, time=int(times.max()), mean_work=mean_work)
+            best = Packing(bin_of, rows, time=int(times.max()), mean_work=mean_work, limit=limit)
         if int(times.max()) == mean or mean >= best.time:
             break
         lower += (times - mean) * batch.waiting.pp_size
@@ -235,9 +249,13 @@ def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]
         if not count:
             break
         tops = tops[:count]
-        slack, room = tops.repeat(span), np.full(count * span, batch.cap, dtype=np.int64)
-        found = beside(costs[free], weights[free], slack=slack, room=room)
-        if groups > 1:  # they still cost their group shared work: beyond the limit the cheapest go back
+        if limit:
+            slack, room = tops.repeat(span), np.full(count * span, batch.cap, dtype=np.int64)
+            found = beside(costs[free], weights[free], slack=slack, room=room)
+        else:
+            found = np.full(free.size, -1, dtype=np.int64)
+            found[: count * span : span] = np.arange(count) * span
+        if groups > 1 and limit:  # they still cost their group shared work: beyond the limit the cheapest go back
             held = np.flatnonzero(found >= 0)
             held = held[np.argsort(found[held] // span, kind="stable")]
             row, shared = found[held] // span, batch.shared[free[held]]
