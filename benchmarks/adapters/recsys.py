@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from megatron_balance.adapters.recsys.batch_rows import num_entries
 from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
 COLUMNS = ["gather", "plan", "exchange", "at once", "exposed", "MiB in", "load max/mean"]
@@ -103,10 +102,10 @@ def _rank(rank: int, dp_size: int, folder: str, results: Any) -> None:
         _milliseconds(lambda: shuffler.finish_shuffle(batch, handle, group)),
         _milliseconds(at_once) - FORWARD_MS,
         _milliseconds(in_halves) - FORWARD_MS,
-        _mebibytes_received(handle, batch, rank=rank),
+        _mebibytes_received(handle, rank=rank),
     ]
     ranks = handle.plan.result()
-    results.put((figures, int(handle.rows.workloads[ranks == rank].sum())))
+    results.put((figures, int(handle.gathered.lengths[ranks == rank].sum())))
     dist.destroy_process_group()
 
 
@@ -139,8 +138,8 @@ def _milliseconds(call: Callable[[], Any]) -> float:
     return min(seconds) * 1000
 
 
-def _mebibytes_received(handle: Any, batch: Batch, *, rank: int) -> float:
+def _mebibytes_received(handle: Any, *, rank: int) -> float:
     """MiB received from other ranks; every column of the batch has int64 entries."""
-    rows, ranks = handle.rows, handle.plan.result()
-    nbytes = 8 * num_entries(batch, lengths=rows.lengths).sum(axis=0)
-    return nbytes[(ranks == rank) & (rows.home_ranks != rank)].sum() / 2**20
+    gathered, ranks = handle.gathered, handle.plan.result()
+    nbytes = 8 * gathered.ragged_lengths.sum(axis=1)
+    return nbytes[(ranks == rank) & (gathered.home_ranks != rank)].sum() / 2**20

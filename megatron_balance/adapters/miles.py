@@ -10,26 +10,26 @@ batches stay stock.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, find_version, hook_row, launch
-from megatron_balance.adapters.slime.plan import BalancedDpSchedule, SlimeOptions, mask_copies
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, hook_row, launch
+from megatron_balance.adapters.slime import BalancedDpSchedule, SlimeOptions, mask_copies
+from megatron_balance.cost.resolve import Model
 
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
 _MANAGER = "miles.ray.rollout.rollout_manager"
+_REMEDY = "check out the commit of docs/adapters.md from github.com/radixark/miles, or train without balancing"
 
-driver: Adapter[SlimeOptions] = Adapter(
-    "miles",
-    versions=("0.1",),
-    remedy="check out the commit of docs/adapters.md from github.com/radixark/miles, or train without balancing",
-    find_version=lambda: find_version("miles"),
-)
+driver: Adapter[SlimeOptions] = Adapter("miles", versions=("0.1",), remedy=_REMEDY)
 """The hook of the driver."""
 
-actor: Adapter[SlimeOptions] = Adapter("miles", find_version=lambda: find_version("miles"))
+actor: Adapter[SlimeOptions] = Adapter("miles", remedy=_REMEDY)
 """The hooks of the process that makes the schedule."""
+
+is_installed = driver.is_installed
 
 
 class BalancedSplit:
@@ -44,29 +44,29 @@ class BalancedSplit:
         return importlib.import_module(_CONVERSION).split_train_data_by_dp(args, data, train_parallel_config)
 
 
-def install(**options: Any) -> Adapter[SlimeOptions]:
-    """Hook miles in this process, the driver, before `create_rollout_manager()`.
-
-    Args:
-        **options: as `megatron_balance.adapters.slime.install`: cost, model, objective, algorithm.
+def install(
+    *, cost: str | None = None, model: Model | None = None, objective: str = "auto", algorithm: str = "auto"
+) -> Adapter[SlimeOptions]:
+    """Hook miles in this process, the driver, before `create_rollout_manager()`; arguments as of slime's `install`.
 
     Raises:
         BalanceError: miles is missing, of another version, a target has moved, or RolloutManager runs already.
     """
-    chosen = SlimeOptions(**options)
+    options = SlimeOptions(cost=cost, model=model, objective=objective, algorithm=algorithm)
+    return driver.hook(options, lambda: _hooks_of_driver(options))
+
+
+def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
+    check_not_started(getattr(sys.modules.get(_MANAGER), "RolloutManager", None))
     row = Hook(  # bound by the actor's class alone: in its home the function stays miles's
         target=f"{_CONVERSION}:split_train_data_by_dp",
         bound_in=(_MANAGER,),
         parameters=("args", "data", "train_parallel_config"),
-        wrap=lambda _: BalancedSplit(chosen),
+        wrap=lambda _: BalancedSplit(options),
         why="the function that the actor's class has bound, which reaches the actor with it",
         until="miles takes a schedule function by path, as it takes others",
     )
-
-    def check() -> None:
-        check_not_started(getattr(sys.modules.get(_MANAGER), "RolloutManager", None))
-
-    return driver.hook(chosen, lambda: (row,), check=check)
+    return (row,)
 
 
 def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
@@ -90,6 +90,7 @@ def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
 
 
 def _masked(package: Function) -> Function:
+    @functools.wraps(package)
     def package_shards(args: Any, data: dict[str, Any], partitions: Any) -> list[dict[str, Any]]:
         shards: list[dict[str, Any]] = package(args, data, partitions)
         for shard in shards:
@@ -100,4 +101,4 @@ def _masked(package: Function) -> Function:
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1:], install=install, usage="python -m megatron_balance.adapters.miles SCRIPT [ARGS ...]")
+    launch("megatron_balance.adapters.miles")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.adapters import torchspec
-from megatron_balance.adapters.torchspec.controller import CONTROLLER
+from megatron_balance.adapters.torchspec import CONTROLLER
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,12 +8,15 @@ or, with nothing to edit, `python -m megatron_balance.adapters.areal --cost flop
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from megatron_balance.adapters.areal.hooks import ArealOptions, hooks_for
-from megatron_balance.adapters.areal.single_rank import MAX_WAIT, SingleRankLoad, endless, scaled_for_one_rank
+from megatron_balance.adapters.areal.single_rank import (
+    MAX_WAIT_HOURS,
+    SingleRankLoad,
+    endless,
+    scaled_for_one_rank,
+)
 from megatron_balance.adapters.areal.trajectories import balance_batch, distributed_batch, redistribute
-from megatron_balance.adapters.kit import Adapter, find_version
+from megatron_balance.adapters.kit import Adapter
 from megatron_balance.cost.resolve import Model, resolve_cost
 
 __all__ = [
@@ -27,16 +30,10 @@ __all__ = [
     "scaled_for_one_rank",
 ]
 
-SUPPORTED_VERSIONS = ("1.0.4",)
-
 adapter: Adapter[ArealOptions] = Adapter(
-    "areal",
-    versions=SUPPORTED_VERSIONS,
-    remedy=f"install areal=={SUPPORTED_VERSIONS[-1]}, or train without it",
-    find_version=lambda: find_version(
-        "areal", missing=f"AReaL is not installed: pip install areal=={SUPPORTED_VERSIONS[-1]}."
-    ),
+    "areal", versions=("1.0.4",), remedy="pip install areal==1.0.4, or train without balancing"
 )
+is_installed = adapter.is_installed
 
 
 def install(
@@ -45,7 +42,7 @@ def install(
     model: Model | None = None,
     ep_size: int = 1,
     single_rank_load: bool = False,
-    max_wait: timedelta = MAX_WAIT,
+    max_wait_hours: float = MAX_WAIT_HOURS,
 ) -> Adapter[ArealOptions]:
     """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
 
@@ -55,18 +52,12 @@ def install(
         ep_size: expert-parallel ranks.
         single_rank_load: the first data-parallel rank rolls out the whole batch and the others receive their share
             (trainers that run as one process a rank; a single controller does it anyway).
-        max_wait: how long ranks wait for the one that rolls out.
+        max_wait_hours: how long ranks wait for the one that rolls out.
 
     Raises:
         BalanceError: AReaL is missing, of another version, or a target has moved; or the adapter is installed with
             other options. Nothing is changed then.
     """
-    options = ArealOptions(
-        resolve_cost(cost, model=model, ep_size=ep_size), single_rank_load=single_rank_load, max_wait=max_wait
-    )
+    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
+    options = ArealOptions(cost_model, single_rank_load=single_rank_load, max_wait_hours=max_wait_hours)
     return adapter.hook(options, lambda: hooks_for(options))
-
-
-def is_installed() -> bool:
-    """True if AReaL is hooked in this process."""
-    return adapter.is_installed

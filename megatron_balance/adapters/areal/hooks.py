@@ -10,38 +10,30 @@ from __future__ import annotations
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.areal.single_rank import MAX_WAIT, single_rank_hooks
+from megatron_balance.adapters.areal.single_rank import single_rank_hooks
 from megatron_balance.adapters.areal.trajectories import make_dispatch, redistribute
-from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches
+from megatron_balance.adapters.kit import Function, Hook, hook_row
+from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import gather_lengths
 
 _ROLLOUT = "areal.infra.dist_rollout"
-_CONTROLLER = "areal.infra.controller.train_controller"
-_DATA = "areal.utils.data"
 
 
 @dataclass(frozen=True)
 class ArealOptions:
-    """Options of the adapter.
-
-    Attributes:
-        cost_model: what a row costs.
-        single_rank_load: one rank rolls out for all.
-        max_wait: how long ranks wait for the one that rolls out.
-    """
+    """The arguments of `install`, with the cost model of a row."""
 
     cost_model: CostModel
     _: KW_ONLY
-    single_rank_load: bool = False
-    max_wait: timedelta = MAX_WAIT
+    single_rank_load: bool
+    max_wait_hours: float
 
 
 def hooks_for(options: ArealOptions) -> tuple[Hook, ...]:
@@ -53,8 +45,8 @@ def hooks_for(options: ArealOptions) -> tuple[Hook, ...]:
         # packing_algorithm names one of AReaL's algorithms, which the planner replaces.
         from areal.infra.dist_rollout import RedistributedData
 
-        if isinstance(trajectories, _Moved):
-            return trajectories.result
+        if isinstance(trajectories, RedistributedData):
+            return trajectories  # by `wrapper` below
         group = _group_or_world(group)
         moved = redistribute(trajectories, group=group, cost_model=options.cost_model, device=_buffer_device(group))
         # Nothing in AReaL reads what other ranks have, and it takes as much memory as the trajectories of all ranks.
@@ -67,15 +59,13 @@ def hooks_for(options: ArealOptions) -> tuple[Hook, ...]:
 
     def with_failures_shared(method: Function) -> Function:
         @functools.wraps(method)
-        def wrapper(self: Any, trajectories: list[dict[str, Any]] | None) -> Any:
+        def wrapper(self: Any, trajectories: Any) -> Any:
             problem = None
-            if trajectories is not None:
-                moved = _Moved()
-                try:
-                    moved.result = redistribute_trajectories(trajectories, self.train_engine.data_parallel_group)
-                except BalanceError as error:
-                    problem = str(error)
-                trajectories = moved
+            try:
+                if trajectories is not None:
+                    trajectories = redistribute_trajectories(trajectories, self.train_engine.data_parallel_group)
+            except BalanceError as error:
+                problem = str(error)
             gather_lengths([], group=_group_or_world(self.train_engine.cpu_group), problem=problem)
             return method(self, trajectories)
 
@@ -97,46 +87,37 @@ def hooks_for(options: ArealOptions) -> tuple[Hook, ...]:
         )
 
     return (
-        Hook(
-            target=f"{_ROLLOUT}:redistribute_trajectories",
-            bound_in=(_ROLLOUT,),
-            parameters=("trajectories", "group", "packing_algorithm"),
+        hook_row(
+            f"{_ROLLOUT}:redistribute_trajectories",
+            "trajectories group packing_algorithm",
             wrap=lambda _: redistribute_trajectories,
             why="balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
             until="AReaL's redistribution takes an allocation function and lists of different lengths",
         ),
-        Hook(
-            target=f"{_ROLLOUT}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
-            bound_in=(f"{_ROLLOUT}:DistRolloutCoordinator",),
-            parameters=("self", "trajectories"),
+        hook_row(
+            f"{_ROLLOUT}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
+            "self trajectories",
             wrap=with_failures_shared,
             why="an error of a data-parallel head raises on the ranks that wait for it too",
             until="AReaL's ranks agree on failure before one raises",
         ),
-        Hook(
-            target=f"{_CONTROLLER}:_dispatch_tensors",
-            bound_in=(_CONTROLLER, "areal.experimental.training_service.data_proxy.dispatcher"),
-            parameters=("item_list", "dp_size", "group_size"),
+        hook_row(
+            "areal.infra.controller.train_controller:_dispatch_tensors",
+            "item_list dp_size group_size",
             wrap=lambda _: make_dispatch(options.cost_model),
             why="balances by our cost, accepts a number of items that is no multiple of the ranks",
             until="AReaL's controller takes a partition function",
+            also_in=("areal.experimental.training_service.data_proxy.dispatcher",),
         ),
-        Hook(
-            target=f"{_DATA}:allocate_balanced_mbs_synced",
-            bound_in=(_DATA,),
-            parameters=("mb_spec", "lens", "group"),
+        hook_row(
+            "areal.utils.data:allocate_balanced_mbs_synced",
+            "mb_spec lens group",
             wrap=lambda _: allocate_balanced_mbs_synced,
             why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
             until="AReaL's ranks agree on failure before one raises",
         ),
-        *(single_rank_hooks(options.max_wait) if options.single_rank_load else ()),
+        *(single_rank_hooks(options.max_wait_hours) if options.single_rank_load else ()),
     )
-
-
-class _Moved(list[Any]):
-    """Marks trajectories that were redistributed already, and holds the result to return for them."""
-
-    result: Any
 
 
 def _group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -19,19 +19,20 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megatron_balance.adapters.kit import Function, Hook
+from megatron_balance.adapters.kit import Function, Hook, hook_row
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import gather_lengths
 
 Item = TypeVar("Item")
 
-MAX_WAIT = timedelta(days=7)
+MAX_WAIT_HOURS = 168.0
 """Longer than any rollout; a rank that dies ends the wait at once, since its connection breaks."""
 
 _TRAINER = "areal.trainer.rl_trainer:PPOTrainer"
@@ -43,12 +44,12 @@ class SingleRankLoad:
 
     Args:
         loads: True on the rank that loads.
-        max_wait: time-out of the others for one load.
+        max_wait_hours: time-out of the others for one load.
     """
 
-    def __init__(self, *, loads: bool, max_wait: timedelta = MAX_WAIT) -> None:
+    def __init__(self, *, loads: bool, max_wait_hours: float = MAX_WAIT_HOURS) -> None:
         self.loads = loads
-        group = dist.new_group(backend="gloo", timeout=max_wait)
+        group = dist.new_group(backend="gloo", timeout=timedelta(hours=max_wait_hours))
         assert isinstance(group, dist.ProcessGroup), "every rank of the world is a member"
         self._waiting_group = group
 
@@ -74,20 +75,15 @@ class SingleRankLoad:
                 gather_lengths([], group=self._waiting_group, problem=problem)
 
 
+@dataclass(frozen=True)
 class IdleDataLoader:
-    """Replaces the data loader on ranks that load nothing: it has a length and no data.
+    """Replaces the data loader on ranks that load nothing: trainers count steps by its length, and it has no data."""
 
-    Args:
-        num_batches: batches of an epoch, from which trainers count steps.
-        batch_size: samples of a batch.
-    """
-
-    def __init__(self, *, num_batches: int, batch_size: int) -> None:
-        self._num_batches = num_batches
-        self.batch_size = batch_size
+    num_batches: int
+    batch_size: int
 
     def __len__(self) -> int:
-        return self._num_batches
+        return self.num_batches
 
     def __iter__(self) -> Iterator[Any]:
         raise BalanceError("this rank loads nothing under single_rank_load: only the rank that loads has batches.")
@@ -132,74 +128,55 @@ def scaled_for_one_rank(config: Any, *, dp_size: int) -> Any:
     return scaled
 
 
-def single_rank_hooks(max_wait: timedelta) -> tuple[Hook, ...]:
-    """The hooks of `single_rank_load`; `max_wait` is the time-out of the ranks that wait."""
-    loads: WeakKeyDictionary[Any, SingleRankLoad] = WeakKeyDictionary()
+def single_rank_hooks(max_wait_hours: float) -> list[Hook]:
+    """The hooks of `single_rank_load`; `max_wait_hours` is the time-out of the ranks that wait."""
 
     def rolled_out_by_one(method: Function) -> Function:
+        name = method.__name__
+
         @functools.wraps(method)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            engine = self.train_engine
+            engine, rollout_engine = self.train_engine, self.rollout_engine
             if engine.data_parallel_world_size == 1:
                 return method(self, *args, **kwargs)
-            if self not in loads:
-                loads[self] = SingleRankLoad(loads=_is_first(engine), max_wait=max_wait)
+            if not hasattr(self, "_balance_load"):
+                self._balance_load = SingleRankLoad(loads=_is_first(engine), max_wait_hours=max_wait_hours)
+            load = self._balance_load
             if not engine.is_data_parallel_head():
                 # It has no trajectories to redistribute, so it waits here and not in AReaL's barrier.
-                loads[self].run(list)
+                load.run(list)
                 return method(self, *args, **kwargs)
+
+            def roll_out(*of_engine: Any, **by_name: Any) -> list[Any]:
+                return load.run(lambda: getattr(rollout_engine, name)(*of_engine, **by_name))
+
             stand_in = copy.copy(self)
-            stand_in.rollout_engine = _RolledOutByOne(self.rollout_engine, load=loads[self])
+            stand_in.rollout_engine = SimpleNamespace(**{name: roll_out})
             return method(stand_in, *args, **kwargs)
 
         return wrapper
 
-    def row(owner: str, name: str, parameters: str, *, wrap: Callable[[Function], Function], why: str) -> Hook:
-        return Hook(
-            target=f"{owner}.{name}",
-            bound_in=(owner,),
-            parameters=("self", *parameters.split()),
-            wrap=wrap,
-            why=f"single_rank_load: {why}",
-            until="AReaL has single_rank_load",
-        )
-
     waits = "one rank rolls out, and NCCL's time-out does not end the wait of the others"
-    return (
-        row(_COORDINATOR, "rollout_batch", "workflow group_size", wrap=rolled_out_by_one, why=waits),
-        row(_COORDINATOR, "prepare_batch", "workflow group_size", wrap=rolled_out_by_one, why=waits),
-        row(
-            _TRAINER,
-            "_create_dataloader",
-            "dataset dataset_config rank world_size",
-            wrap=_loaded_by_one,
-            why="the rank that rolls out has the whole data loader, the others an idle one",
+    rows = [
+        (f"{_COORDINATOR}.rollout_batch", "self workflow group_size", rolled_out_by_one, waits),
+        (f"{_COORDINATOR}.prepare_batch", "self workflow group_size", rolled_out_by_one, waits),
+        (
+            f"{_TRAINER}._create_dataloader",
+            "self dataset dataset_config rank world_size",
+            _loaded_by_one,
+            "the rank that rolls out has the whole data loader, the others an idle one",
         ),
-        row(
-            _TRAINER,
-            "_init_rollout",
-            "rollout_config is_eval",
-            wrap=_with_whole_capacity,
-            why="the rank that rolls out has the capacity of all",
+        (
+            f"{_TRAINER}._init_rollout",
+            "self rollout_config is_eval",
+            _with_whole_capacity,
+            "the rank that rolls out has the capacity of all",
         ),
-    )
-
-
-class _RolledOutByOne:
-    """Rolls out on one rank; on the others it waits and returns no trajectories."""
-
-    def __init__(self, engine: Any, *, load: SingleRankLoad) -> None:
-        self._engine = engine
-        self._load = load
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def rollout_batch(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._load.run(lambda: self._engine.rollout_batch(*args, **kwargs))
-
-    def prepare_batch(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._load.run(lambda: self._engine.prepare_batch(*args, **kwargs))
+    ]
+    return [
+        hook_row(target, parameters, wrap=wrap, why=f"single_rank_load: {why}", until="AReaL has single_rank_load")
+        for target, parameters, wrap, why in rows
+    ]
 
 
 def _is_first(engine: Any) -> bool:
@@ -217,7 +194,7 @@ def _loaded_by_one(create: Function) -> Function:
         if _is_first(self.actor):
             return whole
         # Only its length is needed; it reads nothing until it is iterated.
-        return IdleDataLoader(num_batches=len(whole), batch_size=dataset_config.batch_size)
+        return IdleDataLoader(len(whole), dataset_config.batch_size)
 
     return wrapper
 

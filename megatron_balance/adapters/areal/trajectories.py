@@ -31,7 +31,7 @@ from torch.serialization import safe_globals
 from torch.utils._pytree import tree_map_only
 
 from megatron_balance.adapters.kit import even_parts, row_costs
-from megatron_balance.adapters.kit.rows import exchange_rows
+from megatron_balance.adapters.kit.ranks import move_rows, moving_row
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
@@ -46,27 +46,13 @@ Dispatched = tuple[list[list[dict[str, Any]]], list[list[int]]]
 
 
 def divide(
-    rows: Sequence[Sequence[int]],
-    *,
-    dp_size: int,
-    cost_model: CostModel,
-    equal_count: bool,
-    unit_size: int = 1,
+    rows: Sequence[Sequence[int]], *, dp_size: int, cost_model: CostModel, equal_count: bool, unit_size: int = 1
 ) -> list[list[int]]:
     """Gives every rank items of nearly the same cost. Attention stays within a row, so an item costs what its rows do.
 
-    Args:
-        rows: `[num_items]` tokens of each row of each item.
-        dp_size: data-parallel ranks.
-        cost_model: what a row costs.
-        equal_count: every rank gets as many units as the others, or one fewer; else one at least.
-        unit_size: consecutive items that stay together, such as the two answers of a reward pair.
-
-    Returns:
-        `[dp_size]` ids of the items, ascending.
-
-    Raises:
-        BalanceError: items do not make up whole units, or there are fewer units than ranks.
+    `rows` are the tokens of each row of each item; `unit_size` consecutive items stay together, such as the two answers
+    of a reward pair. With `equal_count` every rank gets as many units as the others, or one fewer, else one at least.
+    Returns `[dp_size]` ids of the items, ascending.
     """
     if unit_size < 1 or len(rows) % unit_size:
         raise BalanceError(
@@ -153,11 +139,7 @@ def _item_row_lengths(item: Mapping[str, Any]) -> list[int]:
 
 
 def row_lengths(batch: Mapping[str, Any]) -> list[int]:
-    """Tokens of each row, `[num_rows]`: up to the last one that the mask includes.
-
-    Raises:
-        BalanceError: there is no mask, or it has no rows.
-    """
+    """Tokens of each row, `[num_rows]`: up to the last one that the mask includes."""
     mask = batch.get(MASK)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not len(mask):
         seen = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
@@ -198,14 +180,7 @@ def split_rows(batch: Mapping[str, Any]) -> list[Batch]:
 
 
 def join_rows(batches: Sequence[Mapping[str, Any]]) -> Batch:
-    """One batch of all their rows, in order, padded with 0 at the end of every axis but the first.
-
-    Args:
-        batches: one or more, with the same keys.
-
-    Raises:
-        BalanceError: their keys or the number of axes of a key differ.
-    """
+    """One batch of all their rows, in order, padded with 0 at the end of every axis but the first."""
     first = batches[0]
     for index, batch in enumerate(batches):
         if batch.keys() != first.keys():
@@ -247,6 +222,12 @@ NUMPY_TYPES: list[Any] = [
 """Of numpy's numbers and arrays, for torch's reader, which knows torch's and Python's own types."""
 
 
+_BYTES = KeySpec("(bytes)", dtype=torch.uint8, shape=(), per_token=False, ragged=True)
+"""A trajectory as it moves."""
+
+_ROW_SCHEMA = SampleSchema.of(moving_row({_BYTES.name: torch.empty(0, dtype=torch.uint8)}))
+
+
 @dataclass(frozen=True)
 class Redistribution:
     """One rank's trajectories after the move. Ids count the trajectories of rank 0, then of rank 1, and so on.
@@ -282,39 +263,31 @@ def redistribute(
         BalanceError: on every rank: a trajectory of some rank has no mask, other keys or dtypes than the others,
             or cannot be packed; there are fewer trajectories than ranks.
     """
-    problem, schema, packed, values = None, None, [], []
+    problem, schema, lengths, packed = None, None, [], []
     try:
         lengths = [row_lengths(trajectory) for trajectory in trajectories]
         schema = _shared_schema(trajectories)
-        packed = [_pack(trimmed(trajectory)) for trajectory in trajectories]
-        values = [[parcel.numel(), *rows] for parcel, rows in zip(packed, lengths, strict=True)]
+        packed = [_pack(trimmed(trajectory)).to(device) for trajectory in trajectories]
     except BalanceError as error:
         problem = str(error)
     gathered = gather_lengths(
-        # A trajectory is a sample of several sequences: its bytes, and its rows.
-        [value for of_trajectory in values for value in of_trajectory],
-        num_segments=[len(of_trajectory) for of_trajectory in values],
+        [length for rows in lengths for length in rows],
+        num_segments=[len(rows) for rows in lengths],
+        ragged_lengths=[[len(parcel)] for parcel in packed],
         group=group,
         schema=schema,
         problem=problem,
         device=device,
     )
     # From here on all ranks know the same, so an error raises on every one.
-    of_all = gathered.segments_of(np.arange(gathered.lengths.size)) or []
-    parts = divide([rows for _, *rows in of_all], dp_size=group.size(), cost_model=cost_model, equal_count=equal_count)
+    of_all = gathered.segments_of(np.arange(gathered.lengths.size))
+    parts = divide(of_all, dp_size=group.size(), cost_model=cost_model, equal_count=equal_count)
     ranks = np.zeros(len(of_all), dtype=np.int64)
     for rank, part in enumerate(parts):
         ranks[part] = rank
-    nothing = torch.empty(0, dtype=torch.uint8)
-    (arrived,) = exchange_rows(
-        [torch.cat([nothing, *packed]).to(device)],
-        num_entries=np.array([[nbytes for nbytes, *_ in of_all]]),
-        home_ranks=gathered.home_ranks,
-        ranks=ranks,
-        group=group,
-    )
-    parcels = arrived.cpu().split([of_all[index][0] for index in parts[group.rank()]])
-    return Redistribution([_unpack(parcel, device=device) for parcel in parcels], parts)
+    rows = [moving_row({_BYTES.name: parcel}) for parcel in packed]
+    arrived = move_rows(rows, ranks=ranks, gathered=gathered, group=group, schema=_ROW_SCHEMA, device=device)
+    return Redistribution([_unpack(row.ragged[_BYTES.name].cpu(), device=device) for row in arrived], parts)
 
 
 def distributed_batch(
@@ -384,7 +357,7 @@ def _shared_schema(trajectories: Sequence[Mapping[str, Any]]) -> SampleSchema | 
 
 
 def _schema(trajectory: Mapping[str, Any]) -> SampleSchema:
-    keys: list[KeySpec] = []
+    keys = [_BYTES]
     for name, value in trajectory.items():
         if isinstance(value, Tensor):
             # Sizes of further axes may differ, so they are left out.

@@ -6,6 +6,9 @@ that moved or hooks for other settings are refused by name; `undo()` restores th
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import inspect
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -23,24 +26,19 @@ class Adapter(Installation[Settings]):
     """The hooks of this process in one host.
 
     Args:
-        system: the host's name, for messages.
-        versions: releases on which the tests run; `0.9` stands for all of 0.9.*. None where the host has no versions.
-        remedy: what to do about another release.
-        find_version: the release in this environment; None where it cannot be told.
+        system: the host's name, and its distribution's where pip knows it.
+        versions: releases on which the tests run; `0.9` stands for all of 0.9.*.
+        remedy: what to do about another release, or about a source folder that is not as expected.
 
     Attributes:
         settings: what the hooks serve, or None where nothing is installed.
     """
 
-    def __init__(
-        self, system: str, *, versions: Sequence[str] = (), remedy: str = "", find_version: Callable[[], str | None]
-    ) -> None:
+    def __init__(self, system: str, *, versions: Sequence[str] = (), remedy: str) -> None:
         super().__init__(system)
         self._versions = tuple(versions)
         self._remedy = remedy
-        self._find_version = find_version
 
-    @property
     def is_installed(self) -> bool:
         """True while the hooks are in place."""
         return self.settings is not None
@@ -49,24 +47,22 @@ class Adapter(Installation[Settings]):
         """The host and its release, for messages.
 
         Raises:
-            BalanceError: the host is missing, or of a release that is not tested.
+            BalanceError: the release is not tested.
         """
-        version = self._find_version()
-        if version is None:
-            return f"{self._system} (of a source folder)"
+        try:
+            version = metadata.version(self._system)
+        except metadata.PackageNotFoundError:
+            return f"{self._system} (of a source folder; {self._remedy})"
         if self._versions:
             check_version(version, system=self._system, supported=self._versions, remedy=self._remedy)
         return f"{self._system} {version}"
 
-    def hook(
-        self, settings: Settings, rows: Callable[[], Sequence[Hook]], *, check: Callable[[], None] | None = None
-    ) -> Adapter[Settings]:
+    def hook(self, settings: Settings, rows: Callable[[], Sequence[Hook]]) -> Adapter[Settings]:
         """Install the table of hooks; with the same settings once.
 
         Args:
             settings: what the hooks serve, comparable.
-            rows: makes the table; called where the release is a tested one.
-            check: raises BalanceError where hooks come too late.
+            rows: makes the table; called where the release is a tested one. It may refuse first, by a BalanceError.
 
         Raises:
             BalanceError: see the invariants above; nothing is changed then.
@@ -74,14 +70,7 @@ class Adapter(Installation[Settings]):
 
         def install() -> Patches:
             version = self.version()
-            patches = install_hooks(tuple(rows()), version=version)
-            try:
-                if check is not None:
-                    check()
-            except BalanceError:
-                patches.undo()
-                raise
-            return patches
+            return install_hooks(tuple(rows()), version=version)
 
         self.install(settings, hook=install)
         return self
@@ -111,21 +100,6 @@ def hook_row(
     return Hook(target, (owner, *also_in), tuple(parameters.split()), wrap, why, until)
 
 
-def find_version(distribution: str, *, missing: str | None = None) -> str | None:
-    """The installed release of a distribution.
-
-    Args:
-        distribution: its name.
-        missing: what to say where it is not installed; None where it may be used from a source folder.
-    """
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError as error:
-        if missing is None:
-            return None
-        raise BalanceError(missing) from error
-
-
 def check_not_started(actor_class: Any) -> None:
     """Refuses to hook where Ray has pickled an actor's class, which keeps the functions that it started with.
 
@@ -138,30 +112,54 @@ def check_not_started(actor_class: Any) -> None:
         raise BalanceError(f"a {name} was started already: install the balancing before it starts.")
 
 
-def launch(arguments: Sequence[str], *, install: Callable[[], Any], usage: str) -> None:
-    """Install, then run `SCRIPT [ARGS …]` or `-m MODULE [ARGS …]` as `__main__`.
+def launch(adapter: str, *, prefix: str = "", module: str | None = None) -> None:
+    """The command `python -m ADAPTER [FLAGS] (SCRIPT | -m MODULE) [ARGS …]`: installs, then runs the target as main.
+
+    Flags are the options of the adapter's `install`, with their defaults.
 
     Args:
-        arguments: the command line after the adapter's own flags.
-        install: hooks the host.
-        usage: the command, for messages.
+        adapter: the module that has `install`.
+        prefix: of the flags' names, where the host has flags of the same names.
+        module: what always runs in place of a script; all flags that are not the adapter's are its own.
 
     Raises:
         SystemExit: there is no such script, or the host cannot be hooked.
     """
-    as_module = list(arguments[:1]) == ["-m"]
-    target, *rest = [*arguments[as_module:], ""]
-    if not target or not (as_module or Path(target).is_file()):
-        raise SystemExit(f"{f'there is no script {target!r}. ' if target else ''}usage: {usage}")
-    sys.argv = [target, *rest[:-1]]
+    install = importlib.import_module(adapter).install
+    parser = argparse.ArgumentParser(prog=f"python -m {adapter}", add_help=module is None, allow_abbrev=False)
+    options = [
+        _add_flag(parser, parameter, prefix=prefix) for parameter in inspect.signature(install).parameters.values()
+    ]
+    if module is None:
+        parser.add_argument("-m", dest="as_module", action="store_true", help="the target is a module, not a file")
+        parser.add_argument("target", help="script or module to run")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+        flags = parser.parse_args()
+        as_module, target, arguments = flags.as_module, flags.target, flags.arguments
+    else:
+        flags, arguments = parser.parse_known_args()
+        as_module, target = True, module
+    if not as_module and not Path(target).is_file():
+        parser.error(f"there is no script {target!r}")
+    sys.argv = [target, *arguments]
     if not as_module:
         # As Python does for a script; before the host is imported, which may lie beside the script.
         sys.path[0] = str(Path(target).resolve().parent)
     try:
-        install()
+        install(**{name: getattr(flags, name) for name in options})
     except BalanceError as error:
         raise SystemExit(f"megatron_balance: {error}") from error
     if as_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
+
+
+def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, *, prefix: str) -> str:
+    flag, default = f"--{prefix}{parameter.name.replace('_', '-')}", parameter.default
+    if isinstance(default, bool):
+        parser.add_argument(flag, dest=parameter.name, action="store_true")
+    else:
+        kind = str if default is None else type(default)
+        parser.add_argument(flag, dest=parameter.name, type=kind, default=default, help=f"by default {default}")
+    return parameter.name

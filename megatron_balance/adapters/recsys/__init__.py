@@ -9,12 +9,11 @@ Invariants: all of it is in place or none; `undo()` restores the original functi
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Hook
+from megatron_balance.adapters.kit import Adapter, Hook, hook_row
 from megatron_balance.errors import BalanceError
 
 __all__ = ["NAME", "install", "is_installed"]
@@ -26,19 +25,10 @@ _SHUFFLER = "commons.distributed.batch_shuffler:BaseTaskBalancedBatchShuffler"
 _FACTORY = "commons.distributed.batch_shuffler_factory"
 _TASKS = "commons.perf_model.task_estimator"
 
-
-def _find_version() -> str:
-    """The folder of recsys-examples, which has no version, and the version of torchrec."""
-    try:
-        folder = Path(importlib.import_module(_FACTORY).__file__ or "").parents[2]
-    except ModuleNotFoundError as error:
-        raise BalanceError(
-            f"cannot import {_FACTORY} ({error}): PYTHONPATH must name the examples folder of recsys-examples."
-        ) from error
-    return f"in {folder} (torchrec {metadata.version('torchrec')})"
-
-
-adapter: Adapter[str] = Adapter("recsys-examples", find_version=_find_version)
+adapter: Adapter[str] = Adapter(
+    "recsys-examples", remedy="PYTHONPATH must name the examples folder of recsys-examples, and torchrec be installed"
+)
+is_installed = adapter.is_installed
 
 
 def install() -> Adapter[str]:
@@ -50,19 +40,14 @@ def install() -> Adapter[str]:
     Raises:
         BalanceError: recsys-examples is missing or differs from what is expected. Nothing is changed then.
     """
-    if not adapter.is_installed:
-        adapter.hook(NAME, _hooks, check=_check_name)
+    if not is_installed():
+        adapter.hook(NAME, _hooks)
         from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
         module, _, name = _SHUFFLER.partition(":")
         _factory().register(NAME, make_shuffler_class(getattr(importlib.import_module(module), name)))
         adapter.add(_Registration())
     return adapter
-
-
-def is_installed() -> bool:
-    """True if the adapter is in place."""
-    return adapter.is_installed
 
 
 class _Registration:
@@ -76,12 +61,9 @@ def _factory() -> Any:
     return importlib.import_module(_FACTORY).BatchShufflerFactory
 
 
-def _check_name() -> None:
-    if _factory().is_registered(NAME):
-        raise BalanceError(f"a batch shuffler {NAME!r} is registered already: unregister it, or leave this one out.")
-
-
 def _hooks() -> list[Hook]:
+    if _FACTORY in sys.modules and _factory().is_registered(NAME):
+        raise BalanceError(f"a batch shuffler {NAME!r} is registered already: unregister it, or leave this one out.")
     from megatron_balance.adapters.recsys import shuffler  # needs torchrec
 
     def flops_of(model: str) -> Callable[..., Any]:
@@ -92,32 +74,23 @@ def _hooks() -> list[Hook]:
 
         return get_workloads
 
-    def row(owner: str, name: str, parameters: str, *, function: Callable[..., Any], why: str) -> Hook:
-        return Hook(
-            target=f"{owner}.{name}",
-            bound_in=(owner,),
-            parameters=("self", *parameters.split()),
-            wrap=lambda _: function,
-            why=why,
-            until="upstream's own tests of its balancers pass",
-        )
-
-    signatures = {
-        shuffler.shuffle: "batch pg_group return_indices return_workloads use_all2all",
-        shuffler.start_shuffle_async: "batch pg_group",
-        shuffler.finish_shuffle: "batch handle pg_group use_all2all",
-    }
     kept = "an explicit mask of padding, weights and shapes kept, indices that describe the order"
+    flops = "int32 lengths wrap, and attention is counted once a head too often"
+    of_task = "self seqlen num_heads head_dim"
+    rows: list[tuple[str, str, Callable[..., Any], str]] = [
+        (
+            f"{_SHUFFLER}.shuffle",
+            "self batch pg_group return_indices return_workloads use_all2all",
+            shuffler.shuffle,
+            kept,
+        ),
+        (f"{_SHUFFLER}.start_shuffle_async", "self batch pg_group", shuffler.start_shuffle_async, kept),
+        (f"{_SHUFFLER}.finish_shuffle", "self batch handle pg_group use_all2all", shuffler.finish_shuffle, kept),
+        (f"{_TASKS}:HSTUAttentionTask.get_workloads", of_task, flops_of("hstu"), flops),
+        (f"{_TASKS}:SelfAttentionTask.get_workloads", of_task, flops_of("sid_gr"), flops),
+    ]
+    until = "upstream's own tests of its balancers pass"
     return [
-        row(_SHUFFLER, function.__name__, parameters, function=function, why=kept)
-        for function, parameters in signatures.items()
-    ] + [
-        row(
-            f"{_TASKS}:{task}",
-            "get_workloads",
-            "seqlen num_heads head_dim",
-            function=flops_of(model),
-            why="int32 lengths wrap, and attention is counted once a head too often",
-        )
-        for task, model in (("HSTUAttentionTask", "hstu"), ("SelfAttentionTask", "sid_gr"))
+        hook_row(target, parameters, wrap=lambda _, function=function: function, why=why, until=until)
+        for target, parameters, function, why in rows
     ]

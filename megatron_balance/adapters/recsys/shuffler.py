@@ -1,18 +1,24 @@
 """The shuffler's methods with upstream's signatures: `shuffle`, or its two halves around the model's forward pass.
 
     1. the shuffler computes the cost of each row, int64: FLOPs of one layer, forward and backward
-    2. all ranks learn the workloads and lengths of all real rows             `batch_rows.py`
+    2. all ranks learn the workloads and lengths of all real rows
     3. every rank gets nearly the same workload, and as many rows or one fewer
-    4. the rows move, all columns in one exchange                             `kit/rows.py`
+    4. the rows move as samples of this package, with all their columns in one exchange
     5. the batch is put together again, real rows ascending, padding last
 
-Step 3 may run in the shuffler's thread while the model computes; collectives run on the calling thread alone. The
-handle between the halves holds everything, so that several batches may be under way. All-gather and all-to-all, which
-upstream lets its caller choose, give the same batch, so rows always move by all-to-all.
+A row has an entry in a column for each value of a key of a KeyedJaggedTensor, another for its weight, and its share of
+each dense tensor, of whatever shape. Step 3 may run in the shuffler's thread while the model computes; collectives run
+on the calling thread alone. The handle between the halves holds everything, so that several batches may be under way.
+
+Upstream's convention for an incomplete batch: rows from `actual_batch_size` on are padding, at the end, with no values
+in any key; after a shuffle, dense tensors hold the real rows alone and keys hold all. Padding is known from
+`actual_batch_size`, never from a workload of 0: a real row may have no tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,20 +27,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from megatron_balance.adapters.kit import even_parts
-from megatron_balance.adapters.kit.rows import exchange_rows
-from megatron_balance.adapters.recsys.batch_rows import (
-    GlobalRows,
-    Ints,
-    gather_rows,
-    join_columns,
-    num_entries,
-    split_columns,
-)
+from megatron_balance.adapters.kit.ranks import move_rows, moving_row
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime import GatheredLengths, Sample, SampleSchema, gather_lengths
+
+Ints = NDArray[np.int64]
 
 MODELS = ("hstu", "sid_gr")
 """Names of the layers with known FLOPs, as upstream's shufflers have them."""
@@ -45,12 +48,14 @@ class PendingShuffle:
     """A batch between the two halves; pass it back as it is.
 
     Attributes:
-        rows: of all ranks.
+        rows: this rank's real rows.
+        gathered: the real rows of all ranks: workloads as `lengths`, and the entries of each key.
         group: the ranks.
         plan: future of the `[num_rows]` rank of each row.
     """
 
-    rows: GlobalRows
+    rows: list[Sample]
+    gathered: GatheredLengths
     group: dist.ProcessGroup
     plan: Future[Ints]
 
@@ -74,7 +79,7 @@ def shuffle(
         return_indices: also return the position that each row comes from, in the old batches of all ranks, one after
             the other: `[batch_size]` int64, padding last.
         return_workloads: also return the workloads of the new batch, `[batch_size]` int64, 0 for padding.
-        use_all2all: no matter.
+        use_all2all: no matter: all-gather and all-to-all give the same batch, so rows always move by all-to-all.
         *args: of `get_workloads`.
         **kwargs: of `get_workloads`.
 
@@ -84,16 +89,17 @@ def shuffle(
     Raises:
         BalanceError: on every rank: batches differ, or one cannot be cut into rows.
     """
-    del use_all2all
-    group = _group(pg_group)
-    rows = gather_rows(batch, workloads=self.get_workloads(batch, *args, **kwargs), group=group)
-    ranks = plan_rows(rows, dp_size=group.size())
-    returned = [_move(batch, rows, ranks=ranks, group=group)]
+    pending = start_shuffle_async(self, batch, pg_group, *args, **kwargs)
+    returned = [finish_shuffle(self, batch, pending)]
     if return_indices or return_workloads:
-        indices = _indices(rows, ranks=ranks, dp_size=group.size())[group.rank()]
-        row_workloads = np.zeros(group.size() * rows.batch_size, dtype=np.int64)
-        row_workloads[rows.positions] = rows.workloads
-        wanted = [indices] * return_indices + [row_workloads[indices]] * return_workloads
+        gathered, size, dp_size = pending.gathered, batch.batch_size, pending.group.size()
+        within_rank = np.concatenate([np.arange(count) for count in gathered.num_samples_per_rank])
+        positions = gathered.home_ranks * size + within_rank
+        indices = _indices(positions, ranks=pending.plan.result(), dp_size=dp_size, batch_size=size)
+        of_rows = np.zeros(dp_size * size, dtype=np.int64)
+        of_rows[positions] = gathered.lengths
+        own = indices[pending.group.rank()]
+        wanted = [own] * return_indices + [of_rows[own]] * return_workloads
         returned += [torch.from_numpy(values).to(batch.features.values().device) for values in wanted]
     return tuple(returned) if len(returned) > 1 else returned[0]
 
@@ -101,14 +107,33 @@ def shuffle(
 def start_shuffle_async(
     self: Any, batch: Any, pg_group: dist.ProcessGroup | None = None, *args: Any, **kwargs: Any
 ) -> PendingShuffle:
-    """The first half: gathers workloads and lengths, and plans in the shuffler's thread.
-
-    Raises:
-        BalanceError: as `shuffle`.
-    """
-    group = _group(pg_group)
-    rows = gather_rows(batch, workloads=self.get_workloads(batch, *args, **kwargs), group=group)
-    return PendingShuffle(rows, group, self._kk_executor.submit(plan_rows, rows, dp_size=group.size()))
+    """The first half: gathers workloads and lengths, and plans in the shuffler's thread; raises as `shuffle`."""
+    group = dist.group.WORLD if pg_group is None else pg_group
+    assert group is not None, "a shuffle needs torch.distributed to be initialised"
+    workloads = self.get_workloads(batch, *args, **kwargs)
+    rows, schema, problem = [], None, None
+    costs = np.zeros(0, dtype=np.int64)
+    try:
+        _check(batch, workloads=workloads)
+        lengths = [value.lengths() for _, value in _fields(batch) if isinstance(value, KeyedJaggedTensor)]
+        # To the host in one transfer: the workloads, then the lengths of every key.
+        flat = torch.cat([part.to(torch.int64).reshape(-1) for part in (workloads, *lengths)])
+        costs, *of_keys = flat.cpu().numpy().reshape(-1, batch.batch_size)
+        rows = _split(batch, lengths=of_keys)
+        # That of a row of padding where none is real.
+        schema, rows = SampleSchema.of(rows[0]), rows[: batch.actual_batch_size]
+    except BalanceError as error:
+        problem = str(error)
+    gathered = gather_lengths(
+        costs[: len(rows)],
+        ragged_lengths=[row.ragged_lengths for row in rows],
+        group=group,
+        schema=schema,
+        problem=problem,
+        device=batch.features.values().device,
+    )
+    plan = self._kk_executor.submit(_plan, gathered.lengths, dp_size=group.size())
+    return PendingShuffle(rows, gathered, group, plan)
 
 
 def finish_shuffle(
@@ -120,7 +145,10 @@ def finish_shuffle(
 ) -> Any:
     """The second half: waits for the plan and moves the rows; the ranks are those of the first half."""
     del self, pg_group, use_all2all
-    return _move(batch, handle.rows, ranks=handle.plan.result(), group=handle.group)
+    device, ranks = batch.features.values().device, handle.plan.result()
+    return _join(
+        batch, move_rows(handle.rows, ranks=ranks, gathered=handle.gathered, group=handle.group, device=device)
+    )
 
 
 def make_shuffler_class(base: type) -> type:
@@ -173,18 +201,6 @@ def layer_cost(model: str, *, num_heads: int, head_dim: int) -> CostModel:
 
     HSTU has four projections (query, key, value and the gate U) and no MLP; SID-GR has three and an MLP of four times
     the width. Both are layers that the planner's FLOPs know: U is an output gate as wide as the queries.
-
-    Args:
-        model: `hstu` or `sid_gr`.
-        num_heads: attention heads.
-        head_dim: width of one.
-
-    Raises:
-        BalanceError: there is no such model, or a size is not a positive integer.
-
-    Example:
-        >>> layer_cost("hstu", num_heads=4, head_dim=256).quadratic  # 3.5 times 2 FLOPs a head's channel
-        7168
     """
     if model not in MODELS:
         raise BalanceError(f"model is {model!r}: it must be one of {', '.join(MODELS)}.")
@@ -218,36 +234,103 @@ def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1)
     return cost_model.linear * num_tokens + cost_model.quadratic * num_tokens * num_tokens
 
 
-def plan_rows(rows: GlobalRows, *, dp_size: int) -> Ints:
+def _plan(costs: Ints, *, dp_size: int) -> Ints:
     """`[num_rows]` the rank of every row. Padding costs nothing, is not planned, and goes where there is room."""
-    ranks = np.arange(rows.workloads.size) % dp_size
-    if rows.workloads.size > dp_size:
-        for rank, part in enumerate(even_parts(rows.workloads, num_parts=dp_size, equal_count=True)):
+    ranks = np.arange(costs.size) % dp_size
+    if costs.size > dp_size:
+        for rank, part in enumerate(even_parts(costs, num_parts=dp_size, equal_count=True)):
             ranks[part] = rank
     return ranks
 
 
-def _indices(rows: GlobalRows, *, ranks: Ints, dp_size: int) -> Ints:
+def _indices(positions: Ints, *, ranks: Ints, dp_size: int, batch_size: int) -> Ints:
     """The positions of every rank's new rows, `[dp_size, batch_size]`: real ones ascending, then padding ascending."""
-    padding = np.setdiff1d(np.arange(dp_size * rows.batch_size), rows.positions, assume_unique=True)
-    rank_of_padding = np.repeat(np.arange(dp_size), rows.batch_size - np.bincount(ranks, minlength=dp_size))
+    padding = np.setdiff1d(np.arange(dp_size * batch_size), positions, assume_unique=True)
+    rank_of_padding = np.repeat(np.arange(dp_size), batch_size - np.bincount(ranks, minlength=dp_size))
     # A stable sort by rank keeps real rows before padding, and each of them ascending.
     order = np.argsort(np.concatenate([ranks, rank_of_padding]), kind="stable")
-    return np.concatenate([rows.positions, padding])[order].reshape(dp_size, rows.batch_size)
+    return np.concatenate([positions, padding])[order].reshape(dp_size, batch_size)
 
 
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "a shuffle needs torch.distributed to be initialised"
-    return group
+def _check(batch: Any, *, workloads: torch.Tensor) -> None:
+    """Raises BalanceError where a batch cannot be cut into rows."""
+    size, num_rows = batch.batch_size, batch.actual_batch_size
+    if not 0 <= num_rows <= size:
+        raise BalanceError(f"actual_batch_size is {num_rows}: it must be 0 to batch_size, {size}.")
+    if workloads.shape != (size,) or workloads.is_floating_point() or workloads.is_complex():
+        raise BalanceError(
+            f"get_workloads gave {workloads.dtype} {list(workloads.shape)}: it must be integers, [{size}], one a row."
+        )
+    for name, value in _fields(batch):
+        if not isinstance(value, KeyedJaggedTensor):
+            if value.dim() == 0 or value.shape[0] % size:
+                raise BalanceError(
+                    f"{name} has shape {list(value.shape)}: its first dimension must be a multiple of the batch_size, "
+                    f"{size}."
+                )
+        elif value.variable_stride_per_key() or value.inverse_indices_or_none() is not None:
+            raise BalanceError(f"{name} has keys of different batch sizes: a shuffle needs one row a sample.")
+        elif value.stride() != size:
+            raise BalanceError(f"{name} has {value.stride()} rows: it must have batch_size, {size}.")
 
 
-def _move(batch: Any, rows: GlobalRows, *, ranks: Ints, group: dist.ProcessGroup) -> Any:
-    columns = exchange_rows(
-        split_columns(batch, lengths=rows.own_lengths),
-        num_entries=num_entries(batch, lengths=rows.lengths),
-        home_ranks=rows.home_ranks,
-        ranks=ranks,
-        group=group,
-    )
-    return join_columns(batch, columns, lengths=rows.lengths[:, ranks == group.rank()])
+def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
+    """Every row, padding included; `lengths` are `[batch_size]` of each key."""
+    size, of_keys = batch.batch_size, iter(lengths)
+    dense: dict[str, Sequence[torch.Tensor]] = {"rows of a batch": [torch.empty(size, 0)] * size}
+    ragged: dict[str, Sequence[torch.Tensor]] = {}
+    for name, value in _fields(batch):
+        if not isinstance(value, KeyedJaggedTensor):
+            dense[name] = value.reshape(size, value.shape[0] // size, *value.shape[1:]).unbind()
+            continue
+        keys = list(value.keys())
+        entries = [entry for _ in keys for entry in next(of_keys).tolist()]
+        for suffix, tensor in _parts(value):
+            pieces = tensor.split(entries)
+            for index, key in enumerate(keys):
+                ragged[f"{name}/{key}{suffix}"] = pieces[index * size : (index + 1) * size]
+    return [
+        moving_row(
+            {name: pieces[row] for name, pieces in ragged.items()},
+            per_sample={name: pieces[row] for name, pieces in dense.items()},
+        )
+        for row in range(size)
+    ]
+
+
+def _join(batch: Any, rows: Sequence[Sample]) -> Any:
+    """A batch of the same class with these rows, and then padding."""
+    replaced: dict[str, Any] = {}
+    for name, value in _fields(batch):
+        if not isinstance(value, KeyedJaggedTensor):
+            replaced[name] = torch.cat([value[:0], *(row.per_sample[name] for row in rows)])
+            continue
+        keys = list(value.keys())
+        columns = [
+            torch.cat([tensor[:0], *(row.ragged[f"{name}/{key}{suffix}"] for key in keys for row in rows)])
+            for suffix, tensor in _parts(value)
+        ]
+        lengths = np.zeros((len(keys), batch.batch_size), dtype=np.int64)
+        for of_key, key in zip(lengths, keys, strict=True):
+            of_key[: len(rows)] = [len(row.ragged[f"{name}/{key}"]) for row in rows]
+        replaced[name] = KeyedJaggedTensor.from_lengths_sync(
+            keys=keys,
+            values=columns[0],
+            weights=columns[1] if len(columns) > 1 else None,
+            lengths=torch.from_numpy(lengths.reshape(-1)).to(value.lengths()),
+        )
+    return dataclasses.replace(batch, actual_batch_size=len(rows), **replaced)
+
+
+def _fields(batch: Any) -> Iterator[tuple[str, Any]]:
+    """The fields that hold rows, by name."""
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, (torch.Tensor, KeyedJaggedTensor)):
+            yield field.name, value
+
+
+def _parts(value: KeyedJaggedTensor) -> list[tuple[str, torch.Tensor]]:
+    """The values, and the weights where there are any, with the suffixes of their columns."""
+    weights = value.weights_or_none()
+    return [("", value.values())] + ([] if weights is None else [("/weights", weights)])

@@ -20,13 +20,12 @@ counts them (Qwen2.5-0.5B 19689, Qwen3-8B 43992, Qwen3-30B-A3B 13261, Qwen2.5-72
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.adapters.kit import Adapter, Function
+from megatron_balance.adapters.kit import Adapter, Function, Hook
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import resolve_cost
 from megatron_balance.errors import BalanceError
@@ -36,13 +35,6 @@ if TYPE_CHECKING:
     from megatron_balance.adapters.verl.rows import BalancedData
 
 __all__ = ["balance_data_proto", "choose_cost", "install", "is_installed"]
-
-
-VARIABLE = "MEGATRON_BALANCE_VERL"
-"""The environment variable that the plug-in reads."""
-
-SUPPORTED_VERSIONS = ("0.9",)
-"""verl releases on which the tests run."""
 
 Model = Any
 """A preset's name, the path of a Hugging Face config.json or its folder, its content, a `PretrainedConfig` (the
@@ -54,17 +46,10 @@ VERL_FACTOR = 24576
 FACTOR_KEY = "mlp_workload_factor"
 """The key that the review of verl's `_balance_data_proto` asked for, in a `model_config`."""
 
-_SWITCH = {"yes": True, "no": False}
-
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `install()`.
-
-    Attributes:
-        cost_model: cost of a row from its tokens.
-        dispatch: balance all worker-group calls, none, or those of these methods.
-    """
+    """Cost of a row, and which worker-group calls are balanced: all, none, or those of these methods."""
 
     cost_model: CostModel
     _: KW_ONLY
@@ -75,19 +60,10 @@ class Settings:
         return self.dispatch if isinstance(self.dispatch, bool) else method_name in self.dispatch
 
 
-def _find_version() -> str:
-    try:
-        return importlib.import_module("verl").__version__
-    except ModuleNotFoundError as error:
-        raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error
-
-
 adapter: Adapter[Settings] = Adapter(
-    "verl",
-    versions=SUPPORTED_VERSIONS,
-    remedy=f"install verl=={SUPPORTED_VERSIONS[-1]}.* or train without {VARIABLE}",
-    find_version=_find_version,
+    "verl", versions=("0.9",), remedy="pip install verl==0.9.1, or train without MEGATRON_BALANCE_VERL"
 )
+is_installed = adapter.is_installed
 
 
 def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostModel:
@@ -116,34 +92,6 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     return resolve_cost(cost, model=model)
 
 
-def read_options(text: str) -> dict[str, Any]:
-    """Parses the value of `MEGATRON_BALANCE_VERL` into arguments of `install()`.
-
-    Args:
-        text: `key=value` pairs with spaces between them, or `1` for the defaults.
-
-    Raises:
-        BalanceError: a key is unknown, or a value is not allowed for its key.
-
-    Example:
-        >>> read_options("model=Qwen3-8B dispatch=yes")
-        {'model': 'Qwen3-8B', 'dispatch': True}
-    """
-    options: dict[str, Any] = {}
-    for word in text.split() if text.strip() != "1" else ():
-        key, _, value = word.partition("=")
-        if key in ("model", "cost") and value:
-            options[key] = value
-        elif key == "dispatch" and value:
-            options[key] = _SWITCH[value] if value in _SWITCH else tuple(value.split(","))
-        else:
-            raise BalanceError(
-                f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE, "
-                "dispatch=yes|no|METHOD,METHOD."
-            )
-    return options
-
-
 def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
     """Wraps verl's function: while the adapter is installed `balanced` runs in its place, with the settings first."""
 
@@ -154,13 +102,8 @@ def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
             return stock(*positional, **keywords)
         return balanced(settings, *positional, **keywords)
 
-    return as_hook(hook)
-
-
-def as_hook(function: Function) -> Function:
-    """Marks a function as one of this adapter's hooks."""
-    vars(function)["is_hook"] = True
-    return function
+    vars(hook)["is_hook"] = True
+    return hook
 
 
 def is_hook(function: Any) -> bool:
@@ -169,10 +112,7 @@ def is_hook(function: Any) -> bool:
 
 
 def install(
-    model: Model | None = None,
-    *,
-    cost: str | None = None,
-    dispatch: bool | tuple[str, ...] = False,
+    model: Model | None = None, *, cost: str | None = None, dispatch: bool | tuple[str, ...] = False
 ) -> Adapter[Settings]:
     """Hook verl in this process. Installing twice with the same arguments installs once.
 
@@ -186,19 +126,32 @@ def install(
         BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
             other arguments. Nothing is changed then.
     """
-    from megatron_balance.adapters.verl import hooks  # loads verl
-
-    settings = Settings(choose_cost(model, cost=cost), dispatch=dispatch)
-    return adapter.hook(settings, lambda: (*hooks.hooks(), *hooks.trainer_hooks()))
+    return adapter.hook(Settings(choose_cost(model, cost=cost), dispatch=dispatch), _rows)
 
 
-def is_installed() -> bool:
-    """True if verl is balanced in this process."""
-    return adapter.is_installed
+def _rows() -> list[Hook]:
+    try:
+        from megatron_balance.adapters.verl import hooks  # loads verl
+    except ModuleNotFoundError as error:
+        raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error
+    return [*hooks.hooks(), *hooks.trainer_hooks()]
 
 
 def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = None) -> BalancedData:
-    """Split a DataProto into parts of equal work; see `megatron_balance.adapters.verl.rows`."""
-    from megatron_balance.adapters.verl import rows  # loads verl
+    """Splits a DataProto into parts of equal size and nearly equal work.
 
-    return rows.balance_data_proto(obj, chunks, model_config=model_config)
+    Args:
+        obj: the rows; it is not changed. Where `chunks` does not divide them it is padded, as verl pads: by copies of
+            the last row.
+        chunks: parts to make.
+        model_config: a model as in `install()`, or `{"mlp_workload_factor": ...}`; by default the installed
+            one, else verl's own formula.
+
+    Raises:
+        BalanceError: the lengths of the rows are not known, or there are none.
+    """
+    from megatron_balance.adapters.verl.rows import split_rows  # loads verl
+
+    installed = adapter.settings if model_config is None else None
+    cost_model = choose_cost(model_config) if installed is None else installed.cost_model
+    return split_rows(obj, chunks, cost_model=cost_model)

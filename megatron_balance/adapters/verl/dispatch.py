@@ -1,7 +1,6 @@
 """Sends the rows of worker-group calls in balanced order, and puts results back in the caller's order.
 
-A call of a worker group dispatches its arguments, executes, and collects, in one thread. Between the first and the
-last the row order is kept in that thread:
+A call of a worker group dispatches its arguments, executes, and collects, in one thread, which keeps the row order:
 
     dispatch   pad where verl would, order rows (one order for all arguments), let verl cut them into parts
     collect    let verl join the results, put rows back in order
@@ -14,116 +13,89 @@ verl alone handles calls whose rows have no known length, or whose arguments are
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils import tensordict_utils
 
 from megatron_balance.adapters.kit import Function
-from megatron_balance.adapters.verl import Settings, adapter, as_hook, while_active
+from megatron_balance.adapters.verl import Settings, while_active
 from megatron_balance.adapters.verl.plan import RowOrder, minibatches_of_parts, order_rows
 from megatron_balance.adapters.verl.rows import row_lengths, select_rows
 from megatron_balance.errors import BalanceError
 
-_Key = tuple[int, str]
-"""A worker group and one of its methods."""
+
+@dataclass
+class _Call:
+    """A worker-group call under way: the order of its rows, once they have one."""
+
+    method_name: str
+    order: RowOrder | None = None
 
 
-class _Calls(threading.local):
-    """The worker-group calls under way in this thread: verl may make one while it dispatches another.
-
-    Attributes:
-        dispatching: the innermost call whose arguments are being cut.
-        orders: of each call between its dispatch and its collect, where there is one.
-    """
-
-    def __init__(self) -> None:
-        self.dispatching: _Key | None = None
-        self.orders: dict[_Key, RowOrder] = {}
-
-
-_calls = _Calls()
+_call: ContextVar[_Call | None] = ContextVar("_call", default=None)
+"""The innermost call of this thread: verl may make one while it dispatches another."""
 
 
 @dataclass(frozen=True)
-class BalancedDispatch:
-    """Wraps a method's dispatch function: arguments are ordered while verl cuts them. Can be pickled."""
+class BalancedMethod:
+    """A method of a worker group, which remembers the order of its rows while it runs. Can be pickled."""
 
-    dispatch_fn: Callable[..., Any]
+    method: Function
     method_name: str
 
-    def __call__(self, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-        """verl's dispatched arguments; their order is kept for `BalancedCollect`."""
-        outer, _calls.dispatching = _calls.dispatching, (id(worker_group), self.method_name)
-        # Left from a call that failed.
-        _calls.orders.pop(_calls.dispatching, None)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's result."""
+        outer = _call.set(_Call(self.method_name))
         try:
-            return self.dispatch_fn(worker_group, *args, **kwargs)
+            return self.method(*args, **kwargs)
         finally:
-            _calls.dispatching = outer
+            _call.reset(outer)
 
 
 @dataclass(frozen=True)
 class BalancedCollect:
     """Wraps the method's collect function: rows are put back in order after it. Can be pickled."""
 
-    collect_fn: Callable[..., Any]
-    method_name: str
+    collect_fn: Function
 
     def __call__(self, worker_group: Any, output: Any) -> Any:
         """verl's collected output, in the caller's order."""
-        order = _calls.orders.pop((id(worker_group), self.method_name), None)
-        output = self.collect_fn(worker_group, output)
-        return output if order is None else in_order(output, order=order, method_name=self.method_name)
+        output, call = self.collect_fn(worker_group, output), _call.get()
+        if call is None or call.order is None:
+            return output
+        return in_order(output, order=call.order, method_name=call.method_name)
 
 
-@dataclass
 class OrderedFuture(DataProtoFuture):
-    """A future whose rows are put in order when they arrive."""
-
-    _: KW_ONLY
-    order: RowOrder
-    method_name: str
-
-    def get(self) -> Any:
-        """The result, its rows in the caller's order."""
-        inner = DataProtoFuture(self.collect_fn, self.futures)
-        output = in_order(inner.get(), order=self.order, method_name=self.method_name)
-        return output if self.dispatch_fn is None else self.dispatch_fn(output)
+    """A future of which `dispatch_fn` puts the rows in order; its parts are taken from the rows in order."""
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Futures of the parts; each orders the whole result before it takes its part."""
-        parts = DataProtoFuture(self.collect_fn, self.futures).chunk(chunks)
-        return [
-            OrderedFuture(
-                self.collect_fn, self.futures, part.dispatch_fn, order=self.order, method_name=self.method_name
-            )
-            for part in parts
-        ]
+        """Futures of the parts."""
+        parts = super().chunk(chunks)
+        for part in parts:
+            part.dispatch_fn = functools.partial(_one_after_other, self.dispatch_fn, part.dispatch_fn)
+        return parts
+
+
+def _one_after_other(first: Function, second: Function, output: Any) -> Any:
+    return second(first(output))
 
 
 def in_order(output: Any, *, order: RowOrder, method_name: str) -> Any:
     """A method's joined result with its rows in the caller's order.
 
-    Args:
-        output: one row for each row dispatched, which are reordered; or none (metrics), one a rank, or a list a rank,
-            which are returned unchanged.
-        order: the order in which rows were dispatched.
-        method_name: for the message.
-
-    Raises:
-        BalanceError: the result has another number of rows, so that their order is unknown.
+    It has one row for each row dispatched, which are reordered; or none (metrics), one a rank, or a list a rank, which
+    are returned unchanged. With another number of rows their order is unknown.
     """
     if isinstance(output, DataProtoFuture):
-        return OrderedFuture(
-            output.collect_fn, output.futures, output.dispatch_fn, order=order, method_name=method_name
-        )
+        restore = functools.partial(in_order, order=order, method_name=method_name)
+        return OrderedFuture(output.collect_fn, output.futures, restore)
     if isinstance(output, TensorDict):
         num_rows = len(output) if len(output.batch_size) else 0
     elif isinstance(output, DataProto):
@@ -156,8 +128,9 @@ def bind_balanced(bind: Function, *, before: Callable[[], None]) -> Function:
         blocking: bool,
     ) -> Any:
         before()
-        dispatch, collect = BalancedDispatch(dispatch_fn, method_name), BalancedCollect(collect_fn, method_name)
-        return bind(worker_group, method_name, dispatch, collect, execute_fn, blocking)
+        collect = BalancedCollect(collect_fn)
+        method = bind(worker_group, method_name, dispatch_fn, collect, execute_fn, blocking)
+        return BalancedMethod(method, method_name)
 
     return while_active(bind, balanced)
 
@@ -165,12 +138,10 @@ def bind_balanced(bind: Function, *, before: Callable[[], None]) -> Function:
 def split_balanced(split: Function, *, pads: bool) -> Function:
     """Wraps verl's `_split_args_kwargs_data_proto`, or its variant that pads."""
 
-    @functools.wraps(split)
-    def hook(chunks: int, *args: Any, **kwargs: Any) -> Any:
-        settings, call = adapter.settings, _calls.dispatching
-        if settings is None or call is None or not settings.dispatches(call[1]):
+    def balanced(settings: Settings, chunks: int, *args: Any, **kwargs: Any) -> Any:
+        call, arguments = _call.get(), [*args, *kwargs.values()]
+        if call is None or not settings.dispatches(call.method_name):
             return split(chunks, *args, **kwargs)
-        arguments = [*args, *kwargs.values()]
         padding = _num_padding_rows(arguments, chunks=chunks, pads=pads)
         if padding is None:
             return split(chunks, *args, **kwargs)
@@ -178,22 +149,17 @@ def split_balanced(split: Function, *, pads: bool) -> Function:
             # In place and once each, as verl does.
             for argument in {id(argument): argument for argument in arguments}.values():
                 argument.padding(padding)
-        order = _order_of(arguments, chunks=chunks, settings=settings)
-        if order is None:
-            splitted_args, splitted_kwargs = split(chunks, *args, **kwargs)
-        else:
-            _calls.orders[call] = order
-            splitted_args, splitted_kwargs = split(
-                chunks,
-                *[select_rows(argument, order.rows) for argument in args],
-                **{key: select_rows(argument, order.rows) for key, argument in kwargs.items()},
-            )
+        call.order = order = _order_of(arguments, chunks=chunks, settings=settings)
+        if order is not None:
+            args = tuple(select_rows(argument, order.rows) for argument in args)
+            kwargs = {key: select_rows(argument, order.rows) for key, argument in kwargs.items()}
+        splitted_args, splitted_kwargs = split(chunks, *args, **kwargs)
         if padding:
             # verl found no padding necessary; it trims by this number after collecting.
             splitted_kwargs[_padding_size_key] = padding
         return splitted_args, splitted_kwargs
 
-    return as_hook(hook)
+    return while_active(split, balanced)
 
 
 def _num_padding_rows(arguments: list[Any], *, chunks: int, pads: bool) -> int | None:
@@ -225,15 +191,12 @@ def _order_of(arguments: list[Any], *, chunks: int, settings: Settings) -> RowOr
     cut_evenly = minibatch_rows % chunks == 0 and lengths.size % minibatch_rows == 0 and per_rank % size == 0
     if not cut_evenly:
         return None
-    minibatches: list[NDArray[np.int64]] = minibatches_of_parts(
-        lengths.size, num_ranks=chunks, minibatch_rows=minibatch_rows
-    )
     return order_rows(
         lengths,
         num_ranks=chunks,
         cost_model=settings.cost_model,
-        minibatches=minibatches,
-        force_group_size=size,
+        minibatches=minibatches_of_parts(lengths.size, num_ranks=chunks, minibatch_rows=minibatch_rows),
+        units=np.arange(lengths.size) // size,
     )
 
 

@@ -19,10 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from verl.utils.device import get_device_name
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches, hook_row, row_costs, split_rollout
+from megatron_balance.adapters.kit import Function, Hook, hook_row, row_costs, split_rollout
+from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.adapters.verl import Settings, adapter, is_hook, while_active
+from megatron_balance.adapters.verl.dispatch import bind_balanced, split_balanced
 from megatron_balance.adapters.verl.plan import RowOrder, balanced_partitions, group_balanced_partitions, order_rows
+from megatron_balance.adapters.verl.rows import nested_lengths, row_lengths, select_rows
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import install_hooks
 from megatron_balance.planner import number_groups
@@ -46,14 +51,13 @@ def hooks() -> tuple[Hook, ...]:
     def balancing(name: str, parameters: str, balanced: Function, *, why: str, until: str, modules: Names = ()) -> Hook:
         # A module that was loaded while the adapter was installed before has a hook already, and keeps it.
         loaded = (other for other in modules if other in sys.modules)
-        also_in = [other for other in loaded if not is_hook(getattr(sys.modules[other], name, None))]
         return hook_row(
             f"{BALANCING}:{name}",
             parameters,
             wrap=lambda stock: while_active(stock, balanced),
             why=why,
             until=until,
-            also_in=also_in,
+            also_in=[other for other in loaded if not is_hook(getattr(sys.modules[other], name, None))],
         )
 
     splits = ("_split_args_kwargs_data_proto_with_auto_padding", True), ("_split_args_kwargs_data_proto", False)
@@ -94,7 +98,7 @@ def hooks() -> tuple[Hook, ...]:
             hook_row(
                 f"{DECORATOR}:{name}",
                 "chunks args kwargs",
-                wrap=functools.partial(_split, pads=pads),
+                wrap=functools.partial(split_balanced, pads=pads),
                 why="the only place that sees all arguments of a call before they are cut",
                 until=_ROWS_IN_ORDER,
             )
@@ -103,7 +107,7 @@ def hooks() -> tuple[Hook, ...]:
         hook_row(
             f"{WORKER_GROUP}:func_generator",
             "self method_name dispatch_fn collect_fn execute_fn blocking",
-            wrap=_bound_methods,
+            wrap=functools.partial(bind_balanced, before=hook_trainers),
             why="it joins dispatch and collect of one call, between which the order is kept",
             until=_ROWS_IN_ORDER,
         ),
@@ -120,7 +124,7 @@ def trainer_hooks() -> tuple[Hook, ...]:
         hook_row(
             f"{module}:{class_name}._balance_batch",
             "self batch metrics logging_prefix keep_minibatch",
-            wrap=functools.partial(_balance_batch, of_keys=of_keys),
+            wrap=lambda stock, of_keys=of_keys: while_active(stock, functools.partial(_balance_batch, of_keys=of_keys)),
             why=why,
             until="verl keeps the mini-batches it is asked to keep",
         )
@@ -141,27 +145,8 @@ def hook_trainers() -> None:
         adapter.add(install_hooks(rows, version=adapter.version()))
 
 
-# These load verl's protocol, which loads the modules that are hooked here.
-def _bound_methods(stock: Function) -> Function:
-    from megatron_balance.adapters.verl.dispatch import bind_balanced
-
-    return bind_balanced(stock, before=hook_trainers)
-
-
-def _split(stock: Function, *, pads: bool) -> Function:
-    from megatron_balance.adapters.verl.dispatch import split_balanced
-
-    return split_balanced(stock, pads=pads)
-
-
-def _balance_batch(stock: Function, *, of_keys: bool) -> Function:
-    return while_active(stock, balance_key_batch if of_keys else balance_data_proto_batch)
-
-
 def _calculate_workload(settings: Settings, seqlen_list: Any) -> torch.Tensor:
     """int64 costs of the lengths' shape, on their device; `[num_rows]` for a nested tensor of the rows themselves."""
-    from megatron_balance.adapters.verl.rows import nested_lengths
-
     if isinstance(seqlen_list, torch.Tensor):
         lengths = nested_lengths(seqlen_list) if seqlen_list.is_nested else seqlen_list.long()
     else:
@@ -191,10 +176,6 @@ def _rearrange_micro_batches(
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
     """The fewest micro-batches under the cap, of nearly equal work; the same number on every rank of the group."""
-    from verl.utils.device import get_device_name
-
-    from megatron_balance.adapters.verl.rows import row_lengths, select_rows
-
     known = row_lengths(batch)
     together = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     planned = agreed_microbatches(
@@ -212,45 +193,35 @@ def _rearrange_micro_batches(
     return [select_rows(batch, np.array(rows, dtype=np.int64)) for rows in planned], planned
 
 
-def balance_data_proto_batch(
+def _balance_batch(
     settings: Settings,
     trainer: Any,
     batch: Any,
     metrics: dict[str, Any],
     logging_prefix: str = "global_seqlen",
     keep_minibatch: bool = False,
-) -> None:
-    """`RayPPOTrainer._balance_batch`: orders a DataProto in place."""
-    del keep_minibatch
-    from megatron_balance.adapters.verl.rows import row_lengths
-
-    lengths = row_lengths(batch)
-    if lengths is None:
-        raise BalanceError("a batch is balanced by its attention_mask: it has none.")
-    uids = batch.non_tensor_batch.get("uid") if getattr(trainer, "use_prefix_grouper", False) else None
-    order = _order(lengths, trainer=trainer, settings=settings, uids=uids)
-    batch.reorder(torch.from_numpy(order.rows))
-    _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
-
-
-def balance_key_batch(
-    settings: Settings,
-    trainer: Any,
-    batch: Any,
-    metrics: dict[str, Any],
-    logging_prefix: str = "global_seqlen",
-    keep_minibatch: bool = False,
+    *,
+    of_keys: bool,
 ) -> Any:
-    """The v1 trainers' `PPOTrainer._balance_batch`: pads a batch of TransferQueue keys as verl does, and orders it."""
+    """Orders a rollout batch in place: a DataProto, or TransferQueue keys, which are padded first as verl does."""
     del keep_minibatch
-    from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+    uids = None
+    if of_keys:
+        from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
-    multiple = trainer._get_required_batch_multiple(_dp_size_of(trainer))
-    batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
-    lengths = np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
-    order = _order(lengths, trainer=trainer, settings=settings)
-    batch.reorder(order.rows.tolist())
-    _log(metrics, lengths=lengths, order=order, prefix=logging_prefix)
+        multiple = trainer._get_required_batch_multiple(_dp_size_of(trainer))
+        batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
+        lengths = np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
+    else:
+        lengths = row_lengths(batch)
+        if lengths is None:
+            raise BalanceError("a batch is balanced by its attention_mask: it has none.")
+        uids = batch.non_tensor_batch.get("uid") if getattr(trainer, "use_prefix_grouper", False) else None
+    order = _order(lengths, trainer=trainer, settings=settings, uids=uids)
+    batch.reorder(order.rows.tolist() if of_keys else torch.from_numpy(order.rows))
+    parts = [part.tolist() for part in order.parts]
+    # verl's own metrics of the balance, in tokens.
+    metrics.update(log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=parts, prefix=logging_prefix))
     return batch
 
 
@@ -259,31 +230,25 @@ def _order(
 ) -> RowOrder:
     """The order of a rollout batch; with uids their rows are neighbours on one rank."""
     num_ranks, config = _dp_size_of(trainer), trainer.config.actor_rollout_ref
-    minibatch_rows = int(config.actor.ppo_mini_batch_size) * int(config.rollout.n)
-    if uids is None:
-        starts = range(0, lengths.size, minibatch_rows)
-        minibatches = [np.arange(start, min(start + minibatch_rows, lengths.size)) for start in starts]
-        return order_rows(lengths, num_ranks=num_ranks, cost_model=settings.cost_model, minibatches=minibatches)
-    groups = number_groups(uids)
-    sizes = np.bincount(groups)
-    group_size = int(sizes.max())
-    steps = split_rollout(uids, global_batch_size=max(minibatch_rows // group_size, 1)).steps
-    uneven = int(sizes.min()) != group_size or minibatch_rows % group_size
-    if uneven or any(step.size // group_size % num_ranks for step in steps):
-        # verl's cut by rows would split a group.
-        raise BalanceError(
-            f"the prefix grouper has {sizes.size} uids of {int(sizes.min())} to {group_size} rows: each mini-batch "
-            f"(actor.ppo_mini_batch_size) must hold a multiple of {num_ranks} uids, one for each data-parallel rank, "
-            "all of rollout.n rows."
-        )
-    parts: list[list[NDArray[np.int64]]] = [[] for _ in range(num_ranks)]
-    for step in steps:
-        of_step = group_balanced_partitions(
-            lengths[step], uids=groups[step], num_parts=num_ranks, cost_model=settings.cost_model
-        )
-        for rank, items in enumerate(of_step):
-            parts[rank].append(step[items])
-    return RowOrder(tuple(np.concatenate(slices) for slices in parts))
+    minibatch_rows, groups = int(config.actor.ppo_mini_batch_size) * int(config.rollout.n), None
+    starts = range(0, lengths.size, minibatch_rows)
+    minibatches = [np.arange(start, min(start + minibatch_rows, lengths.size)) for start in starts]
+    if uids is not None:
+        groups = number_groups(uids)
+        sizes = np.bincount(groups)
+        group_size = int(sizes.max())
+        minibatches = split_rollout(uids, global_batch_size=max(minibatch_rows // group_size, 1)).steps
+        uneven = int(sizes.min()) != group_size or minibatch_rows % group_size
+        if uneven or any(rows.size // group_size % num_ranks for rows in minibatches):
+            # verl's cut by rows would split a group.
+            raise BalanceError(
+                f"the prefix grouper has {sizes.size} uids of {int(sizes.min())} to {group_size} rows: each mini-batch "
+                f"(actor.ppo_mini_batch_size) must hold a multiple of {num_ranks} uids, one for each data-parallel "
+                "rank, all of rollout.n rows."
+            )
+    return order_rows(
+        lengths, num_ranks=num_ranks, cost_model=settings.cost_model, minibatches=minibatches, units=groups
+    )
 
 
 def _dp_size_of(trainer: Any) -> int:
@@ -292,11 +257,3 @@ def _dp_size_of(trainer: Any) -> int:
     if "actor" not in known:
         known["actor"] = trainer.actor_rollout_wg._query_dispatch_info("actor")
     return max(known["actor"]) + 1
-
-
-def _log(metrics: dict[str, Any], *, lengths: NDArray[np.int64], order: RowOrder, prefix: str) -> None:
-    """verl's own metrics of the balance, in tokens."""
-    from verl.utils.seqlen_balancing import log_seqlen_unbalance
-
-    parts = [part.tolist() for part in order.parts]
-    metrics.update(log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=parts, prefix=prefix))

@@ -11,27 +11,36 @@ would hang the others. So an error here ends the process with its message.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from typing import Any
 
-from megatron_balance.adapters.verl import VARIABLE, read_options
+from megatron_balance.adapters.verl import install
 from megatron_balance.errors import BalanceError
 
+VARIABLE = "MEGATRON_BALANCE_VERL"
 
-def install_from(environ: Mapping[str, str]) -> None:
-    """Install with the settings of the environment, if it has any.
+_SWITCH = {"yes": True, "no": False}
 
-    Raises:
-        SystemExit: the settings are wrong, or verl cannot be hooked.
-    """
-    text = environ.get(VARIABLE, "")
-    if not text.strip() or text.strip() == "0":
-        return
-    from megatron_balance.adapters.verl import install
 
+def read_options(text: str) -> dict[str, Any]:
+    """The arguments of `install()`, from `key=value` pairs with spaces between them, or `1` for the defaults."""
+    options: dict[str, Any] = {}
+    for word in text.split() if text.strip() != "1" else ():
+        key, _, value = word.partition("=")
+        if key in ("model", "cost") and value:
+            options[key] = value
+        elif key == "dispatch" and value:
+            options[key] = _SWITCH[value] if value in _SWITCH else tuple(value.split(","))
+        else:
+            raise BalanceError(
+                f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE, "
+                "dispatch=yes|no|METHOD,METHOD."
+            )
+    return options
+
+
+_text = os.environ.get(VARIABLE, "").strip()
+if _text not in ("", "0"):
     try:
-        install(**read_options(text))
+        install(**read_options(_text))
     except BalanceError as error:
-        raise SystemExit(f"{VARIABLE}={text!r}: {error}") from error
-
-
-install_from(os.environ)
+        raise SystemExit(f"{VARIABLE}={_text!r}: {error}") from error

@@ -1,7 +1,7 @@
 """Measures and reorders the rows of DataProto and TensorDict, and splits a DataProto into balanced parts.
 
-`balance_data_proto` is the function that verl's pull request on data-parallel balance proposed, with a correction:
-padding rows are part of the order, so that undoing the order and then trimming them gives every row back.
+verl's pull request on data-parallel balance proposed such a split; here padding rows are part of the order, so that
+undoing the order and then trimming them gives every row back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
-from megatron_balance.adapters.verl import Model, adapter, choose_cost
 from megatron_balance.adapters.verl.plan import RowOrder, order_rows
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 
 
@@ -80,24 +80,11 @@ class BalancedData:
         return select_rows(output, self.order.places[: self.num_rows])
 
 
-def balance_data_proto(obj: DataProto, chunks: int, *, model_config: Model | None = None) -> BalancedData:
-    """Splits a DataProto into parts of equal size and nearly equal work.
-
-    Args:
-        obj: the rows; it is not changed. Where `chunks` does not divide them it is padded, as verl pads: by copies of
-            the last row.
-        chunks: parts to make.
-        model_config: a model as in `install()`, or `{"mlp_workload_factor": ...}`; by default the installed
-            one, else verl's own formula.
-
-    Raises:
-        BalanceError: the lengths of the rows are not known, or there are none.
-    """
-    lengths = row_lengths(obj)
+def split_rows(data: DataProto, num_parts: int, *, cost_model: CostModel) -> BalancedData:
+    """A DataProto in parts of equal size and nearly equal work, padded by copies of its last row."""
+    lengths = row_lengths(data)
     if lengths is None or not lengths.size:
         raise BalanceError("a DataProto is balanced by its attention_mask or nested input_ids: it has no such rows.")
-    installed = adapter.settings if model_config is None else None
-    cost_model = choose_cost(model_config) if installed is None else installed.cost_model
-    padded = np.concatenate([np.arange(lengths.size), np.full(-lengths.size % chunks, lengths.size - 1)])
-    order = order_rows(lengths[padded], num_ranks=chunks, cost_model=cost_model)
-    return BalancedData(tuple(select_rows(obj, padded[part]) for part in order.parts), order, lengths.size)
+    padded = np.concatenate([np.arange(lengths.size), np.full(-lengths.size % num_parts, lengths.size - 1)])
+    order = order_rows(lengths[padded], num_ranks=num_parts, cost_model=cost_model)
+    return BalancedData(tuple(select_rows(data, padded[part]) for part in order.parts), order, lengths.size)

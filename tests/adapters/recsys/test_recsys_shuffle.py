@@ -127,7 +127,7 @@ def test_in_two_halves_with_two_batches_under_way(ranks):
         ("dense", "rank 1 cannot go on. rank 1: user has shape [3, 3]"),
         ("float", "rank 1 cannot go on. rank 1: get_workloads gave torch.float32"),
         ("dtype", "'scores' is float32"),
-        ("rows", "'rows of a batch' is int64 [5] where the other has int64 [4]"),
+        ("rows", "'rows of a batch' is float32 [5, 0] where the other has float32 [4, 0]"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, how, message):

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from slime_double import build_dp_schedule, parallel_config, qwen3_4b
 
-from megatron_balance import BalanceError
 from megatron_balance.adapters import miles
 
 CONVERSION, MANAGER = "miles.ray.rollout.train_data_conversion", "miles.ray.rollout.rollout_manager"
@@ -109,11 +108,8 @@ def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
         assert {len(shard["micro_batch_indices"]) for shard in shards} == {steps}
 
 
-def test_undo_restores_and_another_version_is_refused(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_restores(manager: Any) -> None:
     stock = sys.modules[CONVERSION].split_train_data_by_dp
     assert miles.install() is miles.install()
     miles.driver.undo()
     assert manager.split_train_data_by_dp is stock
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.0")
-    with pytest.raises(BalanceError, match=r"miles is 0\.2\.0; megatron_balance is tested on 0\.1"):
-        miles.install()

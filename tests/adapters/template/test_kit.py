@@ -1,5 +1,7 @@
 """The adapter kit: steps of a rollout batch, even parts, micro-batches packed alike on every rank, rows that move."""
 
+import subprocess
+import sys
 from itertools import chain
 
 import numpy as np
@@ -11,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel
-from megatron_balance.adapters.kit import agreed_microbatches, even_parts, launch, split_rollout
-from megatron_balance.adapters.kit.rows import exchange_rows
+from megatron_balance.adapters.kit import even_parts, split_rollout
+from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_rows, moving_row
+from megatron_balance.runtime import SampleSchema, gather_lengths
 
 COST = CostModel(linear=24576, quadratic=1)
 
@@ -85,40 +88,72 @@ def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, leas
 
 
 HOME_RANKS, RANKS = np.array([0, 0, 0, 1, 1, 2]), np.array([2, 0, 1, 2, 2, 0])
-NUM_ENTRIES = np.array([[3, 0, 2, 1, 4, 2], [1] * 6])
+NUM_PAIRS = [3, 0, 2, 1, 4, 2]
 
 
 def exchange():
-    """Rows of a ragged column of pairs and of a dense one of three flags: what this rank gets of them."""
-    own = np.flatnonzero(dist.get_rank() == HOME_RANKS)
-    pairs = torch.tensor([[7 * row] * 2 for row in own for _ in range(NUM_ENTRIES[0, row])], dtype=torch.int16)
-    columns = [pairs.reshape(-1, 2), torch.tensor([[row % 2 > 0, row > 2, True] for row in own]).reshape(-1, 3)]
-    arrived = [
-        exchange_rows(columns, num_entries=NUM_ENTRIES, home_ranks=HOME_RANKS, ranks=ranks, group=dist.group.WORLD)
-        for ranks in (RANKS, HOME_RANKS)
+    """Rows of pairs of numbers and of three flags: what this rank gets of them."""
+    own = np.flatnonzero(dist.get_rank() == HOME_RANKS).tolist()
+    rows = [
+        moving_row(
+            {"pairs": torch.full((NUM_PAIRS[row], 2), 7 * row, dtype=torch.int16)},
+            per_sample={"flags": torch.tensor([row % 2 > 0, row > 2, True])},
+        )
+        for row in own
     ]
-    assert all(torch.equal(kept, column) for kept, column in zip(arrived[1], columns, strict=True))
-    return [(str(column.dtype), column.tolist()) for column in arrived[0]]
+    gathered = gather_lengths(
+        [100 * row for row in own],
+        ragged_lengths=[row.ragged_lengths for row in rows],
+        schema=SampleSchema.of(rows[0]),
+        group=dist.group.WORLD,
+    )
+    moved = move_rows(rows, ranks=RANKS, gathered=gathered, group=dist.group.WORLD)
+    return [(row.ragged["pairs"].tolist(), row.per_sample["flags"].tolist()) for row in moved]
 
 
 def test_rows_of_every_shape_arrive_once_in_order():
     preload([])
-    for rank, (pairs, flags) in enumerate(run_ranks(3, "test_kit:exchange")):
+    for rank, moved in enumerate(run_ranks(3, "test_kit:exchange")):
         coming = np.flatnonzero(rank == RANKS).tolist()
-        assert pairs == ("torch.int16", [[7 * row] * 2 for row in coming for _ in range(NUM_ENTRIES[0, row])])
-        assert flags == ("torch.bool", [[row % 2 > 0, row > 2, True] for row in coming])
+        assert moved == [([[7 * row] * 2] * NUM_PAIRS[row], [row % 2 > 0, row > 2, True]) for row in coming]
 
 
-def test_a_script_that_is_not_there_and_a_host_that_cannot_be_hooked_end_with_a_line(tmp_path):
-    def refuse() -> None:
-        raise BalanceError("the host is not installed.")
+HOST = """
+from megatron_balance import BalanceError
+def install(*, switch=False, window: int = 2, cost: str | None = None):
+    if window > 4:
+        raise BalanceError("window is too large.")
+    print(switch, window, cost)
+"""
 
-    with pytest.raises(SystemExit, match=r"there is no script 'none\.py'\. usage: host SCRIPT"):
-        launch(["none.py"], install=refuse, usage="host SCRIPT")
-    script = tmp_path / "train.py"
-    script.write_text("raise AssertionError")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [])
-        patch.setattr("sys.path", [""])
-        with pytest.raises(SystemExit, match="megatron_balance: the host is not installed"):
-            launch([str(script)], install=refuse, usage="")
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--switch", "--window", "3", "train.py", "--window", "9"], "True 3 None\n['--window', '9'] __main__ beside"),
+        (["--cost", "tokens", "-m", "beside"], "False 2 tokens\n[] __main__"),
+        (["none.py"], "python -m host: error: there is no script 'none.py'"),
+        (["--window", "5", "train.py"], "megatron_balance: window is too large."),
+        (["--windows", "3", "train.py"], "usage: python -m host"),
+        (["--of-host", "a", "--my-window", "3", "x"], "False 3 None\n['--of-host', 'a', 'x'] __main__"),
+    ],
+)
+def test_the_command_takes_the_options_of_install_and_hands_on_the_rest(tmp_path, arguments, says):
+    (tmp_path / "host.py").write_text(HOST)
+    tell = "import sys; print(sys.argv[1:], __name__"
+    (tmp_path / "train.py").write_text(f"{tell}, 'beside' * ('beside' in sys.modules or bool(__import__('beside'))))")
+    (tmp_path / "beside.py").write_text(f"{tell}) if __name__ == '__main__' else None")
+    options = ", prefix='my-', module='beside'" if "--my-window" in arguments else ""
+    code = f"from megatron_balance.adapters.kit import launch; launch('host'{options})"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["slime", "miles", "torchspec", "verl", "recsys"])
+def test_importing_an_adapter_loads_neither_torch_nor_its_host(name):
+    hosts = f"{{'torch', 'ray', 'torchrec', 'commons', {name!r}}}"
+    code = f"import sys, megatron_balance.adapters.{name} as one; print(one.is_installed(), {hosts} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "set()"]

@@ -25,14 +25,7 @@ class Settings:
     max_tokens: int
 
 
-def find_version() -> str:
-    """The release of the host; `kit.find_version` reads that of a distribution."""
-    import toy_host
-
-    return toy_host.__version__
-
-
-adapter: Adapter[Settings] = Adapter("toy_host", versions=("1.2",), remedy="install 1.2", find_version=find_version)
+adapter: Adapter[Settings] = Adapter("toy_host", versions=("1.2",), remedy="install 1.2")
 
 
 def install(*, max_tokens: int, cost_model: CostModel | None = None) -> Adapter[Settings]:

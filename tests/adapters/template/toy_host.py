@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-__version__ = "1.2.0"
-
 
 class Loader:
     def __init__(self, sequences: Sequence[Tensor]) -> None:

@@ -1,0 +1,173 @@
+"""Rows of several ranks: packed into equally many micro-batches, and moved by the package's exchange.
+
+Needs torch, which an adapter may be imported without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_balance.adapters.kit.plans import Ints, even_parts, row_costs
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner import build_data_schedule, mountain_order
+from megatron_balance.runtime import (
+    GatheredLengths,
+    Header,
+    KeySpec,
+    Sample,
+    SampleSchema,
+    gather_lengths,
+    reroute_samples,
+)
+from megatron_balance.topology import Limits, Topology
+
+_COUNTS = SampleSchema((KeySpec("micro-batches", dtype=torch.int64, shape=(), per_token=True),))
+
+
+def agreed_microbatches(
+    lengths: Sequence[int] | Ints,
+    *,
+    max_tokens: int,
+    cost_model: CostModel,
+    least: int = 1,
+    multiple: int = 1,
+    rows_per_unit: int = 1,
+    mountain: bool = False,
+    flag: str = "max_tokens_per_gpu",
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> list[list[int]]:
+    """Packs this rank's rows into the fewest micro-batches under a cap, as many as on every rank of a group.
+
+    Each rank packs its own rows, since ranks that share rows (tensor, context and pipeline parallelism) must cut them
+    alike. All ranks then take the largest number, and those that had fewer pack again.
+
+    Args:
+        lengths: `[num_rows]` tokens of this rank's rows.
+        max_tokens: tokens of a micro-batch at most.
+        cost_model: what a row costs.
+        least: micro-batches at least.
+        multiple: their number is a multiple of it.
+        rows_per_unit: neighbouring rows that stay together.
+        mountain: cheap micro-batches at both ends, where a pipeline waits; else the costliest first.
+        flag: the host's name of `max_tokens`, for messages.
+        group: the ranks that need the same number; None for this rank alone.
+        device: where the collective's buffers live: `cuda` for NCCL.
+
+    Returns:
+        For every micro-batch the positions of its rows, ascending; none is empty.
+
+    Raises:
+        BalanceError: on every rank of the group, naming the ranks that cannot go on: a row over the cap, fewer rows
+            than micro-batches; or ranks have different limits or costs.
+    """
+    rows = np.asarray(lengths, dtype=np.int64)
+    limits = repr((max_tokens, least, multiple, rows_per_unit, cost_model))
+    fingerprint = int.from_bytes(hashlib.sha256(limits.encode()).digest()[:8], "little") >> 1
+    while True:
+        slots, problem = [], None
+        try:
+            slots = _pack(rows, max_tokens, least, multiple, rows_per_unit, cost_model, flag)
+        except BalanceError as error:
+            if group is None:
+                raise
+            problem = str(error)
+        if group is None:
+            break
+        counts = gather_lengths(
+            [len(slots)], group=group, schema=_COUNTS, problem=problem, header=Header(fingerprint), device=device
+        ).lengths
+        least = int(counts.max())
+        if (counts == least).all():
+            break
+    costs = row_costs(rows, cost_model=cost_model)
+    of_slots = np.array([[costs[slot].sum() for slot in slots]])
+    order = mountain_order(of_slots)[0] if mountain else np.argsort(-of_slots[0], kind="stable")
+    return [slots[index].tolist() for index in order]
+
+
+def _pack(
+    rows: Ints, max_tokens: int, least: int, multiple: int, size: int, cost_model: CostModel, flag: str
+) -> list[Ints]:
+    """The rows of each micro-batch: as even in cost as the cap lets them be."""
+    if not rows.size or rows.size % size:
+        raise BalanceError(f"the batch has {rows.size} rows: it must have some, a multiple of {size}.")
+    tokens = rows.reshape(-1, size).sum(axis=1)
+    longest = int(tokens.max())
+    if longest > max_tokens:
+        raise BalanceError(
+            f"{int((tokens > max_tokens).sum())} rows or groups of rows are over {flag} {max_tokens}, the longest has "
+            f"{longest} tokens: raise it to that, or cut the rows."
+        )
+    costs = row_costs(rows, cost_model=cost_model).reshape(-1, size).sum(axis=1)
+    needed = max(least, -(-int(tokens.sum()) // max_tokens), 1)
+    planned: list[Ints] | None = None
+    for count in range(-(-needed // multiple) * multiple, tokens.size + 1, multiple):
+        # Even costs first; even tokens where those do not keep the cap, which a plan filled bin by bin may still do.
+        for values in (costs, tokens):
+            slots = even_parts(values, num_parts=count, equal_count=False)
+            if max(int(tokens[slot].sum()) for slot in slots) <= max_tokens:
+                return _rows_of(slots, size=size)
+        if planned is None:
+            planned = _planned(tokens, max_tokens=max_tokens, multiple=multiple)
+        if len(planned) == count:
+            return _rows_of(planned, size=size)
+    needed = -(-needed // multiple) * multiple
+    raise BalanceError(
+        f"{tokens.size} rows (or groups of them) for {needed} micro-batches under {flag} {max_tokens}, a multiple of "
+        f"{multiple} and as many as on every rank: none may be empty. Give each rank more rows or raise {flag}."
+    )
+
+
+def _planned(tokens: Ints, *, max_tokens: int, multiple: int) -> list[Ints]:
+    topology = Topology(1, microbatch_multiple=multiple)
+    schedule = build_data_schedule(
+        tokens, cost_model=CostModel.tokens(), topology=topology, limits=Limits(max_tokens), objective="step"
+    )
+    slots = [np.array(slot, dtype=np.int64) for slot in schedule.ranks[0]]
+    return slots if all(slot.size for slot in slots) else []
+
+
+def _rows_of(slots: list[Ints], *, size: int) -> list[Ints]:
+    return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
+
+
+def move_rows(
+    rows: Sequence[Sample],
+    *,
+    ranks: Ints,
+    gathered: GatheredLengths,
+    group: dist.ProcessGroup,
+    schema: SampleSchema | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Sample]:
+    """Sends every row to its rank; every rank of the group calls it.
+
+    Args:
+        rows: this rank's, made by `moving_row`.
+        ranks: `[num_rows]` rank that gets each row of all ranks.
+        gathered: of `gather_lengths` with the rows' ragged keys, whatever its lengths mean.
+        group: the ranks.
+        schema: of the rows, where it is not the one that was gathered.
+        device: where rows and buffers live.
+
+    Returns:
+        The rows that this rank gets, ascending.
+    """
+    ones = np.ones_like(gathered.home_ranks)
+    schema = schema or gathered.schema
+    of_rows = dataclasses.replace(gathered, lengths=ones, segment_lengths=ones, num_segments=ones, schema=schema)
+    return [*reroute_samples(rows, destinations=ranks, gathered=of_rows, group=group, device=device).values()]
+
+
+def moving_row(ragged: Mapping[str, torch.Tensor], *, per_sample: Mapping[str, torch.Tensor] | None = None) -> Sample:
+    """A row as a sample that can move: entries of each key in `ragged`, and what every row has one of."""
+    device = next(iter(ragged.values())).device
+    return Sample({"row": torch.zeros(1, dtype=torch.uint8, device=device)}, per_sample=per_sample or {}, ragged=ragged)

@@ -1,0 +1,306 @@
+"""slime adapter: the schedule of a rollout batch (THUDM/slime) is made by `build_data_schedule`.
+
+    from megatron_balance.adapters import slime
+    patches = slime.install()      # in the driver, before RolloutManager is started
+    patches.undo()
+
+or, with nothing to edit, `python -m megatron_balance.adapters.slime train.py ARGS`. slime's own flags turn balancing
+on: without `--balance-data` or `--balance-by-flops` its own function runs.
+
+    1. rollouts are cut into optimiser steps of `global_batch_size`, siblings together, trailing ones dropped
+    2. every step is planned: balanced micro-batches, balanced ranks
+    3. the plan is put into slime's order and into positions of the rollout batch
+
+Invariants (slime's own, from the module docstring of slime/utils/dp_schedule.py, and more):
+
+    - every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group
+    - no micro-batch of two samples or more is over the cap
+    - every kept sample is placed once; further mentions are `MaskedCopy`
+    - `micro_batch_indices` of a rank, flattened, are `range(len(partition))`; no micro-batch is empty
+    - ranks come costliest first in a step, as largest differencing leaves them, the micro-batches of a rank
+      cheapest first, or in the pipeline's order
+
+slime's trainer cannot run an empty micro-batch. Where one would stay empty (five samples that fill one each, on four
+ranks), a rank runs a copy of the step's shortest sample with a loss mask of zeros: slime's own way to take a sample out
+of the loss (`Sample.remove_sample`). Loss and gradients do not change.
+
+`RolloutManager` is a Ray actor. Its class is pickled by value when the first one starts, with what its module has
+bound by then. Ray pickles a function with an importable name by that name, so what is bound is an object.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, hook_row, launch, split_rollout
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.resolve import Model, resolve_cost
+from megatron_balance.errors import BalanceError
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
+from megatron_balance.topology import Limits, Topology
+
+__all__ = ["BalancedDpSchedule", "MaskedCopy", "SlimeOptions", "install", "is_installed"]
+
+SPECS_DESCRIBED_BY_CHECKPOINT = (
+    "slime_plugins.models.glm5.glm5",
+    "slime_plugins.models.qwen3_5",
+    "slime_plugins.models.qwen3_5_vl",
+    "slime_plugins.models.qwen3_next",
+)
+"""Modules of slime's `--spec` whose sparse or linear attention is described by the checkpoint's config alone."""
+
+
+@dataclass(frozen=True)
+class SlimeOptions:
+    """Options of the plans of rollout batches.
+
+    Attributes:
+        cost: `flops`, `tokens` or the path of a seconds.json; by default FLOPs.
+        model: model whose FLOPs are counted: a preset's name, a Hugging Face config.json or a ModelShape; by
+            default the one that slime's arguments describe, or, for a `--spec` that goes beyond them, the
+            config.json of `--hf-checkpoint`.
+        objective: `auto` (from the parallel sizes), `step`, `microbatch` or `pipeline`.
+        algorithm: `auto` or `karmarkar_karp`.
+    """
+
+    _: KW_ONLY
+    cost: str | None = None
+    model: Model | None = None
+    objective: str = "auto"
+    algorithm: str = "auto"
+
+    def cost_model(self, args: Any) -> CostModel:
+        """The cost model for slime's arguments."""
+        model = self.model
+        if model is None and self.cost in (None, "flops"):
+            spec = getattr(args, "spec", None) or [""]
+            of_checkpoint = spec[0] in SPECS_DESCRIBED_BY_CHECKPOINT
+            model = args.hf_checkpoint if of_checkpoint else ModelShape.from_megatron_args(args)
+        return resolve_cost(self.cost, model=model, ep_size=_size(args, "expert_model_parallel_size"))
+
+
+adapter: Adapter[SlimeOptions] = Adapter(
+    "slime",
+    versions=("0.3",),
+    remedy="check out one of these from github.com/THUDM/slime (the slime on PyPI is another project) or train without "
+    "balancing",
+)
+is_installed = adapter.is_installed
+
+
+def install(
+    *, cost: str | None = None, model: Model | None = None, objective: str = "auto", algorithm: str = "auto"
+) -> Adapter[SlimeOptions]:
+    """Hook slime in this process, the driver. Installing twice with the same options installs once.
+
+    Args:
+        cost: see `SlimeOptions`, as are the others.
+        model: model whose FLOPs are counted.
+        objective: when ranks wait for one another.
+        algorithm: how samples are placed.
+
+    Raises:
+        BalanceError: slime is missing, of another version, a target has moved, RolloutManager has been started
+            already, or hooks for other options are in place; nothing is changed then.
+    """
+    options = SlimeOptions(cost=cost, model=model, objective=objective, algorithm=algorithm)
+    return adapter.hook(options, lambda: _hooks(options))
+
+
+def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
+    check_not_started(getattr(sys.modules.get("slime.ray.rollout"), "RolloutManager", None))
+    return (
+        hook_row(
+            "slime.utils.dp_schedule:build_dp_schedule",
+            "args train_parallel_config total_lengths global_batch_size rollout_indices",
+            also_in=("slime.ray.rollout",),
+            wrap=lambda stock: BalancedDpSchedule(stock, options=options),
+            why="RolloutManager asks it which rank runs which samples in which micro-batch",
+            until="slime takes a schedule function by path, as it takes others",
+        ),
+        hook_row(
+            "slime.observability.rollout_data_utils:tensorize_rollout_data_for_training",
+            "rollout_data",
+            also_in=("slime.ray.rollout",),
+            wrap=_MaskCopies,
+            why="the last function before data is sent: copies that fill an empty micro-batch are masked there",
+            until="slime's trainer runs an empty micro-batch",
+        ),
+    )
+
+
+SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+"""`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""
+
+
+class BalancedDpSchedule:
+    """Replaces `slime.utils.dp_schedule.build_dp_schedule`."""
+
+    def __init__(self, stock: Function, *, options: SlimeOptions) -> None:
+        self._stock = stock
+        self._options = options
+
+    def __call__(
+        self,
+        args: Any,
+        train_parallel_config: dict[str, int],
+        total_lengths: list[int],
+        *,
+        global_batch_size: int,
+        rollout_indices: list[int],
+    ) -> SlimeSchedule:
+        """The schedule of one rollout batch.
+
+        Args:
+            args: slime's arguments. Without `balance_data` and `balance_by_flops` slime's own function runs.
+            train_parallel_config: `dp_size`, `cp_size`, `vpp_size`, `microbatch_group_size_per_vp_stage`.
+            total_lengths: `[num_samples]` tokens.
+            global_batch_size: rollouts of an optimiser step.
+            rollout_indices: `[num_samples]` rollout of each sample; those of one rollout share a step.
+
+        Returns:
+            `partitions[dp_rank]`, the positions of its samples; `micro_batch_indices[dp_rank]`, for every
+            micro-batch, indices into that; micro-batches of a rank and rollouts, for every step.
+
+        Raises:
+            AssertionError: slime's own, where there are fewer rollouts than a step has.
+            BalanceError: the arguments do not describe the model, or sizes do not fit.
+        """
+        split = split_rollout(rollout_indices, global_batch_size=global_batch_size)
+        steps = list(split.steps)
+        # The last part step is dropped, or kept where miles's flag asks for it and it has a sample for every rank.
+        if split.num_groups and split.num_groups[-1] < global_batch_size:
+            keeps = getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size and len(steps) > 1
+            if not keeps or steps[-1].size < train_parallel_config["dp_size"]:
+                del steps[-1]
+        if not (args.balance_data or getattr(args, "balance_by_flops", False)) or not steps:
+            # slime's function raises its own error where there are too few rollouts.
+            return self._stock(
+                args,
+                train_parallel_config,
+                total_lengths,
+                global_batch_size=global_batch_size,
+                rollout_indices=rollout_indices,
+            )
+        lengths = as_integers(total_lengths, name="total_lengths")
+        options, cost_model = self._options, self._options.cost_model(args)
+        topology, limits = _topology(args, train_parallel_config=train_parallel_config), _limits(args)
+        partitions: list[list[int]] = [[] for _ in range(topology.dp_size)]
+        micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
+        num_microbatches: list[int] = []
+        for samples in steps:
+            schedule = build_data_schedule(
+                lengths[samples],
+                cost_model=cost_model,
+                topology=topology,
+                limits=limits,
+                objective=options.objective,
+                algorithm=options.algorithm,
+            )
+            num_microbatches.append(schedule.num_microbatches)
+            ranks = _with_copies(_in_slime_order(schedule), lengths=schedule.lengths)
+            for partition, indices, slots in zip(partitions, micro_batch_indices, ranks, strict=True):
+                for held in slots:
+                    indices.append(list(range(len(partition), len(partition) + len(held))))
+                    # A copy stays a MaskedCopy when it becomes a position of the rollout batch.
+                    partition += [type(local)(samples[local]) for local in held]
+        return partitions, micro_batch_indices, num_microbatches, list(split.num_groups[: len(steps)])
+
+
+def _topology(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topology:
+    """The ranks of a run, from slime's arguments and the sizes that its trainer reports.
+
+    slime pads a sample for context parallelism, and a micro-batch, not a sample, for sequence parallelism
+    (`get_batch` in slime/backends/megatron_utils/data.py). So sample lengths need not be multiples of `tp_size`.
+    """
+    vpp_size, tp_size = train_parallel_config["vpp_size"] or 1, _size(args, "tensor_model_parallel_size")
+    return Topology(
+        train_parallel_config["dp_size"],
+        cp_size=train_parallel_config["cp_size"],
+        tp_size=tp_size,
+        pp_size=_size(args, "pipeline_model_parallel_size"),
+        ep_size=_size(args, "expert_model_parallel_size"),
+        etp_size=_size(args, "expert_tensor_parallel_size", default=tp_size),
+        vpp_size=vpp_size,
+        microbatch_multiple=train_parallel_config["microbatch_group_size_per_vp_stage"] if vpp_size > 1 else 1,
+        fully_sharded=bool(getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)),
+    )
+
+
+def _limits(args: Any) -> Limits:
+    if not args.use_dynamic_batch_size:
+        return Limits(micro_batch_size=args.micro_batch_size)
+    if args.max_tokens_per_gpu is None:
+        raise BalanceError("--use-dynamic-batch-size is given and --max-tokens-per-gpu is not: give the cap in tokens.")
+    return Limits(args.max_tokens_per_gpu)
+
+
+def _size(args: Any, name: str, *, default: int = 1) -> int:
+    return getattr(args, name, None) or default
+
+
+def _in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
+    """For every rank, for every slot, sample ids: ranks costliest first, slots cheapest first.
+
+    Ranks change places inside their expert-parallel group, and groups as a whole; slots are reversed on all ranks or on
+    none. So all predicted times stay the same.
+    """
+    costs: list[int] = schedule.cost_grid.sum(axis=1).tolist()
+    span = schedule.topology.ep_span
+    groups: list[list[int]] = []
+    for first in range(0, len(costs), span):
+        groups.append(sorted(range(first, first + span), key=lambda rank: (-costs[rank], schedule.ranks[rank])))
+    groups.sort(key=lambda ranks: ([-costs[rank] for rank in ranks], schedule.ranks[ranks[0]]))
+    order = 1 if is_makespan(schedule.objective, topology=schedule.topology) else -1
+    return [[list(held) for held in schedule.ranks[rank][::order]] for ranks in groups for rank in ranks]
+
+
+class MaskedCopy(int):
+    """Position in the rollout batch of a sample that also runs elsewhere; the loss of this copy is masked."""
+
+
+def _with_copies(ranks: Sequence[list[list[int]]], *, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
+    """Puts a copy of the shortest sample that has tokens into every empty micro-batch."""
+    known: list[int] = lengths.tolist()
+    shortest = min(range(len(known)), key=lambda sample: (known[sample] == 0, known[sample], sample))
+    return [[held or [MaskedCopy(shortest)] for held in slots] for slots in ranks]
+
+
+def mask_copies(rollout_data: dict[str, Any]) -> None:
+    """Masks the copies of one rank in place, before its data is sent; `partition` then holds plain integers."""
+    partition = rollout_data.get("partition", [])
+    copies = [index for index, sample in enumerate(partition) if isinstance(sample, MaskedCopy)]
+    if not copies:
+        return
+    if "loss_masks" not in rollout_data:
+        raise BalanceError(
+            "the rollout data has no loss_masks, and a step has fewer samples than micro-batches: let "
+            "--custom-convert-samples-to-train-data-path give loss_masks, or raise --max-tokens-per-gpu."
+        )
+    masks = list(rollout_data["loss_masks"])
+    for index in copies:
+        masks[index] = [0] * len(masks[index])
+    rollout_data["loss_masks"] = masks
+    rollout_data["partition"] = [int(sample) for sample in partition]
+
+
+class _MaskCopies:
+    """Replaces slime's `tensorize_rollout_data_for_training`: masks the copies of a rank first."""
+
+    def __init__(self, stock: Function) -> None:
+        self._stock = stock
+
+    def __call__(self, rollout_data: dict[str, Any]) -> None:
+        mask_copies(rollout_data)
+        self._stock(rollout_data)
+
+
+if __name__ == "__main__":
+    launch("megatron_balance.adapters.slime")

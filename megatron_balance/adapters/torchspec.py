@@ -1,0 +1,457 @@
+"""TorchSpec adapter: ranks of a speculative-decoding trainer get batches of similar lengths.
+
+    from megatron_balance.adapters import torchspec
+    patches = torchspec.install(approach="B", window=4)      # before the controller starts
+    patches.undo()
+
+or, without code, `python -m megatron_balance.adapters.torchspec --balance-approach B ...` in place of
+`python -m torchspec.train_entry ...`: everything but the `--balance-*` flags goes to TorchSpec.
+
+TorchSpec's controller collects samples in a pool, and every dispatch gives each rank `per_dp_rank_batch_size` of
+them in turn. The trainer pads them to the longest, and all ranks wait for the slowest.
+
+    A  the samples of a dispatch are given to ranks by length (`assign_ranks`)
+    B  also, they are chosen among `window` dispatches' worth of the pool (`DispatchWindow`)
+    C  also, the data set is sorted into dispatches of similar lengths beforehand (`bucketed_order`)
+
+Each includes the one before it. Samples of C do not come back exactly in its order: inference runs several batches at
+once, may fail on some, and the rest of an epoch stays in the pool until the next; each of these shifts all dispatches
+that follow. With a window the dispatches form again around the oldest sample; with `window=1` they do not.
+
+`try_dispatch_batch`, with a window before it:
+
+    1. with fewer samples than a dispatch takes, TorchSpec's own function returns False
+    2. the pool is held back until it holds `window` dispatches' worth, unless no more would come:
+       the prompts are all handed out (end of data), inference is paused by `max_sample_pool_size`,
+       or nothing has come for `MAX_IDLE_CALLS` calls, whatever else blocks inference
+    3. the samples that leave are brought to the front of the pool, and TorchSpec's own function takes them from
+       there: bytes, queues and logs are its own
+
+Invariants: importing patches nothing; every sample goes once, and every rank gets exactly as many, because its data
+fetcher waits for that many; a dispatch that the stock controller could make is held back for a bounded number of
+calls, so nothing deadlocks where the pool may not grow to the window; at the end of data all whole dispatches leave.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, even_parts, hook_row, launch
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner import as_integers
+
+__all__ = ["DispatchWindow", "Settings", "adapter", "assign_ranks", "bucketed_order", "install", "is_installed"]
+
+CONTROLLER = "torchspec.controller.training_controller"
+
+APPROACHES = ("A", "B", "C")
+COSTS = ("padded", "tokens")
+WINDOWS = (2, 3, 4)
+"""Sizes of the pool, in dispatches: larger ones gain little and keep more hidden states in Mooncake."""
+
+MAX_DELAY_WINDOWS = 2
+"""A sample leaves at most two windows late. Without a bound it could wait for all samples that were in the pool before
+it. The bound costs 5 % of the step at a window of 2 and micro_batch_size 4, and 2 % or less elsewhere."""
+
+MAX_IDLE_CALLS = 500
+"""Calls of `try_dispatch_batch` without a new sample after which the pool is taken as it is. TorchSpec's loop calls
+every 10 ms, and considers the data exhausted after the same number."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `install`; BalanceError where one is not allowed."""
+
+    approach: str
+    _: KW_ONLY
+    window: int
+    cost: str
+    bucket_batches: int
+
+    def __post_init__(self) -> None:
+        if self.approach not in APPROACHES:
+            raise BalanceError(f"approach is {self.approach!r}: it must be one of {', '.join(APPROACHES)}.")
+        if self.cost not in COSTS:
+            raise BalanceError(f"cost is {self.cost!r}: it must be one of {', '.join(COSTS)}.")
+        if self.cost == "tokens" and self.approach != "A":
+            raise BalanceError(f"cost is 'tokens' with approach {self.approach}: give approach A, or cost padded.")
+        windows = (1, *WINDOWS) if self.approach == "C" else WINDOWS
+        if self.window not in windows:
+            raise BalanceError(f"window is {self.window!r}: approach {self.approach} takes one of {windows}.")
+        if self.bucket_batches < 1:
+            raise BalanceError(f"bucket_batches is {self.bucket_batches!r}: it must be an integer of at least 1.")
+
+    @property
+    def chooses(self) -> bool:
+        """True if a dispatch is chosen among more samples than it takes."""
+        return self.approach != "A" and self.window > 1
+
+
+_REMEDY = "install it from its git repository (PyPI's is a placeholder), or train without balancing"
+adapter: Adapter[Settings] = Adapter("torchspec", versions=("0.1.0",), remedy=_REMEDY)
+is_installed = adapter.is_installed
+
+
+def install(
+    approach: str = "B", *, window: int = 2, cost: str = "padded", bucket_batches: int = 1
+) -> Adapter[Settings]:
+    """Balance the ranks of TorchSpec's trainer. Call it in the driver, before the controller starts.
+
+    Installing twice installs once.
+
+    Args:
+        approach: `A`, `B` or `C`, described in the module's docstring.
+        window: dispatches' worth of samples to choose among in `B` and `C`: 2, 3 or 4; in `C` also 1, which leaves
+            dispatches in order of arrival.
+        cost: measure of a rank's time. `padded`: its longest sample, which TorchSpec pads to. `tokens`: its tokens,
+            for a trainer that packs, with `A` alone: a window chooses by padding.
+        bucket_batches: for `C`, dispatches that a bucket of similar lengths holds. More shuffles more and pads more.
+
+    Raises:
+        BalanceError: an argument is not one of these; TorchSpec is missing, of another version, or not as expected; a
+            controller has started; other settings are installed. Nothing is changed then.
+    """
+    settings = Settings(approach, window=window, cost=cost, bucket_batches=bucket_batches)
+    return adapter.hook(settings, lambda: _hooks(settings))
+
+
+def _hooks(settings: Settings) -> list[Hook]:
+    check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
+
+    def row(method: str, parameters: str, *, wrap: Callable[..., Function], why: str, until: str) -> Hook:
+        wrap = functools.partial(wrap, settings=settings)
+        return hook_row(f"{__name__}:AsyncTrainingController.{method}", parameters, wrap=wrap, why=why, until=until)
+
+    hooks = [
+        row(
+            "_partition_results",
+            "self results",
+            wrap=_with_ranks_by_length,
+            why="gives the samples of a dispatch to ranks in turn, whatever their lengths",
+            until="TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
+        )
+    ]
+    if settings.chooses:
+        hooks += [
+            row(
+                "try_dispatch_batch",
+                "self",
+                wrap=_with_window,
+                why="takes the oldest samples of the pool, whatever their lengths",
+                until="TorchSpec chooses among the samples of its pool",
+            ),
+            row(
+                "get_status",
+                "self",
+                wrap=_with_delays_reported,
+                why="the delay that choosing costs is reported with the rest of the status",
+                until="the hook of try_dispatch_batch goes",
+            ),
+        ]
+    if settings.approach == "C":
+        hooks.append(
+            row(
+                "_prepare_dataset",
+                "self skip",
+                wrap=_with_presorted_data,
+                why="orders the prompts of an epoch, at random",
+                until="TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
+            )
+        )
+    return hooks
+
+
+def __getattr__(name: str) -> Any:
+    """`AsyncTrainingController`, the class to hook, looked up on access: importing this does not import TorchSpec.
+
+    `@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which
+    it wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts.
+    Patches made before that reach the actor, but only those on the subclass: its methods hide those of the plain class.
+    """
+    if name != "AsyncTrainingController":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        controller = getattr(importlib.import_module(CONTROLLER), name, None)
+    except ModuleNotFoundError as error:
+        raise BalanceError(f"torchspec is not installed ({error}): {_REMEDY}.") from error
+    ray_metadata = getattr(controller, "__ray_metadata__", None)
+    if ray_metadata is None:
+        return controller  # Ray's decorator was switched off.
+    # Where Ray does not trace, the subclass has no methods of its own.
+    modified = ray_metadata.modified_class
+    return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
+
+
+def _with_ranks_by_length(partition_results: Function, *, settings: Settings) -> Function:
+    """`_partition_results` by length, where every rank gets the same number of samples, two or more.
+
+    With one sample a rank (micro_batch_size 1, or evaluation) there is nothing to choose, and TorchSpec's own
+    function is called.
+    """
+
+    @functools.wraps(partition_results)
+    def wrapper(controller: Any, results: list[Any]) -> list[list[Any]]:
+        count, left = divmod(len(results), controller.dp_size)
+        if count <= 1 or left or controller.dp_size == 1:
+            return partition_results(controller, results)
+        lengths = [_result_length(result) for result in results]
+        ranks = assign_ranks(lengths, dp_size=controller.dp_size, cost=settings.cost, turn=controller.batch_id)
+        return [[results[position] for position in positions] for positions in ranks]
+
+    return wrapper
+
+
+def _with_presorted_data(prepare_dataset: Function, *, settings: Settings) -> Function:
+    """`_prepare_dataset` with its samples sorted into buckets of similar lengths."""
+
+    @functools.wraps(prepare_dataset)
+    def wrapper(controller: Any, skip: int = 0) -> list[Any]:
+        # The whole epoch: skipping applies to the order made here.
+        samples = prepare_dataset(controller, skip=0)
+        order = bucketed_order(
+            _data_lengths(samples),
+            batch_size=controller.dispatch_batch_size,
+            bucket_batches=settings.bucket_batches,
+            seed=controller._dataset_seed,
+            epoch=controller._dataset_epoch,
+        )
+        return [samples[index] for index in order[max(skip, 0) :].tolist()]
+
+    return wrapper
+
+
+def _with_window(try_dispatch_batch: Function, *, settings: Settings) -> Function:
+    """`try_dispatch_batch` that chooses among several dispatches' worth of samples."""
+
+    @functools.wraps(try_dispatch_batch)
+    def wrapper(controller: Any) -> bool:
+        window = _window_of(controller, settings)
+        # The controller raises a failed inference at once.
+        if controller._inference_error is None:
+            if window.holds_back(controller):
+                return False
+            with controller._pool_lock:
+                pool = controller.sample_pool
+                if len(pool) >= controller.dispatch_batch_size:
+                    window.arrange(pool, lengths=[_result_length(result) for result in pool])
+        # Samples pushed from here on go to the end of the pool, behind those that leave.
+        dispatched = try_dispatch_batch(controller)
+        if dispatched:
+            window.leave()
+        return dispatched
+
+    return wrapper
+
+
+def _with_delays_reported(get_status: Function, *, settings: Settings) -> Function:
+    """`get_status`, and `get_full_status` through it, with the delays that choosing causes."""
+
+    @functools.wraps(get_status)
+    def wrapper(controller: Any) -> dict[str, Any]:
+        window = _window_of(controller, settings)
+        return {
+            **get_status(controller),
+            "balance_max_delay_dispatches": window.max_delay_seen,
+            "balance_mean_delay_dispatches": window.mean_delay,
+            "balance_delay_limit_dispatches": window.max_delay,
+            "balance_held_calls": window.num_held_calls,
+        }
+
+    return wrapper
+
+
+def _window_of(controller: Any, settings: Settings) -> DispatchWindow:
+    """The controller's window, made on first use: the class is hooked before a controller exists."""
+    if not hasattr(controller, "_balance_window"):
+        size = controller.dispatch_batch_size
+        controller._balance_window = DispatchWindow(settings.window, dispatch_batch_size=size)
+    return controller._balance_window
+
+
+def _result_length(result: Any) -> int:
+    """Tokens of one `InferenceOutput`; 0 where inference gave no shape."""
+    shape = (result.tensor_shapes or {}).get("input_ids")
+    return int(shape[-1]) if shape else 0
+
+
+def _data_lengths(samples: Sequence[Any]) -> list[int]:
+    """Lengths of a data set: tokens where every sample has them, characters where tokenization is deferred."""
+    for name in ("input_ids", "seq_len", "formatted_prompt"):
+        if all(isinstance(sample, Mapping) and sample.get(name) is not None for sample in samples):
+            return [_length(sample[name]) for sample in samples]
+    raise BalanceError(
+        "approach C needs the lengths of the data set, and its samples have neither input_ids, nor seq_len, nor "
+        "formatted_prompt: load it with load_conversation_dataset, or use approach B."
+    )
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    shape = getattr(value, "shape", None)
+    return len(value) if shape is None else int(shape[-1])
+
+
+def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int = 0) -> list[list[int]]:
+    """Positions of the samples that each rank gets, as many each, in order of arrival: `[dp_size]` lists.
+
+    padded  the samples are sorted by length and cut into runs: the sum of the ranks' padded tokens is the least
+            possible, and the slowest rank, the one with the longest sample, is no slower than that sample requires.
+            The rank with the longest run changes from turn to turn, so that none is the slowest of all micro-batches
+            of a step.
+    tokens  ranks get nearly the same number of tokens, by the planner's partition
+    """
+    if cost == "padded":
+        count = len(lengths) // dp_size
+        runs = bucketed_order(lengths, batch_size=count, bucket_batches=1, epoch=turn)
+        return [sorted(run) for run in runs.reshape(dp_size, count).tolist()]
+    return [part.tolist() for part in even_parts(lengths, num_parts=dp_size, equal_count=True)]
+
+
+def bucketed_order(
+    lengths: Sequence[int] | NDArray[Any], *, batch_size: int, bucket_batches: int, seed: int = 0, epoch: int = 0
+) -> NDArray[np.int64]:
+    """An order `[num_samples]` of all samples in which batches hold samples of similar lengths.
+
+    1. the samples that no whole batch needs are drawn at random and come last
+    2. samples are shuffled and then sorted by length, so that equal lengths are in random order
+    3. the order is cut into buckets of whole batches; each bucket is shuffled and cut into batches
+    4. the batches are shuffled
+
+    Bias: a batch is no longer a fair draw. Its mean length drifts from that of the data, and with it the tokens of a
+    step, the kind of text and the gradient's scale. A bucket of more batches drifts less and pads more; one bucket is a
+    plain shuffle. With `--calculate-per-token-loss` each token still counts the same over an epoch.
+
+    The order depends on lengths, seed, epoch and sizes alone, so a run that has consumed n samples resumes at
+    `order[n:]`.
+    """
+    tokens = as_integers(lengths, name="lengths")
+    num_batches = tokens.size // batch_size
+    random = np.random.default_rng([seed, epoch])
+    shuffled = random.permutation(tokens.size)
+    whole, rest = np.split(shuffled, [num_batches * batch_size])
+    by_length = whole[np.argsort(tokens[whole], kind="stable")]
+    bucket_samples = bucket_batches * batch_size
+    buckets = [
+        random.permutation(by_length[start : start + bucket_samples]) for start in range(0, whole.size, bucket_samples)
+    ]
+    batches = np.concatenate([*buckets, whole[:0]]).reshape(num_batches, batch_size)
+    return np.concatenate([batches[random.permutation(num_batches)].reshape(-1), rest]).astype(np.int64)
+
+
+class DispatchWindow:
+    """Tracks the order of arrival of the controller's pool, and chooses what leaves it.
+
+        1. the oldest `window * dispatch_batch_size` samples are looked at
+        2. those that are `MAX_DELAY_WINDOWS * window` dispatches late leave; there are few
+        3. the oldest sample leaves
+        4. with it leaves the run of neighbours in the order of length that pads the least
+
+    Invariants: every sample leaves exactly once, at most `max_delay` dispatches after its turn in order of arrival;
+    what leaves depends on lengths and order of arrival alone. Arrival numbers are kept in a queue beside the
+    controller's pool, and both are rearranged in the same way.
+
+    Attributes:
+        capacity: samples to choose among.
+        max_delay: dispatches that a sample leaves after its turn in order of arrival, at most.
+        max_delay_seen: the latest so far.
+        num_held_calls: calls for a dispatch that waited for more samples.
+    """
+
+    def __init__(self, window: int, *, dispatch_batch_size: int) -> None:
+        self.capacity = window * dispatch_batch_size
+        self.max_delay = MAX_DELAY_WINDOWS * window
+        self.max_delay_seen = self.num_held_calls = 0
+        self._batch_size = dispatch_batch_size
+        self._arrivals: deque[int] = deque()
+        self._num_arrived = self._num_dispatches = self._sum_delay = 0
+        self._idle_calls = self._last_pool_size = 0
+
+    def holds_back(self, controller: Any) -> bool:
+        """True if more samples must arrive first."""
+        pool_size = len(controller.sample_pool)
+        self._idle_calls = self._idle_calls + 1 if pool_size == self._last_pool_size else 0
+        self._last_pool_size = pool_size
+        most = getattr(controller.args, "max_sample_pool_size", 0) or 0
+        held = (
+            controller.dispatch_batch_size <= pool_size < self.capacity
+            and controller.get_prompt_buffer_size() > 0
+            # The inference manager compares this size: samples for evaluation count as well.
+            and not 0 < most <= controller.get_pool_size()
+            and self._idle_calls < MAX_IDLE_CALLS
+        )
+        self.num_held_calls += held
+        return held
+
+    def arrange(self, pool: deque[Any], *, lengths: Sequence[int]) -> None:
+        """Bring the samples that leave next to the front of the pool, oldest first; new ones were added at its end."""
+        while len(self._arrivals) > len(pool):
+            self._arrivals.popleft()  # Evaluation took samples from the front, as a dispatch does.
+        newest = self._num_arrived + len(pool) - len(self._arrivals)
+        self._arrivals.extend(range(self._num_arrived, newest))
+        self._num_arrived = newest
+
+        position_of = {arrival: position for position, arrival in enumerate(self._arrivals)}
+        seen = sorted(position_of)[: self.capacity]
+        candidates = {arrival: lengths[position_of[arrival]] for arrival in seen}
+        leaving = seen if len(seen) <= self._batch_size else sorted(self._choose(candidates))
+        positions = [position_of[arrival] for arrival in leaving]
+        _bring_to_front(pool, positions=positions)
+        _bring_to_front(self._arrivals, positions=positions)
+
+    def leave(self) -> None:
+        """Note that the samples at the front have left."""
+        left = [self._arrivals.popleft() for _ in range(min(self._batch_size, len(self._arrivals)))]
+        delays = [max(self._num_dispatches - arrival // self._batch_size, 0) for arrival in left]
+        self.max_delay_seen = max(self.max_delay_seen, *delays)
+        self._sum_delay += sum(delays)
+        self._num_dispatches += 1
+        # A dispatch does not count as an arrival: the wait for the next sample starts again.
+        self._idle_calls, self._last_pool_size = 0, -1
+
+    @property
+    def mean_delay(self) -> float:
+        """Mean over all samples that left; one that left early counts as 0."""
+        return self._sum_delay / max(self._num_dispatches * self._batch_size, 1)
+
+    def _choose(self, lengths: dict[int, int]) -> list[int]:
+        """Arrival numbers of the next dispatch, in any order."""
+        count, oldest = self._batch_size, min(lengths)
+        late = [arrival for arrival in lengths if arrival // count + self.max_delay <= self._num_dispatches][:count]
+        # The oldest is the first to be late.
+        others = late[1:]
+        free = {arrival: length for arrival, length in lengths.items() if arrival not in others}
+        return [*others, *_tightest_run(free, around=oldest, count=count - len(others))]
+
+
+def _tightest_run(lengths: dict[int, int], *, around: int, count: int) -> list[int]:
+    """The run of `count` neighbours in the order of length that holds one sample and pads least for its tokens."""
+    order = sorted(lengths, key=lambda arrival: (-lengths[arrival], arrival))
+    place = order.index(around)
+    sums = [0, *accumulate(lengths[arrival] for arrival in order)]
+    starts = range(max(place - count + 1, 0), min(place, len(order) - count) + 1)
+    start = min(starts, key=lambda first: Fraction(lengths[order[first]], max(sums[first + count] - sums[first], 1)))
+    return order[start : start + count]
+
+
+def _bring_to_front(queue: deque[Any], *, positions: Sequence[int]) -> None:
+    """Move the entries at these positions to the front, in the order given; the others keep theirs."""
+    entries = [queue[position] for position in positions]
+    for position in sorted(positions, reverse=True):
+        del queue[position]
+    queue.extendleft(reversed(entries))
+
+
+if __name__ == "__main__":
+    launch("megatron_balance.adapters.torchspec", prefix="balance-", module="torchspec.train_entry")
