@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_balance import BalanceError, ModelShape
-from megatron_balance.model import FAMILIES, PRESETS, ROWS, fwd_flops, image_flops, num_parameters
+from megatron_balance.model import FAMILIES, PRESETS, ROWS, num_parameters
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text(encoding="utf-8"))
 
@@ -156,19 +156,10 @@ def test_a_tower_that_is_not_counted_is_said() -> None:
     assert "vision or audio tower of model_type 'gemma3' is not counted" in warned[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
-def test_the_encoder_of_qwen_vl_is_counted(family: str) -> None:
-    config = PRESETS["Qwen3-VL-8B"] | {"model_type": family}
-    shape, warned = read(config)
+def test_the_encoder_of_qwen3_5_is_that_of_qwen3_vl() -> None:
+    shape, warned = read(PRESETS["Qwen3-VL-8B"] | {"model_type": "qwen3_5_moe"})
     assert not warned
-    assert shape.vision is not None
-    assert shape.vision.num_projectors == 4
-    # Two FLOPs a weight: 27 layers, embedding, four projectors of four patches a token (modeling_qwen3_vl.py).
-    layers = 27 * (4 * 1152**2 + 2 * 1152 * 4304)
-    projectors = 4 * (4608 * 4608 + 4608 * 4096) // 4
-    flops = image_flops(shape.vision, hidden_size=4096)
-    assert flops.linear + flops.projector == 2 * (layers + 3 * 2 * 16**2 * 1152 + projectors)
-    assert flops.quadratic == 27 * 4 * 1152
+    assert shape.vision == ModelShape.preset("Qwen3-VL-8B").vision
 
 
 # What older published files leave out, or say in another way ----------------------------------------
@@ -261,23 +252,6 @@ def test_names_are_case_insensitive_and_an_unknown_one_lists_them() -> None:
     assert ModelShape.preset("QWEN3-8b") == ModelShape.preset("Qwen3-8B")
     with pytest.raises(BalanceError, match=r"'gpt5'.*Qwen2\.5-0\.5B.*from_hf_config"):
         ModelShape.preset("gpt5")
-
-
-# Active parameters of the decoder as published, in billions: 2 FLOPs a token each, embeddings out.
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("Qwen2.5-72B", 71.5),
-        ("Llama-3.1-70B", 69.5),
-        ("Mixtral-8x7B", 12.7),
-        ("DeepSeek-V3", 36.6),
-        ("gpt-oss-20b", 3.6),
-        ("gpt-oss-120b", 5.1),
-    ],
-)
-def test_active_parameters_are_as_published(name: str, billions: float) -> None:
-    flops = fwd_flops(ModelShape.preset(name))
-    assert (flops.linear + flops.expert_linear) / 2e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_the_layers_of_presets_are_the_real_patterns() -> None:
