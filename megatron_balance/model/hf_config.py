@@ -165,7 +165,8 @@ def _fields(keys: _Keys) -> Fields:
         result |= _latent(keys, kinds)
     elif keys.get("v_head_dim", default=result["kv_channels"]) != result["kv_channels"]:
         raise keys.refusal("values of another width than keys")
-    if num_experts := keys.get(*_EXPERTS, default=0):
+    num_experts = keys.get(*_EXPERTS, default=0)
+    if num_experts and not ("M" in kinds and "E" not in kinds):
         result |= _experts(keys, len(kinds), num_experts)
     if "ssm_state_size" in keys.used or "mamba_d_state" in keys.used:
         return result | _hybrid(keys, kinds, result)
@@ -207,9 +208,7 @@ def _layer_kinds(keys: _Keys) -> list[str]:
     elif window and keys.flag("use_sliding_window", default=True):
         first = keys.get("max_window_layers") if keys.flag("use_sliding_window") else None
         if first is None and not keys.flag("every_layer_windowed"):
-            raise keys.refusal(
-                "a sliding_window without layer_types: which layers it is for is not said, and so layers"
-            )
+            raise keys.refusal("a sliding_window without layer_types, and so layers")
         kinds = ["sliding_attention" if i >= (first or 0) else "full_attention" for i in range(num_layers)]
     else:
         kinds = ["full_attention"] * num_layers
@@ -276,10 +275,10 @@ def _experts(keys: _Keys, num_layers: int, num_experts: int) -> Fields:
 
 def _latent(keys: _Keys, kinds: list[str]) -> Fields:
     # Keys and values are one latent vector: head_dim and num_key_value_heads mean nothing here.
-    heads, hidden_size = keys.need("num_attention_heads"), keys.need("hidden_size")
+    heads = keys.need("num_attention_heads")
     result: Fields = {
         "num_query_groups": heads,
-        "kv_channels": hidden_size // heads,
+        "kv_channels": keys.need("hidden_size") // heads,
         "multi_latent_attention": True,
         "q_lora_rank": keys.get("q_lora_rank", default=0),
         "kv_lora_rank": keys.need("kv_lora_rank"),
@@ -314,23 +313,20 @@ def _indexer_layers(keys: _Keys, num_layers: int) -> tuple[int, ...]:
 
 def _hybrid(keys: _Keys, kinds: list[str], fields: Fields) -> Fields:
     """Mamba beside attention: a layer of Nemotron-H is one of the two or an MLP, Granite's has an MLP after either."""
-    if "ssm_state_size" in keys.used:
-        pattern, heads = "".join(kinds), keys.need("mamba_num_heads")
-        names = ("ssm_state_size", "mamba_head_dim", "n_groups")
-    else:
+    pattern = "".join(kinds)
+    if "ssm_state_size" not in keys.used:
         mlp = "E" if fields.get("num_experts") else "-"
         pattern = "".join(("M" if kind == "linear_attention" else "*") + mlp for kind in kinds)
-        heads, names = keys.need("mamba_n_heads"), ("mamba_d_state", "mamba_d_head", "mamba_n_groups")
         if mlp == "-":
             fields["ffn_hidden_size"] = keys.get("shared_intermediate_size", default=fields["ffn_hidden_size"])
-    moe = "E" in pattern
-    return {
-        **(fields if moe else {k: v for k, v in fields.items() if not k.startswith("moe_") and k != "num_experts"}),
+    return fields | {
         "moe_layer_freq": (),
         "num_layers": len(pattern),
         "hybrid_layer_pattern": pattern,
-        "mamba_num_heads": heads,
-        **dict(zip(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"), map(keys.need, names), strict=True)),
+        "mamba_num_heads": keys.need("mamba_num_heads", "mamba_n_heads"),
+        "mamba_state_dim": keys.need("ssm_state_size", "mamba_d_state"),
+        "mamba_head_dim": keys.need("mamba_head_dim", "mamba_d_head"),
+        "mamba_num_groups": keys.need("n_groups", "mamba_n_groups"),
     }
 
 
