@@ -188,8 +188,9 @@ def _of_plans(plans: Mapping[str, Any]) -> str:
     ]
     far = {each: max(of[each][0] / of[each][2] for of in plans["setups"].values()) for each in OBJECTIVES}
     worst = " and ".join(f"{ratio:.3f} ({each})" for each, ratio in far.items())
-    cpu_ms = [each for of_setup in plans["times"].values() for each in of_setup.values()]
-    timed = f" Planning 8,192 to 65,536 samples takes {min(cpu_ms):.0f} to {max(cpu_ms):.0f} CPU ms." if cpu_ms else ""
+    cpu_ms = {each: [of_setup[each] for of_setup in plans["times"].values()] for each in OBJECTIVES}
+    spans = [f"{min(ms):,.0f} to {max(ms):,.0f} ({each})" for each, ms in cpu_ms.items() if ms]
+    timed = f" Planning 8,192 samples takes {' and '.join(spans)} CPU ms." if spans else ""
     return f"""### Plans of dynamic sizes
 
 Predicted time over the ideal: all work of the batch, evenly on all ranks, without communication or padding. Qwen3-8B,

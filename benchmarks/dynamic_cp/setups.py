@@ -99,9 +99,6 @@ TIMED_SETUPS = (
     _setup("lognormal to 32k", 64, 4, 8192, 8192, lognormal(32768)),
     _setup("with giants to 131k", 64, 4, 16384, 8192, giants(131072)),
     _setup("servegen_mlarge", 64, 4, 8192, 8192, "servegen_mlarge"),
-    _setup("lognormal to 64k", 256, 4, 16384, 65536, lognormal(65536)),
-    _setup("with giants to 131k", 256, 4, 16384, 65536, giants(131072)),
-    _setup("servegen_mlarge", 256, 4, 16384, 65536, "servegen_mlarge"),
 )
 
 
