@@ -21,28 +21,38 @@ from megatron_balance.errors import BalanceError
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hook:
     """One function or method to wrap.
 
     Attributes:
         target: `module:function` or `module:Class.method` where it is defined.
-        bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
-            when they call it.
-        parameters: parameters of the target that the wrapper relies on.
         wrap: takes the function and returns its replacement.
         why: what the hook is for.
         until: when it can go.
+        bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
+            when they call it; by default where it is defined.
+        parameters: parameters of the target that the wrapper relies on.
         first: the first release that has the target, as `(major, minor)`.
     """
 
     target: str
-    bound_in: tuple[str, ...]
-    parameters: tuple[str, ...]
     wrap: Callable[[Function], Function]
     why: str
     until: str
+    bound_in: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     first: tuple[int, int] = (0, 0)
+
+    @property
+    def home(self) -> str:
+        """The module, or `module:Class`, that defines the target."""
+        return self.target.rpartition("." if "." in self.target.partition(":")[2] else ":")[0]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """`bound_in` or its default."""
+        return self.bound_in or (self.home,)
 
     def is_in(self, release: tuple[int, int]) -> bool:
         """True if a release has the target."""
@@ -94,9 +104,7 @@ def install(hooks: Sequence[Hook], *, version: str) -> Patches:
     """
     bindings: list[_Binding] = []
     for hook in hooks:
-        module_name, qualified_name = hook.target.split(":")
-        *classes, name = qualified_name.split(".")
-        home = _owner(":".join([module_name, *classes]), hook=hook, version=version)
+        home, name = _owner(hook.home, hook=hook, version=version), hook.target[len(hook.home) + 1 :]
         # As it is stored: a static method is unwrapped before it is wrapped, and wrapped again after.
         stored = vars(home).get(name)
         static = isinstance(stored, staticmethod)
@@ -107,7 +115,7 @@ def install(hooks: Sequence[Hook], *, version: str) -> Patches:
         if missing:
             raise _moved(hook, f"it no longer takes {', '.join(missing)}", version)
         wrapped = staticmethod(hook.wrap(target)) if static else hook.wrap(target)
-        for bound_in in hook.bound_in:
+        for bound_in in hook.places:
             owner = _owner(bound_in, hook=hook, version=version)
             if vars(owner).get(name) is not stored:
                 raise _moved(hook, f"{bound_in}.{name} is not that function (replaced, or imported otherwise)", version)

@@ -5,13 +5,14 @@ the script; or `install()` with `extra_args_provider=add_balance_args`. A traini
 `balanced_schedule`, a script of Megatron-Bridge `install_bridge`.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.mcore.setup.flags import add_balance_args
 
 if TYPE_CHECKING:
-    from megatron_balance.hooking.installation import Installation
     from megatron_balance.mcore.bridge import install_bridge
+    from megatron_balance.mcore.hooks import install
     from megatron_balance.mcore.loop import balanced_schedule
     from megatron_balance.mcore.options import cautions, why_stock
     from megatron_balance.mcore.packed_params import packed_seq_params
@@ -26,29 +27,18 @@ __all__ = [
     "why_stock",
 ]
 
-
-def install() -> "Installation[str]":
-    """Hook Megatron in this process; see `megatron_balance.mcore.hooks`."""
-    from megatron_balance.mcore import hooks  # loads torch
-
-    return hooks.install()
+_HOMES = {
+    "balanced_schedule": "loop",
+    "cautions": "options",
+    "install": "hooks",
+    "install_bridge": "bridge",
+    "packed_seq_params": "packed_params",
+    "why_stock": "options",
+}
+"""Modules that are loaded when a name is asked for: most load torch, or Megatron."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "balanced_schedule":  # loads torch, as do the hooks
-        from megatron_balance.mcore.loop import balanced_schedule
-
-        return balanced_schedule
-    if name in ("cautions", "why_stock"):
-        from megatron_balance.mcore import options
-
-        return getattr(options, name)
-    if name == "install_bridge":
-        from megatron_balance.mcore.bridge import install_bridge
-
-        return install_bridge
-    if name == "packed_seq_params":  # loads Megatron
-        from megatron_balance.mcore.packed_params import packed_seq_params
-
-        return packed_seq_params
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

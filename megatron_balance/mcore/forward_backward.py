@@ -170,7 +170,7 @@ class BalancedForwardBackward:
                 if starts:
                     stack.enter_context(called_with_packs(starts[slot], model=model))
                 if observer is not None:
-                    stack.enter_context(observer.forward(slot))
+                    stack.enter_context(observer.timed(slot))
                 return run(data_iterator, model, *rest, **keywords)
 
         return forward_step

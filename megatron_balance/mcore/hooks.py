@@ -35,7 +35,6 @@ ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
 HOOKS = (
     Hook(
         target="megatron.training.arguments:add_megatron_arguments",
-        bound_in=("megatron.training.arguments",),
         parameters=("parser",),
         wrap=wrappers.with_balance_arguments,
         why="the flags reach every script; parse_args looks the function up when it is called",
@@ -43,7 +42,6 @@ HOOKS = (
     ),
     Hook(
         target="megatron.training.inprocess_restart:inprocess_restart",
-        bound_in=("megatron.training.inprocess_restart",),
         parameters=("train", "args"),
         wrap=wrappers.with_options_checked,
         why="starts a training again after every error, and so for ever after one that names a refused option",
@@ -59,7 +57,6 @@ HOOKS = (
     ),
     Hook(
         target="megatron.training.training:evaluate",
-        bound_in=("megatron.training.training",),
         parameters=("eval_iters",),
         wrap=building(wrappers.evaluate),
         why="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
@@ -67,15 +64,12 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
-        bound_in=("megatron.core.pipeline_parallel.schedules",),
-        parameters=(),
         wrap=while_balancing(wrappers.backward_step),
         why="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
-        bound_in=("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",),
         parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         wrap=while_balancing(wrappers.communicate_shapes),
         why="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
@@ -83,15 +77,12 @@ HOOKS = (
     ),
     Hook(
         target="megatron.training.training:training_log",
-        bound_in=("megatron.training.training",),
-        parameters=(),
         wrap=while_balancing(wrappers.training_log),
         why="logs the figures of balancing after Megatron's own, when the device has just been waited for",
         until="Megatron has callbacks around a step",
     ),
     Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
-        bound_in=("megatron.core.utils",),
         parameters=("batch", "cp_group"),
         wrap=while_balancing(wrappers.split_by_document, in_step=True),
         why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
@@ -100,7 +91,6 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.transformer.attention:Attention.forward",
-        bound_in=("megatron.core.transformer.attention:Attention",),
         parameters=("packed_seq_params",),
         wrap=while_balancing(wrappers.attention_forward),
         why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
@@ -109,8 +99,6 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        bound_in=("megatron.core.transformer.transformer_layer:TransformerLayer",),
-        parameters=(),
         wrap=while_balancing(wrappers.layer_forward),
         why="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
@@ -118,7 +106,6 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
-        bound_in=("megatron.core.transformer.moe.router:TopKRouter",),
         parameters=("routing_map", "padding_mask"),
         wrap=while_balancing(wrappers.apply_expert_bias),
         why="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
@@ -134,7 +121,6 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
-        bound_in=("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer",),
         parameters=("padding_mask",),
         wrap=while_balancing(wrappers.get_embeddings),
         why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
@@ -143,7 +129,6 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
-        bound_in=("megatron.core.ssm.mamba_mixer:MambaMixer",),
         parameters=("hidden_states", "packed_seq_params"),
         wrap=while_balancing(wrappers.mixer_forward, in_step=True),
         why="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
@@ -153,10 +138,11 @@ HOOKS = (
 )
 
 
-def hooks_of(version: str) -> tuple[Hook, ...]:
-    """The hooks for a version of Megatron Core."""
+def hooks_of(version: str, *, core: bool = False) -> tuple[Hook, ...]:
+    """The hooks for a version of Megatron Core; `core` for those in `megatron.core` alone, which every loop needs."""
     major, minor = (int(number) for number in version.split(".")[:2])
-    return tuple(hook for hook in HOOKS if hook.is_in((major, minor)))
+    hooks = (hook for hook in HOOKS if hook.is_in((major, minor)))
+    return tuple(hook for hook in hooks if not core or all(place.startswith("megatron.core.") for place in hook.places))
 
 
 installation: Installation[str] = Installation("Megatron")
@@ -174,7 +160,7 @@ def install() -> Installation[str]:
     """
     if installation.settings is None:
         version = supported_version()
-        in_place = () if core_installation.settings is None else core_hooks_of(version)
+        in_place = () if core_installation.settings is None else hooks_of(version, core=True)
         hooks = [hook for hook in hooks_of(version) if hook not in in_place]
         patches = install_hooks(hooks, version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
@@ -183,13 +169,6 @@ def install() -> Installation[str]:
             if registration is not None:
                 installation.add(registration)
     return installation
-
-
-def core_hooks_of(version: str) -> tuple[Hook, ...]:
-    """Those of `hooks_of` that concern `megatron.core` alone: whoever wrote the loop needs them."""
-    return tuple(
-        hook for hook in hooks_of(version) if all(place.startswith("megatron.core.") for place in hook.bound_in)
-    )
 
 
 def install_core() -> Installation[str]:
@@ -201,7 +180,7 @@ def install_core() -> Installation[str]:
     if installation.settings is not None:
         return installation
     version = supported_version()
-    hooks = core_hooks_of(version)
+    hooks = hooks_of(version, core=True)
     return core_installation.install(version, hook=lambda: install_hooks(hooks, version=f"megatron-core {version}"))
 
 

@@ -14,7 +14,6 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -28,23 +27,16 @@ from megatron_balance.samples.packing import lengths_as_packed, padding_mask
 from megatron_balance.topology import Topology
 
 
-@dataclass(frozen=True)
 class RouterPadding:
-    """Padding masks for the model chunks of this rank: `leaf` among data- and context-parallel ranks, and `tp_rank`."""
+    """Padding masks for the model chunks of this rank."""
 
-    topology: Topology
-    leaf: int
-    tp_rank: int
-
-    @classmethod
-    def of_this_rank(cls, topology: Topology) -> RouterPadding:
-        """By Megatron's groups."""
+    def __init__(self, topology: Topology) -> None:
         from megatron.core import parallel_state
 
         dp_group: Any = parallel_state.get_data_parallel_group()
-        tp_rank: Any = parallel_state.get_tensor_model_parallel_rank()
-        leaf = dp_group.rank() * topology.cp_size + parallel_state.get_context_parallel_rank()
-        return cls(topology, leaf=leaf, tp_rank=tp_rank)
+        self._tp_rank: Any = parallel_state.get_tensor_model_parallel_rank()
+        self._leaf = dp_group.rank() * topology.cp_size + parallel_state.get_context_parallel_rank()
+        self._topology = topology
 
     def masks(self, slots: Slots, *, model: Any) -> list[Tensor]:
         """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
@@ -52,20 +44,20 @@ class RouterPadding:
         One copy to the device serves the step. A model of which a chunk takes none is refused, on every rank.
         """
         for chunk in model if isinstance(model, list) else [model]:
-            inner = _unwrapped(chunk)
-            if not _takes(inner, "padding_mask"):
-                raise BalanceError(
-                    f"{type(inner).__name__}.forward takes no padding_mask, without which MoE routers count padding in "
-                    "--moe-aux-loss-coeff, --moe-z-loss-coeff and --moe-router-enable-expert-bias: add the parameter "
-                    "and hand it to the decoder, train without these flags, or without --balance-*."
-                )
+            _refuse_without(
+                chunk,
+                "padding_mask",
+                "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
+                "--moe-router-enable-expert-bias",
+                "train without these flags or --balance-*",
+            )
         masks = [
             padding_mask(
                 lengths,
                 num_tokens=num_tokens,
-                token_multiple=self.topology.at_cp_size(size).token_multiple,
+                token_multiple=self._topology.at_cp_size(size).token_multiple,
                 cp_size=size,
-                cp_rank=self.leaf % size,
+                cp_rank=self._leaf % size,
             )
             for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True)
         ]
@@ -78,12 +70,13 @@ class RouterPadding:
         GPTModel splits a mask itself, and on the first pipeline stage only.
         """
         from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.utils import unwrap_model
 
-        inner = _unwrapped(model)
+        inner: Any = unwrap_model(model)
         splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
-        if self.topology.sequence_parallel and not splits:
-            mask = mask.chunk(self.topology.tp_size, dim=1)[self.tp_rank]
-        return _called_with(inner, padding_mask=mask)
+        if self._topology.sequence_parallel and not splits:
+            mask = mask.chunk(self._topology.tp_size, dim=1)[self._tp_rank]
+        return _called_with(model, padding_mask=mask)
 
 
 def packed_params_of(slots: Slots, *, topology: Topology) -> list[Any]:
@@ -100,32 +93,31 @@ def packed_params_of(slots: Slots, *, topology: Topology) -> list[Any]:
 
 def called_with_packs(params: Any, *, model: Any) -> AbstractContextManager[None]:
     """Have a chunk called with PackedSeqParams in this context; one that takes none is refused."""
-    inner = _unwrapped(model)
-    if not _takes(inner, "packed_seq_params"):
-        raise BalanceError(
-            f"{type(inner).__name__}.forward takes no packed_seq_params, so that samples of a pack would attend to one "
-            "another: add the parameter and hand it to the decoder, or train without --balance-unpad."
-        )
-    return _called_with(inner, packed_seq_params=params)
+    reason = "so that samples of a pack would attend to one another"
+    _refuse_without(model, "packed_seq_params", reason, "train without --balance-unpad")
+    return _called_with(model, packed_seq_params=params)
 
 
-def _unwrapped(model: Any) -> Any:
-    """A chunk without the wrappers for data parallelism and precision."""
+def _refuse_without(model: Any, name: str, reason: str, instead: str) -> None:
     from megatron.core.utils import unwrap_model
 
-    return unwrap_model(model)
-
-
-def _takes(model: Any, name: str) -> bool:
-    return name in inspect.signature(model.forward).parameters
+    inner: Any = unwrap_model(model)
+    if name not in inspect.signature(inner.forward).parameters:
+        raise BalanceError(
+            f"{type(inner).__name__}.forward takes no {name}, {reason}: add the parameter and hand it to the decoder, "
+            f"or {instead}."
+        )
 
 
 @contextlib.contextmanager
 def _called_with(model: Any, **added: Any) -> Iterator[None]:
+    from megatron.core.utils import unwrap_model
+
     def add(_: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return positional, keywords | added
 
-    handle = model.register_forward_pre_hook(add, with_kwargs=True)
+    inner: Any = unwrap_model(model)  # without the wrappers for data parallelism and precision
+    handle = inner.register_forward_pre_hook(add, with_kwargs=True)
     try:
         yield
     finally:

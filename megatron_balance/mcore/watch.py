@@ -70,29 +70,23 @@ GIB = 2**30
 class StepTimer:
     """Forward and backward passes of one step; one without the other is not reported.
 
-    Args:
-        on_gpu: marks are events in the stream that computes; else the thread's own CPU time, which other jobs of the
-            machine do not lengthen.
+    On a GPU marks are events in the stream that computes; else the thread's own CPU time, which other jobs of the
+    machine do not lengthen.
     """
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._forward: list[tuple[int, Any, Any]] = []
+        self._slots: list[int] = []
+        self._forward: list[tuple[Any, Any]] = []
         self._backward: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
-    def forward(self, slot: int) -> Iterator[None]:
-        """Times one forward pass of the micro-batch in this slot."""
+    def timed(self, slot: int | None) -> Iterator[None]:
+        """Times a forward pass of the micro-batch in this slot, or without one a backward pass, in the same order."""
         start = self._mark()
         yield
-        self._forward.append((slot, start, self._mark()))
-
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """Times one backward pass; they come in the order of the forward passes."""
-        start = self._mark()
-        yield
-        self._backward.append((start, self._mark()))
+        (self._forward if slot is not None else self._backward).append((start, self._mark()))
+        self._slots += [] if slot is None else [slot]
 
     @property
     def finished(self) -> bool:
@@ -107,12 +101,10 @@ class StepTimer:
         """
         if not self._forward or len(self._forward) != len(self._backward):
             return None
-        slots = np.array([slot for slot, _, _ in self._forward])
-        forward = np.array([self._between(start, end) for _, start, end in self._forward])
-        backward = np.array([self._between(start, end) for start, end in self._backward])
-        if len(slots) != num_microbatches:
-            return np.array([forward.sum() + backward.sum()])
-        return (forward + backward)[np.argsort(slots, kind="stable")]
+        both = np.array([[self._between(*marks) for marks in passes] for passes in (self._forward, self._backward)])
+        if both.shape[1] != num_microbatches:
+            return np.array([both.sum()])
+        return both.sum(axis=0)[np.argsort(self._slots, kind="stable")]
 
     def _mark(self) -> Any:
         if not self._on_gpu:
@@ -126,21 +118,13 @@ class StepTimer:
 
 
 class Watch:
-    """The view of the run on one rank that loads data.
-
-    Args:
-        settings: of the run.
-        layout: of the ranks.
-        planner: plans this rank's steps, and sends what it reports.
-        log: prints on the first rank of the world.
-    """
+    """The view of the run on one rank that loads data; its planner sends what it reports."""
 
     def __init__(self, settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> None:
         self._settings, self._planner, self._log = settings, planner, log
         self._prints = dist.get_rank() == 0
         self._times = layout.is_first_of_tensor_group and not settings.overlaps_passes
         self._on_gpu = device_kind() == "cuda"
-        self._own_log = RunLog(enabled=True)  # every rank that writes has a disk of its own to fill
         self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
         self._nanoseconds: dict[int, int] = {}  # by the number of the step
@@ -186,13 +170,9 @@ class Watch:
                 del self._figures[min(self._figures)]
         self._watch_memory(step)
 
-    def forward(self, slot: int) -> AbstractContextManager[None]:
-        """Times a forward pass of the micro-batch in this slot."""
-        return contextlib.nullcontext() if self._timer is None else self._timer.forward(slot)
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Times a backward pass; they come in the order of the forward passes."""
-        return contextlib.nullcontext() if self._timer is None else self._timer.backward()
+    def timed(self, slot: int | None = None) -> AbstractContextManager[None]:
+        """Times a forward pass of the micro-batch in this slot, or without one a backward pass."""
+        return contextlib.nullcontext() if self._timer is None else self._timer.timed(slot)
 
     def end(self) -> None:
         """Ends the step: later passes (evaluation) are not timed."""
@@ -248,8 +228,9 @@ class Watch:
             write()
         except OSError as error:
             self._plans = self._seconds = None
-            self._own_log.warn_once(
-                f"--balance-record {self._settings.record}: {error}. Training continues without the record{remedy}."
+            folder = self._settings.record  # every rank that writes has a disk of its own to fill
+            RunLog(enabled=True).warn_once(
+                f"--balance-record {folder}: {error}. Training continues without the record{remedy}."
             )
 
     def _report(self, number: int) -> tuple[int, ...]:

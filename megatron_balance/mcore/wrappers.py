@@ -79,7 +79,7 @@ def evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) ->
 
 def backward_step(run: Run, backward_step: Function, *positional: Any, **keywords: Any) -> Any:
     """Time a backward pass."""
-    with contextlib.nullcontext() if run.observer is None else run.observer.backward():
+    with contextlib.nullcontext() if run.observer is None else run.observer.timed():
         return backward_step(*positional, **keywords)
 
 

@@ -155,7 +155,7 @@ def _broken(row: Row, *, sources: Sources) -> Iterator[str]:
     if missing := [name for name in row.parameters if name not in taken]:
         yield f"no longer takes {', '.join(missing)}"
     name = qualified_name.rpartition(".")[2]
-    for owner in row.bound_in:
+    for owner in row.places:
         if sources.origin(owner, name) != (module, qualified_name):
             yield f"{owner}.{name} is not that function (gone, or imported otherwise)"
 

@@ -7,12 +7,12 @@ checkpoints and Megatron's validation may have changed; all ranks agree on the f
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_balance.mcore.options.conditions import Options, Term, nothing_balances, parse, seen
-from megatron_balance.mcore.options.rules import BALANCE_FLAGS, CAUTIONS, DYNAMIC_CP, REFUSED, STOCK, UNTRIED
+from megatron_balance.mcore.options.rules import BALANCE_FLAGS, CAUTIONS, REFUSED, STOCK, UNTRIED
 
 __all__ = [
     "RULES",
@@ -52,31 +52,26 @@ class Rule:
         ours = ("balance_", "use_dynamic_batch_size", "max_tokens_per_gpu")
         return {name for term in self.terms for name in term.names if not name.startswith(ours)}
 
-    def message(self, options: Options) -> str | None:
-        """The options with the values seen, the reason and the remedy; None where it does not apply."""
-        if not all(term.holds(options) for term in self.terms):
-            return None
-        return f"{seen(options, terms=self.terms)}: {self.says}."
 
+_OF_FLAGS, _CAUTIONS, _UNTRIED = "Balance flags", "Cautions", "Not tried on a GPU"
+_TABLES = {_OF_FLAGS: BALANCE_FLAGS, **REFUSED, "Stock": STOCK, _CAUTIONS: CAUTIONS, _UNTRIED: UNTRIED}
 
-def _rules(subject: str, rules: Mapping[str, str]) -> tuple[Rule, ...]:
-    return tuple(Rule(subject, condition, says) for condition, says in rules.items())
-
-
-_OF_FLAGS = _rules("Balance flags", BALANCE_FLAGS)
-_OF_SIZES = _rules("Context parallelism of each micro-batch", DYNAMIC_CP)
-_REFUSED = tuple(rule for subject, rules in REFUSED.items() for rule in _rules(subject, rules))
-_STOCK = _rules("Stock", STOCK)
-_CAUTIONS = _rules("Cautions", CAUTIONS)
-_UNTRIED = _rules("Not tried on a GPU", UNTRIED)
-
-RULES = (*_OF_FLAGS, *_REFUSED, *_STOCK, *_CAUTIONS, *_UNTRIED)
+RULES = tuple(Rule(subject, *row) for subject, rules in _TABLES.items() for row in rules.items())
 """All rules, for pages and for the check on Megatron's parsers."""
+
+
+def _messages(options: Options, *subjects: str) -> list[str]:
+    """For each rule of these subjects that applies: the options with the values seen, the reason and the remedy."""
+    return [
+        f"{seen(options, terms=rule.terms)}: {rule.says}."
+        for rule in RULES
+        if rule.subject in subjects and all(term.holds(options) for term in rule.terms)
+    ]
 
 
 def problems(options: Options) -> list[str]:
     """All refusals of these options, parsed or validated; empty where they work together."""
-    return _messages(_OF_FLAGS, options) + ([] if nothing_balances(options) else _messages(_REFUSED, options))
+    return _messages(options, _OF_FLAGS, *(() if nothing_balances(options) else REFUSED))
 
 
 def why_stock(args: Namespace | Options) -> str | None:
@@ -85,8 +80,8 @@ def why_stock(args: Namespace | Options) -> str | None:
     Args:
         args: Megatron's namespace with the balance flags, parsed or validated.
     """
-    options = _options(args)
-    return next(iter([] if nothing_balances(options) else _messages(_STOCK, options)), None)
+    options = args if isinstance(args, Mapping) else vars(args)
+    return None if nothing_balances(options) else next(iter(_messages(options, "Stock")), None)
 
 
 def cautions(args: Namespace | Options, *, untried: bool = True) -> list[str]:
@@ -96,14 +91,13 @@ def cautions(args: Namespace | Options, *, untried: bool = True) -> list[str]:
         args: Megatron's namespace with the balance flags, parsed or validated.
         untried: warn also of what no test has run on a GPU.
     """
-    options = _options(args)
-    rules = (*_CAUTIONS, *_UNTRIED) if untried else _CAUTIONS
-    return [] if nothing_balances(options) else _messages(rules, options)
+    options = args if isinstance(args, Mapping) else vars(args)
+    return [] if nothing_balances(options) else _messages(options, _CAUTIONS, *([_UNTRIED] if untried else []))
 
 
 def dynamic_cp_problem(options: Options) -> str | None:
     """The first refusal of `--balance-context-parallel` with a model; None where there is none."""
-    return next(iter(_messages(_OF_SIZES, options)), None)
+    return next(iter(_messages(options, "Context parallelism of each micro-batch")), None)
 
 
 def executor_runs_our_plan(options: Options) -> bool:
@@ -116,11 +110,3 @@ def stock_notice(options: Options, *, reason: str) -> str:
     if executor_runs_our_plan(options):
         return f"Megatron's own executor runs this package's plan. {reason}"
     return f"training continues without balancing. {reason}"
-
-
-def _options(args: Namespace | Options) -> Options:
-    return args if isinstance(args, Mapping) else vars(args)
-
-
-def _messages(rules: Iterable[Rule], options: Options) -> list[str]:
-    return [message for rule in rules if (message := rule.message(options)) is not None]

@@ -15,6 +15,7 @@ Options are named as argparse stores them; one that a release lacks counts as no
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -44,11 +45,7 @@ class Term(NamedTuple):
 
 
 def parse(condition: str) -> tuple[Term, ...]:
-    """The terms of a condition.
-
-    Raises:
-        ValueError: a term has no known form.
-    """
+    """The terms of a condition."""
     return tuple(map(_term, condition.split()))
 
 
@@ -72,8 +69,7 @@ def nothing_balances(options: Options) -> bool:
 
 def _term(text: str) -> Term:
     match = re.fullmatch(r"(!|:)?([\w/]+)(?:(!=|=|<|>)([\w.,+-]+))?", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no term of a condition")
+    assert match is not None, f"{text} is no term"
     sign, name, operator, value = match.groups()
     names = tuple(name.split("/"))
     shown = " or ".join(map(_flag_of, names))
@@ -108,12 +104,11 @@ def _release(package: str, oldest: str) -> Term:
         return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
     def holds(options: Options) -> bool:
-        if of_engine and options.get("transformer_impl") != "transformer_engine":
-            return False
-        try:
-            return numbers(metadata.version(distribution)) < numbers(oldest)
-        except metadata.PackageNotFoundError:
-            return False  # Megatron itself misses the engine; of a checkout, hooks check the version
+        applies = not of_engine or options.get("transformer_impl") == "transformer_engine"
+        # Megatron itself misses the engine; of a checkout, hooks check the version.
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return applies and numbers(metadata.version(distribution)) < numbers(oldest)
+        return False
 
     return Term(("transformer_impl",) if of_engine else (), f"{distribution} before {oldest}", holds)
 
@@ -154,13 +149,13 @@ def _etp(options: Options) -> int:
     return options.get("expert_tensor_parallel_size") or _tp(options)
 
 
-def _group_of_experts(options: Options) -> int:
-    return _etp(options) * (options.get("expert_model_parallel_size") or 1)
+def _spans(options: Options, *, experts: bool = True, cp_size: int = 0) -> bool:
+    """A group of experts, or of the tensor-parallel ranks of one, has ranks that hold different micro-batches.
 
-
-def _spans_replicas(options: Options, *, group_size: int) -> bool:
-    """Megatron forms expert groups of consecutive ranks; `tp*cp` consecutive ranks share a micro-batch."""
-    cp_size = options.get("context_parallel_size") or 1
+    Megatron forms expert groups of consecutive ranks; `tp*cp` consecutive ranks share a micro-batch.
+    """
+    group_size = _etp(options) * ((options.get("expert_model_parallel_size") or 1) if experts else 1)
+    cp_size = cp_size or options.get("context_parallel_size") or 1
     return bool(options.get("num_experts")) and _tp(options) * cp_size % group_size != 0
 
 
@@ -204,17 +199,17 @@ _NAMED = {
     "experts_span_replicas": Term(
         ("expert_model_parallel_size",),
         "experts spread over ranks that hold different micro-batches",
-        lambda options: _spans_replicas(options, group_size=_group_of_experts(options)),
+        _spans,
     ),
     "experts_span_ranks": Term(
         ("expert_model_parallel_size",),
         "experts spread over more ranks than share every token (tensor-parallel ones)",
-        lambda options: bool(options.get("num_experts")) and _tp(options) % _group_of_experts(options) != 0,
+        lambda options: _spans(options, cp_size=1),
     ),
     "expert_tensors_span_replicas": Term(
         ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
         "--expert-tensor-parallel-size above --tensor-model-parallel-size, over ranks of different micro-batches",
-        lambda options: _spans_replicas(options, group_size=_etp(options)),
+        lambda options: _spans(options, experts=False),
     ),
     "weights_are_sharded_over_data": Term(  # validation sets both to the tensor-parallel sizes, where not given
         _SHARDS,

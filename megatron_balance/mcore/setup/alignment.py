@@ -5,14 +5,11 @@
 - `--balance-shape-bucket`: the allocator reuses blocks of known shapes, and kernels compiled or tuned for a shape are
   reused. It applies to micro-batches up to the cap.
 
-The price is the filler: half of the multiple for each micro-batch on average.
-
 Invariant: a filled micro-batch is never above the cap, which is rounded down to the multiple; a sample over the rounded
 cap runs alone and is filled up to the alignment only.
 
-Alignments are tokens of a micro-batch on one rank, once context and sequence parallelism have split it. A rank
-quantizes its own share before sequence parallelism gathers it; tokens are the inner dimension of the GEMMs of weight
-gradients.
+Alignments are tokens of a micro-batch on one rank, once context and sequence parallelism have split it: a rank
+quantizes its own share before sequence parallelism gathers it.
 
 | Recipe | Tokens | Because |
 | --- | --- | --- |
@@ -90,11 +87,7 @@ def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
 
 
 def bucketed_limits(limits: Limits, *, topology: Topology, shape_bucket: int, flag: str) -> Limits:
-    """The limits with the cap rounded down to the multiple that micro-batches are filled up to.
-
-    Raises:
-        BalanceError: the multiple is larger than the cap; it names the flag that gave the bucket.
-    """
+    """The limits with the cap rounded down to the multiple that micro-batches are filled up to; else BalanceError."""
     cap, tokens = limits.max_tokens_per_gpu, bucket_tokens(topology, shape_bucket=shape_bucket)
     if tokens == topology.token_multiple or cap is None:
         return limits

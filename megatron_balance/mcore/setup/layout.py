@@ -1,4 +1,4 @@
-"""Where each rank is in Megatron's parallel layout, and the package's own process groups.
+"""The place of each rank in Megatron's parallel layout, and the package's own process groups.
 
 Ranks gather their places once, whatever order Megatron numbers them in; each then lists every group by itself. The
 groups are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo).
@@ -46,19 +46,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all ranks, as one of them knows them.
+    """The places of all ranks by their number in the world, as one of them, `rank`, knows them.
 
-    Attributes:
-        rank: of this process in the world.
-        places: by rank of the world.
-        on_every_stage: False where pipeline stages between the first and the last load no data.
-        on_every_tensor_rank: each rank of a tensor-parallel group may load data, not the first one alone.
+    Without `on_every_stage` pipeline stages between the first and the last load no data; with `on_every_tensor_rank`
+    each rank of a tensor-parallel group may load data, not the first one alone.
     """
 
     rank: int
     places: Sequence[Place]
-    on_every_stage: bool = True
-    on_every_tensor_rank: bool = False
+    on_every_stage: bool
+    on_every_tensor_rank: bool
 
     @classmethod
     def of_world(cls, *, timeout: timedelta, on_every_stage: bool, on_every_tensor_rank: bool) -> Layout:
@@ -92,10 +89,6 @@ class Layout:
     def is_first_of_tensor_group(self) -> bool:
         """True if this rank reads micro-batches for its tensor-parallel group, and is measured."""
         return self.own.tp == 0
-
-    @functools.cached_property
-    def _last_stage(self) -> int:
-        return max(place.pp for place in self.places)
 
     @property
     def loads_data(self) -> bool:
@@ -145,6 +138,10 @@ class Layout:
             return False
         return self.on_every_stage or place.pp in (0, self._last_stage)
 
+    @functools.cached_property
+    def _last_stage(self) -> int:
+        return max(place.pp for place in self.places)
+
 
 def make_groups(
     groups: Sequence[Sequence[int]], *, timeout: timedelta, backend: str = "gloo"
@@ -161,7 +158,7 @@ def make_groups(
             )
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-            _follow_later_timeouts(group)
+            _groups_of_megatron().append(group)
             close_on_undo(functools.partial(_destroy, group))
             own = group
     return own
@@ -194,20 +191,16 @@ def _lazy_gloo(opts: Any, backend_options: Any = None) -> ProcessGroupGloo:
     return gloo(opts.store, opts.group_rank, opts.group_size, options)
 
 
-def _follow_later_timeouts(group: dist.ProcessGroup) -> None:
-    """Have `--distributed-timeout-seconds-after-init` hold for this group too: Megatron keeps a list of its groups."""
+def _groups_of_megatron() -> list[Any]:
+    """All groups that `--distributed-timeout-seconds-after-init` holds for; a list of none where there is no such."""
     from megatron.core import parallel_state
 
-    groups = getattr(parallel_state, "_global_process_group_list", None)
-    if isinstance(groups, list):
-        groups.append(group)
+    return getattr(parallel_state, "_global_process_group_list", None) or []
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
-    from megatron.core import parallel_state
-
-    groups = getattr(parallel_state, "_global_process_group_list", None)
-    if isinstance(groups, list) and group in groups:
+    groups = _groups_of_megatron()
+    if group in groups:
         groups.remove(group)
     if dist.is_initialized():  # else it went with all others
         dist.destroy_process_group(group)

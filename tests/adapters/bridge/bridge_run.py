@@ -33,6 +33,7 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from thd_attention import thd_block_spec
 
 from megatron_balance.mcore import bridge as ours
+from megatron_balance.mcore import hooks
 
 __all__ = ["main", "train_here"]
 
@@ -97,7 +98,7 @@ class Recorder(Callback):
 
     @staticmethod
     def _run() -> Any:
-        return None if ours._built is None else ours._built[2]
+        return hooks.current()
 
 
 def config_of(folder: Path, *, model: dict[str, Any] | None = None, loader: str = "batch") -> bridge.ConfigContainer:
