@@ -136,10 +136,6 @@ def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
     )
 
 
-SlimeSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
-"""`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` as slime has them."""
-
-
 class BalancedDpSchedule:
     """Replaces `slime.utils.dp_schedule.build_dp_schedule`."""
 
@@ -155,23 +151,11 @@ class BalancedDpSchedule:
         *,
         global_batch_size: int,
         rollout_indices: list[int],
-    ) -> SlimeSchedule:
-        """The schedule of one rollout batch.
+    ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
+        """The schedule of one rollout batch; slime's own where neither flag is given, or where there is no whole step.
 
-        Args:
-            args: slime's arguments. Without `balance_data` and `balance_by_flops` slime's own function runs.
-            train_parallel_config: `dp_size`, `cp_size`, `vpp_size`, `microbatch_group_size_per_vp_stage`.
-            total_lengths: `[num_samples]` tokens.
-            global_batch_size: rollouts of an optimiser step.
-            rollout_indices: `[num_samples]` rollout of each sample; those of one rollout share a step.
-
-        Returns:
-            `partitions[dp_rank]`, the positions of its samples; `micro_batch_indices[dp_rank]`, for every
-            micro-batch, indices into that; micro-batches of a rank and rollouts, for every step.
-
-        Raises:
-            AssertionError: slime's own, where there are fewer rollouts than a step has.
-            BalanceError: the arguments do not describe the model, or sizes do not fit.
+        That is `partitions[dp_rank]`, the positions of its samples; `micro_batch_indices[dp_rank]`, for every
+        micro-batch, indices into that; micro-batches of a rank and rollouts, for every step.
         """
         split = split_rollout(rollout_indices, global_batch_size=global_batch_size)
         steps = list(split.steps)

@@ -123,7 +123,7 @@ check_recsys() {
         local ranks=$1 rank failed=0 pids=()
         port=$((port + 1))
         for ((rank = 0; rank < ranks; rank++)); do
-            (cd "$examples" && RECSYS_EXAMPLES=$examples PYTHONPATH=$PYTHONPATH:$work RANK=$rank LOCAL_RANK=$rank \
+            (cd "$examples" && RECSYS_EXAMPLES=$examples PYTHONPATH=$PYTHONPATH:$root/tests/kit:$work RANK=$rank LOCAL_RANK=$rank \
                 WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$python" -m pytest -p recsys_plugin \
                 -p no:cacheprovider --noconftest -q -ra --disable-warnings -k 'not test_gil_released_during_compute' \
                 "${@:2}") >"$work/rank$rank.log" 2>&1 &

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import cpu_shim
 import pytest
 import recsys_cpu
 
@@ -20,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    cpu_shim.share_gloo_device()  # upstream's tests make hundreds of groups
     recsys_cpu.stand_in(Path(os.environ["RECSYS_EXAMPLES"]))
     if not config.getoption("--upstream-alone"):
         recsys.install()

@@ -41,9 +41,6 @@ MASK = "attention_mask"
 
 Batch = dict[str, Any]
 
-Dispatched = tuple[list[list[dict[str, Any]]], list[list[int]]]
-"""AReaL's result: for every worker its items, and their positions."""
-
 
 def divide(
     rows: Sequence[Sequence[int]], *, dp_size: int, cost_model: CostModel, equal_count: bool, unit_size: int = 1
@@ -111,14 +108,10 @@ def balance_batch(
     return [join_rows([rows[index] for index in part]) for part in parts]
 
 
-def make_dispatch(cost_model: CostModel) -> Callable[..., Dispatched]:
-    """A function in place of the controller's `_dispatch_tensors`, with its signature.
+def make_dispatch(cost_model: CostModel) -> Callable[..., tuple[list[list[dict[str, Any]]], list[list[int]]]]:
+    """A function in place of the controller's `_dispatch_tensors`, with its signature."""
 
-    The controller holds tensors, or handles of remote tensors (`RTensor`) of which it knows only the shape: their rows
-    count with their padded length.
-    """
-
-    def dispatch_tensors(item_list: list[dict[str, Any]], dp_size: int, group_size: int = 1) -> Dispatched:
+    def dispatch_tensors(item_list: list[dict[str, Any]], dp_size: int, group_size: int = 1) -> Any:
         rows = [_item_row_lengths(item) for item in item_list]
         parts = divide(rows, dp_size=dp_size, cost_model=cost_model, equal_count=True, unit_size=group_size)
         return [[item_list[index] for index in part] for part in parts], parts
@@ -127,7 +120,10 @@ def make_dispatch(cost_model: CostModel) -> Callable[..., Dispatched]:
 
 
 def _item_row_lengths(item: Mapping[str, Any]) -> list[int]:
-    """From the mask, else the shape of the first tensor or handle with two axes or more, else one row of one token."""
+    """From the mask, else the shape of the first tensor or handle with two axes or more, else one row of one token.
+
+    A handle of a remote tensor (`RTensor`) knows only its shape: its rows count with their padded length.
+    """
     mask = item.get(MASK)
     if isinstance(mask, Tensor):
         return row_lengths(item)

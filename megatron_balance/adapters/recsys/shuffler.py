@@ -45,19 +45,12 @@ MODELS = ("hstu", "sid_gr")
 
 @dataclass(frozen=True, eq=False)
 class PendingShuffle:
-    """A batch between the two halves; pass it back as it is.
-
-    Attributes:
-        rows: this rank's real rows.
-        gathered: the real rows of all ranks: workloads as `lengths`, and the entries of each key.
-        group: the ranks.
-        plan: future of the `[num_rows]` rank of each row.
-    """
+    """A batch between the two halves; pass it back as it is."""
 
     rows: list[Sample]
-    gathered: GatheredLengths
+    gathered: GatheredLengths  # the real rows of all ranks: workloads as `lengths`, and the entries of each key
     group: dist.ProcessGroup
-    plan: Future[Ints]
+    plan: Future[Ints]  # `[num_rows]` rank of each row
 
 
 def shuffle(
@@ -70,24 +63,11 @@ def shuffle(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Exchanges rows with the other ranks, so that all have nearly the same workload.
+    """The new batch, or a tuple of it and what is asked for, each `[batch_size]` int64, padding last.
 
-    Args:
-        self: the shuffler.
-        batch: this rank's.
-        pg_group: the data-parallel ranks; all ranks by default.
-        return_indices: also return the position that each row comes from, in the old batches of all ranks, one after
-            the other: `[batch_size]` int64, padding last.
-        return_workloads: also return the workloads of the new batch, `[batch_size]` int64, 0 for padding.
-        use_all2all: no matter: all-gather and all-to-all give the same batch, so rows always move by all-to-all.
-        *args: of `get_workloads`.
-        **kwargs: of `get_workloads`.
-
-    Returns:
-        The new batch, or a tuple of it and the indices and workloads asked for.
-
-    Raises:
-        BalanceError: on every rank: batches differ, or one cannot be cut into rows.
+    Indices are the positions that rows come from, in the old batches of all ranks, one after the other; workloads are 0
+    for padding. `use_all2all` does not matter: all-gather gives the same batch, so rows always move by all-to-all.
+    BalanceError on every rank where batches differ, or one cannot be cut into rows.
     """
     pending = start_shuffle_async(self, batch, pg_group, *args, **kwargs)
     returned = [finish_shuffle(self, batch, pending)]
@@ -152,11 +132,7 @@ def finish_shuffle(
 
 
 def make_shuffler_class(base: type) -> type:
-    """The class that is registered as "megatron_balance".
-
-    Args:
-        base: upstream's BaseTaskBalancedBatchShuffler, hooked or not.
-    """
+    """The class that is registered as "megatron_balance"; `base` is upstream's, hooked or not."""
 
     class MegatronBalanceShuffler(base):
         """Balances by the FLOPs of a layer.

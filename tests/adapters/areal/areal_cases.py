@@ -8,7 +8,6 @@ import functools
 import time
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from areal.api.cli_args import MicroBatchSpec
@@ -48,11 +47,9 @@ def move(lengths):
 
 FAULTS = {
     "key": lambda rows: rows[-1].update(reward_model=torch.ones(1)),
-    "own key": lambda rows: rows[0].update(reward_model=torch.ones(1)),
     "dtype": lambda rows: rows[-1].update(logprobs=rows[-1]["logprobs"].double()),
     "mask": lambda rows: rows[-1].pop("attention_mask"),
     "object": lambda rows: rows[-1].update(name=lambda: None),
-    "text array": lambda rows: rows[-1].update(name=np.array(["a"])),
     "none": lambda rows: None,
 }
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -20,7 +18,7 @@ from areal.trainer import rl_trainer
 from areal.utils import data as areal_data
 from areal.utils import seqpack
 
-from megatron_balance import BalanceError, CostModel, ModelShape
+from megatron_balance import BalanceError
 from megatron_balance.adapters import areal
 
 ROOT = Path(__file__).parents[3]
@@ -94,20 +92,6 @@ def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order(instal
     assert max(tokens) <= 1.05 * sum(tokens) / 4
 
 
-def test_dispatch_by_flops_evens_out_squares(install: Any) -> None:
-    lengths = [16384, *[1024] * 31]
-    flops = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
-
-    def costliest() -> int:
-        _, indices = train_controller._dispatch_tensors(rows_of(lengths), 4)
-        assert [len(part) for part in indices] == [8] * 4
-        return max(sum(flops(lengths[index]) for index in part) for part in indices)
-
-    install(model="Qwen3-8B")
-    bound = flops(16384) + 7 * flops(1024)
-    assert costliest() == bound
-
-
 def test_pairs_stay_together(install: Any) -> None:
     install()
     _, indices = train_controller._dispatch_tensors(rows_of([9, 1, 8, 2, 7, 3, 6, 4]), 2, group_size=2)
@@ -131,21 +115,6 @@ def test_handles_of_tensors_weigh_as_much_as_their_shape(install: Any) -> None:
     tokens = sorted(sum(lengths[index] for index in part) for part in indices)
     assert [len(part) for part in indices] == [3, 3]
     assert tokens[1] - tokens[0] <= 80
-
-
-@pytest.mark.parametrize("spec", [{"n_mbs": 4}, {"n_mbs": 1, "max_tokens_per_mb": 600}, {"n_mbs": 2, "granularity": 2}])
-def test_micro_batches_of_one_process(install: Any, spec: dict[str, int]) -> None:
-    """AReaL's split through ours, and its own way back to the rows' order."""
-    install()
-    lengths = [9, 400, 33, 250, 7, 500, 81, 64, 300, 120, 5, 77, 205, 18, 90, 150]
-    rows = [{"input_ids": torch.arange(length) + 1} for length in lengths]
-    batch = areal_data.pad_sequences_to_tensors(rows)
-    split = areal_data.split_padded_tensor_dict_into_mb_list(batch, cli_args.MicroBatchSpec(**spec))
-    joined = torch.cat([mb["input_ids"] for mb in split.mbs])
-    assert torch.equal(joined[split.backward_indices], batch["input_ids"])
-    assert len(split.mbs) >= spec["n_mbs"]
-    assert max(split.group_lens) <= spec.get("max_tokens_per_mb", sum(lengths))
-    assert sum(split.group_lens) == sum(lengths)
 
 
 def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
@@ -217,13 +186,3 @@ def test_batches_go_on_when_an_epoch_ends() -> None:
     assert list(islice(areal.endless(["a", "b"]), 5)) == ["a", "b", "a", "b", "a"]
     with pytest.raises(BalanceError, match="no batches"):
         next(areal.endless([]))
-
-
-def test_the_launcher_hooks_and_hands_on_arguments(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\nfrom megatron_balance.adapters import areal\nprint(areal.is_installed(), sys.argv[1:], __name__)\n"
-    )
-    command = [sys.executable, "-m", "megatron_balance.adapters.areal", "--model", "Qwen3-8B", str(script)]
-    done = subprocess.run([*command, "--config", "a.yaml"], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "True ['--config', 'a.yaml'] __main__"

@@ -25,7 +25,7 @@ def same_error(results):
     return message
 
 
-@pytest.mark.parametrize("counts", [[4, 4, 4, 4], [4, 4, 4, 3], [15, 0, 0, 0], [0, 2, 0, 2], [9, 1, 7, 11]])
+@pytest.mark.parametrize("counts", [[4, 4, 4, 3], [15, 0, 0, 0], [9, 1, 7, 11]])
 def test_four_ranks_hold_any_numbers(world, counts):
     """R54, R56. AReaL raises where lists differ in length, and for 15 trajectories."""
     rng = np.random.default_rng(sum(counts))
@@ -45,11 +45,9 @@ def test_tokens_come_out_even(world):
     ("fault", "text"),
     [
         ("key", "reward_model"),
-        ("own key", "reward_model"),
         ("dtype", "float64"),
         ("mask", "attention_mask is a NoneType"),
         ("object", "cannot travel between ranks"),
-        ("text array", "cannot travel between ranks"),
     ],
 )
 def test_what_is_wrong_on_one_rank_raises_on_all(world, fault, text):

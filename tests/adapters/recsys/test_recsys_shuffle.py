@@ -87,12 +87,6 @@ def test_r28_padding_costs_nothing(ranks):
     assert [sum(outcome["all_gather"]["workloads"][4:]) for outcome in outcomes] == [0, 0]
 
 
-def test_one_rank(ranks):
-    outcomes = ranks(1, "shuffle", item_lengths=[[5, 0, 2]], batch_size=4)
-    check_everything_is_kept(outcomes, batch_size=4)
-    assert outcomes[0]["all_gather"]["rows"] == outcomes[0]["before"]
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_r19_loads_of_hstu_within_a_thousandth(ranks, num_ranks):
     for seed in range(2):
