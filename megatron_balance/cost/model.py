@@ -165,47 +165,46 @@ class CostModel:
         flops_of_second = Fraction(linear_tflops) * 10**12
         slowdown = Fraction(linear_tflops) / Fraction(attention_tflops)
         extra, frozen = int(recompute), frozen_language_model or shape.lora_rank > 0
+        loss = shape.dsa_indexer_loss
+        # Of GEMMs, and of half an attention core, whose backward pass is two and a half times its forward.
+        passes = {
+            "lm_head": (3 - frozen, 0),
+            "adapters": (3 + extra, 0),
+            "dsa_indexer": (1 + extra + loss, 2 * (1 + extra + 2 * loss)),  # its input is detached
+            "dsa_target": (0, 2 * (1 + extra)),
+        }
         linear = expert_linear = half_cores = 0
         windows: dict[int, int] = {}
         for part, flops in fwd_flops_by_part(shape).items():
-            passes, core_passes = 3 + extra - frozen, 3.5 + extra
-            if part == "lm_head":
-                passes = 3 - frozen
-            elif part == "adapters":
-                passes = 3 + extra
-            elif part == "dsa_indexer":
-                passes, core_passes = 1 + extra + shape.dsa_indexer_loss, 1 + extra + 2 * shape.dsa_indexer_loss
-            elif part == "dsa_target":
-                core_passes = 1 + extra
-            linear += passes * flops.linear
-            expert_linear += passes * flops.expert_linear
+            of_gemms, of_halves = passes.get(part, (3 + extra - frozen, 7 + 2 * extra))
+            linear += of_gemms * flops.linear
+            expert_linear += of_gemms * flops.expert_linear
             if part.startswith("dsa") and not shape.dsa_fused and pack_tokens:
                 # All pairs, the masked half included, forward and twice backward where there is a gradient.
                 pairs = 2 * (flops.quadratic + sum(coefficient for _, coefficient in flops.windows))
-                linear += (3 + extra if part == "dsa" else int(core_passes)) * pairs * pack_tokens
+                linear += (3 + extra if part == "dsa" else of_halves // 2) * pairs * pack_tokens
                 continue
-            half_cores += int(2 * core_passes) * flops.quadratic
+            half_cores += of_halves * flops.quadratic
             for window, coefficient in flops.windows:
-                windows[window] = windows.get(window, 0) + coefficient
+                windows[window] = windows.get(window, 0) + of_halves * coefficient
 
-        def core(coefficient: int) -> int:
-            return math.ceil(Fraction(coefficient * (7 + 2 * extra), 2) * slowdown)
+        def core(halves: int) -> int:
+            return math.ceil(Fraction(halves, 2) * slowdown)
 
         image_linear = image_quadratic = 0
         if shape.vision is not None:
             of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
-            if frozen_encoder:
-                image_linear = of_image.linear + math.ceil(of_image.windowed * slowdown) + 2 * of_image.projector
-                image_quadratic = math.ceil(of_image.quadratic * slowdown)
-            else:
-                image_linear = (3 + extra) * (of_image.linear + of_image.projector) + core(of_image.windowed)
-                image_quadratic = core(of_image.quadratic)
+            gemms, halves = (1, 2) if frozen_encoder else (3 + extra, 7 + 2 * extra)
+            of_projector = 2 if frozen_encoder else gemms  # its input needs no gradient
+            image_linear = gemms * of_image.linear + of_projector * of_image.projector
+            image_linear += core(halves * of_image.windowed)
+            image_quadratic = core(halves * of_image.quadratic)
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
             per_sequence=math.ceil(flops_of_second * Fraction(sequence_seconds)),
             per_microbatch=microbatch_tokens * (linear + expert_linear)
             + math.ceil(flops_of_second * Fraction(microbatch_seconds)),
-            quadratic=math.ceil(Fraction(half_cores, 2) * slowdown),
+            quadratic=core(half_cores),
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
             image_linear=image_linear,
