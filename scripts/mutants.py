@@ -18,9 +18,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import tomllib
 
@@ -30,8 +30,7 @@ TIMEOUT_SECONDS = 400
 _TESTS_FAILED = 1  # pytest's exit status; others say that the tests did not run
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A deliberate error: `old` becomes `new` in `file`, and one of `tests` must fail."""
 
     name: str
@@ -65,8 +64,7 @@ def main() -> int:
             for mutant, (problem, seconds) in zip(mutants, verdicts, strict=True):
                 missed += [mutant.name] if problem else []
                 print(f"{problem or 'red':>12}  {seconds:4.0f} s  {mutant.name}", flush=True)
-    for name in missed:
-        print(f"FAILED: {name}")
+    print(*(f"FAILED: {name}" for name in missed), sep="\n")
     print(f"{len(mutants) - len(missed)} of {len(mutants)} errors caught in {time.monotonic() - started:.0f} s")
     return 1 if missed else 0
 

@@ -161,34 +161,18 @@ def _predicted(index: int, *, plans: dict[int, StepRecord], calibration: Calibra
 
 def _print_table(policies: dict[str, dict[str, Any]]) -> None:
     print(f"\n{NUM_RANKS} ranks, {GLOBAL_BATCH_SIZE} samples a step, at most {SEQ_LENGTH} tokens each")
-    columns = [
-        "policy",
-        "busiest rank, CPU s",
-        "max/mean",
-        "micro-batches",
-        "speed",
-        "predicted",
-        "gain",
-        "loss off by",
-    ]
-    rows: list[list[str]] = []
+    rows: list[dict[str, str]] = []
     before = policies["stock"]
     for name, figures in policies.items():
         counts = sorted(set(figures["num_microbatches"]))
-        rows.append(
-            [
-                name,
-                f"{figures['busiest_cpu_seconds']:.3f}",
-                f"{figures['planned_max_over_mean']:.4f}",
-                f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else str(counts[0]),
-                f"{figures['cpu_speedup']:.2f}x",
-                f"{figures['predicted_speedup']:.2f}x",
-                f"{figures['cpu_speedup'] / before['cpu_speedup']:.2f}x",
-                f"{figures['max_loss_difference']:.1e}",
-            ]
-        )
+        row = {"policy": name, "busiest rank, CPU s": f"{figures['busiest_cpu_seconds']:.3f}"}
+        row["max/mean"] = f"{figures['planned_max_over_mean']:.4f}"
+        row["micro-batches"] = f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else str(counts[0])
+        row |= {"speed": f"{figures['cpu_speedup']:.2f}x", "predicted": f"{figures['predicted_speedup']:.2f}x"}
+        row["gain"] = f"{figures['cpu_speedup'] / before['cpu_speedup']:.2f}x"
+        rows.append(row | {"loss off by": f"{figures['max_loss_difference']:.1e}"})
         before = figures
-    print_table(columns, rows)
+    print_table(list(rows[0]), [list(row.values()) for row in rows])
     print("Gain: over the row above, the one flag that it adds.\n")
 
 

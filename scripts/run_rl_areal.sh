@@ -20,11 +20,7 @@
 # Run it in the environment that has areal 1.0.4 and megatron-balance.
 set -euo pipefail
 
-if [[ $# -lt 3 || $1 == --help ]]; then
-    sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "$0"
-    [[ ${1:-} == --help ]] && exit 0
-    exit 2
-fi
+[[ $# -ge 3 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)
 script=$1 config=$2 model=$3
 shift 3

@@ -18,11 +18,7 @@
 # What is of this package: the launcher in place of `python3 train.py`, and three of slime's own flags.
 set -euo pipefail
 
-if [[ $# -lt 6 || $1 == --help ]]; then
-    sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "$0"
-    [[ ${1:-} == --help ]] && exit 0
-    exit 2
-fi
+[[ $# -ge 6 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)
 slime=$(cd "$1" && pwd) megatron=$(cd "$2" && pwd) model=$3 hf_checkpoint=$4 torch_dist=$5 prompts=$6
 shift 6

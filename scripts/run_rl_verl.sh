@@ -19,11 +19,7 @@
 # verl's own flags.
 set -euo pipefail
 
-if [[ $# -lt 3 || $1 == --help ]]; then
-    sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "$0"
-    [[ ${1:-} == --help ]] && exit 0
-    exit 2
-fi
+[[ $# -ge 3 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)
 model=$1 train_files=$2 val_files=$3
 shift 3

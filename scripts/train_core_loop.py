@@ -48,7 +48,6 @@ VOCAB_SIZE = 102
 
 
 def main() -> None:
-    """Train, and write a line a step."""
     rank = int(os.environ["RANK"])
     if device_kind() == "cpu":
         from cpu_shim import patch_megatron
@@ -81,19 +80,12 @@ def train(
 ) -> Iterator[dict[str, Any]]:
     """Train; yields a row a step.
 
-    Args:
-        num_steps: of the loop.
-        num_items: rows that a data-parallel rank loads in a step.
-        tp_size: tensor-parallel ranks.
-        pp_size: pipeline stages.
-        vpp_size: model chunks of each stage.
-        balanced: call `balanced_schedule`.
-        filled: fill rows up to one length.
-        config: settings of the model in place of those below.
-        of_schedule: of `balanced_schedule`.
+    A data-parallel rank loads `num_items` rows in a step, `filled` up to one length or not; `config` has settings of
+    the model in place of those below.
     """
+    virtual = vpp_size > 1
     parallel_state.initialize_model_parallel(
-        tp_size, pp_size, virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None
+        tp_size, pp_size, virtual_pipeline_model_parallel_size=vpp_size if virtual else None
     )
     model_parallel_cuda_manual_seed(123)
     torch.manual_seed(123)
@@ -105,26 +97,25 @@ def train(
         "pipeline_dtype": torch.float32,
         "tensor_model_parallel_size": tp_size,
         "pipeline_model_parallel_size": pp_size,
-        "virtual_pipeline_model_parallel_size": vpp_size if vpp_size > 1 else None,
+        "virtual_pipeline_model_parallel_size": vpp_size if virtual else None,
         "normalization": "RMSNorm",
         "attention_dropout": 0,
         "hidden_dropout": 0,
         "moe_token_dispatcher_type": "alltoall",  # the default takes no variable lengths, also without experts
         "calculate_per_token_loss": True,
         "variable_seq_lengths": not balanced and not filled,
-        "overlap_p2p_comm": vpp_size > 1,
-        "batch_p2p_comm": vpp_size == 1,
+        "overlap_p2p_comm": virtual,
+        "batch_p2p_comm": not virtual,
         "finalize_model_grads_func": finalize_model_grads,
     }
     transformer = TransformerConfig(**of_model | dict(config or {}))
-    chunks = [_chunk(transformer, vp_stage=stage if vpp_size > 1 else None) for stage in range(vpp_size)]
-    model = chunks if vpp_size > 1 else chunks[0]
+    chunks = [_chunk(transformer, vp_stage=stage if virtual else None) for stage in range(vpp_size)]
+    model = chunks if virtual else chunks[0]
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=1.0, bf16=False, fp16=False), chunks)
-    items = [
-        _items(parallel_state.get_data_parallel_rank(), filled=filled) for _ in chunks
-    ]  # each chunk reads all rows
+    rank = parallel_state.get_data_parallel_rank()
+    items = [_items(rank, filled=filled) for _ in chunks]  # each chunk reads all rows
     forward_backward = get_forward_backward_func()
-    if balanced:
+    if balanced:  # the one line of this package
         forward_backward = balanced_schedule(
             forward_backward, model=model, max_tokens_per_gpu=2 * LONGEST, **of_schedule
         )
@@ -134,7 +125,7 @@ def train(
         optimizer.zero_grad()
         losses = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=items if vpp_size > 1 else items[0],
+            data_iterator=items if virtual else items[0],
             model=model,
             num_microbatches=num_items,
             seq_length=2 * LONGEST + 2,
@@ -191,7 +182,6 @@ def _items(dp_rank: int, *, filled: bool) -> Iterator[dict[str, Tensor]]:
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """One micro-batch forward."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
     output = model(
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed_seq_params(batch)

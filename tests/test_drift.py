@@ -1,9 +1,16 @@
-"""Findings of the drift check on sources made here, and that each supported release was reviewed."""
+"""Findings of the drift check on sources made here; each supported release, and each of its options, was reviewed.
+
+`scripts/check versions` asks for the options of other releases. Their rules are read below the public names: a run
+shows what they say of its own options alone.
+"""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import zipfile
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -13,6 +20,7 @@ from drift.sources import open_sources
 
 from megatron_balance.hooking import Hook
 from megatron_balance.mcore import hooks
+from megatron_balance.mcore.options import RULES
 
 STOCK = {
     "up/__init__.py": "",
@@ -129,3 +137,46 @@ def test_every_row_was_recorded_in_every_reviewed_release(package: Package) -> N
     for version in package.reviewed_versions():
         recorded = json.loads(package.fingerprints(version).read_text())
         assert set(recorded) == {row.target for row in package.rows_of(version)}
+
+
+REVIEWED = Path(__file__).parents[1] / "scripts" / "drift" / "irrelevant_options.txt"
+
+NOT_IN_EVERY_RELEASE = {
+    # up to 0.17
+    "use_legacy_models",
+    # from 0.18, 0.19 and 0.20
+    "moe_expert_rank_capacity_factor",
+    "moe_paged_stash",
+    "tensor_parallel_num_weight_shards",
+    "logits_save_dir",
+    "dataloader_inter_document_masking",
+    "cp_partition_mode",
+    "dynamic_context_parallel",
+    "sequence_packing_scheduler",
+    # of scripts alone
+    "dataloader_save",
+    "export_kd_teacher_load",
+}
+"""Options of rules that some release lacks."""
+
+
+@pytest.fixture(scope="module")
+def options() -> set[str]:
+    """Names under which the parser stores its options."""
+    from megatron.training import arguments
+
+    parser = argparse.ArgumentParser()
+    inspect.unwrap(arguments.add_megatron_arguments)(parser)  # without this package's own
+    return {action.dest for action in parser._actions} - {"help"}
+
+
+def test_every_option_is_in_a_rule_or_was_reviewed(options: set[str]) -> None:
+    in_rules = {name for rule in RULES for name in rule.names}
+    lines = REVIEWED.read_text("utf-8").splitlines()
+    patterns = [name for line in lines if not line.startswith("#") for name in line.split()]
+    left = [name for name in options - in_rules if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    assert not left, f"give them a rule (mcore/options/rules.py), or add them to {REVIEWED.name}: {sorted(left)}"
+
+
+def test_every_rule_is_of_an_option(options: set[str]) -> None:
+    assert [rule.words for rule in RULES if rule.names and not rule.names & (options | NOT_IN_EVERY_RELEASE)] == []

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sft_dataset import END_OF_DOCUMENT
-from stdlib_corpus import PromptResponse, stdlib_samples
+from sft_dataset import END_OF_DOCUMENT, PromptResponse, stdlib_samples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 NUM_SAMPLES = 400

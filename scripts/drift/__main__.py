@@ -10,24 +10,23 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from drift import compare
-from drift.compare import PACKAGES, ROOT, Package
-from drift.sources import Sources, open_sources
+from drift.compare import PACKAGES, ROOT
+from drift.sources import open_sources
 
 WHEELS = ROOT / "build" / "wheels"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Compare, print, and return the exit status: 1 where something broke or differs."""
     parser = argparse.ArgumentParser(prog="scripts/check drift", description=__doc__)
     parser.add_argument("releases", nargs="*", metavar="NAME==VERSION", help="releases, from their wheels")
     parser.add_argument("--wheel", action="append", default=[], type=Path, help="a wheel")
     parser.add_argument("--checkout", action="append", default=[], type=Path, help="the folder of a checkout")
     parser.add_argument("--accept", action="store_true", help="record what is there as reviewed")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     places = [*options.wheel, *options.checkout]
     releases = options.releases or [
         f"{package.name}=={version}" for package in PACKAGES for version in package.reviewed_versions() if not places
@@ -49,7 +48,9 @@ def _wheel(release: str) -> Path:
 
 def _check(place: Path, *, accept: bool) -> int:
     with open_sources(place) as sources:
-        package = _package_of(place, sources)
+        package = next((one for one in PACKAGES if sources.path(one.marker) is not None), None)
+        if package is None:
+            sys.exit(f"drift: {place} is none of {', '.join(one.name for one in PACKAGES)}")
         version = package.version_of(place, sources)
         findings = compare.broken(package.rows_of(version, sources), sources=sources)
         now = compare.record(package.rows_of(version), sources=sources)
@@ -70,13 +71,6 @@ def _check(place: Path, *, accept: bool) -> int:
         "versions; then record them: scripts/check drift --accept"
     )
     return 1
-
-
-def _package_of(place: Path, sources: Sources) -> Package:
-    for package in PACKAGES:
-        if sources.path(package.marker) is not None:
-            return package
-    sys.exit(f"drift: {place} is none of {', '.join(package.name for package in PACKAGES)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +26,7 @@ RELIED = Path(__file__).with_name("relied.txt")
 _LEFT_OUT = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 
 
-@dataclass(frozen=True)
-class Relied:
+class Relied(NamedTuple):
     """A definition that must stay as it is used, and the releases that have it."""
 
     target: str

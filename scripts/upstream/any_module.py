@@ -7,32 +7,26 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from typing import Any
 
 
 class _Anything(types.ModuleType):
     """A module in which every name is an empty class."""
 
-    __path__: Sequence[str] = ()
-
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (), {})
-        setattr(self, name, made)
-        return made
+        setattr(self, name, type(name, (), {}))
+        return getattr(self, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, package: str) -> None:
         self._package = package
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != self._package:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        ours = fullname.partition(".")[0] == self._package
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if ours else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Anything(spec.name)

@@ -81,7 +81,7 @@ check_areal() {
 #!/usr/bin/env bash
 options=()
 while [[ \$1 == -* ]]; do options+=("\$1"); shift; done
-exec "$python" -m torch.distributed.run "\${options[@]}" "$root/scripts/upstream/areal_on_gloo.py" "\$@"
+exec "$python" -m torch.distributed.run "\${options[@]}" "$root/scripts/upstream/areal_plugin.py" "\$@"
 SH
     chmod +x "$bin/torchrun"
     export PYTHONPATH=$PYTHONPATH:$checkout PATH=$bin:$PATH

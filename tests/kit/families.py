@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from thd_attention import ThdAttention, build_norm, thd_layer_spec
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from thd_attention import Norm, ThdAttention, thd_get_partitioned_indices, thd_layer_spec
 from torch import Tensor
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
 from watched_steps import Watch
@@ -76,30 +78,24 @@ def layers(config: Any, vp_stage: int | None = None) -> Any:
 
     transformer = getattr(config, "transformer", config)
     variants._get_self_attention_module_spec = _self_attention
-    specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(transformer, backend=_backend())
+    specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(transformer, backend=CpuBackend())
     first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
     here = specs[first : first + get_num_layers_to_build(transformer, vp_stage=vp_stage)]
     return TransformerBlockSubmodules(layer_specs=here, layer_norm=Norm)
 
 
-@functools.cache
-def _backend() -> Any:
-    from megatron.core.models.backends import LocalSpecProvider
+class CpuBackend(LocalSpecProvider):
+    def linear(self) -> type:
+        return ReplicatedLinear
 
-    class CpuBackend(LocalSpecProvider):
-        def linear(self) -> type:
-            return ReplicatedLinear
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
 
-        def column_parallel_layer_norm_linear(self) -> type:
-            return _norm_linear()
+    def layer_norm(self, *_: Any, **__: Any) -> type:
+        return Norm
 
-        def layer_norm(self, *_: Any, **__: Any) -> type:
-            return Norm
-
-        def core_attention(self) -> type:
-            return SinkAttention
-
-    return CpuBackend()
+    def core_attention(self) -> type:
+        return SinkAttention
 
 
 def _self_attention(config: Any, backend: Any) -> Any:
@@ -117,29 +113,16 @@ def _self_attention(config: Any, backend: Any) -> Any:
     return attention
 
 
-@functools.cache
-def _norm_linear() -> type:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """The norm before a projection, and the projection, as Transformer Engine has them in one module."""
 
-    class NormColumnParallelLinear(ColumnParallelLinear):
-        """The norm before a projection, and the projection, as Transformer Engine has them in one module."""
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
+        keywords.pop("name", None)
+        super().__init__(input_size, output_size, config=config, **keywords)
+        self.norm: Any = Norm(config, input_size, eps=config.layernorm_epsilon)
 
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
-            keywords.pop("name", None)
-            super().__init__(input_size, output_size, config=config, **keywords)
-            self.norm = build_norm(config, input_size, eps=config.layernorm_epsilon)
-
-        def forward(self, x: Tensor, *positional: Any, **keywords: Any) -> Any:
-            return super().forward(self.norm(x), *positional, **keywords)
-
-    return NormColumnParallelLinear
-
-
-class Norm:
-    """`build_norm` as a class: Megatron hands a function on as it is."""
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        return build_norm(config, hidden_size, eps)
+    def forward(self, x: Tensor, *positional: Any, **keywords: Any) -> Any:
+        return super().forward(self.norm(x), *positional, **keywords)
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -252,7 +235,6 @@ def stand_in_for_sparse_attention() -> None:
 def stand_in_for_mamba() -> None:
     """mamba-ssm's fused convolution and scan, and its norm of groups."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
-    from thd_attention import thd_get_partitioned_indices
 
     mamba_context_parallel.tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
     mamba_context_parallel.is_te_min_version = lambda *_, **__: True
@@ -321,13 +303,12 @@ def hybrid_layers() -> Any:
     from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     on_cpu = {
         "TENorm": Norm,
         "TELinear": ReplicatedLinear,
         "TEColumnParallelLinear": ColumnParallelLinear,
-        "TELayerNormColumnParallelLinear": _norm_linear(),
+        "TELayerNormColumnParallelLinear": NormColumnParallelLinear,
         "TERowParallelLinear": RowParallelLinear,
         "TEDotProductAttention": SinkAttention,
     }

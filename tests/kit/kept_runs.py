@@ -16,7 +16,7 @@ from typing import Any
 
 import forked
 import numpy as np
-from training_run import Recorded, RunFailed
+from training_run import Recorded, RunFailed, read_records
 from watched_steps import STAND_INS
 
 GRACE_SECONDS = 90.0
@@ -25,13 +25,7 @@ GRACE_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended.
-
-    Attributes:
-        folder: of its records and logs.
-        num_ranks: of its processes.
-        problem: why it failed; None where it did not.
-    """
+    """A run that has ended, the folder of its records and logs, and why it failed where it did."""
 
     folder: Path
     num_ranks: int
@@ -40,8 +34,7 @@ class Run:
     @cached_property
     def rows(self) -> list[list[dict[str, Any]]]:
         """Of each rank the lines of watched_steps.py."""
-        lines = [(self.folder / f"rank{rank}.jsonl").read_text() for rank in range(self.num_ranks)]
-        return [[json.loads(line) for line in text.rpartition("\n")[0].splitlines()] for text in lines]
+        return read_records(self.folder, num_ranks=self.num_ranks)
 
     def of_kind(self, kind: str) -> list[list[dict[str, Any]]]:
         """Of each rank its lines of a kind."""
@@ -69,12 +62,7 @@ class Run:
 
 
 class KeptRuns:
-    """Makes runs and keeps them.
-
-    Args:
-        folder: of all runs of the session.
-        data: folder of the data set; `{data}` in flags stands for it, `{run}` for the folder of the run.
-    """
+    """Makes runs and keeps them; in flags `{data}` is the folder of the data set and `{run}` that of the run."""
 
     def __init__(self, folder: Path, *, data: Path) -> None:
         self._folder = folder
@@ -90,18 +78,9 @@ class KeptRuns:
         fails: bool = False,
         **keywords: Any,
     ) -> Run:
-        """The run with these flags, made now or before.
+        """The run with these flags, made now or before; `keywords` are those of `forked.train_forked`.
 
-        Args:
-            flags: added to the common ones.
-            num_ranks: processes.
-            stand_ins: see watched_steps.py.
-            environment: variables beside those of this process.
-            fails: whether it must fail; all ranks may then end by themselves.
-            keywords: others of `forked.train_forked`.
-
-        Raises:
-            RunFailed: it failed, or did not where it must.
+        A run that `fails` must, and all its ranks may end by themselves; RunFailed where it is otherwise.
         """
         flags = " ".join(flags.split())
         keywords = {
@@ -133,12 +112,7 @@ class KeptRuns:
 def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int, few: bool = False) -> None:
     """A jsonl file of random tokens, of which a third of each row is not learned.
 
-    Args:
-        path: the file.
-        first_tokens: of each row.
-        longest: tokens of a row; most are far shorter, and some as long.
-        seed: of the draw.
-        few: only two lengths, `longest` and half of it.
+    Most rows are far shorter than `longest`, and some as long; with `few`, all are as long or half as long.
     """
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1.1, len(first_tokens)).astype(int), 8, longest)

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m megatron_balance.launch tests/kit/pretrain_sft.py ARGS
 
-The Megatron wheel has the training loop but no script: this is one, for text models, on every supported release.
+The Megatron wheel has the training loop but no script: this is one, for text models, of every layout from 0.19 on, and
+on data-parallel ranks of 0.17 and 0.18. The functions' parameters, not a version, decide how they are called.
 Data is jsonl files (`--data-path FILE …`, or `--train-data-path`, `--valid-data-path` and `--test-data-path`; under
 `--multiple-validation-sets` each valid file is a set) or, without any, the built-in corpus of byte-level tokens
 (`--tokenizer-type NullTokenizer --vocab-size 257`). It has no code for balancing: balance flags work as in any
@@ -21,16 +22,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron.core.utils as core_utils
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
 from megatron.training import argument_utils, arguments, get_args, get_timers, pretrain, training
-from sft_batch import get_batch
 from sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
 from torch import Tensor
 
 from megatron_balance.mcore.packed_params import packed_seq_params
+
+BATCH_KEYS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+)
 
 
 def main() -> None:
@@ -43,30 +55,49 @@ def main() -> None:
     }
     defaults = {"tokenizer_type": "NullTokenizer"}
     if "cfg_container" not in inspect.signature(pretrain).parameters:  # 0.17
-        from sft_model import model_provider
-
         pretrain(**run, model_provider=model_provider, args_defaults=defaults)
         return
     args = arguments.parse_and_validate_args(args_defaults=defaults)
     if hasattr(argument_utils, "gpt_config_from_args"):
-        model = argument_utils.gpt_config_from_args(args)
-        pretrain(**run, cfg_container=argument_utils.pretrain_cfg_container_from_args(args, model))
+        of_model = [argument_utils.gpt_config_from_args(args)]
     else:  # 0.18
-        from sft_model import model_provider
+        of_model, run["model_provider"] = [], model_provider
+    pretrain(**run, cfg_container=argument_utils.pretrain_cfg_container_from_args(args, *of_model))
 
-        container = argument_utils.pretrain_cfg_container_from_args(args)
-        pretrain(**run, cfg_container=container, model_provider=model_provider)
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """The model of Megatron's flags, for 0.17 and 0.18: there it is built by scripts, and the wheel has none."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.spec_utils import import_module
+
+    args: Any = get_args()
+    config = config or arguments.core_transformer_config_from_args(args)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=import_module(args.spec)(config, vp_stage=vp_stage),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
 
 
 def datasets_provider(num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
-    """Train, valid and test sets; only the first tensor-parallel rank reads data.
+    """Train, valid and test sets, None where there is none; only the first tensor-parallel rank reads data.
 
-    Args:
-        num_samples: rows wanted of each; None for every sample once (`--full-validation`).
-        vp_stage: the model chunk under a virtual pipeline; every chunk reads the same rows.
-
-    Returns:
-        a set of each split, None where there is none; of valid a list under `--multiple-validation-sets`.
+    `num_samples` are the rows wanted of each, None for every sample once (`--full-validation`). Every chunk of a
+    virtual pipeline reads the same rows.
     """
     args = get_args()
     rows_of_an_item = max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 1)  # 0.17 has one size
@@ -109,6 +140,56 @@ def _samples(files: tuple[str, ...]) -> tuple[SftSample, ...]:
     if not files:
         return builtin_samples()
     return tuple(sample for file in files for sample in jsonl_samples(Path(file)))
+
+
+def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None, *, packed: bool = True) -> dict[str, Any]:
+    """The next micro-batch on this rank, by Megatron's functions: BATCH_KEYS, None where a stage has no use for one.
+
+    One rank of a tensor-parallel group reads it and sends it to the others; a packed one is split over context-parallel
+    ranks, and `cu_seqlens` and `max_seqlen` are of the whole.
+    """
+    args = get_args()
+    with_mtp = bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage()
+    if not hasattr(core_utils, "get_batch_on_this_tp_rank"):  # 0.17 sends other ranks no starts of sequences
+        from megatron.training.utils import get_batch_on_this_tp_rank
+
+        batch = get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=with_mtp)
+        return {key: batch.get(key) for key in BATCH_KEYS}
+    batch = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        row = next(data_iterator)
+        batch = {key: row[key].cuda(non_blocking=True) if row.get(key) is not None else None for key in BATCH_KEYS}
+    on_this_tp_rank = core_utils.get_batch_on_this_tp_rank
+    starts = "has_cu_seqlens" if "has_cu_seqlens" in inspect.signature(on_this_tp_rank).parameters else "is_sft"
+    batch = on_this_tp_rank(
+        batch,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=False,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=with_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+        **{starts: packed},
+    )
+    if not packed:
+        return batch
+    if hasattr(core_utils, "flatten_batch_for_packed_sequences"):
+        batch = core_utils.flatten_batch_for_packed_sequences(batch)
+    if batch["tokens"] is None and batch["labels"] is None:
+        return batch  # a middle pipeline stage: it needs nothing but the starts of sequences
+    # As Megatron's own scripts ask for it; 0.18 has neither the option nor the parameter.
+    documents = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
+    whole_row = {"use_per_sequence_balancing": True} if documents else {}
+    return core_utils.get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), **whole_row
+    )
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -1,7 +1,7 @@
-"""What a CPU, or a run in which nothing goes wrong, has not: called in each rank before it trains (watched_steps.py).
+"""Stand-ins for what a CPU lacks, and faults: functions that are called in a rank before it trains (watched_steps.py).
 
-Each function takes the rank's `Watch` first. They change Megatron, the script, its data set or this process; none
-changes the package.
+Each takes the rank's `Watch` first. They change Megatron, the script, its data set or this process; none changes the
+package.
 """
 
 from __future__ import annotations
@@ -132,62 +132,22 @@ def two_documents(watch: Watch) -> None:
 def padded_rows(watch: Watch) -> None:
     """Rows that name no starts of sequences, and a forward step written for them, as in pretrain_gpt.py."""
     import pretrain_sft
+    from sft_dataset import SftDataset
 
-    stock = pretrain_sft.datasets_provider
+    stock, keys = SftDataset.__getitem__, ("tokens", "labels", "loss_mask", "position_ids")
 
-    @functools.wraps(stock)
-    def datasets_provider(*positional: Any, **keywords: Any) -> tuple[Any, ...]:
-        def padded(rows: Any) -> Any:
-            return [row and _PaddedRows(row) for row in rows] if isinstance(rows, list) else rows and _PaddedRows(rows)
+    def padded(self: Any, index: int) -> dict[str, Tensor]:
+        row = stock(self, index)
+        return {name: row[name] for name in keys}
 
-        return tuple(padded(rows) for rows in stock(*positional, **keywords))
-
-    pretrain_sft.datasets_provider = datasets_provider
+    SftDataset.__getitem__ = padded  # type: ignore[method-assign]
     pretrain_sft.forward_step = _forward_rows
 
 
-class _PaddedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-        self.split = rows.split
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.rows[index].items() if name in self.KEYS}
-
-
 def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
-    import megatron.core.utils as core_utils
-    from megatron.core import mpu
-    from megatron.training import get_args
-    from pretrain_sft import loss_func
+    from pretrain_sft import get_batch, loss_func
 
-    args: Any = get_args()
-    batch: dict[str, Any] = {}
-    if mpu.get_tensor_model_parallel_rank() == 0:
-        assert data_iterator is not None
-        row = next(data_iterator)
-        batch = {name: row[name].cuda() if name in row else None for name in _PaddedRows.KEYS}
-    batch = core_utils.get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=False,
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=1,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
+    batch = get_batch(data_iterator, packed=False)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, functools.partial(loss_func, batch["loss_mask"])
 
@@ -248,21 +208,19 @@ def iterators(watch: Watch, *, num_steps: int | None) -> None:
     training.train_step = train_step
 
 
-def struck(watch: Watch, *, step: int, ranks: list[int], number: int = signal.SIGKILL) -> None:
-    """These ranks get a signal as a step begins."""
+def struck(watch: Watch, *, step: int, number: int = signal.SIGKILL) -> None:
+    """A rank gets a signal as a step begins."""
 
     def strike(now: int) -> None:
-        if now == step and int(os.environ["RANK"]) in ranks:
+        if now == step:
             time.sleep(0.2)  # messages of the step before are through
             os.kill(os.getpid(), number)
 
     watch.before_step.append(strike)
 
 
-def other_ties(watch: Watch, *, ranks: list[int]) -> None:
-    """A numpy on these ranks that sorts equal elements in another order."""
-    if int(os.environ["RANK"]) not in ranks:
-        return
+def other_ties(watch: Watch) -> None:
+    """A numpy that sorts equal elements in another order."""
     lexsort, argsort = np.lexsort, np.argsort
 
     def last_first(order: Any) -> Any:
@@ -272,34 +230,29 @@ def other_ties(watch: Watch, *, ranks: list[int]) -> None:
     np.argsort = lambda of, **keywords: last_first(argsort(np.asarray(of)[::-1], **keywords))
 
 
-def without_the_package(watch: Watch, *, ranks: list[int], flags: str) -> None:
-    """No hooks of the package on these ranks, nor its flags."""
-    if int(os.environ["RANK"]) in ranks:
-        from megatron_balance.mcore import hooks
+def without_the_package(watch: Watch, *, flags: str) -> None:
+    """No hooks of the package, nor its flags."""
+    from megatron_balance.mcore import hooks
 
-        hooks.installation.undo()
-        flags_there(watch, ranks=ranks, flags="", instead_of=flags)
-
-
-def other_version(watch: Watch, *, ranks: list[int]) -> None:
-    """Another version of the package on these ranks."""
-    if int(os.environ["RANK"]) in ranks:
-        import megatron_balance
-
-        megatron_balance.__version__ = "0.0.1"
+    hooks.installation.undo()
+    flags_there(watch, flags="", instead_of=flags)
 
 
-def flags_there(watch: Watch, *, ranks: list[int], flags: str, instead_of: str = "") -> None:
-    """Other flags on these ranks: `instead_of` is taken out of the command line, `flags` are added."""
-    if int(os.environ["RANK"]) in ranks:
-        kept = " ".join(sys.argv[1:]).replace(instead_of, "") if instead_of else " ".join(sys.argv[1:])
-        sys.argv[1:] = [*kept.split(), *flags.split()]
+def other_version(watch: Watch) -> None:
+    """Another version of the package."""
+    import megatron_balance
+
+    megatron_balance.__version__ = "0.0.1"
 
 
-def bad_data(watch: Watch, *, rank: int, how: str, index: int) -> None:
-    """The data set of a rank raises, or has a wrong row, at this row."""
-    if int(os.environ["RANK"]) != rank:
-        return
+def flags_there(watch: Watch, *, flags: str, instead_of: str = "") -> None:
+    """Other flags: `instead_of` is taken out of the command line, `flags` are added."""
+    given = " ".join(sys.argv[1:])
+    sys.argv[1:] = [*(given.replace(instead_of, "") if instead_of else given).split(), *flags.split()]
+
+
+def bad_data(watch: Watch, *, how: str, index: int) -> None:
+    """The data set raises, or has a wrong row, at this row."""
     from sft_dataset import SftDataset
 
     stock = SftDataset.__getitem__

@@ -10,7 +10,8 @@ The first argument is the folder of the run; each rank writes rankN.jsonl there,
   that pipeline stages sent, so far.
 
 Only Megatron's functions and the script's are wrapped: none of the package. TRAINING_STAND_INS in the environment
-lists functions, as `[["MODULE:NAME", KEYWORDS], ...]`, that are called before training; `stand_ins.py` has some.
+lists functions, as `[["MODULE:NAME", KEYWORDS], ...]`, that are called before training, on some ranks where KEYWORDS
+name `ranks`; `stand_ins.py` has some.
 """
 
 from __future__ import annotations
@@ -32,24 +33,14 @@ _HELD = {"threads": "task", "files": "fd"}
 
 
 class Watch:
-    """Writes the lines of this rank.
-
-    Args:
-        out: file of the lines.
-
-    Attributes:
-        chunks: of each model chunk the micro-batches that were read since the last line.
-        reads: calls of each split's loader.
-        shapes_sent: shapes of activations and gradients, which Megatron's stages send before each.
-        before_step: called with the number of a step, from 1, before it.
-    """
+    """Writes the lines of this rank."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self.chunks: dict[int, list[dict[str, Any]]] = {}
-        self.reads: Counter[str] = Counter()
-        self.shapes_sent = 0
-        self.before_step: list[Callable[[int], None]] = []
+        self.chunks: dict[int, list[dict[str, Any]]] = {}  # what each model chunk has read since the last line
+        self.reads: Counter[str] = Counter()  # calls of each split's loader
+        self.shapes_sent = 0  # of activations and gradients, which Megatron's stages send before each
+        self.before_step: list[Callable[[int], None]] = []  # called with its number, from 1
         self.num_steps = 0
         self._in_message = False
 
@@ -167,7 +158,8 @@ def main() -> None:
         watch = Watch(out)
         for name, keywords in json.loads(os.environ.get(STAND_INS, "[]")):
             module, function = name.split(":")
-            getattr(importlib.import_module(module), function)(watch, **keywords)
+            if int(os.environ["RANK"]) in keywords.pop("ranks", [int(os.environ["RANK"])]):
+                getattr(importlib.import_module(module), function)(watch, **keywords)
         watch.install()
         try:
             pretrain_sft.main()

@@ -6,9 +6,9 @@ The scheduler that has them as a method needs that branch, so that the function 
 from __future__ import annotations
 
 import pytest
-from dynamic_contract import check_contract
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_judge import check_contract
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.mcore.rank_lists import RankLists, plan_rank_lists

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from worlds import World
+from gloo_ranks import World, preload
+
+CASES = ("exchange_cases", "loop_cases", "device_cases")
 
 
 def _world(num_ranks: int) -> Iterator[World]:
-    world = World(num_ranks)
+    preload(["megatron_balance.mcore.loop", *CASES])
+    world = World(num_ranks, *CASES)
     yield world
     world.stop()
 

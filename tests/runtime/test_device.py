@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from device_cases import DEVICE
-from worlds import World
+from gloo_ranks import World
 
 NUM_STEPS = 5
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
 def ran(request: pytest.FixtureRequest) -> Iterator[tuple[bool, list[Any], list[Any]]]:
-    world = World(1)
+    world = World(1, "device_cases")
     [(steps, packs)] = world.run("steps_on_device", num_steps=NUM_STEPS, overlap=request.param)
     yield request.param, steps, packs
     world.stop()

@@ -6,8 +6,6 @@ import pytest
 from kept_runs import KeptRuns, write_rows
 from table import SEQ_LENGTH
 
-pytest.register_assert_rewrite("steps")
-
 TRAINED = range(1, 65)
 VALIDATION_SETS = {"valid": range(100, 124), "odd": range(130, 141)}
 """First tokens of the samples, by which tests know them."""

@@ -81,35 +81,20 @@ RECORDED = "--balance-record {run}/record"
 
 @dataclass(frozen=True)
 class Row:
-    """A balanced run and the stock run that it must equal.
-
-    Attributes:
-        name: of the row.
-        layout: of `LAYOUTS`.
-        balance: flags of the balanced run alone.
-        model: of `MODELS`.
-        flags: of both runs.
-        precision: as `training_run.ALLOWANCES`.
-        cap: tokens of a micro-batch of several samples for each of its context-parallel ranks; None without one.
-        stand_ins: of both runs.
-        ours: stand-ins of the balanced run alone.
-        slow: left to `make test-all`.
-        dynamic: whether micro-batches have context-parallel sizes of their own.
-        without: common flags that both runs do without.
-    """
+    """A balanced run and the stock run that it must equal."""
 
     name: str
     layout: str
-    balance: str = BY_FLOPS
+    balance: str = BY_FLOPS  # flags of the balanced run alone
     model: str = "dense"
-    flags: str = ""
+    flags: str = ""  # of both runs
     precision: str = "fp32"
-    cap: int | None = CAP
-    stand_ins: StandIns = ()
-    ours: StandIns = ()
-    slow: bool = False
-    dynamic: bool = False
-    without: tuple[str, ...] = ()
+    cap: int | None = CAP  # tokens of a micro-batch of several samples, on each of its context-parallel ranks
+    stand_ins: StandIns = ()  # of both runs
+    ours: StandIns = ()  # of the balanced run alone
+    slow: bool = False  # left to `make test-all`
+    dynamic: bool = False  # micro-batches have context-parallel sizes of their own
+    without: tuple[str, ...] = ()  # common flags that both runs do without
 
     @property
     def num_ranks(self) -> int:

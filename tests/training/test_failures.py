@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 from kept_runs import KeptRuns, Run
-from steps import samples
-from table import BY_FLOPS, DYNAMIC_CP, RECORDED, ROWS, StandIns
-from test_matrix import run_of
+from table import BY_FLOPS, DYNAMIC_CP, FAMILY_ROWS, NUM_STEPS, RECORDED, ROWS, Row, StandIns
+from test_matrix import run_of, samples
 
 from megatron_balance.record import read_record
 
+FAMILIES = {row.model: row for row in reversed(FAMILY_ROWS)}
 SAVED_AT = 2
 DEATH = "--distributed-timeout-minutes 5 --distributed-timeout-seconds-after-init 40"
 """Ranks that do not talk to a dead one themselves wait so long."""
@@ -75,17 +75,7 @@ def test_helpers_that_fail_end_no_run(train: KeptRuns) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong on some ranks.
-
-    Attributes:
-        stand_ins: that make it go wrong.
-        says: a regular expression, which every rank that is left says.
-        layout: flags.
-        num_ranks: of the run.
-        balance: flags.
-        dead: ranks that say nothing.
-        slow: left to `make test-all`.
-    """
+    """What goes wrong on some ranks: every one that is not `dead` says `says`, a regular expression."""
 
     stand_ins: StandIns
     says: str
@@ -94,11 +84,12 @@ class Fault:
     balance: str = BY_FLOPS
     dead: tuple[int, ...] = ()
     slow: bool = True
+    row: Row = ROWS[0]
 
 
 def data(how: str, *, rank: int = 1, index: int = 21) -> StandIns:
     """The data set of a rank goes wrong at a row, by default in the second step."""
-    return (("stand_ins:bad_data", {"rank": rank, "how": how, "index": index}),)
+    return (("stand_ins:bad_data", {"ranks": [rank], "how": how, "index": index}),)
 
 
 def flags(*ranks: int, flags: str = "", instead_of: str = "") -> StandIns:
@@ -143,6 +134,18 @@ FAULTS = {
         balance=DYNAMIC_CP,
         slow=False,
     ),
+    "mamba-is-not-told-sequences-apart": Fault(
+        (("families:sequences_not_told_apart", {}),),
+        "PackedSeqParams.seq_idx is none",
+        slow=False,
+        row=FAMILIES["Nemotron-3-Nano"],
+    ),
+    "positions-are-cut-short": Fault(
+        (("families:positions_cut_short", {}),),
+        r"position_ids has shape \[1, 3, ",
+        slow=False,
+        row=FAMILIES["Qwen3-VL"],
+    ),
     "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
     "a-rank-is-terminated": Fault(struck(1, number=signal.SIGTERM), LOST, dead=(1,)),
     "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),
@@ -172,8 +175,14 @@ FAULTS = {
 )
 def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
     fault = FAULTS[name]
-    row = f"{ROWS[0].stock} {fault.layout} {DEATH if fault.dead else ''} {fault.balance}"
-    run = train(row, num_ranks=fault.num_ranks, stand_ins=fault.stand_ins, fails=True, dead=fault.dead)
+    run = train(
+        f"{fault.row.stock} {fault.layout} {DEATH if fault.dead else ''} {fault.balance}",
+        num_ranks=fault.num_ranks,
+        stand_ins=(*fault.row.stand_ins, *fault.stand_ins),
+        leave_out=fault.row.without,
+        fails=True,
+        dead=fault.dead,
+    )
     for rank, errors in enumerate(run.of_kind("error")):
         if rank not in fault.dead:
             said = " ".join([*(error["text"] for error in errors), run.log(rank)])
@@ -189,3 +198,8 @@ def test_ends_that_megatron_knows_are_no_fault(train: KeptRuns, flags: str, stan
     ended = train(f"{ROWS[0].stock} {BY_FLOPS} {flags}", stand_ins=stand_ins)
     assert [len(steps) for steps in ended.of_kind("step")] == [2, 2]
     assert "exiting program" in ended.log(0)
+
+
+def test_mamba_layers_without_balancing_are_left_as_they_are(train: KeptRuns) -> None:
+    row, leak = FAMILIES["Nemotron-3-Nano"], ("families:sequences_not_told_apart", {})
+    assert len(train(row.stock, stand_ins=(*row.stand_ins, leak), leave_out=row.without).steps) == NUM_STEPS

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_runs import KeptRuns, Run
-from steps import cp_sizes, microbatches, samples
 from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS, Row
-from test_matrix import run_of
+from test_matrix import cp_sizes, microbatches, run_of, samples
 from training_run import assert_equal
 
 from megatron_balance.cli import main

@@ -1,4 +1,7 @@
-"""The launcher runs scripts as Python would and says in one line what is wrong; the launch scripts' flags are known."""
+"""The launcher runs scripts as Python would and says in one line what is wrong; the launch scripts' flags are known.
+
+The training of `make quickstart` takes minutes, and no test runs it whole: here are the plans that take turns in it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import policy_turns
 import pytest
 import training_run
 from kept_runs import KeptRuns, Run
 from table import ROWS
 from test_matrix import run_of
 
-from megatron_balance import ModelShape
+from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.mcore import install
 
 SCRIPTS = training_run.ROOT / "scripts"
@@ -170,3 +175,29 @@ def test_one_flag_leaves_what_is_given(
     rows += " --spec thd_attention thd_block_spec"
     args = parser.parse_args(f"{rows} {given}".split())
     assert {name: getattr(args, name) for name in CHOSEN} == expected
+
+
+LENGTHS = np.array([100, 900, 60, 3000, 40, 700, 80, 90])
+HOMES = np.arange(LENGTHS.size) % 4
+COST = CostModel(linear=500, quadratic=1, cp_exchange=5)
+
+
+@pytest.mark.parametrize("policy", policy_turns.POLICIES[1:])
+def test_each_policy_has_a_plan_of_its_kind(policy: str) -> None:
+    schedule = policy_turns.plan_of(
+        policy,
+        LENGTHS,
+        cost_model=COST,
+        topology=Topology(4, dynamic_cp=True),
+        limits=Limits(4096),
+        home_ranks=HOMES,
+    ).check()
+    moved = bool((schedule.destinations() != HOMES).any())
+    assert moved is (policy != "packed")
+    assert bool(schedule.cp_size_grid.max() > 1) is (policy == "dynamic_cp")
+
+
+def test_every_policy_meets_every_batch() -> None:
+    names = policy_turns.POLICIES
+    met = [policy_turns.policy_of_step(step) for step in range(len(names) ** 2)]
+    assert all(set(met[at :: len(names)]) == set(names) for at in range(len(names)))

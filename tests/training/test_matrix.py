@@ -1,12 +1,19 @@
-"""Balancing changes no loss and no gradient: every row of `table.py`, against a stock run of its layout."""
+"""Balancing changes no loss and no gradient: every row of `table.py`, against a stock run of its layout.
+
+The rest of what must hold for every balanced run is seen from outside too: see tests/kit/watched_steps.py.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
 import pytest
 from kept_runs import KeptRuns, Run
-from steps import assert_trains_as_stock
-from table import ROWS, Row
-from training_run import assert_equal
+from table import FAMILY_ROWS, NUM_STEPS, ROWS, Row
+from training_run import ALLOWANCES, assert_equal
 
 
 def case(row: Row) -> object:
@@ -36,3 +43,106 @@ def test_an_error_of_a_hundred_thousandth_is_found(train: KeptRuns) -> None:
     ours = train(f"{row.stock} {row.balance}", stand_ins=wrong)
     with pytest.raises(AssertionError, match=r"differs by .*e-05"):
         assert_equal(ours.recorded, reference=run_of(train, row, balanced=False).recorded)
+
+
+def test_the_page_names_what_is_trained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    lines = page.split("## What is trained")[1].split("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    trained: dict[str, list[str]] = {}
+    for row in FAMILY_ROWS:
+        trained.setdefault(row.model, []).append(row.layout)
+    assert {name: layouts.split(", ") for name, layouts, _ in rows} == {
+        name: list(dict.fromkeys(layouts)) for name, layouts in trained.items()
+    }
+
+
+def assert_trains_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
+    """The same losses, gradients, samples and evaluations; caps hold; Megatron's settings are restored."""
+    assert_equal(ours.recorded, reference=stock.recorded, precision=row.precision)
+    assert len(ours.steps) == NUM_STEPS
+    for kind in ("step", "evaluation"):
+        assert samples(ours, kind) == samples(stock, kind), f"other samples in a {kind}"
+    for rows in ours.of_kind("step"):
+        assert len({str(settings) for row in rows for settings in row["settings"]}) == 1, "settings are not restored"
+    assert_under_cap(ours, cap=row.cap)
+    assert_evaluates_as_stock(ours, stock=stock, row=row)
+    if len(cp_sizes(ours)) > 1:
+        assert_counted(ours)
+    assert row.dynamic == (len(cp_sizes(ours)) > 1)
+    assert_reads(ours, stock=stock, chunks=row.num_chunks)
+
+
+def samples(run: Run, kind: str) -> list[Counter[int]]:
+    """Of every step or evaluation how often each sample ran, over all ranks that share a micro-batch once."""
+    found = []
+    for of_ranks in zip(*run.of_kind(kind), strict=True):
+        counts: dict[int, Fraction] = {}
+        for row in of_ranks:
+            if row["stage"] or row["tp_rank"]:
+                continue
+            for microbatch in row["microbatches"]:
+                for sample in microbatch["samples"]:
+                    counts[sample] = counts.get(sample, Fraction()) + Fraction(1, microbatch["cp_size"])
+        found.append(Counter({sample: int(count) for sample, count in counts.items()}))
+        assert all(count.denominator == 1 for count in counts.values()), "not on all ranks of its group"
+    assert found
+    return found
+
+
+def microbatches(run: Run, kind: str = "step") -> list[list[list[dict[str, Any]]]]:
+    """Of each rank that reads, of each step, those with tokens."""
+    return [
+        [[microbatch for microbatch in row["microbatches"] if "tokens" in microbatch] for row in rows]
+        for rows in run.of_kind(kind)
+        if rows and not rows[0]["tp_rank"]
+    ]
+
+
+def cp_sizes(run: Run) -> set[int]:
+    """Context-parallel sizes that ran."""
+    return {m["cp_size"] for steps in microbatches(run) for step in steps for m in step}
+
+
+def assert_under_cap(run: Run, *, cap: int | None) -> None:
+    """No micro-batch of several samples is over the cap."""
+    for steps in microbatches(run):
+        for microbatch in (m for step in steps for m in step if cap is not None and len(m["samples"]) > 1):
+            assert microbatch["tokens"] <= cap * microbatch["cp_size"]
+
+
+def assert_evaluates_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
+    """Equal losses, in fewer micro-batches where evaluation is balanced and samples are packed, else in as many."""
+    limit = max(ALLOWANCES[row.precision].loss, 1e-6)
+    assert ours.losses() == [pytest.approx(losses, rel=limit) for losses in stock.losses()]
+    for mine, theirs in zip(ours.of_kind("evaluation"), stock.of_kind("evaluation"), strict=True):
+        assert [event["consumed"] for event in mine] == [event["consumed"] for event in theirs]
+        for one, other in zip(mine, theirs, strict=True):
+            fewer = len(one["microbatches"]) < len(other["microbatches"])
+            assert fewer == (row.evaluates and bool(other["microbatches"]))
+
+
+def assert_counted(run: Run) -> None:
+    """Megatron counts the tokens of the first step's samples, and the squares of their lengths, once each.
+
+    Dummies count as what a GPU computes; tokens of evaluations count to the step that follows, so later steps are not
+    compared.
+    """
+    tokens, squares = Fraction(), Fraction()
+    for row in (rows[0] for rows in run.of_kind("step")):
+        for m in row["microbatches"] if not row["stage"] and not row["tp_rank"] else ():
+            lengths = [*m["lengths"], *m["dummies"]]
+            tokens += Fraction(sum(lengths), m["cp_size"])
+            squares += Fraction(sum(length**2 for length in lengths), m["cp_size"])
+    counted = run.of_kind("counted")[0][0]
+    assert counted["tokens"] == pytest.approx(float(tokens), rel=0.02)
+    assert counted["squares"] == pytest.approx(float(squares), rel=0.02)
+
+
+def assert_reads(ours: Run, *, stock: Run, chunks: int) -> None:
+    """As many items are read as by the stock run, none after the last; stages in between may read none."""
+    last = max(rows[0]["stage"] for rows in ours.of_kind("step"))
+    for mine, theirs, place in zip(ours.of_kind("end"), stock.of_kind("end"), ours.of_kind("step"), strict=True):
+        expected = {split: number // chunks for split, number in theirs[0]["reads"].items()}
+        in_between = place[0]["stage"] not in (0, last)
+        assert mine[0]["reads"] == expected or (in_between and not mine[0]["reads"])

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dynamic_contract import check_contract
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_judge import check_contract
 
 from megatron_balance import BalanceError, CostModel, ModelShape, build_data_schedule
 from megatron_balance.cost import default_attention_rate
@@ -61,6 +61,30 @@ class Stock:
         self.max_num_seqs = max_num_seqs
 
 
+class StockDynamic(Stock):
+    """Megatron's DefaultDynamicCPScheduler, as far as ours relies on it."""
+
+    def __init__(self, *positional: Any, min_cp_size: int = 1) -> None:
+        super().__init__(*positional)
+        self.min_cp_size = min_cp_size
+
+    def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
+        return ["Megatron's own plan of", sample_id_seqlens]
+
+    def run(
+        self,
+        data_iterator: Any,
+        num_microbatches: int,
+        dp_group: Any,
+        tp_group: Any,
+        pp_group: Any,
+        dp_cp_group: Any,
+        dev: Any,
+        config: Any,
+    ) -> Any:
+        return self.get_groups_and_subsamples(data_iterator)
+
+
 @pytest.fixture
 def seam(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module with Megatron's map and enumeration, where Megatron's own would be."""
@@ -71,6 +95,14 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, packing_scheduler.SEAM, module)
     monkeypatch.setattr(packing_scheduler.importlib.util, "find_spec", lambda name: name)
     return module
+
+
+@pytest.fixture
+def named_seam(seam: Any) -> Any:
+    """A map that has names in place of the enumeration, as on dev."""
+    del seam.PackingSchedulerEnum
+    seam.scheduler_map = {"dp_balanced": Stock, REPLACED: StockDynamic}
+    return seam
 
 
 def chosen(module: Any, name: str) -> type:
@@ -89,14 +121,13 @@ def test_registered_beside_megatrons_own_and_taken_out_again(seam: Any) -> None:
     assert seam.scheduler_map == {Names.DP_BALANCED: Stock}
 
 
-def test_registered_by_name_where_the_map_has_names(seam: Any) -> None:
-    del seam.PackingSchedulerEnum
-    seam.scheduler_map = {"dp_balanced": Stock}
+def test_registered_by_name_where_the_map_has_names(named_seam: Any) -> None:
+    before = dict(named_seam.scheduler_map)
     registration = register()
     assert registration is not None
-    assert set(seam.scheduler_map) == {"dp_balanced", NAME}
+    assert set(named_seam.scheduler_map) == {*before, NAME}
     registration.undo()
-    assert seam.scheduler_map == {"dp_balanced": Stock}
+    assert named_seam.scheduler_map == before
 
 
 @pytest.mark.parametrize("schedulers", [{"dp_balanced": Stock}, {}, None, {1: Stock}])
@@ -212,55 +243,18 @@ DYNAMIC_CAP = 256
 COST = CostModel(linear=1000, quadratic=1, cp_exchange=30)
 
 
-class StockDynamic(Stock):
-    """Megatron's DefaultDynamicCPScheduler, as far as ours relies on it."""
-
-    def __init__(self, *positional: Any, min_cp_size: int = 1) -> None:
-        super().__init__(*positional)
-        self.min_cp_size = min_cp_size
-
-    def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
-        return ["Megatron's own plan of", sample_id_seqlens]
-
-    def run(
-        self,
-        data_iterator: Any,
-        num_microbatches: int,
-        dp_group: Any,
-        tp_group: Any,
-        pp_group: Any,
-        dp_cp_group: Any,
-        dev: Any,
-        config: Any,
-    ) -> Any:
-        return self.get_groups_and_subsamples(data_iterator)
-
-
-@pytest.fixture
-def dynamic_seam(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module with the map, where dev's would be."""
-    module = types.ModuleType(packing_scheduler.SEAM)
-    module.scheduler_map = {"dp_balanced": object, REPLACED: StockDynamic}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, packing_scheduler.SEAM, module)
-    monkeypatch.setattr(packing_scheduler.importlib.util, "find_spec", lambda name: name)
-    return module
-
-
-def test_takes_the_place_of_megatrons_own_and_gives_it_back(dynamic_seam: Any) -> None:
+def test_takes_the_place_of_megatrons_own_and_gives_it_back(named_seam: Any) -> None:
     replacement = replace_dynamic_scheduler()
     assert replacement is not None
-    assert issubclass(dynamic_seam.scheduler_map[REPLACED], StockDynamic)
-    assert dynamic_seam.scheduler_map[REPLACED] is not StockDynamic
-    replacement.undo()
-    assert dynamic_seam.scheduler_map == {"dp_balanced": object, REPLACED: StockDynamic}
-
-
-def test_undo_refuses_when_someone_else_has_replaced_the_dynamic_one_since(dynamic_seam: Any) -> None:
-    replacement = replace_dynamic_scheduler()
-    assert replacement is not None
-    dynamic_seam.scheduler_map[REPLACED] = StockDynamic
+    ours = named_seam.scheduler_map[REPLACED]
+    assert issubclass(ours, StockDynamic)
+    assert ours is not StockDynamic
+    named_seam.scheduler_map[REPLACED] = StockDynamic
     with pytest.raises(BalanceError, match=r"default_dynamic_cp.* was replaced after"):
         replacement.undo()
+    named_seam.scheduler_map[REPLACED] = ours
+    replacement.undo()
+    assert named_seam.scheduler_map == {"dp_balanced": Stock, REPLACED: StockDynamic}
 
 
 def test_without_a_cost_model_the_plan_is_megatrons() -> None:

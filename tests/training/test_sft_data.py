@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sft_dataset import END_OF_DOCUMENT, SftDataset, SftSample, builtin_samples
-from stdlib_corpus import stdlib_samples
+from sft_dataset import END_OF_DOCUMENT, SftDataset, SftSample, builtin_samples, stdlib_samples
 
 from megatron_balance import BalanceError
 from megatron_balance.runtime import split_packed
