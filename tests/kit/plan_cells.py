@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_balance.lengths import read_lengths, synthetic_lengths
 
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 CAP = 8192
+LIMITS = Limits(CAP)
 
 # Training FLOPs of a token over those of a squared token: an 8B dense model, a 30B mixture of experts, an 8B model with
 # keys and values received between nodes, and a 7B model with a vision encoder. A micro-batch costs 128 tokens.
@@ -83,27 +84,19 @@ def draw(name: str, *, count: int, longest: int, seed: int, real: bool = True) -
 
 @dataclass(frozen=True)
 class Cell:
-    """What is planned, on several global batches.
+    """What is planned, on `seeds` global batches; bars of one kind are alike."""
 
-    Attributes:
-        name: in golden.json.
-        kind: `step`, `microbatch`, `pipeline`, ...: bars of one kind are alike.
-        lengths: a family, or a public set.
-        count: samples of the global batch.
-        seeds: global batches.
-        options: further ones of `build_data_schedule`, from the generator, the samples and the ranks.
-    """
-
-    name: str
+    name: str  # in golden.json
     kind: str
     topology: Topology
-    lengths: str
-    count: int
+    lengths: str  # a family, or a public set
+    count: int  # samples of the global batch
     cost_model: CostModel = DENSE
-    limits: Limits = field(default_factory=lambda: Limits(CAP))
+    limits: Limits = LIMITS
     objective: str = "auto"
     seeds: int = 3
-    options: Callable[[np.random.Generator, int, int], dict[str, Any]] | None = None
+    # Further ones of `build_data_schedule`, from the generator, the samples and the ranks.
+    options: Callable[[np.random.Generator, int, int], dict[str, Any]] = lambda generator, count, ranks: {}
 
     def plans(self, *, real: bool = True) -> Iterator[tuple[DataSchedule, Batch]]:
         """The checked plans, and the batches that judge them."""
@@ -112,7 +105,7 @@ class Cell:
         for seed in range(self.seeds):
             lengths = draw(self.lengths, count=self.count, longest=longest, seed=seed, real=real)
             generator = np.random.default_rng([seed, 7])
-            options = self.options(generator, self.count, self.topology.dp_size) if self.options else {}
+            options = self.options(generator, self.count, self.topology.dp_size)
             schedule = build_data_schedule(
                 lengths,
                 cost_model=self.cost_model,

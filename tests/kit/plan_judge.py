@@ -23,19 +23,14 @@ Slots = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Batch:
-    """One global batch: what a plan is made from.
-
-    Attributes:
-        lengths: original tokens of each sample.
-        patches: of the images of each sample; None for no images.
-    """
+    """One global batch: what a plan is made from."""
 
     lengths: Sequence[int]
     cost_model: CostModel
     topology: Topology
     limits: Limits
     objective: str
-    patches: Sequence[Sequence[int]] | None = None
+    patches: Sequence[Sequence[int]] | None = None  # of the images of each sample
 
     @classmethod
     def of(cls, schedule: DataSchedule, *, patches: Sequence[Sequence[int]] | None = None) -> Batch:
