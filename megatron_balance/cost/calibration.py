@@ -97,12 +97,9 @@ class Calibration:
         return f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
 
     def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
-        """The same as integer costs, in attoseconds; `cp_exchange` is 0 where it was not measured.
+        """The same as integer costs, in attoseconds, for a rank; `cp_exchange` is 0 where it was not measured.
 
-        Args:
-            ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart.
-            model_parallel_size: tensor- times context-parallel ranks, over which tokens and heads are spread; the
-                fixed costs of a micro-batch and of a sequence stay the same on each.
+        `model_parallel_size` ranks, tensor times context parallel, share tokens and heads; each pays the fixed costs.
         """
         linear = self.linear + (self.expert_linear if ep_size == 1 else 0.0)
 
@@ -125,11 +122,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
-        """Read seconds.json.
-
-        Raises:
-            BalanceError: the file is missing or is not one.
-        """
+        """Read seconds.json; a file that is none is refused."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -209,11 +202,7 @@ class Fit:
 
 
 def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
-    """Fit measured micro-batches. `cost_model`: FLOPs, tokens or seconds that the run planned with.
-
-    Raises:
-        BalanceError: there are too few steps or micro-batches.
-    """
+    """Fit measured micro-batches. `cost_model`: FLOPs, tokens or seconds that the run planned with."""
     seconds, distinct = measured.seconds, np.unique(measured.steps)
     if distinct.size < LEAST_STEPS or seconds.size < LEAST_MICROBATCHES:
         raise BalanceError(
@@ -270,14 +259,9 @@ def fit_seconds(features: Floats, *, seconds: Floats) -> Floats:
 
         minimise  Σ_i w_i (Σ_k coefficients_k*features_ik - seconds_i)² / seconds_i
 
-    The variance of a measurement is taken to grow with its seconds, as where disturbances come at a steady rate:
-    relative residuals would fit short micro-batches at the expense of the full ones that take most of a step. The
+    The variance of a measurement is taken to grow with its seconds, as where disturbances come at a steady rate. The
     weights are Huber's (Robust Estimation of a Location Parameter, 1964), by iteration: a measurement that something
-    else disturbed counts less the further off it is.
-
-    Args:
-        features: `[num_measured, num_features]`, not negative.
-        seconds: `[num_measured]`, above zero.
+    else disturbed counts less the further off it is. `features` are not negative, `seconds` above zero.
 
     Example:
         >>> fit_seconds(np.array([[1.0, 10], [1, 20], [1, 40]]), seconds=np.array([12.0, 22, 42])).round(6).tolist()

@@ -100,15 +100,8 @@ def exchange_flops_per_token(
     and there their gradients as well (Liu et al. 2023, arXiv 2310.01889, section 3). A sliding window does not shorten
     the ring. `CostModel.at_cp_size` counts what attention does not hide of it.
 
-    Args:
-        shape: the model.
-        bytes_per_second: that a GPU receives.
-        tflops: 10**12 FLOP/s of what is linear in tokens, on one GPU.
-        bytes_per_number: of an activation (bf16: 2).
-        recompute: all layers are recomputed in the backward pass, which passes keys and values once more.
-
-    Raises:
-        BalanceError: the model has layers that context parallelism does not split by a ring of keys and values.
+    A GPU receives `bytes_per_second` and runs what is linear in tokens at `tflops`. Recomputed layers pass keys and
+    values once more. Layers that context parallelism does not split by such a ring are refused.
 
     Example:
         >>> shape = ModelShape.preset("Qwen3-8B")

@@ -33,18 +33,10 @@ def resolve_cost(
     model_parallel_size: int = 1,
     attention_rate: float = 1.0,
 ) -> CostModel:
-    """Resolves the value of `--cost`.
+    """Resolves `--cost`: `tokens`, `flops` or a seconds.json; by default flops where there is a model, else tokens.
 
-    Args:
-        cost: `tokens`, `flops`, or the path of a seconds.json; by default flops where there is a model, else
-            tokens.
-        model: the model that FLOPs are of.
-        ep_size: expert-parallel ranks, which share the work of routed experts.
-        model_parallel_size: tensor- times context-parallel ranks, for the seconds of a file, which are those of one.
-        attention_rate: of FLOPs: the rate of attention over that of all else; 1 counts FLOPs as they are.
-
-    Raises:
-        BalanceError: FLOPs without a model, or another value.
+    `model_parallel_size`, tensor- times context-parallel ranks, is for the seconds of a file, which are those of one;
+    `attention_rate`, of attention over all else, for FLOPs.
     """
     if cost is None:
         cost = "tokens" if model is None else "flops"

@@ -175,9 +175,8 @@ def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
 def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
     """Forward FLOPs by kind of layer, summed over layers.
 
-    Returns:
-        dict: keys `attention`, `mla`, `dsa`, `dsa_indexer`, `dsa_target`, `gated_delta_net`, `mamba`, `dense`, `moe`,
-        `mtp_projection`, `lm_head` (the output layer, once per depth more) and `adapters`, as the model has them.
+    Keys `attention`, `mla`, `dsa`, `dsa_indexer`, `dsa_target`, `gated_delta_net`, `mamba`, `dense`, `moe`,
+    `mtp_projection`, `lm_head` (the output layer, once per depth more) and `adapters`, as the model has them.
     """
     parts: dict[str, FlopsPolynomial] = {}
     topk, rank = shape.moe_router_topk, shape.lora_rank
@@ -199,9 +198,7 @@ def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
 def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
     """Weights of the language model: all matrices, routed experts each; norms, biases and convolutions left out.
 
-    Args:
-        shape: the model.
-        tied: the embedding is the output layer (`tie_word_embeddings`).
+    `tied`: the embedding is the output layer (`tie_word_embeddings`).
 
     Example:
         >>> from megatron_balance import ModelShape

@@ -64,14 +64,7 @@ class VisionEncoder:
 
 @dataclass(frozen=True)
 class ImageFlops:
-    """FLOPs of one image of P patches: `(linear + projector + windowed)*P + quadratic*P²`.
-
-    Attributes:
-        linear: FLOPs per patch in GEMMs of the encoder.
-        projector: FLOPs per patch in the projector.
-        windowed: FLOPs per patch in attention within windows, were every window full.
-        quadratic: FLOPs per squared patch in attention to the whole image.
-    """
+    """FLOPs of one image of P patches, `(linear + projector + windowed)*P + quadratic*P²`, every window full."""
 
     linear: int
     projector: int
@@ -84,19 +77,11 @@ class ImageFlops:
 
 
 def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
-    """Forward FLOPs of an image through encoder and projector.
+    """Forward FLOPs of an image through encoder and projector; `hidden_size` is the language model's.
 
-    Per patch: embedding `2h*patch_values`, a layer's projections `8h²` and MLP `2e*h*ffn_hidden_size`, projector
-    `2p(mh + H)/m` with p its width, m the patches of a token and H the language model's width, as often as there are
-    projectors. Core `4h*P²` in a layer
-    that attends to the whole image, `4h*w` a patch in one with windows of w patches; an image whose sides are not
-    multiples of the window's has smaller windows at its edges, so that this is an upper bound there.
-    Source: Dosovitskiy et al. 2020 (arXiv 2010.11929), section 3.1; windows and merging as in Qwen2.5-VL (arXiv
-    2502.13923), section 2.1. Norms, activations, softmax, biases and position embeddings are not counted.
-
-    Args:
-        encoder: the encoder.
-        hidden_size: width of the language model.
+    docs/cost-model.md has the formulas, after Dosovitskiy et al. 2020 (arXiv 2010.11929), section 3.1, and for windows
+    and merging Qwen2.5-VL (arXiv 2502.13923), section 2.1. An image whose sides are not multiples of a window's has
+    smaller windows at its edges, so that this is an upper bound there.
     """
     h, layers = encoder.hidden_size, encoder.num_layers
     mlp = 2 * (3 if encoder.gated_linear_unit else 2) * h * encoder.ffn_hidden_size
@@ -114,17 +99,8 @@ def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
 def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:
     """Patches of every frame, from the `image_grid_thw` or `video_grid_thw` of Hugging Face processors.
 
-    A frame attends to itself alone, so that a video costs as much as images of its frames (transformers,
-    `vision_utils.get_vision_cu_seqlens`).
-
-    Args:
-        grids: `[num_images, 3]` frames of each image or video, and rows and columns of patches of a frame.
-
-    Returns:
-        `[sum of frames]` int64, image after image.
-
-    Raises:
-        BalanceError: the grids have another shape, or a size is negative or no integer.
+    `[num_images, 3]` frames, and rows and columns of patches of a frame. A frame attends to itself alone, so that a
+    video costs as much as images of its frames (transformers, `vision_utils.get_vision_cu_seqlens`).
 
     Example:
         >>> patches_of_grids([[1, 34, 46], [2, 8, 8]]).tolist()
