@@ -30,48 +30,31 @@ MOST_SHARING = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """The micro-batches of a batch.
+    """The micro-batches of a batch."""
 
-    Attributes:
-        slot_of: `[num_samples]` int64 `rank * num_microbatches + slot`; of several leaves the first.
-        cp_sizes: `[num_ranks, num_microbatches]` int64 of the batch's ranks that share each micro-batch: all 1 at one
-            size; of leaves 1 for a dummy, 0 where a leaf has no such slot.
-    """
-
-    slot_of: Ints
-    cp_sizes: Ints
+    slot_of: Ints  # [num_samples] rank * num_microbatches + slot; of several leaves the first
+    cp_sizes: Ints  # [num_ranks, num_microbatches] leaves that share each, as DataSchedule.cp_size_grid; 1 at one size
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """A global batch at one context-parallel size.
 
-    Attributes:
-        costs: `[num_parts, num_samples]` cost on a sample's own rank: one part, or, where ranks meet between the two,
-            vision encoder and language model.
-        shared: `[num_samples]` cost that the expert-parallel group of its rank shares.
-        weights: `[num_samples]` room in a micro-batch: padded tokens, or 1 where samples are counted. An over-long
-            sample weighs `cap + 1`: it runs alone.
-        cap: room of a micro-batch.
-        num_ranks: data-parallel ranks.
-        waiting: which of them wait for one another.
-        expert_span: neighbouring ranks that share the work of experts.
-        launch: fixed cost of a micro-batch, an empty one included.
-        multiple: the number of micro-batches is a multiple of this.
-        shift: costs are in units of `2**shift` of the cost model's.
+    Costs have one part, or, where ranks meet between the two, vision encoder and language model. An over-long sample
+    weighs `cap + 1`: it runs alone.
     """
 
-    costs: Ints
+    costs: Ints  # [num_parts, num_samples] on a sample's own rank
     _: KW_ONLY
-    shared: Ints
-    weights: Ints
-    cap: int
-    num_ranks: int
-    waiting: Waiting
-    expert_span: int = 1
-    launch: int = 0
-    multiple: int = 1
-    shift: int = 0
+    shared: Ints  # [num_samples] cost that the expert-parallel group of its rank shares
+    weights: Ints  # [num_samples] room in a micro-batch: padded tokens, or 1 where samples are counted
+    cap: int  # room of a micro-batch
+    num_ranks: int  # data-parallel ones
+    waiting: Waiting  # which of them wait for one another
+    expert_span: int = 1  # neighbouring ranks that share the work of experts
+    launch: int = 0  # fixed cost of a micro-batch, an empty one included
+    multiple: int = 1  # the number of micro-batches is a multiple of this
+    shift: int = 0  # costs are in units of 2**shift of the cost model's
 
     @property
     def num_samples(self) -> int:
@@ -243,9 +226,6 @@ def make_batch(problem: Problem) -> Batch:
     """Lengths, cost model, ranks and limits in integers, at one context-parallel size.
 
     Images take no room in a micro-batch beside the tokens that they become.
-
-    Raises:
-        BalanceError: expert-parallel groups do not divide the data-parallel ranks.
     """
     topology, cost_model, limits, images = problem.topology, problem.cost_model, problem.limits, problem.images
     expert_span = topology.ep_span

@@ -29,42 +29,26 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.batch import sums
-from megatron_balance.planner.inputs import Ints, Problem, sum_segments
+from megatron_balance.planner.inputs import NEVER, Ints, Problem, sum_segments
 from megatron_balance.planner.times import Waiting, pipeline_makespans, waiting
-
-NEVER = int(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True, eq=False)
 class SizedBatch:
-    """A global batch, each sample shared by 1, 2, 4 … ranks.
+    """A global batch, each sample shared by 1, 2, 4 … ranks."""
 
-    Attributes:
-        costs: `[num_levels, num_samples]` int64, cost on each of the `2**level` ranks that share a sample.
-        shared: `[num_levels, num_samples]` int64, cost over all of them that expert-parallel groups share.
-        tokens: `[num_levels, num_samples]` int64, padded tokens on each of them.
-        cap: tokens that a rank holds in one micro-batch.
-        launch: fixed cost of a micro-batch on each of its ranks.
-        num_leaves: ranks that micro-batches are spread over.
-        expert_span: neighbouring leaves that share the work of experts.
-        waiting: which leaves wait for one another, beside those that share a micro-batch.
-        even: all leaves have the same number of slots, a multiple of `multiple`.
-        multiple: see `even`.
-        shift: costs are in units of `2**shift` of the cost model's.
-    """
-
-    costs: Ints
+    costs: Ints  # [num_levels, num_samples] on each of the 2**level ranks that share a sample
     _: KW_ONLY
-    shared: Ints
-    tokens: Ints
-    cap: int
-    launch: int
-    num_leaves: int
-    expert_span: int
-    waiting: Waiting
-    even: bool
+    shared: Ints  # [num_levels, num_samples] cost over all of them that expert-parallel groups share
+    tokens: Ints  # [num_levels, num_samples] padded, on each of them
+    cap: int  # tokens that a rank holds in one micro-batch
+    launch: int  # fixed cost of a micro-batch on each of its ranks
+    num_leaves: int  # ranks that micro-batches are spread over
+    expert_span: int  # neighbouring leaves that share the work of experts
+    waiting: Waiting  # which leaves wait for one another, beside those that share a micro-batch
+    even: bool  # all leaves have the same number of slots, a multiple of `multiple`
     multiple: int
-    shift: int
+    shift: int  # costs are in units of 2**shift of the cost model's
 
     @property
     def num_levels(self) -> int:

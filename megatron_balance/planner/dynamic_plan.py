@@ -159,19 +159,12 @@ def _sized_plan(leaf_of: Ints, slot_of: Ints, *, levels: Ints, num_slots: Ints) 
 
 
 class Outline(NamedTuple):
-    """An estimate of rows that treats samples as divisible.
+    """An estimate of rows that treats samples as divisible."""
 
-    Attributes:
-        time: sum of the heights of rows, fixed costs included, plus the idle time of a pipeline.
-        num_rows: rows.
-        limit: cost on each rank above which a sample is shared by more ranks.
-        height: cost of the rows without a costlier sample.
-    """
-
-    time: int
+    time: int  # sum of the heights of rows, fixed costs included, plus the idle time of a pipeline
     num_rows: int
-    limit: int
-    height: int
+    limit: int  # cost on each rank above which a sample is shared by more ranks
+    height: int  # of the rows without a costlier sample
 
 
 def plan_in_rows(batch: SizedBatch) -> Plan:
@@ -246,27 +239,16 @@ def _outline(batch: SizedBatch, num_rows: int, *, limit: int) -> Outline:
 
 @dataclass(eq=False)
 class Packs:
-    """Micro-batches being filled, in rows of given heights.
-
-    Attributes:
-        batch: the global batch.
-        levels: `[num_packs]` log2 of the ranks that share a pack.
-        slack: `[num_packs]` cost that a pack may still take on each of its ranks.
-        room: `[num_packs]` tokens that it may still take on each of them.
-        pack_of: `[num_samples]` -1 until a sample is placed.
-        heights: `[num_rows]` cost that packs of a row may reach.
-        spare: `[num_rows]` its leaves without a pack.
-        height: of rows that are added.
-    """
+    """Micro-batches being filled, in rows of given heights."""
 
     batch: SizedBatch
-    levels: Ints
-    slack: Ints
-    room: Ints
-    pack_of: Ints
-    heights: Ints
-    spare: Ints
-    height: int
+    levels: Ints  # [num_packs] log2 of the ranks that share a pack
+    slack: Ints  # [num_packs] cost that a pack may still take on each of its ranks
+    room: Ints  # [num_packs] tokens that it may still take on each of them
+    pack_of: Ints  # [num_samples] -1 until a sample is placed
+    heights: Ints  # [num_rows] cost that packs of a row may reach
+    spare: Ints  # [num_rows] its leaves without a pack
+    height: int  # of rows that are added
 
     def add_rows(self, count: int) -> None:
         """Adds empty rows."""

@@ -87,8 +87,7 @@ def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
             break
         rows += batch.multiple
     else:
-        packed = plan_on_ranks(batch, rank_of)
-        slot_of, rows = packed.slot_of, packed.cp_sizes.shape[1]
+        return plan_on_ranks(batch, rank_of)
     order = np.argsort(-batch.own, kind="stable")
     filled = np.empty_like(slot_of)
     filled[order] = no_empty(slot_of[order], batch.num_ranks * rows)
@@ -96,16 +95,10 @@ def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
 
 
 def partition_items(costs: Ints, *, num_parts: int, equal_count: bool) -> Ints:
-    """Cuts items into parts of nearly the same cost: as ranks with one micro-batch, or by largest differencing.
+    """The part of each item, of nearly the same cost: as ranks with one micro-batch, or by largest differencing.
 
-    Args:
-        costs: `[num_items]` int64, non-negative, with a sum that stays in int64.
-        num_parts: parts to make.
-        equal_count: every part holds the same number of items; where that does not divide, at most one more. Parts of
-            any number are never costlier than that.
-
-    Returns:
-        `[num_items]` int64 part of each item.
+    With `equal_count` every part holds the same number of items, or at most one more where that does not divide. Parts
+    of any number are never costlier than those.
     """
     ways: list[Ints] = []
     for equal in (True,) if equal_count else (False, True):
@@ -122,24 +115,10 @@ def partition_items(costs: Ints, *, num_parts: int, equal_count: bool) -> Ints:
 def karmarkar_karp(
     costs: Sequence[int] | NDArray[np.int64], *, num_parts: int, equal_size: bool = False
 ) -> list[list[int]]:
-    """Splits items into parts of nearly equal cost by largest differencing.
+    """Splits items into parts of nearly equal cost by largest differencing: parts by falling cost, items ascending.
 
-    Args:
-        costs: `[num_items]` non-negative integers.
-        num_parts: parts to make; some stay empty where there are fewer items.
-        equal_size: every part gets the same number of items. Where `num_parts` does not divide the number of items,
-            parts differ by one at most: step 1 starts from sorted items cut into rows, one item a part.
-
-    Returns:
-        `[num_parts]` lists of item indices, ascending in each part; parts are ordered by falling cost, then by their
-        first item.
-
-    Raises:
-        BalanceError: `num_parts` is below 1.
-
-    Example:
-        >>> karmarkar_karp([8, 7, 6, 5, 4], num_parts=2)
-        [[1, 3, 4], [0, 2]]
+    With `equal_size` the numbers of items differ by one at most: step 1 starts from sorted items cut into rows, one
+    item a part.
     """
     if num_parts < 1:
         raise BalanceError(f"num_parts is {num_parts}: it must be at least 1.")

@@ -19,19 +19,11 @@ from megatron_balance.planner.times import resolve_objective
 from megatron_balance.topology import Limits, Topology
 
 Ints = NDArray[np.int64]
+NEVER = int(np.iinfo(np.int64).max)
 
 
 def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 40) -> Ints:
-    """Non-negative integers as int64, `[num_samples]` → `[num_samples]`.
-
-    Args:
-        values: a sequence or an array of integers.
-        name: of the argument, for messages.
-        bits: entries are at most `2**bits`.
-
-    Raises:
-        BalanceError: an entry is negative, not an integer, or too large; names it.
-    """
+    """Integers from 0 to `2**bits` as int64; a BalanceError names the argument and the wrong entry."""
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:
@@ -61,21 +53,7 @@ def sum_segments(values: Ints, *, num_segments: Ints | None) -> Ints:
 
 
 def number_groups(groups: Sequence[Hashable] | NDArray[Any]) -> Ints:
-    """Groups numbered by their first sample, so that any id will do: a number, a string, a uuid.
-
-    Args:
-        groups: `[num_samples]` id of the group of each sample; equal ids need not stand together.
-
-    Returns:
-        `[num_samples]` int64 from 0.
-
-    Raises:
-        BalanceError: the ids have another shape, or one cannot be compared.
-
-    Example:
-        >>> number_groups(["b", "a", "b"]).tolist()
-        [0, 1, 0]
-    """
+    """Groups numbered from 0 by their first sample, so that any id will do: a number, a string, a uuid."""
     if isinstance(groups, np.ndarray) and groups.ndim != 1:
         raise BalanceError(f"groups has shape {groups.shape}: it must have one id for each sample.")
     numbers: dict[Hashable, int] = {}
@@ -98,25 +76,13 @@ class Images:
     """The images of every sample: what the vision encoder runs for it, beside its tokens.
 
     The cost of an image is a polynomial of degree two in its patches, so two sums describe all images of a sample.
-
-    Attributes:
-        sums: `[num_samples, 2]` int64, the sum over a sample's images of their patches, and of their squared patches; 0
-            for a sample without an image.
     """
 
-    sums: Ints
+    sums: Ints  # [num_samples, 2] over a sample's images of their patches, and of their squared patches
 
     @classmethod
     def of(cls, image_patches: Sequence[Sequence[int]] | Images, *, num_samples: int) -> Images:
-        """The images of samples.
-
-        Args:
-            image_patches: `[num_samples]`, for each sample the patches of each of its images; or their sums.
-            num_samples: samples of the global batch.
-
-        Raises:
-            BalanceError: there is not one entry for each sample, or a number of patches is negative or no integer.
-        """
+        """The images of samples: for each one the patches of each of its images, or their sums."""
         given = image_patches.sums if isinstance(image_patches, Images) else image_patches
         try:
             counts = [] if isinstance(image_patches, Images) else [len(of_sample) for of_sample in image_patches]
@@ -165,11 +131,7 @@ class Problem:
         home_ranks: Sequence[int] | NDArray[Any] | None = None,
         ranks_per_node: int | None = None,
     ) -> Problem:
-        """The arguments of `build_data_schedule` that other functions share, checked.
-
-        Raises:
-            BalanceError: an argument is wrong, or does not go with another; names it and the remedy.
-        """
+        """The arguments of `build_data_schedule` that other functions share; a BalanceError names a wrong one."""
         check_kind("cost_model", cost_model, CostModel)
         check_kind("topology", topology, Topology)
         check_kind("limits", limits, Limits)

@@ -75,13 +75,7 @@ class ScheduleMetrics:
 def schedule_metrics(
     schedule: DataSchedule, *, cost_model: CostModel | None = None, objective: str | None = None
 ) -> ScheduleMetrics:
-    """Figures of a schedule.
-
-    Args:
-        schedule: the plan.
-        cost_model: judge by this one instead of the plan's own.
-        objective: judge by this one instead of the plan's own; slots stay in their order.
-    """
+    """Figures of a schedule, by another cost model or objective than its own where given; slots keep their order."""
     objective = resolve_objective(objective or schedule.objective, topology=schedule.topology)
     judged = replace(schedule, cost_model=cost_model or schedule.cost_model, objective=objective)
     figures = plan_metrics(judged, schedule.slot_of, schedule.cp_size_grid)
@@ -146,16 +140,10 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
 
 
 def slowest_over_mean(grid: Ints | NDArray[np.float64], *, objective: str, topology: Topology) -> float:
-    """The slowest over the mean, of costs or of measured seconds.
+    """The slowest over the mean, of costs or of measured seconds, `[num_ranks, num_microbatches]`; 1.0 where all are 0.
 
-    Args:
-        grid: `[num_ranks, num_microbatches]`, of data-parallel ranks; of leaves with dynamic context-parallel sizes.
-        objective: `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one
-            another there, and `pipeline` with experts spread over ranks too; else sums of ranks are compared.
-        topology: the ranks.
-
-    Returns:
-        1.0 where all are equal or 0.
+    `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one another there, and
+    `pipeline` with experts spread over ranks too; else sums of ranks are compared. With dynamic sizes ranks are leaves.
     """
     span = waiting(objective, topology=topology).span
     of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)

@@ -28,7 +28,7 @@ from math import isqrt
 import numpy as np
 
 from megatron_balance.planner.batch import Batch, Plan, sums
-from megatron_balance.planner.inputs import Ints
+from megatron_balance.planner.inputs import NEVER, Ints
 from megatron_balance.planner.polish import even_parts, polish
 from megatron_balance.planner.times import mountain_order
 
@@ -52,8 +52,6 @@ SLOPES = (5, 0)
 
 SCANNED = 256
 """Samples that are tested together for room in any bin."""
-
-NEVER = int(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True)
@@ -102,22 +100,20 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
 
 
 def polished(batch: Batch, found: Packing) -> Packing:
-    """The packing after the local search, if that is faster: it knows sums of rows and no makespan."""
+    """The packing after the local search, if that is faster: it knows sums of rows and no makespan.
+
+    Of a larger batch only one far above the bound, where sums of ranks alone count: there the cap is tight.
+    """
+    bound, sums_count = batch.least_time(found.rows), batch.span == 1 and batch.waiting.pp_size == 1
+    is_off = sums_count and batch.num_samples <= 4 * POLISHED and found.time > bound + bound // GOOD_ENOUGH
     if len(batch.costs) > 1:
         bin_of = even_parts(batch, found.bin_of, found.rows)
-    elif batch.num_samples <= POLISHED or _is_off(batch, found):
+    elif batch.num_samples <= POLISHED or is_off:
         bin_of = in_rows(batch, polish(batch, found.bin_of, found.rows, goal=batch.least_work), found.rows)
     else:
         return found
     time = int(times_of(batch, batch.row_times(bin_of, found.rows)).max())
     return replace(found, bin_of=bin_of, time=time) if time < found.time else found
-
-
-def _is_off(batch: Batch, found: Packing) -> bool:
-    """A packing of a larger batch that is far above the bound although only sums of ranks count: the cap is tight."""
-    bound = batch.least_time(found.rows)
-    sums_count = batch.span == 1 and batch.waiting.pp_size == 1
-    return sums_count and batch.num_samples <= 4 * POLISHED and found.time > bound + bound // GOOD_ENOUGH
 
 
 def with_headroom(batch: Batch) -> Batch:
@@ -354,20 +350,10 @@ def pour(
 ) -> Ints:
     """Gives each item to the least loaded group with room, there to the bin with most slack that has room.
 
-    As many items at once as a loop would place before it came back to a group.
-
-    Args:
-        costs: `[num_items]` falling, what an item takes of a bin's slack.
-        weights: `[num_items]` what it takes of its room.
-        slack: `[num_groups, num_bins]` target of each bin less what it holds; overwritten, as are the next two.
-        room: `[num_groups, num_bins]`.
-        loads: `[num_groups]`.
-        added: `[num_items]` load that an item adds to its group.
-        within: no bin takes more than its slack. Groups then have one bin, and `loads` is its negative slack.
-        stops: at the first item that finds no room.
-
-    Returns:
-        `[num_items]` `group * num_bins + bin`; -1 where an item finds no room.
+    As many items at once as a loop would place before it came back to a group. An item takes its cost, which falls, of
+    a bin's slack and its weight of the room, both `[num_groups, num_bins]`, and adds to the load of its group: all
+    three are overwritten. With `within` no bin takes more than its slack; groups then have one bin, and `loads` is its
+    negative slack. `stops`: at the first item that finds no room. Returns `group * num_bins + bin`, -1 without room.
     """
     bins = slack.shape[1]
     flat_slack, flat_room, most = slack.reshape(-1), room.reshape(-1), room.max(axis=1)

@@ -13,15 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.planner.batch import Batch, sums
-from megatron_balance.planner.inputs import Ints
+from megatron_balance.planner.inputs import NEVER, Ints
 
 MAX_PAIRS = 1_000_000
 """Pairs that one search compares at most."""
 
 PARTNERS = 16
 """Groups, or bins of a single row, that samples are exchanged with: those with least work."""
-
-NEVER = int(np.iinfo(np.int64).max)
 
 
 def even_parts(batch: Batch, bin_of: Ints, rows: int) -> Ints:

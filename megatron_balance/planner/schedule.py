@@ -240,21 +240,17 @@ def _check_places(schedule: DataSchedule) -> None:
         require(bool((sizes == topology.cp_size).all()), "aligned", "a size is not that of the topology")
         return
     require(bool(np.isin(sizes, [0, *topology.dynamic_cp_sizes]).all()), "aligned", "a size is none of the topology's")
-    first = schedule.places() // shape[1]
-    ends = first + np.maximum(sizes, 1)
+    leaf, slot = np.divmod(slot_of, shape[1])
+    shared, size_of = np.minimum(sizes, 1), sizes[leaf, slot]
+    together = bool((leaf + size_of <= num_ranks).all())
+    for size in topology.dynamic_cp_sizes:
+        of_size = (size_of == size) & (leaf + size <= num_ranks)
+        shared[leaf[of_size, None] + np.arange(size), slot[of_size, None]] = size
+    require(together and np.array_equal(shared, sizes), "aligned", "leaves disagree on the micro-batch that they share")
     slots = np.broadcast_to(np.arange(shape[1]), shape)
-    together = bool((ends <= num_ranks).all()) and bool(
-        ((sizes[first, slots] == sizes) & (sizes[np.minimum(ends, num_ranks) - 1, slots] == sizes))[sizes > 0].all()
-    )
-    members = sums(np.ones(sizes.size, dtype=np.int64), schedule.places().reshape(-1), sizes.size).reshape(shape)
-    together = together and bool((members[first, slots] == np.maximum(sizes, 1))[sizes > 0].all())
-    require(together, "aligned", "leaves disagree on the micro-batch that they share")
-    filled = schedule.slot_counts().reshape(shape) > 0
-    require(bool(filled[sizes > 1].all()), "placed once", "a micro-batch of several leaves holds no sample")
     is_last = slots == num_slots[:, None] - 1
-    require(
-        bool((is_last == is_last[first, slots])[sizes > 0].all()), "last slot", "it is the last of some leaves only"
-    )
+    is_last_of_first = is_last[schedule.places() // shape[1], slots]
+    require(bool((is_last == is_last_of_first)[sizes > 0].all()), "last slot", "it is the last of some leaves only")
 
 
 def _check_cap(schedule: DataSchedule) -> None:
@@ -305,10 +301,6 @@ def _check_costs(schedule: DataSchedule) -> None:
 
 
 def require(holds: bool, invariant: str, detail: str) -> None:
-    """Asserts an invariant of a schedule, also under `python -O`.
-
-    Raises:
-        AssertionError: names the invariant, with the detail.
-    """
+    """Asserts an invariant of a schedule, also under `python -O`."""
     if not holds:
         raise AssertionError(f"The schedule breaks the invariant '{invariant}': {detail}.")

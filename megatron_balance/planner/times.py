@@ -24,25 +24,18 @@ Ints = NDArray[np.int64]
 Meeting = Callable[[Ints, Ints], Ints]
 """Maps times `[num_ranks, n]` at which ranks are ready for slots `[n]` to those at which their peers are ready too."""
 
-OBJECTIVES = ("step", "microbatch", "pipeline")
-"""Names that `--balance-objective` and `build_data_schedule` take, besides `auto`."""
+OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
+"""Names that `--balance-objective` and `build_data_schedule` take."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where ranks wait for one another under an objective.
+    """Where ranks wait for one another under an objective."""
 
-    Attributes:
-        span: neighbouring ranks that meet in every micro-batch; 1 where ranks meet once a step.
-        in_slots: they meet in every micro-batch even without shared work: reports draw slots aligned.
-        pp_size: stages of the pipeline that micro-batches pass; 1 where their times add up.
-        vpp_size: model chunks of a stage.
-    """
-
-    span: int
-    in_slots: bool
-    pp_size: int
-    vpp_size: int
+    span: int  # neighbouring ranks that meet in every micro-batch; 1 where ranks meet once a step
+    in_slots: bool  # they meet in every micro-batch even without shared work: reports draw slots aligned
+    pp_size: int  # stages of the pipeline that micro-batches pass; 1 where their times add up
+    vpp_size: int  # model chunks of a stage
 
     def times(self, row_times: Ints) -> Ints:
         """Time of each group, `[num_groups]`, for `[num_groups, num_microbatches]` costs in slot order."""
@@ -80,19 +73,10 @@ def waiting(objective: str, *, topology: Topology) -> Waiting:
     )
 
 
-def objective_names() -> tuple[str, ...]:
-    """The values of `--balance-objective`."""
-    return ("auto", *OBJECTIVES)
-
-
 def resolve_objective(objective: str, *, topology: Topology) -> str:
-    """The name of the objective; `auto` is resolved by the topology.
-
-    Raises:
-        BalanceError: there is no such objective.
-    """
-    if objective not in objective_names():
-        raise BalanceError(f"objective is {objective!r}: it must be one of {', '.join(objective_names())}.")
+    """The name of the objective; `auto` is resolved by the topology."""
+    if objective not in OBJECTIVES:
+        raise BalanceError(f"objective is {objective!r}: it must be one of {', '.join(OBJECTIVES)}.")
     if objective != "auto":
         return objective
     if topology.ep_span > 1 or topology.fully_sharded:
@@ -120,14 +104,7 @@ def pipeline_makespans(grid: Ints, *, pp_size: int, vpp_size: int = 1, meet: Mee
     by `vpp_size`, as it is for equal micro-batches. A micro-batch still passes all the layers, so its whole cost stays
     a floor.
 
-    Args:
-        grid: `[num_ranks, num_microbatches]` costs in slot order, non-negative.
-        pp_size: stages.
-        vpp_size: model chunks a stage.
-        meet: ranks that wait for one another before each pass of a slot, where pipelines are not independent.
-
-    Returns:
-        `[num_ranks]` int64, in the units of `grid`, rounded up.
+    `grid`: costs in slot order. `meet`: who waits before each pass of a slot, where pipelines are not independent.
     """
     num_ranks, num_microbatches = grid.shape
     if pp_size == 1:
@@ -160,15 +137,9 @@ def pipeline_makespans(grid: Ints, *, pp_size: int, vpp_size: int = 1, meet: Mee
 
 
 def mountain_order(costs: Ints) -> Ints:
-    """Slot order for a pipeline: small micro-batches at both ends, the largest in the middle.
+    """The micro-batch of each slot of a pipeline: small ones at both ends, the largest in the middle.
 
     The other stages wait for the first forwards and the last backwards, so these should be small.
-
-    Args:
-        costs: `[num_ranks, num_microbatches]`.
-
-    Returns:
-        `[num_ranks, num_microbatches]` index of the micro-batch that each slot takes.
     """
     rising = np.argsort(costs, axis=1, kind="stable")
     return np.concatenate([rising[:, ::2], rising[:, 1::2][:, ::-1]], axis=1)

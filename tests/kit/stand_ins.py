@@ -72,7 +72,7 @@ def _is_worker(pid: int) -> bool:
         stat, command = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("stat", "cmdline"))
     except OSError:
         return False
-    return int(stat.rpartition(b")")[2].split()[1]) == os.getpid() and b"planner.worker" in command
+    return int(stat.rpartition(b")")[2].split()[1]) == os.getpid() and b"import serve" in command
 
 
 def device_memory(watch: Watch) -> None:

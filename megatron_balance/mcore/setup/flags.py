@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import cautions, problems
-from megatron_balance.planner import objective_names
+from megatron_balance.planner import OBJECTIVES
 
 ALL_RANKS = "all"
 """`--balance-context-parallel` without a limit."""
@@ -107,7 +107,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--balance-objective",
-        choices=objective_names(),
+        choices=OBJECTIVES,
         default="auto",
         help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP), or in "
         "a pipeline; auto reads it from the parallel sizes.",

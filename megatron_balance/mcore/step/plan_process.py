@@ -7,7 +7,7 @@ Every rank has a process of its own. One rank that plans for all would save CPU 
 bytes a sample in every step, and no other rank would check its plan.
 
 Invariants: the plan is the one that `build_data_schedule` makes here; the process ends with this one, however that
-ends (`planner/worker.py`); signals that a scheduler or a terminal sends to all processes of a run do not end it
+ends (`planner.build.serve`); signals that a scheduler or a terminal sends to all processes of a run do not end it
 before; a process that has failed ends no training: the rank warns, and makes this plan and all later ones itself,
 which are the same.
 """
@@ -32,8 +32,8 @@ from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.runtime.process import close_on_undo
 
 _MAIN = (
-    "import sys; sys.path[:] = sys.argv[3:]; from runpy import run_module; "
-    "run_module('megatron_balance.planner.worker', run_name='__main__')"
+    "import sys; sys.path[:] = sys.argv[3:]; from megatron_balance.planner.build import serve; "
+    "serve(int(sys.argv[1]), parent=int(sys.argv[2]))"
 )
 _LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 """Blocked in the planning process: the parent decides whether they end the run, as under `--exit-signal-handler`."""
