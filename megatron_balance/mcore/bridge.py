@@ -124,7 +124,6 @@ def with_evaluation_schedule(get_forward_backward_func: Function) -> Function:
 BRIDGE_HOOKS = (
     Hook(
         target="megatron.bridge.training.train:train_step",
-        bound_in=("megatron.bridge.training.train",),
         parameters=("data_iterator", "model", "global_state", "forward_backward_func"),
         wrap=with_balanced_train_step,
         why="train() binds get_forward_backward_func by value, and passes it here with the model and the state",
@@ -132,7 +131,6 @@ BRIDGE_HOOKS = (
     ),
     Hook(
         target="megatron.bridge.training.eval:evaluate",
-        bound_in=("megatron.bridge.training.eval",),
         parameters=("state", "model"),
         wrap=with_balanced_evaluation,
         why="only its forward-only steps are balanced, and it has the model and the run's state",

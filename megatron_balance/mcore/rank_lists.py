@@ -37,18 +37,10 @@ def plan_rank_lists(
     max_tokens_per_gpu: int,
     min_cp_size: int = 1,
 ) -> RankLists:
-    """Plans one global batch.
+    """Plans one global batch of pairs of id and length, tokens; with `min_cp_size` above 1 lengths must be padded.
 
-    Args:
-        sample_id_seqlens: `[num_samples]` pairs of id and length, tokens. With `min_cp_size` above 1 lengths must
-            be padded.
-        cost_model: cost of a sample.
-        topology: the ranks, with `dynamic_cp`.
-        max_tokens_per_gpu: tokens that a rank holds in a micro-batch.
-        min_cp_size: least ranks that share a micro-batch.
-
-    Returns:
-        `[num_microbatches][dp_size * cp_size]` lists of ids, rank `dp_rank * cp_size + cp_rank`.
+    `min_cp_size` ranks at least share a micro-batch, and a rank holds `max_tokens_per_gpu` tokens of it at most. The
+    lists of a micro-batch are of ranks `dp_rank * cp_size + cp_rank`.
 
     Raises:
         BalanceError: there are too few samples for `microbatch_multiple`, or `min_cp_size` is not a power of two
@@ -60,7 +52,12 @@ def plan_rank_lists(
             f"min_dynamic_context_parallel_size is {min_cp_size}: it must be a power of two that divides DP×CP, "
             f"which is {num_ranks}."
         )
-    blocks = _blocks(topology, min_cp_size=min_cp_size)
+    # Blocks of `min_cp_size` ranks are leaves, with the sizes for which every rank has a group in executors.
+    uneven = num_ranks & (num_ranks - 1)
+    most = max((1 << num_ranks.bit_length() - 2) // min_cp_size, 1) if uneven else None
+    blocks = replace(topology, dp_size=num_ranks // min_cp_size, cp_size=1, max_cp_size=most)
+    # The cost of a sample on blocks of m ranks, times m: c blocks receive `cp_exchange*(c*m - 1)` a token.
+    cost_model = replace(cost_model.at_cp_size(min_cp_size), cp_exchange=cost_model.cp_exchange * min_cp_size)
     capacity, multiple = max_tokens_per_gpu * num_ranks, topology.microbatch_multiple
     largest = min_cp_size * blocks.dynamic_cp_sizes[-1]
     # Samples that fit on all ranks only; if all ranks are a regular size, they are planned like others.
@@ -72,7 +69,7 @@ def plan_rank_lists(
         for objective in ("auto", "microbatch"):
             schedule = build_data_schedule(
                 [length for _, length in rest],
-                cost_model=_of_blocks(cost_model, min_cp_size=min_cp_size),
+                cost_model=cost_model,
                 topology=blocks,
                 limits=Limits(max_tokens_per_gpu * min_cp_size),
                 objective=objective,
@@ -85,20 +82,6 @@ def plan_rank_lists(
         # There are fewer samples than a good plan has micro-batches.
         slots, on_all = [], _split(_first_fit(sample_id_seqlens, capacity=capacity), multiple=multiple)
     return [[ids] * num_ranks for ids in on_all] + slots
-
-
-def _blocks(topology: Topology, *, min_cp_size: int) -> Topology:
-    """Blocks of `min_cp_size` ranks as leaves, with the sizes for which every rank has a group in executors."""
-    num_ranks = topology.num_leaves
-    largest = None
-    if num_ranks & (num_ranks - 1):
-        largest = max((1 << num_ranks.bit_length() - 2) // min_cp_size, 1)
-    return replace(topology, dp_size=num_ranks // min_cp_size, cp_size=1, max_cp_size=largest)
-
-
-def _of_blocks(cost_model: CostModel, *, min_cp_size: int) -> CostModel:
-    """The cost of a sample on blocks of m ranks, times m: c blocks receive `cp_exchange*(c*m - 1)` a token."""
-    return replace(cost_model.at_cp_size(min_cp_size), cp_exchange=cost_model.cp_exchange * min_cp_size)
 
 
 def _filled(schedule: DataSchedule, *, other_slots: int) -> RankLists:
@@ -163,12 +146,7 @@ def _first_fit(sample_id_seqlens: Sequence[tuple[int, int]], *, capacity: int) -
 
 
 def _split(packs: list[list[int]], *, multiple: int) -> list[list[int]]:
-    """Splits packs until their number is a multiple of `multiple`.
-
-    Raises:
-        BalanceError: there are too few samples.
-    """
-    packs = list(packs)
+    """Splits packs until their number is a multiple of `multiple`; where there are too few samples, BalanceError."""
     while len(packs) % multiple:
         largest = max(packs, key=len)
         if len(largest) < 2:

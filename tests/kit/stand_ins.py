@@ -219,6 +219,17 @@ def struck(watch: Watch, *, step: int, number: int = signal.SIGKILL) -> None:
     watch.before_step.append(strike)
 
 
+def out_of_time(watch: Watch, *, step: int) -> None:
+    """As this step begins, training has gone on for two minutes."""
+    from megatron.training import training
+
+    def strike(now: int) -> None:
+        if now == step:
+            training._TRAIN_START_TIME = time.time() - 120
+
+    watch.before_step.append(strike)
+
+
 def other_ties(watch: Watch) -> None:
     """A numpy that sorts equal elements in another order."""
     lexsort, argsort = np.lexsort, np.argsort

@@ -5,7 +5,6 @@ It reads below the public names: a wrong group of ranks hangs a run, and does no
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_balance.mcore.setup.layout import problem_of_bound_device
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-PACKAGE = Path(__file__).parents[2] / "megatron_balance"
 
 
 @pytest.fixture
@@ -73,23 +71,3 @@ def test_a_device_of_the_world_is_refused_where_gloo_groups_would_hang(
     problem = problem_of_bound_device()
     assert (problem is not None) is refused
     assert problem is None or "leave device_id out" in problem
-
-
-def made_groups(source: str) -> Iterator[str]:
-    """Faults in the calls of torch's functions that make process groups."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.keyword) and node.arg == "use_local_synchronization":
-            yield f"{node.lineno}: use_local_synchronization"
-        if isinstance(node, ast.Attribute) and node.attr in ("new_group", "split_group", "new_subgroups"):
-            yield f"{node.lineno}: {node.attr}"
-
-
-def test_groups_are_made_in_two_places_by_every_rank() -> None:
-    found = {
-        (file.relative_to(PACKAGE).as_posix(), what.partition(": ")[2])
-        for file in PACKAGE.rglob("*.py")
-        for what in made_groups(file.read_text(encoding="utf-8"))
-    }
-    assert found == {("mcore/setup/layout.py", "new_group"), ("adapters/areal/single_rank.py", "new_group")}
-    source = "import torch.distributed as dist\ndist.new_group(r, use_local_synchronization=True)"
-    assert list(made_groups(source)) == ["2: new_group", "2: use_local_synchronization"]

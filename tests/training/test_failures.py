@@ -192,7 +192,12 @@ def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "stand_ins"), [("--exit-interval 2", ()), ("--exit-signal-handler", struck(1, number=signal.SIGTERM))]
+    ("flags", "stand_ins"),
+    [
+        ("--exit-interval 2", ()),
+        ("--exit-signal-handler", struck(1, number=signal.SIGTERM)),
+        ("--exit-duration-in-mins 1 --eval-iters 0", (("stand_ins:out_of_time", {"step": 2}),)),
+    ],
 )
 def test_ends_that_megatron_knows_are_no_fault(train: KeptRuns, flags: str, stand_ins: StandIns) -> None:
     ended = train(f"{ROWS[0].stock} {BY_FLOPS} {flags}", stand_ins=stand_ins)

@@ -100,11 +100,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="Rate at which GPUs run attention over that of all else, for --balance-by-flops; 1 counts plain FLOPs. "
         "Without it, what loses least over the published GPUs for the run's precision and kind of model.",
     )
-    add(
-        "--balance-cost",
-        metavar="FILE",
-        help="Count the seconds of a seconds.json (megatron-balance fit), not FLOPs.",
-    )
+    add("--balance-cost", metavar="FILE", help="Count the seconds of a seconds.json (megatron-balance fit), not FLOPs.")
     add(
         "--balance-objective",
         choices=OBJECTIVES,

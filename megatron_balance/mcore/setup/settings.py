@@ -48,7 +48,6 @@ class Settings:
             not known (any but `single`).
         counts_router_tokens: MoE routers count tokens, for auxiliary losses or the expert bias.
         loads_on_every_stage: pipeline stages between the first and the last load data too.
-        overlaps_passes: forward and backward passes run together, so that none can be timed.
         policy: the flags that chose the plans, for people.
         resumes: the run continues a checkpoint's; with `--finetune` it starts again.
         record: folder of the run's record, or None. Ranks may name it differently.
@@ -72,7 +71,6 @@ class Settings:
     first_sample: int | None = None
     counts_router_tokens: bool = False
     loads_on_every_stage: bool = True
-    overlaps_passes: bool = False
     policy: str = ""
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
@@ -116,7 +114,6 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         first_sample=options["consumed_train_samples"] if options.get("dataloader_type") == "single" else None,
         counts_router_tokens=bool(options.get("num_experts")) and _routers_count_tokens(options),
         loads_on_every_stage=_loads_on_every_stage(options),
-        overlaps_passes=bool(options.get("overlap_moe_expert_parallel_comm")),
         policy=policy_of(options),
         resumes=bool(options.get("load") and options.get("iteration")),
         record=options["balance_record"],
@@ -225,7 +222,5 @@ def _why_stock_evaluation(options: Options) -> str:
 
 
 def _routers_count_tokens(options: Options) -> bool:
-    if "quantile_balancing" in np.atleast_1d(options["moe_router_load_balancing_type"]):
-        return False  # quantile balancing refuses masks
     has_aux_loss = bool(np.any(np.atleast_1d(options["moe_aux_loss_coeff"])))
     return has_aux_loss or options["moe_z_loss_coeff"] is not None or bool(options["moe_router_enable_expert_bias"])
