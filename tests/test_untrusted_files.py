@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded_runs import run_info, write_record
 
-from megatron_balance import BalanceError, ModelShape
+from megatron_balance import BalanceError, ModelShape, Topology
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
 from megatron_balance.lengths import read_lengths
@@ -54,19 +55,6 @@ def npz_of(path: Path, **members: bytes) -> None:
             archive.writestr(name, content)
 
 
-def npy_bytes(values: Any) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, values, allow_pickle=True)
-    return stream.getvalue()
-
-
-def npy_claiming(shape: tuple[int, ...], *, content: bytes) -> bytes:
-    """An array whose header claims more bytes than there are."""
-    stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, {"descr": "<i8", "fortran_order": False, "shape": shape})
-    return stream.getvalue() + content
-
-
 @pytest.mark.parametrize("name", ["lengths.npy", "lengths.npz", "pickle.npz", "pickle.npy"])
 def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mark = tmp_path / "it ran"
@@ -74,8 +62,10 @@ def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, capsys: pytes
     objects = np.array([Bomb(mark)], dtype=object)
     if name == "lengths.npz":
         np.savez(path, length=objects)
+    elif name == "lengths.npy":
+        np.save(path, objects, allow_pickle=True)
     else:
-        path.write_bytes(npy_bytes(objects) if name == "lengths.npy" else pickle.dumps(Bomb(mark)))
+        path.write_bytes(pickle.dumps(Bomb(mark)))
     assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
     assert not mark.exists()
     # The file is what it is said to be: whoever trusts it is hit.
@@ -83,18 +73,19 @@ def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, capsys: pytes
     assert mark.exists()
 
 
+@pytest.mark.parametrize("claimed", [10**3, 10**12, 2**62])
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
 def test_a_header_that_claims_more_than_there_is(
-    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    suffix: str, claimed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for claimed in (10**3, 10**12, 2**62):
-        content = npy_claiming((claimed,), content=b"\0" * 64)
-        path = tmp_path / f"claims{claimed}.{suffix}"
-        if suffix == "npy":
-            path.write_bytes(content)
-        else:
-            npz_of(path, **{"length.npy": content})
-        assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
+    stream, path = io.BytesIO(), tmp_path / f"claims.{suffix}"
+    np.lib.format.write_array_header_1_0(stream, {"descr": "<i8", "fortran_order": False, "shape": (claimed,)})
+    content = stream.getvalue() + b"\0" * 64
+    if suffix == "npy":
+        path.write_bytes(content)
+    else:
+        npz_of(path, **{"length.npy": content})
+    assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
 
 
 def test_an_archive_that_unpacks_to_more_than_a_machine_holds(
@@ -187,6 +178,114 @@ def test_hugging_face_config(content: str, tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "config.json"
     path.write_text(content)
     refused(capsys, "compare", "synthetic:gsm8k_sft:8", *FLAGS, "--model", str(path))
+
+
+def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value at a place."""
+    if not where:
+        return value
+    if isinstance(content, dict):
+        return {**content, where[0]: spoil(content.get(where[0]), where[1:], value)}
+    copied = list(content)
+    copied[where[0]] = spoil(copied[where[0]], where[1:], value)
+    return copied
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """As a training run writes it: two steps of two ranks, measured."""
+    write_record(tmp_path / "record", run_info(Topology(2)), num_steps=2, num_samples=6)
+    assert main(["report", str(tmp_path / "record"), "--out", str(tmp_path / "page.html")]) == 0
+    return tmp_path / "record"
+
+
+@pytest.mark.parametrize(
+    ("file", "number", "where", "value"),
+    [
+        *(
+            ("plan", 0, where, value)
+            for where, value in [
+                ((), []),
+                (("kind",), "ran"),
+                (("format",), "another"),
+                (("topology",), [2]),
+                (("topology",), 5),
+                (("topology", "dp_size"), 10**12),
+                (("topology", "dp_size"), 3),
+                (("topology", "extra"), 1),
+                (("limits", "max_tokens_per_gpu"), "many"),
+                (("cost_model",), None),
+                (("cost_model", "linear"), 1.5),
+                (("cost_model", "windows"), [[1, 2, 3]]),
+                (("objective",), ["step"]),
+                (("objective",), "</script>"),
+                (("origin",), "here"),
+            ]
+        ),
+        *(
+            ("plan", 1, where, value)
+            for where, value in [
+                ((), 7),
+                (("slot_of",), [10**9] * 6),
+                (("slot_of",), [0, 0]),
+                (("slot_of",), "ab"),
+                (("home_ranks",), [7] * 6),
+                (("home_ranks",), [[0] * 6]),
+                (("num_segments",), [10**15] * 6),
+                (("segment_lengths", 0), -1),
+                (("segment_lengths", 0), 2**70),
+                (("segment_lengths", 0), float("nan")),
+                (("segment_lengths", 0), 1.5),
+                (("num_microbatches",), 10**12),
+                (("num_microbatches",), float("inf")),
+                (("cost_grid",), []),
+                (("cost_shift",), 10**9),
+                (("cost_model",), "[" * 100_000),
+                (("plan_seconds",), float("inf")),
+                (("plan_seconds",), None),
+                (("iteration",), {}),
+                (("cp_sizes",), [1, 1]),
+            ]
+        ),
+        *(
+            ("seconds_rank00001", 0, where, value)
+            for where, value in [
+                (("seconds",), ["a", "b"]),
+                (("seconds", 0), -1.0),
+                (("seconds", 0), float("inf")),
+                (("seconds",), [[1.0]]),
+                (("rank",), "1"),
+                (("rank",), -1),
+                (("iteration",), [1]),
+            ]
+        ),
+    ],
+)
+def test_lines_of_a_record(
+    file: str, number: int, where: tuple[Any, ...], value: Any, record: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record / f"{file}.jsonl"
+    lines = path.read_text().splitlines()
+    lines[number] = json.dumps(spoil(json.loads(lines[number]), where, value))
+    path.write_text("\n".join(lines) + "\n")
+    assert str(record) in refused(capsys, "report", str(record), "--out", str(record / "page.html"))
+
+
+def test_texts_of_a_record_stay_texts_in_the_page(record: Path) -> None:
+    pytest.importorskip("plotly")
+    path = record / "plan.jsonl"
+    harm = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
+    first, *others = path.read_text().splitlines()
+    content = json.loads(first)
+    content["policy"] = content["cost_name"] = harm
+    content["origin"] = {"device": harm, "clock": harm, "versions": {harm: harm}}
+    path.write_text("\n".join([json.dumps(content), *others]) + "\n")
+    out = record / "page.html"
+    assert main(["report", str(record), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page
 
 
 BYTES = st.binary(max_size=200) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "surrogatepass"))
