@@ -27,6 +27,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 
 def thd_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's local decoder layers with `ThdAttention` and norms that know sequence parallelism."""
@@ -125,6 +128,10 @@ class ThdAttention(MegatronModule):
             return query
         if not self.window and num_queries == num_keys:
             return self._attend_block(query, key, value)
+        if not self.window and query.shape[3] == value.shape[3]:
+            heads = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(heads, dim=1), value.repeat_interleave(heads, dim=1)
+            return _AttendLast.apply(query, key, value, self.softmax_scale)  # type: ignore[no-any-return]
         positions = torch.arange(num_keys, device=query.device)
         distance = positions[num_keys - num_queries :, None] - positions
         mask = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
@@ -163,6 +170,37 @@ class ThdAttention(MegatronModule):
                 out = self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in chunk))
                 pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
+
+
+class _AttendLast(torch.autograd.Function):
+    """Causal attention of the last queries: all keys before them, then the square with them, as one softmax.
+
+    A mask would cost half as much again as the pairs do: the kernel computes what the mask hides.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        first = key.shape[2] - query.shape[2]
+        blocks = ((key[:, :, :first], value[:, :, :first], False), (key[:, :, first:], value[:, :, first:], True))
+        parts = [_flash(query, *block[:2], 0.0, block[2], scale=scale) for block in blocks]
+        log_sum = torch.logaddexp(parts[0][1], parts[1][1])
+        out = sum(part * (own_sum - log_sum).exp().unsqueeze(-1).to(part.dtype) for part, own_sum in parts)
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        first = key.shape[2] - query.shape[2]
+        (of_query, *before), (of_query_too, *square) = (
+            _flash_backward(
+                grads[0], query, key[:, :, part], value[:, :, part], out, log_sum, 0.0, causal, scale=ctx.scale
+            )
+            for part, causal in ((slice(None, first), False), (slice(first, None), True))
+        )
+        of_key, of_value = (torch.cat(both, dim=2) for both in zip(before, square, strict=True))
+        return of_query + of_query_too, of_key, of_value, None
 
 
 def partitioned_indices(bounds: Sequence[int], *, cp_size: int, cp_rank: int) -> Tensor:
