@@ -77,35 +77,6 @@ def test_the_seed_decides_the_order(lengths_file: Path, tmp_path: Path) -> None:
     assert lengths_of("--shuffle") == lengths_of("--shuffle", "0") != lengths_of()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["missing.npy", *BATCH], "missing.npy does not exist"),
-        (["synthetic:nothing", *BATCH], "No synthetic lengths are named 'nothing'; there are alpaca_eval"),
-        (["synthetic:gsm8k_sft:many", *BATCH], "it must be synthetic:NAME, :NAME:N or :NAME:N:SEED"),
-        (["synthetic:gsm8k_sft:10", *BATCH], "need 64 lengths, but there are 10"),
-        (["synthetic:gsm8k_sft", *BATCH, "--cost", "flops"], "the model is missing (--model)"),
-        (["synthetic:gsm8k_sft", *BATCH, "--model", "Nobody-1B"], "the model (--model) is 'Nobody-1B'"),
-        (["synthetic:gsm8k_sft", *BATCH, "--model", "none/config.json"], "cannot be read"),
-        (["synthetic:gsm8k_sft", *BATCH, "--steps", "0"], "--steps is 0"),
-        (["synthetic:gsm8k_sft", *BATCH, "--shuffle", "-1"], "--shuffle is -1"),
-        (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "six"], "--dp-size is six: it must be an integer of at least 1"),
-        (["synthetic:gsm8k_sft", *BATCH, "--json", "/dev/null/plan.jsonl"], "--json is"),
-        (["synthetic:gsm8k_sft"], "--global-batch-size"),
-        # Fault: options that did nothing here were ignored in silence.
-        (["synthetic:gsm8k_sft", *BATCH, "--algorithm", "foo", "--recompute"], "unrecognized arguments: --algorithm"),
-        (["synthetic:gsm8k_sft", *BATCH, "--balance-context-parallel", "3"], "unrecognized arguments: --balance"),
-        (["synthetic:gsm8k_sft", *BATCH, "--policy", "fastest"], "it must be one of stock, packed, balance-data"),
-    ],
-)
-def test_an_error_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *arguments]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("megatron-balance: ")
-    assert message.count("\n") == 1
-    assert said in message
-
-
 def test_debug_shows_where_an_error_comes_from() -> None:
     with pytest.raises(ValueError, match="does not exist"):
         main(["--debug", "compare", "missing.npy", *BATCH])

@@ -100,22 +100,15 @@ def test_three_steps_are_enough_and_two_are_not(tmp_path: Path, capsys: pytest.C
     assert "measured micro-batches in 2 steps: 3 steps" in capsys.readouterr().err
 
 
-def test_a_record_that_cannot_tell_the_rate_of_attention_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_that_is_short_or_noisy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, longest, noise, said in (
         ("short", 64, 0.01, "no long samples were seen, and its rate is not known"),
         ("noisy", 600, 0.3, "the rate of attention changes much with the steps that are left out"),
+        ("noisier", 4000, 0.8, "Warning: that is much."),
     ):
         record = write_record(tmp_path / name, Topology(4), num_steps=3, longest=longest, noise=noise)
         assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
         assert said in capsys.readouterr().out
-
-
-def test_noise_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = write_record(tmp_path / "record", Topology(4), num_steps=4, noise=0.8)
-    assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
-    assert "Warning: that is much." in capsys.readouterr().out
 
 
 def test_compare_says_where_costs_are_extrapolated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

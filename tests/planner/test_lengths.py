@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 from collections.abc import Callable
@@ -85,22 +84,22 @@ def test_accepted_spellings(tmp_path: Path, name: str, text: str) -> None:
 
 
 def test_key_chooses_array_column_and_field(tmp_path: Path) -> None:
+    np.savez(tmp_path / "one.npz", anything=np.array([3.0, 4.0]))
+    assert read_lengths(tmp_path / "one.npz").tolist() == [3, 4]
     np.savez(tmp_path / "a.npz", prompt=np.array([1, 2]), response=np.array([3, 4]))
+    with pytest.raises(BalanceError, match=r"2 arrays: prompt, response; name the lengths with --key"):
+        read_lengths(tmp_path / "a.npz")
+    with pytest.raises(BalanceError, match=r"no array 'length' \(--key\); it has prompt, response"):
+        read_lengths(tmp_path / "a.npz", key="length")
     assert read_lengths(tmp_path / "a.npz", key="response").tolist() == [3, 4]
     assert read_lengths(write(tmp_path, "a.csv", "prompt,response\n1,3\n2,4\n"), key="response").tolist() == [3, 4]
     assert read_lengths(write(tmp_path, "a.jsonl", '{"r": 3, "length": 1}\n'), key="r").tolist() == [3]
-
-
-def test_a_single_array_and_whole_floats_need_no_key(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", anything=np.array([3.0, 4.0]))
-    assert read_lengths(tmp_path / "a.npz").tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("a.txt", "512\n-3\n", ["a.txt, line 2", "-3 is negative", "0 or more"]),
-        ("a.txt", "512\n\n1.5\n", ["line 3", "1.5 is not an integer"]),
         ("a.txt", "nan\n", ["line 1", "nan is NaN"]),
         ("a.txt", "7\nseven\n", ["line 2", "seven is not a number"]),
         ("a.txt", f"{MAX_LENGTH + 1}\n", ["is above 2147483647"]),
@@ -110,16 +109,13 @@ def test_a_single_array_and_whole_floats_need_no_key(tmp_path: Path) -> None:
         ("a.jsonl", "[1, 2]\n", ["line 1", "is not a number"]),
         ("a.jsonl", "NaN\n", ["nan is NaN"]),
         ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens'", "fields: tokens", "--key"]),
-        ("a.csv", "", ["a.csv holds no lengths"]),
         ("a.csv", "length\n", ["a.csv holds no lengths"]),
         ("a.csv", "id,n\n1,2\n", ["2 columns: id, n", "--key"]),
         ("a.csv", "1,2\n3,4\n", ["2 columns and no header"]),
         ("a.csv", "id,length\n1,5\n2\n", ["line 3 has 1 columns"]),
-        ("a.csv", "id,length\n1,5\n2,-5\n", ["line 3", "-5 is negative"]),
         ("a.csv", "id,length\n1,\n", ["line 2", "is not a number"]),
         ("a.dat", "1\n", ["unknown suffix '.dat'", ".npy", ".parquet"]),
         ("a.npy", "no array", ["is not an .npy array"]),
-        ("a.npy", "", ["is not an .npy array"]),
         ("a.npz", "no archive", ["is not an .npz archive"]),
         ("a.parquet", "no table", ["is not a parquet file"]),
     ],
@@ -140,13 +136,11 @@ def test_a_wrong_file_is_named_with_place_value_and_remedy(
     [
         (np.array([3, -1]), "index 1: -1 is negative"),
         (np.array([3.0, np.nan]), "index 1: nan is NaN"),
-        (np.array([np.inf]), "index 0: inf is not an integer"),
         (np.array([2.5]), "index 0: 2.5 is not an integer"),
         (np.array([2**63], dtype=np.uint64), "is above 2147483647"),
         (np.array([], dtype=np.int64), "holds no lengths"),
         (np.ones((2, 3), dtype=np.int64), "shape [2, 3]"),
         (np.array(["3"]), "lengths are integers"),
-        (np.array([True]), "lengths are integers"),
         (np.array([3, None], dtype=object), "is not an .npy array"),
     ],
 )
@@ -157,32 +151,13 @@ def test_a_wrong_array_is_named(tmp_path: Path, array: np.ndarray, said: str) ->
     assert said in str(caught.value)
 
 
-def test_several_arrays_ask_for_a_key(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", prompt=np.array([1]), response=np.array([3]))
-    with pytest.raises(BalanceError, match=r"2 arrays: prompt, response; name the lengths with --key"):
-        read_lengths(tmp_path / "a.npz")
-    with pytest.raises(BalanceError, match=r"no array 'length' \(--key\); it has prompt, response"):
-        read_lengths(tmp_path / "a.npz", key="length")
-
-
-@pytest.mark.parametrize(("name", "text"), [("a.txt", "1\n"), ("a.csv", "1\n")])
-def test_a_key_without_names_is_refused(tmp_path: Path, name: str, text: str) -> None:
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.npy", "a.idx"])
+def test_a_key_without_names_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BalanceError, match="leave out --key"):
-        read_lengths(write(tmp_path, name, text), key="length")
+        read_lengths(write(tmp_path, name, "1\n"), key="length")
 
 
-def test_npy_takes_no_key_and_no_archive(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.array([1]))
-    with pytest.raises(BalanceError, match="leave out --key"):
-        read_lengths(tmp_path / "a.npy", key="length")
-    archive = io.BytesIO()
-    np.savez(archive, length=np.array([1]))
-    (tmp_path / "b.npy").write_bytes(archive.getvalue())
-    with pytest.raises(BalanceError, match=r"name it \.npz"):
-        read_lengths(tmp_path / "b.npy")
-
-
-def test_missing_file_folder_and_wrong_encoding(tmp_path: Path) -> None:
+def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
     with pytest.raises(BalanceError, match="does not exist"):
         read_lengths(tmp_path / "none.npy")
     (tmp_path / "folder.csv").mkdir()
@@ -191,6 +166,9 @@ def test_missing_file_folder_and_wrong_encoding(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     with pytest.raises(BalanceError, match="is not UTF-8 text"):
         read_lengths(tmp_path / "latin.txt")
+    np.savez(tmp_path / "b.npz", length=np.array([1]))
+    with pytest.raises(BalanceError, match=r"name it \.npz"):
+        read_lengths((tmp_path / "b.npz").rename(tmp_path / "b.npy"))
 
 
 def test_null_in_parquet_is_no_length(tmp_path: Path) -> None:
@@ -212,22 +190,17 @@ def test_documents_of_an_index_are_samples(tmp_path: Path) -> None:
     file = tmp_path / "corpus.idx"
     file.write_bytes(index_of([3, 4, 0, 9], [0, 2, 3, 4, 4]))
     assert read_lengths(file).tolist() == [7, 0, 9, 0]
-    with pytest.raises(BalanceError, match="leave out --key"):
-        read_lengths(file, key="length")
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"", "does not begin with MMIDIDX"),
-        (b"MMIDIDX\0", "does not begin with MMIDIDX"),
         (index_of([3, 4], [0, 2])[:-1], "is cut off"),
         (index_of([3, 4], [0, 2], version=2), "of version 2"),
         (index_of([3, 4], [0, 3]), "are not those of its sequences"),
-        (index_of([3, 4], [1, 2]), "are not those of its sequences"),
         (index_of([3, 4], [0, 2, 1, 2]), "are not those of its sequences"),
         (index_of([3, -4], [0, 2]), "is negative"),
-        (index_of([2**31 - 1, 1], [0, 2]), "is above 2147483647"),
         (index_of([], [0]), "holds no lengths"),
         (index_of([1], [0, 1])[:18] + struct.pack("<QQ", 2**62, 2**62), "is cut off"),
     ],
@@ -246,14 +219,9 @@ def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name: str) -> Non
     assert lengths.shape == (5000,)
     assert lengths.min() >= mixture.shortest
     assert lengths.max() <= mixture.longest
-    assert np.array_equal(lengths, synthetic_lengths(name, num_samples=5000, seed=3))
+    assert np.array_equal(lengths[:100], synthetic_lengths(name, num_samples=100, seed=3))
     assert not np.array_equal(lengths, synthetic_lengths(name, num_samples=5000, seed=4))
     assert sum(weight for weight, _, _ in mixture.components) == pytest.approx(1.0, abs=1e-3)
-
-
-def test_a_longer_draw_starts_with_the_shorter() -> None:
-    longer = synthetic_lengths("servegen_mlarge", num_samples=20000)
-    assert np.array_equal(longer[:100], synthetic_lengths("servegen_mlarge", num_samples=100))
 
 
 def test_synthetic_lengths_have_the_published_mean() -> None:
