@@ -17,18 +17,7 @@ from megatron_balance import __version__
 from megatron_balance.cli import compare, doctor, fit, report
 from megatron_balance.errors import BalanceError
 
-_COMMANDS: dict[str, ModuleType] = {
-    "compare": compare,
-    "report": report,
-    "fit": fit,
-    "doctor": doctor,
-}
-
-_USAGE_ERROR = 2
-
-_INTERRUPTED = 130
-"""As shells report a command that Ctrl-C ended."""
-
+_COMMANDS: dict[str, ModuleType] = {"compare": compare, "report": report, "fit": fit, "doctor": doctor}
 
 _EPILOG = """\
 start here:
@@ -73,14 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Args:
-        argv: arguments without the program's name; those of the process by default.
-
-    Returns:
-        The exit status: 0, or 2 where a flag or a file cannot be used.
-    """
+    """Run a subcommand; the result is the exit status, 2 where a flag or a file cannot be used."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         parser = build_parser()
@@ -95,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if "--debug" in arguments:
             raise
-        return _INTERRUPTED
+        return 130  # as shells report it
     except (BalanceError, OSError) as error:
         if "--debug" in arguments:
             raise
         # One line whatever a library put into its part of the message.
         print("megatron-balance: " + " ".join(str(error).split()), file=sys.stderr)
-        return _USAGE_ERROR
+        return 2

@@ -9,11 +9,7 @@ from megatron_balance.errors import BalanceError
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:
-    """Makes the folder of an output file, and opens the file, before anything is computed.
-
-    Raises:
-        BalanceError: it cannot be written.
-    """
+    """Makes the folder of an output file, and opens the file, before anything is computed."""
     if path is None:
         return
     new = not path.exists()

@@ -1,11 +1,6 @@
 """Plans the same global batches under each policy, and judges all of them by one cost model.
 
-stock          sample i goes to rank i % dp_size, one sample a micro-batch: Megatron's own sampler
-packed         every rank packs the samples it loaded, up to the token cap
-balance-data   samples move; ranks are made even in tokens
-by-flops       samples move; ranks are made even in FLOPs of the model
-calibrated     samples move; ranks are made even in the seconds of --cost seconds.json
-dynamic-cp     the last of these, each micro-batch with a context-parallel size of its own
+`compare --help` describes the policies.
 
 Invariant: one cost model judges all policies; each is planned with the cost that its flags select in training. Every
 figure comes from plans of these very batches.
@@ -33,14 +28,9 @@ _MEANS = ("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "num_m
 
 @dataclass(frozen=True)
 class Policy:
-    """One way to divide a global batch among ranks and micro-batches.
+    """One way to divide a global batch: the training flags that select it, and the cost that it evens out.
 
-    Attributes:
-        name: for tables.
-        flags: training flags that select it; empty for stock.
-        cost_model: cost that it evens out; None for stock, which does not pack.
-        move_samples: samples may leave the rank that loaded them.
-        dynamic_cp: each micro-batch has a context-parallel size of its own.
+    Stock has neither: it does not pack.
     """
 
     name: str
@@ -104,14 +94,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is compared: ranks, cap, objective, and the cost that judges.
-
-    Attributes:
-        costs: cost of a sample.
-        topology: the ranks at one context-parallel size.
-        limits: token cap of a micro-batch.
-        objective: of a recorded run, or `auto`: the ranks decide it.
-    """
+    """What is compared: costs, ranks at one size, token cap, and the objective of a recorded run, or `auto`."""
 
     costs: Costs
     topology: Topology

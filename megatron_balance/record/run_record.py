@@ -123,11 +123,7 @@ def line_of(step: StepRecord, *, cost_model: CostModel) -> dict[str, Any]:
 
 
 def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
-    """The step that `line_of` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: the line holds no possible step.
-    """
+    """The step that `line_of` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
     topology, numbers = info.topology, {name: line[name] for name in ("iteration", "num_microbatches", "cost_shift")}
     for name, value in numbers.items():
         if type(value) is not int or value < {"num_microbatches": 1}.get(name, 0):
@@ -191,14 +187,7 @@ def _check_cp_sizes(sizes: NDArray[np.int64], *, slot_of: NDArray[np.int64], top
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read a run back, also one that was killed or still runs, or a plan.
-
-    Args:
-        path: folder of a record, or a file of `compare --json`.
-
-    Raises:
-        BalanceError: there is no record, or a line of it is damaged.
-    """
+    """Read a run back from its folder, also one that was killed or still runs, or a file of `compare --json`."""
     files = [path / PLAN, *sorted(path.glob("seconds_rank*.jsonl"))] if path.is_dir() else [path]
     info: RunInfo | None = None
     steps: dict[int, StepRecord] = {}
@@ -276,12 +265,7 @@ def text_of(line: Mapping[str, Any]) -> bytes:
 
 
 class _Lines:
-    """Appends lines to a file.
-
-    Args:
-        path: the file; its folder is made.
-        resume: go on after the last whole line that is there; else start anew.
-    """
+    """Appends lines to a file; with `resume` after the last whole line that is there, else anew."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,16 +283,7 @@ class _Lines:
 
 
 class PlanWriter:
-    """Writes the plans of a run.
-
-    Args:
-        folder: of the record.
-        info: written at once.
-        resume: go on after the steps that are there; else they are an earlier run's and are removed.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
+    """Writes the plans of a run into the folder of its record; with `resume` after the steps that are there."""
 
     def __init__(self, folder: Path, *, info: RunInfo, resume: bool = False) -> None:
         if resume:
@@ -343,13 +318,7 @@ def _set_aside(folder: Path, *, info: RunInfo) -> None:
 
 
 class SecondsWriter:
-    """Writes the measured seconds of one data-parallel rank's micro-batches, or of one leaf's.
-
-    Args:
-        folder: of the record.
-        dp_rank: of this rank; its leaf with dynamic context-parallel sizes.
-        resume: as for PlanWriter, of this rank's file.
-    """
+    """Writes the measured seconds of one data-parallel rank's micro-batches, with dynamic sizes of one leaf's."""
 
     def __init__(self, folder: Path, *, dp_rank: int, resume: bool = False) -> None:
         self._path = folder / f"seconds_rank{dp_rank:05d}.jsonl"

@@ -205,14 +205,7 @@ class RunFigures:
 
 
 def run_figures(record: RunRecord) -> RunFigures:
-    """Compute the figures of a run and of its stock baseline.
-
-    Args:
-        record: the run. Steps without samples are left out.
-
-    Raises:
-        BalanceError: no step holds a sample.
-    """
+    """Compute the figures of a run and of its stock baseline; steps without samples are left out."""
     kept = tuple(step for step in record.steps if step.lengths.size)
     if not kept:
         raise BalanceError("the run holds no step with samples: the first is written when it has run.")

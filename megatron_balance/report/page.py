@@ -26,11 +26,7 @@ NONE = "–"
 
 
 def write_page(figures: RunFigures, *, out: Path) -> None:
-    """Write the page of a run.
-
-    Raises:
-        BalanceError: plotly or jinja2 is missing.
-    """
+    """Write the page of a run."""
     try:
         import jinja2
         from markupsafe import Markup
