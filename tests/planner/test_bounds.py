@@ -75,28 +75,8 @@ def test_no_assignment_beats_the_bound_and_no_plan_beats_brute_force(objective, 
                 assert best <= schedule.predicted_cost
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=7), st.sampled_from(COST_MODELS[:3]), st.integers(2, 3))
-def test_step_is_within_a_third_of_brute_force_on_seven_samples(lengths, cost_model, dp_size):
-    # With a cap that never binds, a plan is a partition of the samples into ranks: longest first is 4/3 (Graham 1969).
-    schedule = plan(lengths, cost_model=cost_model, topology=Topology(dp_size), limits=Limits(100), objective="step")
-    best = min(
-        max(sum(cost_model(n) for n, p in zip(lengths, parts, strict=True) if p == part) for part in range(dp_size))
-        for parts in product(range(dp_size), repeat=len(lengths))
-    )
-    best += cost_model.per_microbatch
-    assert schedule.lower_bound <= best <= schedule.predicted_cost
-    assert 3 * schedule.predicted_cost <= 4 * best
-
-
 def test_the_pigeonhole_bound_sees_three_equal_samples_on_two_ranks():
     assert plan([6, 6, 6], topology=Topology(2), limits=Limits(99), objective="step").lower_bound == 12
-
-
-def test_large_samples_that_cannot_share_force_slots_apart():
-    # Two ranks, cap 10: three samples of 10 need a slot pair and half of another, which costs 10 as well.
-    schedule = plan([10, 10, 10], topology=Topology(2), limits=Limits(10), objective="microbatch")
-    assert schedule.lower_bound == schedule.predicted_cost == 20
 
 
 @pytest.mark.parametrize(
@@ -159,13 +139,6 @@ def pipeline_time(costs, *, pp_size, vpp_size=1):
 def test_the_time_of_a_pipeline_is_that_of_one_forward_one_backward(costs, pp_size, vpp_size):
     expected = makespan(costs, stages=pp_size, chunks=vpp_size)
     assert pipeline_time(costs, pp_size=pp_size, vpp_size=vpp_size) == expected
-
-
-def test_equal_micro_batches_take_the_textbook_time():
-    # (num_microbatches + pp_size - 1) micro-batches of 1/pp_size of the cost each; interleaving divides the bubble.
-    assert pipeline_time([400] * 8, pp_size=4) == (8 + 3) * 100
-    assert pipeline_time([400] * 8, pp_size=4, vpp_size=3) == (8 + 1) * 100
-    assert pipeline_time([3, 4], pp_size=1) == 7
 
 
 def test_slots_of_a_pipeline_rise_and_fall():

@@ -198,21 +198,6 @@ def check_plan(lengths, topology, cap, *, cost_model, objective):
     assert again.digest() == schedule.digest()
 
 
-@settings(max_examples=25)
-@given(planning_inputs(), st.data())
-def test_samples_of_several_segments_are_sums_of_them(inputs, data):
-    lengths, topology, cap = inputs
-    counts = []
-    while sum(counts) < len(lengths):
-        counts.append(data.draw(st.integers(0, len(lengths) - sum(counts))))
-    schedule = plan(lengths, topology=topology, cap=cap, num_segments=counts)
-    schedule.check()
-    assert schedule.lengths.size == len(counts)
-    assert schedule.lengths.sum() == sum(lengths)
-    placed = {sample for slots in schedule.ranks for ids in slots for sample in ids}
-    assert placed == set(range(len(counts)))
-
-
 def test_a_long_sample_is_shared_and_short_ones_are_not():
     topology = Topology(2, cp_size=2, dynamic_cp=True)
     schedule = plan([2000, 500, 500, 500, 500], topology=topology, objective="step").check()
@@ -242,14 +227,6 @@ def test_sizes_stay_below_their_limit():
     assert all(ids == (0,) for slots in limited.ranks for ids in slots if 0 in ids)
 
 
-def test_communication_is_in_the_plan_and_in_its_bound():
-    topology = Topology(1, cp_size=4, dynamic_cp=True)
-    free = plan([2000], topology=topology, cost_model=CostModel(linear=100))
-    paid = plan([2000], topology=topology, cost_model=CostModel(linear=100, cp_exchange=8))
-    assert (free.predicted_cost, free.lower_bound) == (50_000, 50_000)
-    assert (paid.predicted_cost, paid.lower_bound) == (50_000 + 8 * 1500,) * 2
-
-
 def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
     lengths = [511] * 3 + [25] * 30
     ragged = plan(lengths, topology=Topology(2, cp_size=2, dynamic_cp=True), objective="step").check()
@@ -258,12 +235,6 @@ def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
     assert {len(slots) for slots in even.ranks} == {even.num_microbatches}
     check_invariants(ragged)
     check_invariants(even)
-
-
-def test_an_empty_batch_is_a_dummy_on_every_leaf():
-    schedule = plan([], topology=Topology(2, cp_size=2, dynamic_cp=True, pp_size=2, microbatch_multiple=2)).check()
-    assert schedule.ranks == (((), ()),) * 4
-    assert schedule.cp_sizes == ((1, 1),) * 4
 
 
 def test_the_cap_holds_where_a_cheaper_sample_has_more_tokens():
@@ -308,13 +279,6 @@ def test_options_that_bind_samples_to_ranks_are_refused_by_name(options, named):
         build_data_schedule(
             [5, 6], cost_model=CostModel.tokens(), topology=Topology(2, dynamic_cp=True), **given_options
         )
-
-
-def test_a_limit_on_sizes_needs_sizes_to_choose_from():
-    with pytest.raises(BalanceError, match="max_cp_size"):
-        Topology(2, max_cp_size=2)
-    with pytest.raises(BalanceError, match="max_cp_size"):
-        Topology(2, dynamic_cp=True, max_cp_size=0)
 
 
 def test_a_sample_is_sent_to_all_ranks_that_share_it():

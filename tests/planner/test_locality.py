@@ -68,17 +68,6 @@ def test_whole_ranks_loaded_elsewhere_are_brought_home():
     assert schedule_metrics(schedule).moved_tokens == 0
 
 
-def test_samples_of_one_length_stay_where_they_are():
-    schedule = build_data_schedule(
-        [100] * 32,
-        cost_model=CostModel.tokens(),
-        topology=Topology(4),
-        limits=Limits(400),
-        home_ranks=[index % 4 for index in range(32)],
-    ).check()
-    assert schedule_metrics(schedule).moved_tokens == 0
-
-
 def test_what_must_move_stays_on_its_node():
     # Ranks 0 and 1 loaded everything, so half of it goes to the other two ranks, on node 1: no way round that.
     # Ranks 0 and 2 loaded all: then each node keeps its half.

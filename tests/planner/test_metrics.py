@@ -49,13 +49,6 @@ def test_padding_is_counted_on_padded_tokens():
     assert metrics.cap_headroom == pytest.approx(1 - 8 / 40)
 
 
-def test_groups_that_meet_are_judged_by_themselves():
-    # Two expert-parallel groups of two ranks; in each both ranks have equal loads.
-    ranks = [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
-    metrics = judge(ranks, [9, 1, 9, 1, 5, 5, 5, 5], topology=Topology(4, ep_size=2))
-    assert metrics.microbatch_imbalance == 1.0
-
-
 def test_micro_batches_are_counted_where_there_is_no_token_cap():
     metrics = judge([[[0, 1]], [[2]]], [5, 6, 7], limits=Limits(micro_batch_size=1))
     assert metrics.num_over_cap == 1
@@ -74,22 +67,6 @@ def test_a_token_plan_is_judged_by_flops():
     assert judged.lower_bound == schedule_metrics(by_flops).lower_bound
     stock = [[[sample] for sample in range(rank, 128, 8)] for rank in range(8)]
     assert judge(stock, lengths, cost_model=flops, **options).over_bound > judged.over_bound
-
-
-def test_figures_of_a_schedule_are_its_own():
-    schedule = build_data_schedule(
-        [4096] * 64, cost_model=CostModel(quadratic=10**13), topology=Topology(4), limits=Limits(8192)
-    )
-    metrics = schedule_metrics(schedule)
-    assert metrics.predicted_cost == schedule.predicted_cost << schedule.cost_shift
-    assert metrics.over_bound == schedule.predicted_cost / schedule.lower_bound
-    assert schedule_metrics(schedule, objective="microbatch").objective == "microbatch"
-
-
-def test_an_empty_batch_is_perfect():
-    metrics = judge([[], []], [])
-    assert metrics.step_imbalance == metrics.microbatch_imbalance == metrics.over_bound == 1.0
-    assert metrics.num_dummies == 2
 
 
 SIZED = CostModel(linear=1000, quadratic=1, cp_exchange=800)
@@ -157,19 +134,6 @@ def test_imbalances_of_sizes_of_their_own_are_those_of_its_leaves(ranks):
         sum(sizes[sample] * length for sample, length in enumerate(lengths.tolist())) / lengths.sum()
     )
     assert sum(tokens for _, tokens in metrics.tokens_by_cp_size) == lengths.sum()
-
-
-def test_one_size_is_the_mean_of_itself():
-    metrics = judge([[[0]], [[1]]], [5, 8], topology=Topology(2, cp_size=2))
-    assert (metrics.mean_cp_size, metrics.tokens_by_cp_size) == (2, ((2, 13),))
-
-
-def test_one_size_may_count_what_its_ranks_receive():
-    ranks, options = [[[0]], [[1]]], {"topology": Topology(2, cp_size=4), "limits": Limits(1024)}
-    model = SIZED.at_cp_size(4)
-    metrics = judge(ranks, [1000, 800], cost_model=model, **options)
-    assert metrics.predicted_cost == 1000 * 1000 + 3 * 800 * 1000
-    assert judge(ranks, [1000, 800], cost_model=SIZED, **options).predicted_cost == 1000 * 1000 + 1000**2
 
 
 @pytest.mark.parametrize(

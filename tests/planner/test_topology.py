@@ -43,6 +43,9 @@ def test_sizes_of_dynamic_context_parallelism_are_powers_of_two_of_all_ranks():
     assert Topology(3, cp_size=4, dynamic_cp=True).dynamic_cp_sizes == (1, 2, 4, 8)
     assert Topology(4, cp_size=4, dynamic_cp=True, max_cp_size=6).dynamic_cp_sizes == (1, 2, 4)
     assert Topology(4, cp_size=4).dynamic_cp_sizes == (4,)
+    for wrong in ({}, {"dynamic_cp": True, "max_cp_size": 0}):  # a limit needs sizes to choose from
+        with pytest.raises(BalanceError, match="max_cp_size"):
+            Topology(2, **{"max_cp_size": 2, **wrong})
 
 
 def test_the_cap_of_a_micro_batch_is_that_of_its_context_parallel_ranks():
