@@ -80,12 +80,6 @@ def test_scaled_costs_keep_order_and_sum(model: CostModel, values: list[int]) ->
         assert cost == max(model(length) >> scaled.shift, min(model(length), 1))
 
 
-@given(models, st.permutations(range(8)))
-def test_costs_do_not_depend_on_the_order_of_samples(model: CostModel, order: list[int]) -> None:
-    values = np.array([0, 1, 5, 5, 100, 4096, 70000, 10**6])
-    assert (model.sample_costs(values[order]).costs == model.sample_costs(values).costs[order]).all()
-
-
 def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
     model = CostModel(linear=2**59)
     few, many = model.sample_costs(np.array([1, 1])), model.sample_costs(np.full(64, 2))
