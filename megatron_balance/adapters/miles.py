@@ -15,7 +15,7 @@ import importlib
 import sys
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, hook_row, launch
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch
 from megatron_balance.adapters.slime import BalancedDpSchedule, SlimeOptions, mask_copies
 from megatron_balance.cost.resolve import Model
 
@@ -71,17 +71,17 @@ def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
 
 def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
     return (
-        hook_row(
-            "miles.utils.dp_schedule:build_dp_schedule",
-            "args train_parallel_config total_lengths global_batch_size rollout_indices",
+        Hook(
+            target="miles.utils.dp_schedule:build_dp_schedule",
+            parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
             wrap=lambda stock: BalancedDpSchedule(stock, options=options),
             why="it tells which rank runs which samples in which micro-batch",
             until="miles takes a schedule function by path, as it takes others",
-            also_in=(_CONVERSION,),
+            bound_in=("miles.utils.dp_schedule", _CONVERSION),
         ),
-        hook_row(
-            f"{_CONVERSION}:_package_shards",
-            "args data partitions",
+        Hook(
+            target=f"{_CONVERSION}:_package_shards",
+            parameters=("args", "data", "partitions"),
             wrap=_masked,
             why="copies that fill an empty micro-batch are masked before shards are sent",
             until="miles's trainer runs an empty micro-batch",

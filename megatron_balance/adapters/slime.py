@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, hook_row, launch, split_rollout
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch, split_rollout
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.resolve import Model, resolve_cost
 from megatron_balance.errors import BalanceError
@@ -117,18 +117,18 @@ def install(
 def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
     check_not_started(getattr(sys.modules.get("slime.ray.rollout"), "RolloutManager", None))
     return (
-        hook_row(
-            "slime.utils.dp_schedule:build_dp_schedule",
-            "args train_parallel_config total_lengths global_batch_size rollout_indices",
-            also_in=("slime.ray.rollout",),
+        Hook(
+            target="slime.utils.dp_schedule:build_dp_schedule",
+            parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
+            bound_in=("slime.utils.dp_schedule", "slime.ray.rollout"),
             wrap=lambda stock: BalancedDpSchedule(stock, options=options),
             why="RolloutManager asks it which rank runs which samples in which micro-batch",
             until="slime takes a schedule function by path, as it takes others",
         ),
-        hook_row(
-            "slime.observability.rollout_data_utils:tensorize_rollout_data_for_training",
-            "rollout_data",
-            also_in=("slime.ray.rollout",),
+        Hook(
+            target="slime.observability.rollout_data_utils:tensorize_rollout_data_for_training",
+            parameters=("rollout_data",),
+            bound_in=("slime.observability.rollout_data_utils", "slime.ray.rollout"),
             wrap=_MaskCopies,
             why="the last function before data is sent: copies that fill an empty micro-batch are masked there",
             until="slime's trainer runs an empty micro-batch",

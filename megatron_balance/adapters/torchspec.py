@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, even_parts, hook_row, launch
+from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, even_parts, launch
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import as_integers
 
@@ -129,44 +129,42 @@ def install(
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
 
-    def row(method: str, parameters: str, *, wrap: Callable[..., Function], why: str, until: str) -> Hook:
+    def row(method: str, wrap: Callable[..., Function], why: str, until: str) -> Hook:
+        parameters = {"_partition_results": ("self", "results"), "_prepare_dataset": ("self", "skip")}
+        target = f"{__name__}:AsyncTrainingController.{method}"
         wrap = functools.partial(wrap, settings=settings)
-        return hook_row(f"{__name__}:AsyncTrainingController.{method}", parameters, wrap=wrap, why=why, until=until)
+        return Hook(target=target, wrap=wrap, why=why, until=until, parameters=parameters.get(method, ("self",)))
 
     hooks = [
         row(
             "_partition_results",
-            "self results",
-            wrap=_with_ranks_by_length,
-            why="gives the samples of a dispatch to ranks in turn, whatever their lengths",
-            until="TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
+            _with_ranks_by_length,
+            "gives the samples of a dispatch to ranks in turn, whatever their lengths",
+            "TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
         )
     ]
     if settings.chooses:
         hooks += [
             row(
                 "try_dispatch_batch",
-                "self",
-                wrap=_with_window,
-                why="takes the oldest samples of the pool, whatever their lengths",
-                until="TorchSpec chooses among the samples of its pool",
+                _with_window,
+                "takes the oldest samples of the pool, whatever their lengths",
+                "TorchSpec chooses among the samples of its pool",
             ),
             row(
                 "get_status",
-                "self",
-                wrap=_with_delays_reported,
-                why="the delay that choosing costs is reported with the rest of the status",
-                until="the hook of try_dispatch_batch goes",
+                _with_delays_reported,
+                "the delay that choosing costs is reported with the rest of the status",
+                "the hook of try_dispatch_batch goes",
             ),
         ]
     if settings.approach == "C":
         hooks.append(
             row(
                 "_prepare_dataset",
-                "self skip",
-                wrap=_with_presorted_data,
-                why="orders the prompts of an epoch, at random",
-                until="TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
+                _with_presorted_data,
+                "orders the prompts of an epoch, at random",
+                "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
             )
         )
     return hooks

@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from megatron_balance.adapters.areal.single_rank import single_rank_hooks
 from megatron_balance.adapters.areal.trajectories import make_dispatch, redistribute
-from megatron_balance.adapters.kit import Function, Hook, hook_row
+from megatron_balance.adapters.kit import Function, Hook
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import gather_lengths
 
 _ROLLOUT = "areal.infra.dist_rollout"
+_CONTROLLER = "areal.infra.controller.train_controller"
 
 
 @dataclass(frozen=True)
@@ -87,31 +88,31 @@ def hooks_for(options: ArealOptions) -> tuple[Hook, ...]:
         )
 
     return (
-        hook_row(
-            f"{_ROLLOUT}:redistribute_trajectories",
-            "trajectories group packing_algorithm",
+        Hook(
+            target=f"{_ROLLOUT}:redistribute_trajectories",
+            parameters=("trajectories", "group", "packing_algorithm"),
             wrap=lambda _: redistribute_trajectories,
             why="balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
             until="AReaL's redistribution takes an allocation function and lists of different lengths",
         ),
-        hook_row(
-            f"{_ROLLOUT}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
-            "self trajectories",
+        Hook(
+            target=f"{_ROLLOUT}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
+            parameters=("self", "trajectories"),
             wrap=with_failures_shared,
             why="an error of a data-parallel head raises on the ranks that wait for it too",
             until="AReaL's ranks agree on failure before one raises",
         ),
-        hook_row(
-            "areal.infra.controller.train_controller:_dispatch_tensors",
-            "item_list dp_size group_size",
+        Hook(
+            target=f"{_CONTROLLER}:_dispatch_tensors",
+            parameters=("item_list", "dp_size", "group_size"),
             wrap=lambda _: make_dispatch(options.cost_model),
             why="balances by our cost, accepts a number of items that is no multiple of the ranks",
             until="AReaL's controller takes a partition function",
-            also_in=("areal.experimental.training_service.data_proxy.dispatcher",),
+            bound_in=(_CONTROLLER, "areal.experimental.training_service.data_proxy.dispatcher"),
         ),
-        hook_row(
-            "areal.utils.data:allocate_balanced_mbs_synced",
-            "mb_spec lens group",
+        Hook(
+            target="areal.utils.data:allocate_balanced_mbs_synced",
+            parameters=("mb_spec", "lens", "group"),
             wrap=lambda _: allocate_balanced_mbs_synced,
             why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
             until="AReaL's ranks agree on failure before one raises",

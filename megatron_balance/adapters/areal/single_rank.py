@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_balance.adapters.kit import Function, Hook, hook_row
+from megatron_balance.adapters.kit import Function, Hook
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import gather_lengths
 
@@ -174,7 +174,13 @@ def single_rank_hooks(max_wait_hours: float) -> list[Hook]:
         ),
     ]
     return [
-        hook_row(target, parameters, wrap=wrap, why=f"single_rank_load: {why}", until="AReaL has single_rank_load")
+        Hook(
+            target=target,
+            parameters=tuple(parameters.split()),
+            wrap=wrap,
+            why=f"single_rank_load: {why}",
+            until="AReaL has single_rank_load",
+        )
         for target, parameters, wrap, why in rows
     ]
 

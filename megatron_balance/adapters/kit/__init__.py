@@ -5,7 +5,7 @@ it in place. `split_rollout` and `even_parts` plan the steps of a rollout batch 
 needs torch, packs rows alike on all ranks and moves them. `tests/adapters/template` has an adapter to copy.
 """
 
-from megatron_balance.adapters.kit.installing import Adapter, check_not_started, hook_row, launch
+from megatron_balance.adapters.kit.installing import Adapter, check_not_started, launch
 from megatron_balance.adapters.kit.plans import RolloutSplit, even_parts, row_costs, split_rollout
 from megatron_balance.hooking import Function, Hook
 
@@ -16,7 +16,6 @@ __all__ = [
     "RolloutSplit",
     "check_not_started",
     "even_parts",
-    "hook_row",
     "launch",
     "row_costs",
     "split_rollout",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Installation, Patches, check_version, install_hooks
+from megatron_balance.hooking import Hook, Installation, Patches, check_version, install_hooks
 
 Settings = TypeVar("Settings")
 
@@ -74,30 +74,6 @@ class Adapter(Installation[Settings]):
 
         self.install(settings, hook=install)
         return self
-
-
-def hook_row(
-    target: str,
-    parameters: str,
-    *,
-    wrap: Callable[[Function], Function],
-    why: str,
-    until: str,
-    also_in: Sequence[str] = (),
-) -> Hook:
-    """A row of an adapter's table: a function that is replaced where it is defined.
-
-    Args:
-        target: `module:function` or `module:Class.method`.
-        parameters: those that the wrapper relies on, with spaces between them.
-        wrap: takes the function and returns its replacement.
-        why: what the hook is for.
-        until: when it can go.
-        also_in: further modules that bind it by value.
-    """
-    module, _, name = target.partition(":")
-    owner = f"{module}:{name.rpartition('.')[0]}" if "." in name else module
-    return Hook(target, (owner, *also_in), tuple(parameters.split()), wrap, why, until)
 
 
 def check_not_started(actor_class: Any) -> None:

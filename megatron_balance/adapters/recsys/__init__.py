@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Hook, hook_row
+from megatron_balance.adapters.kit import Adapter, Hook
 from megatron_balance.errors import BalanceError
 
 __all__ = ["NAME", "install", "is_installed"]
@@ -91,6 +91,6 @@ def _hooks() -> list[Hook]:
     ]
     until = "upstream's own tests of its balancers pass"
     return [
-        hook_row(target, parameters, wrap=lambda _, function=function: function, why=why, until=until)
-        for target, parameters, function, why in rows
+        Hook(target=target, parameters=tuple(parameters.split()), wrap=lambda _, new=new: new, why=why, until=until)
+        for target, parameters, new, why in rows
     ]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from verl.utils.device import get_device_name
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from megatron_balance.adapters.kit import Function, Hook, hook_row, row_costs, split_rollout
+from megatron_balance.adapters.kit import Function, Hook, row_costs, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.adapters.verl import Settings, adapter, is_hook, while_active
 from megatron_balance.adapters.verl.dispatch import bind_balanced, split_balanced
@@ -51,13 +51,13 @@ def hooks() -> tuple[Hook, ...]:
     def balancing(name: str, parameters: str, balanced: Function, *, why: str, until: str, modules: Names = ()) -> Hook:
         # A module that was loaded while the adapter was installed before has a hook already, and keeps it.
         loaded = (other for other in modules if other in sys.modules)
-        return hook_row(
-            f"{BALANCING}:{name}",
-            parameters,
+        return Hook(
+            target=f"{BALANCING}:{name}",
+            parameters=tuple(parameters.split()),
             wrap=lambda stock: while_active(stock, balanced),
             why=why,
             until=until,
-            also_in=[other for other in loaded if not is_hook(getattr(sys.modules[other], name, None))],
+            bound_in=(BALANCING, *(one for one in loaded if not is_hook(getattr(sys.modules[one], name, None)))),
         )
 
     splits = ("_split_args_kwargs_data_proto_with_auto_padding", True), ("_split_args_kwargs_data_proto", False)
@@ -95,18 +95,18 @@ def hooks() -> tuple[Hook, ...]:
             modules=ENGINES,
         ),
         *(
-            hook_row(
-                f"{DECORATOR}:{name}",
-                "chunks args kwargs",
+            Hook(
+                target=f"{DECORATOR}:{name}",
+                parameters=("chunks", "args", "kwargs"),
                 wrap=functools.partial(split_balanced, pads=pads),
                 why="the only place that sees all arguments of a call before they are cut",
                 until=_ROWS_IN_ORDER,
             )
             for name, pads in splits
         ),
-        hook_row(
-            f"{WORKER_GROUP}:func_generator",
-            "self method_name dispatch_fn collect_fn execute_fn blocking",
+        Hook(
+            target=f"{WORKER_GROUP}:func_generator",
+            parameters=("self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"),
             wrap=functools.partial(bind_balanced, before=hook_trainers),
             why="it joins dispatch and collect of one call, between which the order is kept",
             until=_ROWS_IN_ORDER,
@@ -121,9 +121,9 @@ def trainer_hooks() -> tuple[Hook, ...]:
         (V1_TRAINER, "PPOTrainer", True, "it does not look at keep_minibatch"),
     )
     return tuple(
-        hook_row(
-            f"{module}:{class_name}._balance_batch",
-            "self batch metrics logging_prefix keep_minibatch",
+        Hook(
+            target=f"{module}:{class_name}._balance_batch",
+            parameters=("self", "batch", "metrics", "logging_prefix", "keep_minibatch"),
             wrap=lambda stock, of_keys=of_keys: while_active(stock, functools.partial(_balance_batch, of_keys=of_keys)),
             why=why,
             until="verl keeps the mini-batches it is asked to keep",

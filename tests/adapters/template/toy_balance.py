@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.adapters.kit import Adapter, Function, Hook, hook_row
+from megatron_balance.adapters.kit import Adapter, Function, Hook
 from megatron_balance.runtime import Sample, check_same_schedule, gather_sample_lengths, reroute_samples
 
 
@@ -37,9 +37,9 @@ def install(*, max_tokens: int, cost_model: CostModel | None = None) -> Adapter[
 def hooks_for(settings: Settings) -> tuple[Hook, ...]:
     """The table: each row is checked before any is installed."""
     return (
-        hook_row(
-            "toy_host:Loader.load_step",
-            "self group",
+        Hook(
+            target="toy_host:Loader.load_step",
+            parameters=("self", "group"),
             wrap=functools.partial(balanced_step, settings=settings),
             why="the only place that has the sequences before they run",
             until="the host takes a planning function",
