@@ -74,12 +74,20 @@ def check_packages() -> Iterator[Finding]:
     where = hardware["device"] if has_gpu else f"no GPU ({hardware['device']}): training needs one"
     yield Finding(True, f"torch {torch.__version__}, {where}")
     yield _megatron()
-    versions = hardware["versions"]
     # The local attention of Megatron refuses packed sequences; Transformer Engine's takes them.
-    without = "GPUs run packed sequences through it: pip install 'transformer-engine[pytorch]'"
-    yield _optional("transformer-engine", "transformer_engine.pytorch", versions, needed=has_gpu, without=without)
-    without = "without it and Transformer Engine add --no-gradient-accumulation-fusion"
-    yield _optional("apex", "apex", versions, needed=False, without=without)
+    engine, remedy = hardware["versions"].get("transformer-engine"), "pip install 'transformer-engine[pytorch]'"
+    if engine is None:
+        yield Finding(
+            not has_gpu, f"transformer-engine is not installed; GPUs run packed sequences through it: {remedy}"
+        )
+        return
+    try:
+        if has_gpu:
+            importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        yield Finding(False, f"transformer-engine {engine} does not load: {error}. Build it for this torch: {remedy}")
+    else:
+        yield Finding(True, f"transformer-engine {engine}")
 
 
 def _megatron() -> Finding:
@@ -98,19 +106,6 @@ def _megatron() -> Finding:
         )
     # After the + Megatron puts the commit of the repository that this process was started in.
     return Finding(True, f"megatron-core {version.partition('+')[0]}, with megatron.training")
-
-
-def _optional(name: str, module: str, versions: Mapping[str, str], *, needed: bool, without: str) -> Finding:
-    """A package that only some runs need; `without` says what to do without it."""
-    version = versions.get(name)
-    if version is None:
-        return Finding(not needed, f"{name} is not installed; {without}")
-    if needed:
-        try:
-            importlib.import_module(module)
-        except (ImportError, OSError) as error:
-            return Finding(False, f"{name} {version} does not load: {error}. Build it for this torch: {without}")
-    return Finding(True, f"{name} {version}")
 
 
 def check_hooks() -> Iterator[Finding]:

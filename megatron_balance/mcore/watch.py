@@ -49,9 +49,6 @@ from megatron_balance.planner import resolve_objective
 from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
-MAX_STEPS = 256
-"""The newest steps of a log interval, beyond which older ones are left out of the figures."""
-
 MAX_UNREAD_STEPS = 8
 """Steps whose marks the device has not passed yet; older ones are dropped."""
 
@@ -162,12 +159,10 @@ class Watch:
                 exposed_seconds=step.exposed_seconds,
             )
             self._write(functools.partial(self._plans.add, record))
-        if self._prints and step.schedule is not None:
+        if self._prints and self._settings.log_interval and step.schedule is not None:
             self._objective = step.schedule.objective
             self._shapes.update(step.slots.num_tokens)
             self._figures[iteration] = step.figures | {"exposed_seconds": step.exposed_seconds}
-            if len(self._figures) > MAX_STEPS:
-                del self._figures[min(self._figures)]
         self._watch_memory(step)
 
     def timed(self, slot: int | None = None) -> AbstractContextManager[None]:
