@@ -7,7 +7,6 @@ turns them into int64, so that a wrong value is named by file, line and value in
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib
 import json
@@ -15,7 +14,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,12 +71,17 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
         raise BalanceError(f"{file} {reason}; give a file of lengths, or synthetic:NAME.")
     try:
         raw = reader(file, key)
+    except BalanceError:  # a ValueError that says enough
+        raise
     except UnicodeDecodeError as error:
         raise BalanceError(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
     except csv.Error as error:
         raise BalanceError(f"{file} is not a table of comma-separated values: {error}.") from error
     except OSError as error:
         raise BalanceError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        what = {".npy": "array", ".npz": "archive"}.get(file.suffix.lower(), "file")
+        raise BalanceError(f"{file} is not an {file.suffix} {what} of integers, as numpy writes it: {error}") from error
     return _checked(file, *raw)
 
 
@@ -148,34 +152,22 @@ def _short(text: str) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
-@contextlib.contextmanager
-def _readable_arrays(file: Path, *, what: str) -> Generator[None, None, None]:
-    try:
-        yield
-    except BalanceError:
-        raise
-    except (ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise BalanceError(f"{file} is not an {what} of integers, as numpy writes it: {error}") from error
-
-
 def _read_npy(file: Path, _: str | None) -> _RawLengths:
     # Pickled objects can run code: lengths never need them. A mapped file takes no memory for what its header claims.
-    with _readable_arrays(file, what=".npy array"):
-        loaded: object = np.load(file, mmap_mode="r", allow_pickle=False)
-        if not isinstance(loaded, np.ndarray):
-            raise BalanceError(f"{file} is an archive of arrays; name it .npz.")
-        return np.atleast_1d(np.array(loaded)), "index", None
+    loaded: object = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(loaded, np.ndarray):
+        raise BalanceError(f"{file} is an archive of arrays; name it .npz.")
+    return np.atleast_1d(np.array(loaded)), "index", None
 
 
 def _read_npz(file: Path, key: str | None) -> _RawLengths:
-    with _readable_arrays(file, what=".npz archive"):
-        with zipfile.ZipFile(file) as archive:
-            unpacked = sum(member.file_size for member in archive.infolist())
-        if unpacked > MAX_ARCHIVE_NBYTES:
-            raise BalanceError(f"{file} unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_NBYTES} are read.")
-        with np.load(file, allow_pickle=False) as arrays:
-            name = _choose(list(arrays), where=str(file), key=key, what="array")
-            return np.atleast_1d(arrays[name]), f"array {name!r}, index", None
+    with zipfile.ZipFile(file) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > MAX_ARCHIVE_NBYTES:
+        raise BalanceError(f"{file} unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_NBYTES} are read.")
+    with np.load(file, allow_pickle=False) as arrays:
+        name = _choose(list(arrays), where=str(file), key=key, what="array")
+        return np.atleast_1d(arrays[name]), f"array {name!r}, index", None
 
 
 def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
