@@ -192,11 +192,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _with_ranks_by_length(partition_results: Function, *, settings: Settings) -> Function:
-    """`_partition_results` by length, where every rank gets the same number of samples, two or more.
-
-    With one sample a rank (micro_batch_size 1, or evaluation) there is nothing to choose, and TorchSpec's own
-    function is called.
-    """
+    """`_partition_results` by length; TorchSpec's own where ranks get one sample each: there is nothing to choose."""
 
     @functools.wraps(partition_results)
     def wrapper(controller: Any, results: list[Any]) -> list[list[Any]]:

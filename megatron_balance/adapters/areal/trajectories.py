@@ -226,15 +226,10 @@ _ROW_SCHEMA = SampleSchema.of(moving_row({_BYTES.name: torch.empty(0, dtype=torc
 
 @dataclass(frozen=True)
 class Redistribution:
-    """One rank's trajectories after the move. Ids count the trajectories of rank 0, then of rank 1, and so on.
+    """Trajectories after the move. Ids count those of rank 0 before it, then of rank 1, and so on."""
 
-    Attributes:
-        trajectories: this rank's, by ascending id.
-        ids_per_rank: `[dp_size]` ids that each rank has, ascending.
-    """
-
-    trajectories: list[Batch]
-    ids_per_rank: list[list[int]]
+    trajectories: list[Batch]  # this rank's, by ascending id
+    ids_per_rank: list[list[int]]  # `[dp_size]` ids that each rank has, ascending
 
 
 def redistribute(
@@ -342,23 +337,17 @@ def _unpack(packed: Tensor, *, device: torch.device | str) -> Any:
 
 def _shared_schema(trajectories: Sequence[Mapping[str, Any]]) -> SampleSchema | None:
     """Keys and dtypes that all trajectories share: others could not be padded together later."""
-    schemas = [_schema(trajectory) for trajectory in trajectories]
-    for index, schema in enumerate(schemas):
-        if schema != schemas[0]:
-            raise BalanceError(
-                f"trajectory {index} differs from trajectory 0 of the same rank: "
-                f"{'; '.join(schema.differences(schemas[0]))}."
-            )
-    return schemas[0] if schemas else None
-
-
-def _schema(trajectory: Mapping[str, Any]) -> SampleSchema:
-    keys = [_BYTES]
-    for name, value in trajectory.items():
-        if isinstance(value, Tensor):
+    schema: SampleSchema | None = None
+    for index, trajectory in enumerate(trajectories):
+        keys = [_BYTES]
+        for name, value in trajectory.items():
+            is_tensor, per_token = isinstance(value, Tensor), has_entry_a_token(value, mask=trajectory[MASK])
+            name, dtype = (name, value.dtype) if is_tensor else (f"{name} (no tensor)", torch.uint8)
             # Sizes of further axes may differ, so they are left out.
-            per_token = has_entry_a_token(value, mask=trajectory[MASK])
-            keys.append(KeySpec(name, dtype=value.dtype, shape=(), per_token=per_token))
-        else:
-            keys.append(KeySpec(f"{name} (no tensor)", dtype=torch.uint8, shape=(), per_token=False))
-    return SampleSchema(tuple(keys))
+            keys.append(KeySpec(name, dtype=dtype, shape=(), per_token=per_token))
+        found = SampleSchema(tuple(keys))
+        schema = schema or found
+        if found != schema:
+            differences = "; ".join(found.differences(schema))
+            raise BalanceError(f"trajectory {index} differs from trajectory 0 of the same rank: {differences}.")
+    return schema

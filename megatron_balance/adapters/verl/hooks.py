@@ -136,11 +136,7 @@ def trainer_hooks() -> tuple[Hook, ...]:
 
 
 def hook_trainers() -> None:
-    """Hook the trainers that were loaded after `install`.
-
-    Raises:
-        BalanceError: a trainer is not as expected.
-    """
+    """Hook the trainers that were loaded after `install`."""
     if rows := trainer_hooks():
         adapter.add(install_hooks(rows, version=adapter.version()))
 

@@ -55,17 +55,11 @@ def select_rows(data: Any, rows: NDArray[np.int64]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class BalancedData:
-    """A DataProto cut into parts of equal work.
-
-    Attributes:
-        parts: one DataProto a rank, all with the same number of rows.
-        order: where each row of the padded batch went.
-        num_rows: rows before padding.
-    """
+    """A DataProto cut into parts of equal work, one a rank, all with the same number of rows."""
 
     parts: tuple[DataProto, ...]
-    order: RowOrder
-    num_rows: int
+    order: RowOrder  # of the padded batch
+    num_rows: int  # before padding
 
     def restore(self, outputs: list[DataProto]) -> DataProto:
         """Joins the ranks' outputs in the original order of the rows, without the padding.
