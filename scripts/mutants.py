@@ -64,19 +64,15 @@ def main() -> int:
             for mutant, (problem, seconds) in zip(mutants, verdicts, strict=True):
                 missed += [mutant.name] if problem else []
                 print(f"{problem or 'red':>12}  {seconds:4.0f} s  {mutant.name}", flush=True)
-    print(*(f"FAILED: {name}" for name in missed), sep="\n")
+    for name in missed:
+        print(f"FAILED: {name}")
     print(f"{len(mutants) - len(missed)} of {len(mutants)} errors caught in {time.monotonic() - started:.0f} s")
     return 1 if missed else 0
 
 
 def copy_of_tree(folder: Path) -> Path:
-    command = ["git", "ls-files", "-co", "--exclude-standard"]
-    listed = subprocess.check_output(command, cwd=ROOT, text=True)
-    for name in listed.splitlines():
-        if (ROOT / name).is_file() and not name.startswith("benchmarks/"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)
-    return folder
+    left_out = shutil.ignore_patterns(".*", "benchmarks", "build", "dist", "__pycache__", "*.egg-info")
+    return Path(shutil.copytree(ROOT, folder, ignore=left_out))
 
 
 def judge(mutant: Mutant, copies: SimpleQueue[Path]) -> tuple[str | None, float]:
