@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from math import isqrt
 
 import numpy as np
@@ -232,12 +233,23 @@ def leveled(batch: Batch, rows: int, *, slope: int, limit: int) -> Packing | Non
 def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]:
     """Fills rows that a giant makes higher than the mean of what is left: what stands beside it is free up to its cost.
 
-    Returns the bin of each sample, -1 for those in no high row, and of each group its high rows' time and number.
+    With a limit of 0 giants stand alone. Returns the bin of each sample, -1 for those in no high row, and of each group
+    its high rows' time and number.
     """
     costs, weights, span, groups = batch.own, batch.weights.clip(1, batch.cap), batch.span, batch.num_groups
     bin_of, free = np.full(costs.size, -1, dtype=np.int64), np.arange(costs.size)
     times: list[int] = []
-    while span > 1 and free.size and len(times) < rows * groups - 1:
+    if not limit and span > 1:
+        behind, falling, count = int(costs.sum()) - np.cumsum(costs) + costs, -costs, 0
+        while count < min(costs.size, rows * groups - 1):
+            left, top = rows * groups - count, int(costs[count])
+            least = max(int(behind[count]) // (span * left) + 1, top - top // 4)
+            if (num_high := int(falling.searchsorted(-least, side="right")) - count) <= 0:
+                break
+            count += min(-(-num_high // span), left - 1)
+        bin_of[:count], free = np.arange(count) * span, free[count:]
+        times = (costs + batch.shared // span)[:count].tolist()
+    while limit and span > 1 and free.size and len(times) < rows * groups - 1:
         left = rows * groups - len(times)
         tops = costs[free[::span]][: left - 1]
         mean = int(costs[free].sum()) // (span * left)
@@ -245,13 +257,9 @@ def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]
         if not count:
             break
         tops = tops[:count]
-        if limit:
-            slack, room = tops.repeat(span), np.full(count * span, batch.cap, dtype=np.int64)
-            found = beside(costs[free], weights[free], slack=slack, room=room)
-        else:
-            found = np.full(free.size, -1, dtype=np.int64)
-            found[: count * span : span] = np.arange(count) * span
-        if groups > 1 and limit:  # they still cost their group shared work: beyond the limit the cheapest go back
+        room = np.full(count * span, batch.cap, dtype=np.int64)
+        found = beside(costs[free], weights[free], slack=tops.repeat(span), room=room)
+        if groups > 1:  # they still cost their group shared work: beyond the limit the cheapest go back
             held = np.flatnonzero(found >= 0)
             held = held[np.argsort(found[held] // span, kind="stable")]
             row, shared = found[held] // span, batch.shared[free[held]]
@@ -266,11 +274,14 @@ def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]
         free = free[found < 0]
     bases, used = np.zeros((2, groups), dtype=np.int64)
     place = np.zeros(len(times) + 1, dtype=np.int64)
+    open_groups = [(0, group) for group in range(groups)]
     for row in np.argsort(-np.array(times, dtype=np.int64), kind="stable").tolist():
-        group = int(np.where(used < rows, bases, NEVER).argmin())
+        base, group = heappop(open_groups)
         place[row] = group * rows + used[group]
-        bases[group] += times[row]
+        bases[group] = base + times[row]
         used[group] += 1
+        if used[group] < rows:
+            heappush(open_groups, (base + times[row], group))
     return np.where(bin_of < 0, -1, place[bin_of // span] * span + bin_of % span), bases, used
 
 
