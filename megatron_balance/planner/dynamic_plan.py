@@ -39,6 +39,9 @@ OUTLINES = 5
 HEIGHTS = 4
 """Heights that each is filled to: the next makes room for what was left at the one before."""
 
+MAX_FILLED = 65536
+"""Samples filled into rows after which the search ends; the first outline is always filled."""
+
 WITHIN = 50
 """A further height is tried where the plan is within one part in this many of the best."""
 
@@ -170,12 +173,13 @@ class Outline(NamedTuple):
 def plan_in_rows(batch: SizedBatch) -> Plan:
     """The fastest of the most promising outlines, filled: the least sum of heights, or the least makespan."""
     best: tuple[int, Plan] | None = None
-    where = batch.waiting
+    where, filled = batch.waiting, 0
     for outline in outlines(batch):
-        if best is not None and outline.time >= where.pp_size * best[0]:
+        if best is not None and (outline.time >= where.pp_size * best[0] or filled >= MAX_FILLED):
             break
         height = outline.height
         for _ in range(HEIGHTS):
+            filled += batch.num_samples
             packs, left = fill(batch, outline, height=height)
             plan = shelve(batch, packs)
             heights = batch.cost_grid(plan.slot_of, plan.cp_sizes).max(axis=0, keepdims=True)
