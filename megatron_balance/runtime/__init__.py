@@ -17,7 +17,7 @@ from megatron_balance.runtime.gather import (
 )
 from megatron_balance.runtime.replica import Replica
 from megatron_balance.runtime.start import Meeting, agree
-from megatron_balance.samples.packing import dummy_microbatch, pack_microbatch
+from megatron_balance.samples.packing import pack_microbatch
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
 from megatron_balance.samples.unpacking import split_packed
 
@@ -32,7 +32,6 @@ __all__ = [
     "SampleSchema",
     "agree",
     "check_same_schedule",
-    "dummy_microbatch",
     "gather_lengths",
     "gather_sample_lengths",
     "image_patches",

@@ -141,7 +141,8 @@ def _regions(ids: Ids, *, gathered: GatheredLengths) -> Iterator[tuple[KeySpec, 
     assert gathered.schema is not None, "there are samples"
     start, ragged = 0, iter(gathered.ragged_lengths[ids].T.tolist())
     for key in gathered.schema.keys:
-        counts = gathered.lengths[ids].tolist() if key.per_token else next(ragged) if key.ragged else [1] * len(ids)
+        of_kind = {"per_token": lambda: gathered.lengths[ids].tolist(), "ragged": lambda: next(ragged)}
+        counts = of_kind.get(key.kind, lambda: [1] * len(ids))()
         stop = start + sum(counts) * key.nbytes
         yield key, counts, slice(start, stop)
         start = aligned(stop)
@@ -158,7 +159,7 @@ def _write(block: Tensor, *, samples: Sequence[Sample], ids: Ids, gathered: Gath
     for key, counts, region in _regions(ids, gathered=gathered):
         if region.start < region.stop:
             tensors = [sample.of_kind(key)[key.name] for sample in samples]
-            parts = tensors if key.per_token or key.ragged else [tensor.unsqueeze(0) for tensor in tensors]
+            parts = [tensor.unsqueeze(0) for tensor in tensors] if key.kind == "per_sample" else tensors
             torch.cat(parts, out=block[region].view(key.dtype).view(sum(counts), *key.shape))
 
 
@@ -167,7 +168,7 @@ def _read(block: Tensor, *, ids: Ids, gathered: GatheredLengths) -> dict[int, Sa
     tensors: list[dict[str, dict[str, Tensor]]] = [{"per_token": {}, "per_sample": {}, "ragged": {}} for _ in ids]
     for key, counts, region in _regions(ids, gathered=gathered):
         entries = block[region].view(key.dtype).view(sum(counts), *key.shape)
-        pieces = entries.split(counts) if key.per_token or key.ragged else entries.unbind(0)
+        pieces = entries.unbind(0) if key.kind == "per_sample" else entries.split(counts)
         for of_sample, piece in zip(tensors, pieces, strict=True):
             of_sample[key.kind][key.name] = piece
     segments = gathered.segments_of(ids)

@@ -304,7 +304,9 @@ def image_patches(samples: Sequence[Sample], *, patch_values: int) -> NDArray[np
         BalanceError: grids of another kind than `patches_of_grids` takes, or pixels whose patches cannot be counted.
     """
     sums = np.zeros((len(samples), 2), dtype=np.int64)
-    shapes = {key.name: key.shape for key in SampleSchema.of(samples[0]).keys if key.ragged} if samples else {}
+    shapes = (
+        {key.name: key.shape for key in SampleSchema.of(samples[0]).keys if key.kind == "ragged"} if samples else {}
+    )
     grids = [name for name in GRID_KEYS if name in shapes]
     for name in grids:
         for index, sample in enumerate(samples):

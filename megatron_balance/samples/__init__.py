@@ -1,7 +1,6 @@
 """Samples: their tensors and schema, their bytes, and the rows and micro-batches that hold them."""
 
 from megatron_balance.samples.packing import (
-    dummy_microbatch,
     pack_microbatch,
     padding_mask,
     sequence_lengths,
@@ -15,7 +14,6 @@ __all__ = [
     "KeySpec",
     "Sample",
     "SampleSchema",
-    "dummy_microbatch",
     "pack_microbatch",
     "padding_mask",
     "sequence_lengths",

@@ -38,28 +38,29 @@ FILLER_TOKENS = 128
 MAX_FILLERS = 4
 """cuDNN builds a graph for each number of sequences where there are many (Transformer Engine 2.9, from 512 on)."""
 
-_POSITIONS = KeySpec("position_ids", dtype=torch.int64, shape=(), per_token=True)
+_POSITIONS = KeySpec("position_ids", dtype=torch.int64)
 
 
 def pack_microbatch(
     samples: Sequence[Sample],
     *,
+    schema: SampleSchema | None = None,
     token_multiple: int = 1,
     cp_size: int = 1,
-    pad_token_id: int = 0,
     num_tokens: int | None = None,
 ) -> dict[str, Tensor]:
-    """Pack samples into one thd micro-batch.
+    """Pack samples into one thd micro-batch; none make a masked dummy, for a rank with fewer samples than slots.
 
-    Padding has loss_mask 0, `pad_token_id` as token and label, the position within its sequence as position_ids (so
-    that they stay below the padded length) and 0 under every other key. A sequence of length 0 occupies nothing and is
-    left out, since kernels want cu_seqlens to rise; where all samples are such, the pack is a masked dummy.
+    Padding has loss_mask 0, the position within its sequence as position_ids (so that they stay below the padded
+    length) and 0 under every other key. A sequence of length 0 occupies nothing and is left out, since kernels want
+    cu_seqlens to rise. A dummy has the keys, shapes and dtypes of any other pack: per-sample keys are one zero, ragged
+    ones have no entry.
 
     Args:
-        samples: at least one; all of one schema, on one device.
+        samples: of one schema, on one device.
+        schema: of all samples of the run; where there may be none.
         token_multiple: `Topology.token_multiple`, tokens.
         cp_size: context-parallel ranks.
-        pad_token_id: a token id that the model has.
         num_tokens: size of the pack, a multiple of token_multiple; None for the least that holds the samples.
 
     Returns:
@@ -71,68 +72,22 @@ def pack_microbatch(
         `[1]`.
 
     Raises:
-        BalanceError: no samples, padding in samples without loss_mask (it would be trained on), or num_tokens that are
-            too few or no multiple of token_multiple.
+        BalanceError: neither samples nor a schema, padding in samples without loss_mask (it would be trained on), or
+            num_tokens that are too few or no multiple of token_multiple.
     """
-    if not samples:
-        raise BalanceError("pack_microbatch got no samples: use dummy_microbatch for a slot without any.")
-    return _packed(
-        [sample for sample in samples if sample.length],
-        schema=SampleSchema.of(samples[0]),
-        token_multiple=token_multiple,
-        cp_size=cp_size,
-        pad_token_id=pad_token_id,
-        num_tokens=num_tokens,
-        device=samples[0].device,
-    )
-
-
-def dummy_microbatch(
-    schema: SampleSchema,
-    *,
-    token_multiple: int = 1,
-    cp_size: int = 1,
-    pad_token_id: int = 0,
-    num_tokens: int | None = None,
-    device: torch.device | str = "cpu",
-) -> dict[str, Tensor]:
-    """A masked micro-batch, for a rank with fewer samples than slots.
-
-    `num_tokens`, or `token_multiple`, the fewest that are legal; all with loss_mask 0. Per-sample keys are zeros,
-    ragged ones have no entry. Its keys, shapes and dtypes are those of `pack_microbatch` with samples of this schema.
-
-    Raises:
-        BalanceError: the schema has no loss_mask, so that nothing could be masked, or as `pack_microbatch`.
-    """
-    return _packed(
-        [],
-        schema=schema,
-        token_multiple=token_multiple,
-        cp_size=cp_size,
-        pad_token_id=pad_token_id,
-        num_tokens=num_tokens,
-        device=device,
-    )
-
-
-def _packed(
-    samples: Sequence[Sample],
-    *,
-    schema: SampleSchema,
-    token_multiple: int,
-    cp_size: int,
-    pad_token_id: int,
-    num_tokens: int | None,
-    device: torch.device | str,
-) -> dict[str, Tensor]:
-    """The pack of samples that have tokens, or the dummy."""
+    if schema is None:
+        if not samples:
+            raise BalanceError("pack_microbatch got neither samples nor a schema: give the schema of a dummy.")
+        schema = SampleSchema.of(samples[0])
+    device = samples[0].device if samples else torch.device("cpu")
+    samples = [sample for sample in samples if sample.length]
     lengths = sequence_lengths(samples)
     if num_tokens is None:
         num_tokens = sum(_padded(lengths, token_multiple)) or token_multiple
     widths = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=token_multiple)
     if widths != lengths:
         check_loss_mask(schema)
-    per_token = [key for key in schema.keys if key.per_token]
+    per_token = [key for key in schema.keys if key.kind == "per_token"]
     names = [key.name for key in per_token]
     batch: dict[str, Tensor] = {}
     for key in per_token if "position_ids" in names else (*per_token, _POSITIONS):
@@ -148,24 +103,24 @@ def _packed(
             held = 0 if piece is None else len(piece)
             parts += [] if piece is None else [piece]
             if held < width:
-                parts.append(_padding(key, start=held, stop=width, pad_token_id=pad_token_id, device=device))
+                parts.append(_padding(key, start=held, stop=width, device=device))
         batch[key.name] = torch.cat(parts).unsqueeze(0)
     if batch["position_ids"].dim() == 4:  # of several dimensions, `[1, t, 1, d]` or `[1, t, d, 1]`
         batch["position_ids"] = batch["position_ids"].squeeze(0).movedim(0, -1)
     for key in schema.keys:
         own = [sample.of_kind(key)[key.name] for sample in samples]
-        if key.ragged:
+        if key.kind == "ragged":
             own = own or [torch.empty(0, *key.shape, dtype=key.dtype, device=device)]
             batch[key.name] = torch.cat(own)
             batch[lengths_key(key.name)] = torch.tensor([len(entries) for entries in own], device=device)
-        elif not key.per_token:
+        elif key.kind == "per_sample":
             batch[key.name] = torch.stack(own or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
     return batch | sequence_starts(lengths, as_packed=widths, cp_size=cp_size, device=device)
 
 
 def check_loss_mask(schema: SampleSchema) -> None:
     """Refuse padding of samples that could not mask it."""
-    names = [key.name for key in schema.keys if key.per_token]
+    names = [key.name for key in schema.keys if key.kind == "per_token"]
     if "loss_mask" not in names:
         raise BalanceError(
             f"Samples have no loss_mask (they have {names}), and padding needs one: without it the padding would be "
@@ -173,29 +128,18 @@ def check_loss_mask(schema: SampleSchema) -> None:
         )
 
 
-def _padding(key: KeySpec, *, start: int, stop: int, pad_token_id: int, device: torch.device | str) -> Tensor:
+def _padding(key: KeySpec, *, start: int, stop: int, device: torch.device) -> Tensor:
     """Entries start to stop of a padded sequence."""
-    if key.name == "position_ids":
-        counting = torch.arange(start, stop, dtype=key.dtype, device=device)
-        return counting.view(-1, *(1 for _ in key.shape)).expand(-1, *key.shape)
-    value = pad_token_id if key.name in ("tokens", "labels") else 0
-    return torch.full((stop - start, *key.shape), value, dtype=key.dtype, device=device)
+    if key.name != "position_ids":
+        return torch.zeros((stop - start, *key.shape), dtype=key.dtype, device=device)
+    counting = torch.arange(start, stop, dtype=key.dtype, device=device)
+    return counting.view(-1, *(1 for _ in key.shape)).expand(-1, *key.shape)
 
 
 def sequence_starts(
     lengths: Sequence[int], *, as_packed: Sequence[int], cp_size: int = 1, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """The keys of a pack that say where its sequences start.
-
-    Args:
-        lengths: of its sequences, without padding and filler; none for a dummy.
-        as_packed: `lengths_as_packed`.
-        cp_size: context-parallel ranks.
-        device: where they live.
-
-    Returns:
-        `cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen`, as `pack_microbatch` returns them.
-    """
+    """`cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen` of a pack of sequences; none for a dummy."""
     # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
     real = as_packed if cp_size == 1 else [*lengths, *as_packed[len(lengths) :]]
     starts = {"cu_seqlens": real} | ({"cu_seqlens_padded": as_packed} if cp_size > 1 else {})
@@ -207,13 +151,7 @@ def sequence_starts(
 
 
 def lengths_as_packed(lengths: Sequence[int], *, num_tokens: int, token_multiple: int) -> list[int]:
-    """Padded lengths of all sequences of a pack, filler included, in order; they sum to num_tokens.
-
-    Args:
-        lengths: of its sequences, without padding and filler; none for a dummy.
-        num_tokens: of the pack.
-        token_multiple: as it was packed.
-    """
+    """Padded lengths of all sequences of a pack, filler included, in order; they sum to num_tokens."""
     padded = _padded(lengths, token_multiple)
     missing = num_tokens - sum(padded)
     if missing < 0 or missing % token_multiple or not num_tokens:
@@ -242,8 +180,8 @@ def padding_mask(
     Args:
         lengths: `sequence_lengths` of the micro-batch; none for a dummy.
         num_tokens: of the micro-batch, padding included.
-        token_multiple: as the micro-batch was packed.
-        cp_size: context-parallel ranks.
+        token_multiple: as for `pack_microbatch`.
+        cp_size: as for `pack_microbatch`.
         cp_rank: this one; it holds the chunks cp_rank and 2*cp_size-1-cp_rank of each sequence.
 
     Returns:

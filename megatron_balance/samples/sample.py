@@ -120,27 +120,14 @@ class KeySpec:
         name: the key.
         dtype: of its tensors.
         shape: trailing shape of a per-token or a ragged key, whole shape of a per-sample key.
-        per_token: True if there is one entry a token.
-        ragged: True if every sample has a number of entries of its own.
+        kind: the attribute of a Sample that holds the key.
     """
 
     name: str
     _: KW_ONLY
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    per_token: bool
-    ragged: bool = False
-
-    @staticmethod
-    def of(name: str, tensor: Tensor, *, kind: Kind) -> KeySpec:
-        """The key of a sample's tensor."""
-        shape = tuple(tensor.shape) if kind == "per_sample" else tuple(tensor.shape[1:])
-        return KeySpec(name, dtype=tensor.dtype, shape=shape, per_token=kind == "per_token", ragged=kind == "ragged")
-
-    @property
-    def kind(self) -> Kind:
-        """The attribute of a Sample that holds the key."""
-        return "per_token" if self.per_token else "ragged" if self.ragged else "per_sample"
+    shape: tuple[int, ...] = ()
+    kind: Kind = "per_token"
 
     @property
     def nbytes(self) -> int:
@@ -164,9 +151,6 @@ class SampleSchema:
     Attributes:
         keys: in canonical order, whatever order they were given in: per-token keys by name, then per-sample keys, then
             ragged ones.
-
-    Raises:
-        BalanceError: no per-token key, or a name that occurs twice.
     """
 
     keys: tuple[KeySpec, ...]
@@ -174,25 +158,21 @@ class SampleSchema:
     def __post_init__(self) -> None:
         in_order = sorted(self.keys, key=lambda key: (KINDS.index(key.kind), key.name))
         object.__setattr__(self, "keys", tuple(in_order))
-        names = [key.name for key in self.keys]
-        if len({*names}) != len(names):
-            raise BalanceError(f"A SampleSchema names a key twice: {names}.")
-        if not any(key.per_token for key in self.keys):
-            raise BalanceError(f"A SampleSchema needs at least one per-token key; it has {names}.")
 
     @property
     def num_ragged(self) -> int:
         """Ragged keys."""
-        return sum(key.ragged for key in self.keys)
+        return sum(key.kind == "ragged" for key in self.keys)
 
     @staticmethod
     def of(sample: Sample) -> SampleSchema:
         """The schema of one sample."""
-        return SampleSchema(
-            tuple(
-                KeySpec.of(name, tensor, kind=kind) for kind in KINDS for name, tensor in getattr(sample, kind).items()
-            )
-        )
+        keys: list[KeySpec] = []
+        for kind in KINDS:
+            for name, tensor in getattr(sample, kind).items():
+                shape = tensor.shape if kind == "per_sample" else tensor.shape[1:]
+                keys.append(KeySpec(name, dtype=tensor.dtype, shape=tuple(shape), kind=kind))
+        return SampleSchema(tuple(keys))
 
     @staticmethod
     def shared_by(samples: Sequence[Sample]) -> SampleSchema | None:
@@ -251,6 +231,5 @@ class SampleSchema:
             dtype = getattr(torch, dtype_name, None)
             if not isinstance(dtype, torch.dtype):
                 raise BalanceError(f"Key {name!r} has dtype {dtype_name!r}, which torch {torch.__version__} lacks.")
-            flags = {"per_token": kind == "per_token", "ragged": kind == "ragged"}
-            keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), **flags))
+            keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), kind=kind))
         return SampleSchema(tuple(keys))

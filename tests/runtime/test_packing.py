@@ -12,7 +12,6 @@ from megatron_balance import BalanceError
 from megatron_balance.samples import (
     Sample,
     SampleSchema,
-    dummy_microbatch,
     pack_microbatch,
     padding_mask,
     sequence_lengths,
@@ -101,9 +100,9 @@ def test_layout_is_legal(lengths, parallel):
 
 
 def test_padding_of_each_key():
-    batch = pack_microbatch([build(3), build(4, first_token=9)], token_multiple=4, pad_token_id=77)
-    assert batch["tokens"].tolist() == [[1, 2, 3, 77, 9, 10, 11, 12]]
-    assert batch["labels"].tolist() == [[2, 3, 4, 77, 10, 11, 12, 13]]
+    batch = pack_microbatch([build(3), build(4, first_token=9)], token_multiple=4)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 0, 9, 10, 11, 12]]
+    assert batch["labels"].tolist() == [[2, 3, 4, 0, 10, 11, 12, 13]]
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 0, 1, 1, 1]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
     assert batch["advantages"][0, 3].tolist() == [0, 0]
@@ -114,8 +113,8 @@ def test_padding_of_each_key():
 def test_each_sequence_of_a_sample_is_padded():
     whole = build(7)
     sample = Sample(whole.per_token, per_sample=whole.per_sample, segment_lengths=(3, 0, 4))
-    batch = pack_microbatch([sample, build(1, first_token=9)], token_multiple=4, pad_token_id=77)
-    assert batch["tokens"].tolist() == [[1, 2, 3, 77, 4, 5, 6, 7, 9, 77, 77, 77]]
+    batch = pack_microbatch([sample, build(1, first_token=9)], token_multiple=4)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 7, 9, 0, 0, 0]]
     assert batch["cu_seqlens"].tolist() == [[0, 4, 8, 12]]
     assert batch["max_seqlen"].tolist() == [4]
     assert batch["reward"].tolist() == [1, 9]
@@ -130,13 +129,6 @@ def test_positions_of_each_sequence_begin_at_zero():
     assert pack_microbatch([sample], token_multiple=2)["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
 
 
-def test_context_parallelism_tells_real_from_padded_lengths():
-    batch = pack_microbatch([build(3), build(4)], token_multiple=4, cp_size=2)
-    assert batch["cu_seqlens"].tolist() == [[0, 3, 7]]
-    assert batch["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
-    assert batch["max_seqlen"].tolist() == [4]
-
-
 def test_positions_that_do_not_begin_at_zero_are_padded_below_the_padded_length():
     sample = Sample({**build(3).per_token, "position_ids": torch.tensor([5, 6, 7])})
     assert pack_microbatch([sample], token_multiple=8)["position_ids"].tolist() == [[5, 6, 7, 3, 4, 5, 6, 7]]
@@ -145,13 +137,13 @@ def test_positions_that_do_not_begin_at_zero_are_padded_below_the_padded_length(
 @pytest.mark.parametrize(("token_multiple", "cp_size"), [(1, 1), (8, 1), (4, 2)])
 def test_dummy_has_the_form_of_any_other_pack(token_multiple, cp_size):
     sample = build(5)
-    dummy = dummy_microbatch(SampleSchema.of(sample), token_multiple=token_multiple, cp_size=cp_size, pad_token_id=3)
+    dummy = pack_microbatch([], schema=SampleSchema.of(sample), token_multiple=token_multiple, cp_size=cp_size)
     real = pack_microbatch([sample], token_multiple=token_multiple, cp_size=cp_size)
     assert dummy.keys() == real.keys()
     for name in real:
         assert dummy[name].dtype == real[name].dtype
         assert dummy[name].dim() == real[name].dim()
-    assert dummy["tokens"].tolist() == [[3] * token_multiple]
+    assert dummy["tokens"].tolist() == [[0] * token_multiple]
     assert dummy["position_ids"].tolist() == [list(range(token_multiple))]
     assert dummy["loss_mask"].sum() == 0
     assert dummy["cu_seqlens"].tolist() == [[0, token_multiple]]
@@ -170,8 +162,8 @@ def test_what_cannot_be_packed():
     with pytest.raises(BalanceError, match="no loss_mask"):
         pack_microbatch([no_mask], token_multiple=2)
     with pytest.raises(BalanceError, match="no loss_mask"):
-        dummy_microbatch(SampleSchema.of(no_mask))
-    with pytest.raises(BalanceError, match="no samples"):
+        pack_microbatch([], schema=SampleSchema.of(no_mask))
+    with pytest.raises(BalanceError, match="neither samples nor a schema"):
         pack_microbatch([])
 
 
@@ -189,10 +181,9 @@ FILLER_TOKENS, MAX_FILLERS = 128, 4
 """A few sequences fill a pack up, of this length or more where it takes more: attention over them costs little."""
 
 
-def small(length: int, *, mask: bool = True) -> Sample:
+def small(length: int) -> Sample:
     per_token = {"tokens": torch.arange(1, 1 + length), "labels": torch.arange(2, 2 + length)}
-    if mask:
-        per_token["loss_mask"] = torch.ones(length)
+    per_token["loss_mask"] = torch.ones(length)
     return Sample(per_token, per_sample={"reward": torch.tensor(float(length))})
 
 
@@ -229,21 +220,19 @@ def test_a_filled_pack_is_the_pack_with_a_masked_tail(lengths, parallel, bucket)
 
 
 def test_a_dummy_is_all_filler():
-    dummy = dummy_microbatch(SampleSchema.of(small(3)), token_multiple=4, cp_size=2, pad_token_id=3, num_tokens=300)
+    dummy = pack_microbatch([], schema=SampleSchema.of(small(3)), token_multiple=4, cp_size=2, num_tokens=300)
     assert dummy["cu_seqlens"].tolist() == dummy["cu_seqlens_padded"].tolist() == [[0, 128, 256, 300]]
     assert not dummy["loss_mask"].any()
-    assert dummy["tokens"].tolist() == [[3] * 300]
+    assert not dummy["tokens"].any()
     assert dummy["position_ids"][0].tolist() == [*range(128), *range(128), *range(44)]
 
 
-def test_what_cannot_be_masked_or_split_is_refused():
-    with pytest.raises(BalanceError, match=r"Samples have no loss_mask .* padding needs one"):
-        pack_microbatch([small(10, mask=False)], num_tokens=64)
+def test_sizes_that_hold_no_pack_are_refused():
     for num_tokens, least in ((10, 12), (14, 12), (8, 12)):
         with pytest.raises(BalanceError, match=f"num_tokens is {num_tokens}: .* multiple of 4, .* least {least}"):
             pack_microbatch([small(10)], token_multiple=4, num_tokens=num_tokens)
     with pytest.raises(BalanceError, match=r"num_tokens is 0: .* multiple of 4, .* least 4"):
-        dummy_microbatch(SampleSchema.of(small(3)), token_multiple=4, num_tokens=0)
+        pack_microbatch([], schema=SampleSchema.of(small(3)), token_multiple=4, num_tokens=0)
 
 
 REAL = 7
@@ -285,12 +274,8 @@ def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens
         assert np.array_equal(mask, (held != REAL).numpy())
 
 
-@pytest.mark.parametrize(("token_multiple", "cp_size"), [(1, 1), (8, 2)])
-def test_a_dummy_is_padding_alone(token_multiple, cp_size):
-    dummy = dummy_microbatch(SampleSchema.of(of_sequences([3])), token_multiple=token_multiple, cp_size=cp_size)
-    mask = padding_mask([], num_tokens=dummy["tokens"].shape[1], token_multiple=token_multiple, cp_size=cp_size)
-    assert mask.all()
-    assert mask.size == token_multiple // cp_size
+def test_a_dummy_is_padding_alone():
+    assert padding_mask([], num_tokens=8, token_multiple=8, cp_size=2).tolist() == [True] * 4
 
 
 def test_lengths_of_another_micro_batch_are_an_error():

@@ -11,7 +11,6 @@ from megatron_balance.runtime import image_patches
 from megatron_balance.samples import (
     Sample,
     SampleSchema,
-    dummy_microbatch,
     pack_microbatch,
     split_packed,
 )
@@ -88,7 +87,7 @@ def test_packs_have_images_in_the_order_of_samples() -> None:
 
 def test_a_pack_without_an_image_and_a_dummy_have_the_keys() -> None:
     schema = SampleSchema.of(SAMPLES[0])
-    for batch in (pack_microbatch([SAMPLES[1]]), dummy_microbatch(schema, token_multiple=2)):
+    for batch in (pack_microbatch([SAMPLES[1]]), pack_microbatch([], schema=schema, token_multiple=2)):
         assert batch["pixel_values"].shape == (0, 3)
         assert batch["image_grid_thw"].dtype == torch.int64
         assert batch["pixel_values_lengths"].tolist() == [0]

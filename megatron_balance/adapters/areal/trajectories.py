@@ -218,7 +218,7 @@ NUMPY_TYPES: list[Any] = [
 """Of numpy's numbers and arrays, for torch's reader, which knows torch's and Python's own types."""
 
 
-_BYTES = KeySpec("(bytes)", dtype=torch.uint8, shape=(), per_token=False, ragged=True)
+_BYTES = KeySpec("(bytes)", dtype=torch.uint8, kind="ragged")
 """A trajectory as it moves."""
 
 _ROW_SCHEMA = SampleSchema.of(moving_row({_BYTES.name: torch.empty(0, dtype=torch.uint8)}))
@@ -341,10 +341,11 @@ def _shared_schema(trajectories: Sequence[Mapping[str, Any]]) -> SampleSchema | 
     for index, trajectory in enumerate(trajectories):
         keys = [_BYTES]
         for name, value in trajectory.items():
-            is_tensor, per_token = isinstance(value, Tensor), has_entry_a_token(value, mask=trajectory[MASK])
+            is_tensor = isinstance(value, Tensor)
+            kind = "per_token" if has_entry_a_token(value, mask=trajectory[MASK]) else "per_sample"
             name, dtype = (name, value.dtype) if is_tensor else (f"{name} (no tensor)", torch.uint8)
             # Sizes of further axes may differ, so they are left out.
-            keys.append(KeySpec(name, dtype=dtype, shape=(), per_token=per_token))
+            keys.append(KeySpec(name, dtype=dtype, kind=kind))
         found = SampleSchema(tuple(keys))
         schema = schema or found
         if found != schema:

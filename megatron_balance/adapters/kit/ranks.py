@@ -28,7 +28,7 @@ from megatron_balance.runtime import (
 )
 from megatron_balance.topology import Limits, Topology
 
-_COUNTS = SampleSchema((KeySpec("micro-batches", dtype=torch.int64, shape=(), per_token=True),))
+_COUNTS = SampleSchema((KeySpec("micro-batches", dtype=torch.int64),))
 
 
 def agreed_microbatches(

@@ -24,7 +24,7 @@ from megatron_balance.mcore.setup.alignment import filled_tokens
 from megatron_balance.mcore.step.balanced_step import Microbatch, Slots
 from megatron_balance.planner import DataSchedule
 from megatron_balance.runtime.gather import GatheredLengths
-from megatron_balance.samples.packing import dummy_microbatch, lengths_as_packed, pack_microbatch, sequence_starts
+from megatron_balance.samples.packing import lengths_as_packed, pack_microbatch, sequence_starts
 from megatron_balance.samples.sample import Sample, SampleSchema, aligned
 from megatron_balance.topology import Topology
 
@@ -69,12 +69,10 @@ def pack(
     packs: list[Microbatch] = []
     for ids, num_tokens, cp_size in zip(leaf, slots.num_tokens, slots.cp_sizes, strict=True):
         multiple = topology.at_cp_size(cp_size).token_multiple
-        if ids:
-            samples = [mine[sample] for sample in ids]
-            packed = pack_microbatch(samples, token_multiple=multiple, cp_size=cp_size, num_tokens=num_tokens)
-        else:
-            packed = dummy_microbatch(schema, token_multiple=multiple, cp_size=cp_size, num_tokens=num_tokens)
-        packs.append(packed)
+        samples = [mine[sample] for sample in ids]
+        packs.append(
+            pack_microbatch(samples, schema=schema, token_multiple=multiple, cp_size=cp_size, num_tokens=num_tokens)
+        )
     return pinned(packs) if pin_memory else packs
 
 
