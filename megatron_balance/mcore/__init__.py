@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megatron_balance.mcore.bridge import install_bridge
     from megatron_balance.mcore.hooks import install
     from megatron_balance.mcore.loop import balanced_schedule
+    from megatron_balance.mcore.model_keywords import packed_seq_params
     from megatron_balance.mcore.options import cautions, why_stock
-    from megatron_balance.mcore.packed_params import packed_seq_params
 
 __all__ = [
     "add_balance_args",
@@ -32,7 +32,7 @@ _HOMES = {
     "cautions": "options",
     "install": "hooks",
     "install_bridge": "bridge",
-    "packed_seq_params": "packed_params",
+    "packed_seq_params": "model_keywords",
     "why_stock": "options",
 }
 """Modules that are loaded when a name is asked for: most load torch, or Megatron."""

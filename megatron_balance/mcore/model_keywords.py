@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
@@ -79,10 +79,36 @@ class RouterPadding:
         return _called_with(model, padding_mask=mask)
 
 
+def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:
+    """Megatron's PackedSeqParams of a packed micro-batch, for the model.
+
+    Args:
+        microbatch: `cu_seqlens` int32 `[1, num_sequences + 1]`, under context parallelism `cu_seqlens_padded` too, and
+            `max_seqlen` `[1]`, on the device of the model.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens: Tensor = microbatch["cu_seqlens"].squeeze(0)
+    padded = microbatch.get("cu_seqlens_padded")
+    padded = None if padded is None else padded.squeeze(0)
+    starts = cu_seqlens if padded is None else padded
+    max_seqlen, num_tokens = (int(x) for x in (microbatch["max_seqlen"].max(), starts[-1]))
+    # Mamba layers tell sequences apart by `seq_idx`, which is made from this number; without it their state leaks.
+    whole: Any = {"total_tokens": num_tokens} if "total_tokens" in PackedSeqParams.__dataclass_fields__ else {}
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]  # Megatron's hint leaves out None
+        cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        **whole,
+    )
+
+
 def packed_params_of(slots: Slots, *, topology: Topology) -> list[Any]:
     """Megatron's PackedSeqParams of each micro-batch, on the device; without context parallelism."""
-    from megatron_balance.mcore.packed_params import packed_seq_params
-
     result: list[Any] = []
     for lengths, num_tokens in zip(slots.sequence_lengths, slots.num_tokens, strict=True):
         packed = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=topology.token_multiple)

@@ -31,7 +31,7 @@ from megatron.training import argument_utils, arguments, get_args, get_timers, p
 from sft_dataset import SftDataset, SftSample, builtin_samples, jsonl_samples
 from torch import Tensor
 
-from megatron_balance.mcore.packed_params import packed_seq_params
+from megatron_balance.mcore import packed_seq_params
 
 BATCH_KEYS = (
     "tokens",
