@@ -15,6 +15,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from megatron_balance.mcore.dynamic_cp import MicrobatchContext
@@ -30,36 +31,30 @@ from megatron_balance.runtime.comm import annotate_peer_loss, with_step_context
 Schedule = Callable[..., Any]
 
 
+@dataclass(eq=False)
 class BalancedForwardBackward:
-    """Replaces the result of `get_forward_backward_func` while a run balances."""
+    """Replaces the result of `get_forward_backward_func` while a run balances.
 
-    def __init__(
-        self,
-        prefetcher: StepPrefetcher,
-        *,
-        state: LoopState,
-        loads_data: bool,
-        overlap: bool,
-        log: RunLog,
-        observer: Watch | None,
-        router_padding: RouterPadding | None = None,
-        context: MicrobatchContext | None = None,
-        unpads: bool = False,
-        evaluation: BalancedEvaluation | None = None,
-    ) -> None:
-        self.prefetcher = prefetcher
-        self.evaluation = evaluation
-        self.context = context
-        self.observer = observer
-        self.last_step: BalancedStep | None = None  # for logs and tests
-        self.in_step = False  # Megatron's schedule runs balanced micro-batches now
-        self.pipeline_shapes: PipelineShapes | None = None  # None where Megatron's stages exchange them
-        self._unpads = unpads
-        self._router_padding = router_padding
-        self._loads_data = loads_data
-        self._overlap = overlap
-        self.state = state
-        self._log = log
+    Attributes:
+        last_step: the data of the newest step, for logs and tests.
+        in_step: Megatron's schedule runs balanced micro-batches now.
+        pipeline_shapes: of the messages of this step; None where Megatron's stages exchange them.
+    """
+
+    prefetcher: StepPrefetcher
+    _: KW_ONLY
+    state: LoopState
+    loads_data: bool
+    overlap: bool
+    log: RunLog
+    observer: Watch | None
+    router_padding: RouterPadding | None = None
+    context: MicrobatchContext | None = None
+    unpads: bool = False
+    evaluation: BalancedEvaluation | None = None
+    last_step: BalancedStep | None = field(default=None, init=False)
+    in_step: bool = field(default=False, init=False)
+    pipeline_shapes: PipelineShapes | None = field(default=None, init=False)
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
         """Run one step of Megatron's schedule, with what `train_step` or `evaluate` passes it, all by keyword."""
@@ -76,7 +71,7 @@ class BalancedForwardBackward:
         with with_step_context(f"iteration {self.state.iteration}"):
             step = self.prefetcher.balance(source, num_microbatches=number)
         if num_left := self.prefetcher.num_left:
-            self._log.warn_once(
+            self.log.warn_once(
                 f"another iterator came while {num_left} items pulled ahead from the last one waited: they are "
                 "handed out when that one comes again. If the new one reads the same loader through a wrapper of its "
                 "own, it continues after them: wrap the loader once, or set --no-balance-overlap.",
@@ -84,10 +79,10 @@ class BalancedForwardBackward:
             )
         self.last_step = step
         if step.schedule is not None:
-            self._log.warn_of_oversized(step.schedule)
+            self.log.warn_of_oversized(step.schedule)
         if self.observer is not None:
             self.observer.begin(step, iteration=self.state.iteration)
-        if self._overlap and self.state.has_next_step:
+        if self.overlap and self.state.has_next_step:
             self.prefetcher.prepare(source, num_microbatches=number, name=f"iteration {self.state.iteration + 1}")
         try:
             return self._run(schedule, step, arguments, observer=self.observer)
@@ -99,7 +94,7 @@ class BalancedForwardBackward:
         name = f"evaluation after iteration {self.state.iteration}"
         with with_step_context(name):
             source, number = self._source(arguments), arguments["num_microbatches"]
-            step = evaluation.step(source, num_microbatches=number, overlap=self._overlap, name=name)
+            step = evaluation.step(source, num_microbatches=number, overlap=self.overlap, name=name)
         losses = self._run(schedule, step, arguments, observer=None)
         evaluation.check_sums(losses)
         return losses
@@ -108,7 +103,7 @@ class BalancedForwardBackward:
         """The iterator to pull from: chunks of a virtual pipeline all read the same rows."""
         iterators = arguments["data_iterator"]
         candidates = iterators if isinstance(iterators, list) else [iterators]
-        return next((it for it in candidates if it is not None), None) if self._loads_data else None
+        return next((it for it in candidates if it is not None), None) if self.loads_data else None
 
     def _run(self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: Watch | None) -> Any:
         """Megatron's schedule on the micro-batches of a step."""
@@ -148,9 +143,9 @@ class BalancedForwardBackward:
         self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
     ) -> Schedule:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
-        padding, slots = self._router_padding, step.slots
+        padding, slots = self.router_padding, step.slots
         masks = [] if padding is None else padding.masks(slots, model=model)
-        starts = packed_params_of(slots, topology=self.prefetcher.planner.topology) if self._unpads else []
+        starts = packed_params_of(slots, topology=self.prefetcher.planner.topology) if self.unpads else []
         slot_of: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
 
         @functools.wraps(forward_step_func)
