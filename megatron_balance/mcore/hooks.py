@@ -19,7 +19,7 @@ from megatron_balance.hooking.installation import Installation, check_version
 from megatron_balance.hooking.patches import Hook
 from megatron_balance.hooking.patches import install as install_hooks
 from megatron_balance.mcore import wrappers
-from megatron_balance.mcore.packing_scheduler import register, replace_dynamic_scheduler
+from megatron_balance.mcore.packing_scheduler import register
 from megatron_balance.mcore.run import CurrentRun, current
 from megatron_balance.mcore.wrappers import building, while_balancing
 
@@ -165,9 +165,8 @@ def install() -> Installation[str]:
         patches = install_hooks(hooks, version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
-        for registration in (register(), replace_dynamic_scheduler()):
-            if registration is not None:
-                installation.add(registration)
+        if (registration := register()) is not None:
+            installation.add(registration)
     return installation
 
 

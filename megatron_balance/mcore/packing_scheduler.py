@@ -44,41 +44,12 @@ Groups = list[list[list[int]]]
 """`[num_microbatches][dp_size * cp_size]` lists of sample ids."""
 
 
-def scheduler_class(base: type[Any]) -> type[Any]:
-    """Our scheduler on top of Megatron's `DpBalancedScheduler`."""
+def scheduler_class(base: type[Any], *, dynamic_cost: Callable[[], CostModel | None] | None = None) -> type[Any]:
+    """Our scheduler on top of Megatron's `DpBalancedScheduler`; with `dynamic_cost` of `DefaultDynamicCPScheduler`.
 
-    def plan(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
-        limits = Limits(scheduler.max_seqlen_per_dp_cp_rank)
-        return _groups_of_one_size(sample_id_seqlens, topology=scheduler.topology, limits=limits)
+    Where that returns no cost model, the plan is Megatron's own.
+    """
 
-    return _planned_by(plan, base=base, instead="choose dp_balanced")
-
-
-def dynamic_scheduler_class(base: type[Any], *, cost_model: Callable[[], CostModel | None]) -> type[Any]:
-    """Our scheduler on top of Megatron's `DefaultDynamicCPScheduler`; without a cost model it plans as its base."""
-
-    def plan(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups | None:
-        cost = cost_model()
-        if cost is None:
-            return None
-        return plan_rank_lists(
-            sample_id_seqlens,
-            cost_model=cost,
-            topology=scheduler.topology,
-            max_tokens_per_gpu=scheduler.max_seqlen_per_dp_cp_rank,
-            min_cp_size=scheduler.min_cp_size,
-        )
-
-    return _planned_by(plan, base=base, instead="drop --balance-data", dynamic_cp=True)
-
-
-def _planned_by(
-    plan: Callable[[Any, Sequence[tuple[int, int]]], Groups | None],
-    *,
-    base: type[Any],
-    instead: str,
-    dynamic_cp: bool = False,
-) -> type[Any]:
     class PackingScheduler(base):
         """Plans one global batch; Megatron creates one for every step, and runs it by its own `run`."""
 
@@ -89,14 +60,14 @@ def _planned_by(
                 self.dp_size,
                 cp_size=self.cp_size,
                 microbatch_multiple=self.microbatch_group_size_per_vp_stage or 1,
-                dynamic_cp=dynamic_cp,
+                dynamic_cp=dynamic_cost is not None,
             )
 
         def run(
             self, data_iterator: Any, num_microbatches: int, dp_group: Any, tp_group: Any, pp_group: Any, *rest: Any
         ) -> Any:
             self.topology = replace(self.topology, pp_size=pp_group.size())
-            if dynamic_cp:
+            if dynamic_cost is not None:
                 *_, config = rest
                 chunks = config.virtual_pipeline_model_parallel_size or 1
                 experts = getattr(config, "expert_model_parallel_size", 1)
@@ -104,9 +75,20 @@ def _planned_by(
             return super().run(data_iterator, num_microbatches, dp_group, tp_group, pp_group, *rest)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
-            groups = plan(self, sample_id_seqlens)
-            if groups is None:
+            topology, cap, instead = self.topology, self.max_seqlen_per_dp_cp_rank, "choose dp_balanced"
+            if dynamic_cost is None:
+                groups = _groups_of_one_size(sample_id_seqlens, topology=topology, limits=Limits(cap))
+            elif (cost := dynamic_cost()) is None:
                 return super().get_groups_and_subsamples(sample_id_seqlens)
+            else:
+                instead = "drop --balance-data"
+                groups = plan_rank_lists(
+                    sample_id_seqlens,
+                    cost_model=cost,
+                    topology=topology,
+                    max_tokens_per_gpu=cap,
+                    min_cp_size=self.min_cp_size,
+                )
             most = max((len(slot) for of_slot in groups for slot in of_slot), default=0)
             allowed = getattr(self, "max_num_seqs", None)
             if allowed is not None and most > allowed:
@@ -157,71 +139,59 @@ def _fill_empty(slots: list[list[list[int]]], *, costs: Sequence[int]) -> None:
 
 
 class Registration:
-    """An entry in Megatron's `scheduler_map`, and in its enumeration of their names where it has one."""
+    """Entries in Megatron's `scheduler_map`, and in its enumeration of their names where it has one."""
 
-    def __init__(self, module: Any, entries: dict[Any, Any], *, names: Any = None) -> None:
-        self._module, self._entries, self._names = module, entries, names
-        self._stock = {key: module.scheduler_map[key] for key in entries if key in module.scheduler_map}
-        self._stock_names = getattr(module, "PackingSchedulerEnum", None)
+    def __init__(self, module: Any, entries: dict[Any, Any], *, names: Any) -> None:
+        self._module, self._before = module, _registered(module)
         module.scheduler_map.update(entries)
         if names is not None:
             module.PackingSchedulerEnum = names
+        self._ours = _registered(module)
 
     def undo(self) -> None:
         """Restore Megatron.
 
         Raises:
-            BalanceError: someone else has replaced the entry or the enumeration since; nothing is changed then.
+            BalanceError: someone else has changed the map or the enumeration since; nothing is changed then.
         """
-        module = self._module
-        if self._names is not None and module.PackingSchedulerEnum is not self._names:
-            raise BalanceError(f"{SEAM}.PackingSchedulerEnum was replaced after {NAME} was added: undo that first.")
-        for key, ours in self._entries.items():
-            if module.scheduler_map.get(key) is not ours:
-                raise BalanceError(f"{SEAM}.scheduler_map[{key!r}] was replaced after it was hooked: undo that first.")
-        if self._names is not None:
-            module.PackingSchedulerEnum = self._stock_names
-        for key in self._entries:
-            del module.scheduler_map[key]
-        module.scheduler_map.update(self._stock)
+        if _registered(self._module) != self._ours:
+            raise BalanceError(f"The schedulers of {SEAM} were replaced after {NAME} was added: undo that first.")
+        schedulers, names = self._before
+        self._module.scheduler_map.clear()
+        self._module.scheduler_map.update(schedulers)
+        if names is not None:
+            self._module.PackingSchedulerEnum = names
+
+
+def _registered(module: Any) -> tuple[dict[Any, Any], Any]:
+    return dict(module.scheduler_map), getattr(module, "PackingSchedulerEnum", None)
 
 
 def register() -> Registration | None:
-    """Add the scheduler where this Megatron has a `scheduler_map` of a known form; None where it has none.
+    """Add the schedulers where this Megatron has a `scheduler_map` of a known form; None where it has none.
 
     Main looks a name up in an enumeration and its member in the map; dev keys the map by names. Training with the
     balance flags does not need it: an unknown form is left unchanged.
     """
-    module = _seam()
-    if module is None or not hasattr(module, "DpBalancedScheduler"):
+    module = importlib.import_module(SEAM) if importlib.util.find_spec(_AS_OLD) is not None else None
+    schedulers = getattr(module, "scheduler_map", None)
+    if not isinstance(schedulers, dict):
         return None
-    schedulers, ours = module.scheduler_map, scheduler_class(module.DpBalancedScheduler)
-    names: Any = getattr(module, "PackingSchedulerEnum", None)
-    if names is None:
-        return Registration(module, {NAME: ours}) if all(isinstance(key, str) for key in schedulers) else None
-    if not isinstance(names, enum.EnumMeta) or any(member not in schedulers for member in list(names)):
-        return None
-    # An enumeration cannot grow: a larger one replaces it. Members of the old one stay keys of the map.
-    members: list[Any] = list(names)
-    larger: Any = enum.Enum(names.__name__, {**{member.name: member.value for member in members}, NAME.upper(): NAME})
-    entries = {larger[member.name]: schedulers[member] for member in members}
-    return Registration(module, entries | {larger[NAME.upper()]: ours}, names=larger)
-
-
-def replace_dynamic_scheduler() -> Registration | None:
-    """Replace this Megatron's scheduler of dynamic context parallelism; None if it has none."""
-    module = _seam()
-    if module is None or not isinstance(module.scheduler_map.get(REPLACED), type):
-        return None
-    stock = module.scheduler_map[REPLACED]
-    return Registration(module, {REPLACED: dynamic_scheduler_class(stock, cost_model=_dynamic_cost_model)})
-
-
-def _seam() -> Any:
-    if importlib.util.find_spec(_AS_OLD) is None:
-        return None
-    module = importlib.import_module(SEAM)
-    return module if isinstance(getattr(module, "scheduler_map", None), dict) else None
+    base, names = getattr(module, "DpBalancedScheduler", None), getattr(module, "PackingSchedulerEnum", None)
+    entries: dict[Any, Any] = {}
+    larger: Any = None
+    if base is not None and names is None and all(isinstance(key, str) for key in schedulers):
+        entries[NAME] = scheduler_class(base)
+    elif base is not None and isinstance(names, enum.EnumMeta) and all(member in schedulers for member in list(names)):
+        # An enumeration cannot grow: a larger one replaces it. Members of the old one stay keys of the map.
+        members: list[Any] = list(names)
+        values = {member.name: member.value for member in members}
+        larger = enum.Enum(names.__name__, {**values, NAME.upper(): NAME})
+        entries = {larger[member.name]: schedulers[member] for member in members}
+        entries[larger[NAME.upper()]] = scheduler_class(base)
+    if isinstance(stock := schedulers.get(REPLACED), type):
+        entries[REPLACED] = scheduler_class(stock, dynamic_cost=_dynamic_cost_model)
+    return Registration(module, entries, names=larger) if entries else None
 
 
 def _megatron_args() -> Any:

@@ -1,6 +1,6 @@
-"""What runs in place of Megatron's functions while a run balances; `hooks.py` lists them with reasons.
+"""Replacements of Megatron's functions while a run balances; `hooks.py` lists them with reasons.
 
-Each takes the run, Megatron's function, and what that was called with. Without a balance flag, and outside a balanced
+Each takes the run, Megatron's function, and the arguments of that. Without a balance flag, and outside a balanced
 step where it says so, `while_balancing` calls Megatron's function alone.
 """
 
@@ -37,6 +37,11 @@ def while_balancing(
         return wrapper
 
     return wrap
+
+
+def building(replacement: Function) -> Callable[[Function], Function]:
+    """`while_balancing`, by the run of this process, which every rank of the world builds here where there is none."""
+    return while_balancing(replacement, run=run_of_megatron)
 
 
 def with_balance_arguments(add_megatron_arguments: Function) -> Function:
@@ -174,8 +179,3 @@ def get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any 
         return get(*positional, **keywords)
     input_ids, position_ids, _, *rest = get(*positional, **keywords)
     return input_ids, position_ids, padding_mask, *rest
-
-
-def building(replacement: Function) -> Callable[[Function], Function]:
-    """`while_balancing`, by the run of this process, which every rank of the world builds here where there is none."""
-    return while_balancing(replacement, run=run_of_megatron)

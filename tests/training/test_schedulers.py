@@ -29,9 +29,7 @@ from megatron_balance.mcore import packing_scheduler
 from megatron_balance.mcore.packing_scheduler import (
     NAME,
     REPLACED,
-    dynamic_scheduler_class,
     register,
-    replace_dynamic_scheduler,
     scheduler_class,
 )
 
@@ -206,7 +204,7 @@ def test_undo_refuses_when_someone_else_has_added_one_since(seam: Any) -> None:
     registration = register()
     assert registration is not None
     seam.PackingSchedulerEnum = Names
-    with pytest.raises(BalanceError, match="was replaced after"):
+    with pytest.raises(BalanceError, match="were replaced after"):
         registration.undo()
 
 
@@ -244,13 +242,13 @@ COST = CostModel(linear=1000, quadratic=1, cp_exchange=30)
 
 
 def test_takes_the_place_of_megatrons_own_and_gives_it_back(named_seam: Any) -> None:
-    replacement = replace_dynamic_scheduler()
+    replacement = register()
     assert replacement is not None
     ours = named_seam.scheduler_map[REPLACED]
     assert issubclass(ours, StockDynamic)
     assert ours is not StockDynamic
     named_seam.scheduler_map[REPLACED] = StockDynamic
-    with pytest.raises(BalanceError, match=r"default_dynamic_cp.* was replaced after"):
+    with pytest.raises(BalanceError, match="were replaced after"):
         replacement.undo()
     named_seam.scheduler_map[REPLACED] = ours
     replacement.undo()
@@ -258,7 +256,7 @@ def test_takes_the_place_of_megatrons_own_and_gives_it_back(named_seam: Any) -> 
 
 
 def test_without_a_cost_model_the_plan_is_megatrons() -> None:
-    scheduler = dynamic_scheduler_class(StockDynamic, cost_model=lambda: None)(DYNAMIC_CAP, 1, 2, None)
+    scheduler = scheduler_class(StockDynamic, dynamic_cost=lambda: None)(DYNAMIC_CAP, 1, 2, None)
     assert scheduler.get_groups_and_subsamples([(0, 16)]) == ["Megatron's own plan of", [(0, 16)]]
 
 
@@ -271,7 +269,7 @@ def test_without_a_cost_model_the_plan_is_megatrons() -> None:
 def test_the_contract_of_the_dynamic_one(lengths: list[int], sizes: tuple[int, int], least: int) -> None:
     num_ranks = sizes[0] * sizes[1]
     padded = [length + -length % (2 * num_ranks) for length in lengths]
-    scheduler = dynamic_scheduler_class(StockDynamic, cost_model=lambda: COST)(
+    scheduler = scheduler_class(StockDynamic, dynamic_cost=lambda: COST)(
         DYNAMIC_CAP, sizes[1], sizes[0], None, min_cp_size=least
     )
     groups = scheduler.get_groups_and_subsamples(list(enumerate(padded)))
@@ -279,7 +277,7 @@ def test_the_contract_of_the_dynamic_one(lengths: list[int], sizes: tuple[int, i
 
 
 def test_stages_and_experts_are_those_of_the_run() -> None:
-    scheduler = dynamic_scheduler_class(StockDynamic, cost_model=lambda: COST)(DYNAMIC_CAP, 1, 4, 2)
+    scheduler = scheduler_class(StockDynamic, dynamic_cost=lambda: COST)(DYNAMIC_CAP, 1, 4, 2)
     config = SimpleNamespace(virtual_pipeline_model_parallel_size=3, expert_model_parallel_size=2)
     stages = SimpleNamespace(size=lambda: 2)
     lengths = [64] * 24
