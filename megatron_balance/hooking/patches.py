@@ -66,9 +66,6 @@ class _Binding:
     original: Any
     wrapped: Any
 
-    def is_in_place(self) -> bool:
-        return vars(self.owner).get(self.name) is self.wrapped
-
 
 class Patches:
     """Installed hooks. `undo()` removes them, last first."""
@@ -83,7 +80,7 @@ class Patches:
             BalanceError: someone else has wrapped one of them since; nothing is changed then.
         """
         for binding in self._bindings:
-            if not binding.is_in_place():
+            if vars(binding.owner).get(binding.name) is not binding.wrapped:
                 raise BalanceError(
                     f"{binding.owner.__name__}.{binding.name} was replaced after it was hooked: undo that first."
                 )
@@ -128,19 +125,16 @@ def install(hooks: Sequence[Hook], *, version: str) -> Patches:
 def _owner(path: str, *, hook: Hook, version: str) -> Any:
     """The module, or `module:Class`."""
     module_name, _, class_name = path.partition(":")
-    owner = _import(module_name, hook=hook, version=version)
-    if class_name:
-        owner = getattr(owner, class_name, None)
-        if not inspect.isclass(owner):
-            raise _moved(hook, f"{module_name} has no class {class_name}", version)
-    return owner
-
-
-def _import(name: str, *, hook: Hook, version: str) -> Any:
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise _moved(hook, f"there is no module {error.name}", version) from error
+    if not class_name:
+        return module
+    owner = getattr(module, class_name, None)
+    if not inspect.isclass(owner):
+        raise _moved(hook, f"{module_name} has no class {class_name}", version)
+    return owner
 
 
 def _moved(hook: Hook, what: str, version: str) -> BalanceError:

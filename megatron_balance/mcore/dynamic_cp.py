@@ -89,14 +89,11 @@ def make_context_groups(
 
 
 def connect(groups: ContextGroups) -> int:
-    """Exchange a number with both neighbours in each group, before the first step; all members call it.
+    """Exchange a number with both neighbours in each group, before the first step: the bytes of device memory taken.
 
     Transformer Engine sends keys and values around a ring of more than two ranks in messages of their own, for each
     of which NCCL connects a pair of ranks when it first talks (context_parallel.py:124-133 of 2.18): in the middle of a
     run, when memory is full. The order of calls is that of its ring, even ranks first.
-
-    Returns:
-        Bytes of device memory that it took.
     """
     on_gpu = any(dist.get_backend(group) == "nccl" for group in groups.by_size.values())
     device = "cuda" if on_gpu else "cpu"

@@ -141,8 +141,9 @@ def _regions(ids: Ids, *, gathered: GatheredLengths) -> Iterator[tuple[KeySpec, 
     assert gathered.schema is not None, "there are samples"
     start, ragged = 0, iter(gathered.ragged_lengths[ids].T.tolist())
     for key in gathered.schema.keys:
-        of_kind = {"per_token": lambda: gathered.lengths[ids].tolist(), "ragged": lambda: next(ragged)}
-        counts = of_kind.get(key.kind, lambda: [1] * len(ids))()
+        counts = [1] * len(ids)
+        if key.kind != "per_sample":
+            counts = next(ragged) if key.kind == "ragged" else gathered.lengths[ids].tolist()
         stop = start + sum(counts) * key.nbytes
         yield key, counts, slice(start, stop)
         start = aligned(stop)

@@ -34,14 +34,7 @@ MAX_SETTINGS_NAMED = 5
 
 @dataclass(frozen=True)
 class Meeting:
-    """The key-value store and the ranks that meet in it.
-
-    Attributes:
-        store: that all ranks of the world share.
-        rank: of this process in the world.
-        num_ranks: of the world.
-        timeout: after which missing ranks are named.
-    """
+    """The key-value store, this rank of so many, and the time after which missing ranks are named."""
 
     store: Store
     rank: int
@@ -62,20 +55,17 @@ def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem:
         BalanceError: on every rank: the differing settings with values and ranks; the problem; or the missing
             ranks. PeerError where rank 0 is missing or the store is gone.
     """
-    _meet(json.dumps([problem, {**settings}]), meeting=meeting, topic=topic, judge=_judge)
+
+    def judge(texts: list[str]) -> tuple[str, list[str]]:
+        problems, of_ranks = zip(*map(json.loads, texts), strict=True)
+        named = [f"{ranks}: {said}" for said, ranks in ranks_by_value(problems).items() if said is not None]
+        return " | ".join(named[:MAX_SETTINGS_NAMED]) or differences(of_ranks), []
+
+    _meet(json.dumps([problem, {**settings}]), meeting=meeting, topic=topic, judge=judge)
 
 
 def gather_texts(text: str, *, meeting: Meeting, topic: str) -> list[str]:
-    """The text of every rank, by rank. All of them go to every rank: keep it to a few bytes.
-
-    Args:
-        text: of this rank.
-        meeting: of all ranks of the world.
-        topic: as for `agree`.
-
-    Raises:
-        BalanceError: on every rank: the missing ranks. PeerError as for `agree`.
-    """
+    """The text of every rank, a few bytes, by rank. Raises as `agree`."""
     return _meet(text, meeting=meeting, topic=topic, judge=lambda texts: ("", texts))
 
 
@@ -91,7 +81,12 @@ def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]
         if rank == 0:
             until = started + JUDGING_SHARE * seconds
             missing = [other for other, entry in enumerate(entries) if not _came(store, entry, until=until)]
-            verdict = (_absent(missing, meeting=meeting, topic=topic), [])
+            verdict: tuple[str, list[str]] = (
+                f"{named_ranks(missing)} of {meeting.num_ranks} did not come to agree on {topic} within "
+                f"{JUDGING_SHARE * seconds:.0f} s. Such a rank has died, hangs, or trains without megatron_balance: "
+                "start every rank with the same command (the launcher or the import line) and the same installation.",
+                [],
+            )
             if not missing:
                 verdict = judge([store.get(entry).decode() for entry in entries])
             store.set(f"{folder}/verdict", json.dumps(verdict))
@@ -107,22 +102,6 @@ def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]
     if problem:
         raise BalanceError(problem)
     return answer
-
-
-def _absent(ranks: list[int], *, meeting: Meeting, topic: str) -> str:
-    return (
-        f"{named_ranks(ranks)} of {meeting.num_ranks} did not come to agree on {topic} within "
-        f"{JUDGING_SHARE * meeting.timeout.total_seconds():.0f} s. Such a rank has died, hangs, or trains without "
-        "megatron_balance: start every rank with the same command (the launcher or the import line) and the same "
-        "installation."
-    )
-
-
-def _judge(texts: list[str]) -> tuple[str, list[str]]:
-    """The reason why ranks cannot continue, if there is one."""
-    problems, settings = zip(*map(json.loads, texts), strict=True)
-    named = [f"{ranks}: {problem}" for problem, ranks in ranks_by_value(problems).items() if problem is not None]
-    return " | ".join(named[:MAX_SETTINGS_NAMED]) or differences(settings), []
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> str:

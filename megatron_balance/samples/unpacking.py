@@ -235,15 +235,14 @@ def _check_loss_kept(tensors: Mapping[str, Tensor], *, segments: Sequence[tuple[
     """No token with a loss lies outside every sequence, where it would be lost."""
     if "loss_mask" not in tensors:
         return
-    has_loss = tensors["loss_mask"] != 0
-    missing = [int(of_row.sum()) for of_row in has_loss]
+    lost = (tensors["loss_mask"] != 0).reshape(*tensors["tokens"].shape, -1).any(-1)
     for row, start, stop in segments:
-        missing[row] -= int(has_loss[row, start:stop].sum())
-    for row, num_tokens in enumerate(missing):
-        if num_tokens:
-            raise RowError(
-                row, f"{num_tokens} tokens with loss_mask lie outside every sequence of cu_seqlens, and would be lost."
-            )
+        lost[row, start:stop] = False
+    if (row := first_row(lost)) is not None:
+        raise RowError(
+            row,
+            f"{int(lost[row].sum())} tokens with loss_mask lie outside every sequence of cu_seqlens: they are lost.",
+        )
 
 
 _BRIDGE_KEYS = (
@@ -259,36 +258,30 @@ def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
     Its data sets and forward steps (`megatron/bridge/training/gpt_step.py`, 0.6.2) name the arguments of attention:
     `cu_seqlens_q` and `cu_seqlens_kv`, both with `_padded` where sequences are padded. Older data sets have
     `cu_seqlens` filled up with -1 behind `cu_seqlens_argmin` entries, and `cu_seqlens_unpadded`. A `cu_seqlens` that is
-    not filled up is cut to nothing by its forward step.
-
-    Args:
-        batch: `tokens` `[num_rows, padded_seq_len]`; `cu_seqlens_q`, perhaps `cu_seqlens_q_padded`; or `cu_seqlens` and
-            `cu_seqlens_argmin` or `cu_seqlens_unpadded`; of each `[num_rows, k]`, or `[k]` for one row.
+    not filled up is cut to nothing by its forward step. Each is `[num_rows, k]`, or `[k]` for one row.
 
     Raises:
         BalanceError: keys begin elsewhere than queries.
     """
     batch = {name: value for name, value in batch.items() if value is not None}
+    for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
+        of_keys = name.replace("_q", "_kv")
+        if name in batch and of_keys in batch and not torch.equal(batch[of_keys], batch[name]):
+            raise BalanceError(
+                f"{name} and {of_keys} differ: sequences that attend to other sequences are not moved between ranks; "
+                "train without balancing."
+            )
     if "cu_seqlens_q" in batch:
-        for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
-            of_keys = name.replace("_q", "_kv")
-            if of_keys in batch and not torch.equal(batch[of_keys], batch[name]):
-                raise BalanceError(
-                    f"{name} and {of_keys} differ: sequences that attend to other sequences are not moved between "
-                    "ranks; train without balancing."
-                )
-        starts, padded = batch.pop("cu_seqlens_q"), batch.pop("cu_seqlens_q_padded", None)
+        starts = {"cu_seqlens": batch.pop("cu_seqlens_q"), "cu_seqlens_padded": batch.pop("cu_seqlens_q_padded", None)}
     elif "cu_seqlens_unpadded" in batch:
-        starts, padded = batch.pop("cu_seqlens_unpadded"), batch.pop("cu_seqlens")
+        starts = {"cu_seqlens": batch.pop("cu_seqlens_unpadded"), "cu_seqlens_padded": batch.pop("cu_seqlens")}
     elif "cu_seqlens_argmin" in batch:
-        starts, padded = batch.pop("cu_seqlens"), None
+        starts = {"cu_seqlens": batch.pop("cu_seqlens")}
     else:
         return batch
     batch = {name: value for name, value in batch.items() if name not in _BRIDGE_KEYS}
-    for name, of_rows in (("cu_seqlens", starts), ("cu_seqlens_padded", padded)):
+    for name, of_rows in starts.items():
         if of_rows is not None:
             rows = of_rows.view(-1, of_rows.shape[-1])
-            batch[name] = torch.where(
-                rows < 0, rows.amax(1, keepdim=True), rows
-            )  # filled up with each row's last value
+            batch[name] = torch.where(rows < 0, rows.amax(1, keepdim=True), rows)  # each row's last value fills it up
     return batch

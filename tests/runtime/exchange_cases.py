@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
+from megatron_balance import BalanceError
 from megatron_balance.mcore.dynamic_cp import ContextGroups, connect
 from megatron_balance.runtime import (
     Header,
@@ -23,7 +23,7 @@ from megatron_balance.runtime import (
     gather_sample_lengths,
     reroute_samples,
 )
-from megatron_balance.samples import Sample, SampleSchema, pack_microbatch, split_packed
+from megatron_balance.samples import Sample, SampleSchema
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
@@ -109,14 +109,24 @@ def expect_error(call: Callable[[], Any]) -> str:
 
 
 def reroute(
-    lengths: list[list[Any]], destinations: list[int], builder: str = "small", seed: int = 0, group: Any = None
-) -> list[int]:
+    lengths: list[list[Any]],
+    destinations: list[int],
+    *,
+    copies: list[int] | None = None,
+    ranks: list[int] | None = None,
+    builder: str = "small",
+    seed: int = 0,
+) -> list[int] | None:
     """Every sample arrives at its destination, once, with equal bits: the samples of this rank.
 
     `lengths` is a list for each rank, whose entries are lengths or lists of them, for samples of several sequences. All
-    ranks draw all samples from one seed, so that each knows what it must get.
+    ranks draw all samples from one seed, so that each knows what it must get. `copies` are the samples that go to the
+    destinations, by default each once; `ranks` a group of some, None outside of it.
     """
-    group, rng = group or world(), np.random.default_rng(seed)
+    group: Any = dist.new_group(ranks) if ranks else world()
+    if ranks and dist.get_rank() not in ranks:
+        return None
+    rng = np.random.default_rng(seed)
     everything = [[BUILDERS[builder](length, rng) for length in of_rank] for of_rank in lengths]
     flat = [sample for of_rank in everything for sample in of_rank]
     mine = everything[group.rank()]
@@ -127,8 +137,12 @@ def reroute(
     assert gathered.segment_lengths.tolist() == [length for of_sample in segments for length in of_sample]
     assert gathered.home_ranks.tolist() == [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
     assert gathered.offset == sum(len(of_rank) for of_rank in lengths[: group.rank()])
-    arrived = reroute_samples(mine, destinations=np.array(destinations, dtype=np.int64), gathered=gathered, group=group)
-    assert list(arrived) == [index for index, to in enumerate(destinations) if to == group.rank()]
+    sample_ids = None if copies is None else np.array(copies)
+    arrived = reroute_samples(
+        mine, sample_ids=sample_ids, destinations=np.array(destinations, int), gathered=gathered, group=group
+    )
+    sent = zip(copies or range(len(flat)), destinations, strict=True)
+    assert list(arrived) == [sample for sample, to in sent if to == group.rank()]
     for index, sample in arrived.items():
         assert checksum(sample) == checksum(flat[index]), f"sample {index}"
         for tensor in (*sample.per_token.values(), *sample.per_sample.values(), *sample.ragged.values()):
@@ -148,61 +162,8 @@ def reroute_random(count: int) -> int:
                 of_rank.append(sequences if len(sequences) > 1 else sequences[0])
         destinations = rng.integers(0, num_ranks, size=sum(map(len, lengths))).tolist()
         builder = ("ragged", "every_dtype", "small")[seed % 3]
-        arrived += len(reroute(lengths, destinations, builder=builder, seed=seed))
+        arrived += len(reroute(lengths, destinations, builder=builder, seed=seed) or ())
     return arrived
-
-
-def balance_random(count: int) -> tuple[int, int]:
-    """Drawn steps: gathered, planned, moved, packed and split again; samples of this rank, and those that moved."""
-    group, held, moved = world(), 0, 0
-    for seed in range(count):
-        rng = np.random.default_rng(seed)
-        counts = rng.integers(1, 7, size=group.size())
-        everything = [[ragged_sample(int(length), rng) for length in rng.integers(1, 60, size=n)] for n in counts]
-        flat = [sample for of_rank in everything for sample in of_rank]
-        gathered = gather_sample_lengths(everything[group.rank()], group=group)
-        schedule = build_data_schedule(
-            gathered.lengths,
-            cost_model=CostModel(linear=10, quadratic=1),
-            topology=Topology(group.size()),
-            limits=Limits(64),
-            home_ranks=gathered.home_ranks,
-        )
-        check_same_schedule(schedule.digest(), group=group)
-        arrived = reroute_samples(
-            everything[group.rank()], destinations=schedule.destinations(), gathered=gathered, group=group
-        )
-        of_slots = [sample for slot in schedule.ranks[group.rank()] for sample in slot]
-        assert sorted(of_slots) == list(arrived)
-        for slot in schedule.ranks[group.rank()]:
-            if slot:
-                back = split_packed(pack_microbatch([arrived[sample] for sample in slot], token_multiple=4, cp_size=2))
-                for sample, unpacked in zip(slot, back, strict=True):
-                    per_token = {name: unpacked.per_token[name] for name in flat[sample].per_token}
-                    assert checksum(dataclasses.replace(unpacked, per_token=per_token)) == checksum(flat[sample])
-        held, moved = held + len(arrived), moved + int((gathered.home_ranks[list(arrived)] != group.rank()).sum())
-    return held, moved
-
-
-def reroute_in_subgroup(ranks: list[int], lengths: list[Any], destinations: list[int]) -> list[int] | None:
-    """The ranks outside the group only take part in making it."""
-    group = dist.new_group(ranks)
-    return reroute(lengths, destinations, group=group) if dist.get_rank() in ranks else None
-
-
-def send_to_several(lengths: list[list[Any]], copies: list[list[int]]) -> list[int]:
-    """Every copy arrives, with equal bits: `copies` lists the ranks that each sample goes to."""
-    group, rng = world(), np.random.default_rng(0)
-    everything = [[small_sample(length, rng) for length in of_rank] for of_rank in lengths]
-    flat = [sample for of_rank in everything for sample in of_rank]
-    mine = everything[group.rank()]
-    pairs = [(sample, rank) for sample, ranks in enumerate(copies) for rank in ranks]
-    sample_ids, destinations = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    gathered = gather_sample_lengths(mine, group=group)
-    arrived = reroute_samples(mine, sample_ids=sample_ids, destinations=destinations, gathered=gathered, group=group)
-    for index, sample in arrived.items():
-        assert checksum(sample) == checksum(flat[index]), f"sample {index}"
-    return list(arrived)
 
 
 def gather_many(num_samples: int, num_segments: int) -> None:

@@ -129,11 +129,6 @@ def test_positions_of_each_sequence_begin_at_zero():
     assert pack_microbatch([sample], token_multiple=2)["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
 
 
-def test_positions_that_do_not_begin_at_zero_are_padded_below_the_padded_length():
-    sample = Sample({**build(3).per_token, "position_ids": torch.tensor([5, 6, 7])})
-    assert pack_microbatch([sample], token_multiple=8)["position_ids"].tolist() == [[5, 6, 7, 3, 4, 5, 6, 7]]
-
-
 @pytest.mark.parametrize(("token_multiple", "cp_size"), [(1, 1), (8, 1), (4, 2)])
 def test_dummy_has_the_form_of_any_other_pack(token_multiple, cp_size):
     sample = build(5)
@@ -276,8 +271,3 @@ def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens
 
 def test_a_dummy_is_padding_alone():
     assert padding_mask([], num_tokens=8, token_multiple=8, cp_size=2).tolist() == [True] * 4
-
-
-def test_lengths_of_another_micro_batch_are_an_error():
-    with pytest.raises(AssertionError, match="sequences need 24 tokens, and there are 16"):
-        padding_mask([9, 3], num_tokens=16, token_multiple=8)
