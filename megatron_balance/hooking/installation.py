@@ -27,14 +27,7 @@ class Undoable(Protocol):
 
 
 class Installation(Generic[Settings]):
-    """The hooks of this process in one system.
-
-    Args:
-        system: its name, for messages.
-
-    Attributes:
-        settings: the settings that the hooks serve, or None where nothing is installed.
-    """
+    """The hooks of this process in one system, and the settings that they serve; None where nothing is installed."""
 
     def __init__(self, system: str) -> None:
         self.settings: Settings | None = None
@@ -42,11 +35,7 @@ class Installation(Generic[Settings]):
         self._in_place: list[Undoable] = []
 
     def install(self, settings: Settings, *, hook: Callable[[], Undoable]) -> Installation[Settings]:
-        """Install hooks.
-
-        Args:
-            settings: what the hooks serve.
-            hook: installs all of them, or raises and leaves the process unchanged.
+        """Install hooks that serve these settings; `hook` installs all of them, or raises and changes nothing.
 
         Raises:
             BalanceError: hooks for other settings are installed; nothing is changed then.
@@ -74,17 +63,7 @@ class Installation(Generic[Settings]):
 
 
 def check_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:
-    """Returns the version if the tests run on it.
-
-    Args:
-        version: the installed version.
-        system: its package.
-        supported: versions or prefixes of versions: `0.9` stands for all of 0.9.*.
-        remedy: what to do about an unsupported version.
-
-    Raises:
-        BalanceError: it is not supported.
-    """
+    """Returns the version of a system; a BalanceError where no test runs on it. `0.9` stands for all of 0.9.*."""
     if version not in supported and not version.startswith(tuple(f"{release}." for release in supported)):
         raise BalanceError(f"{system} is {version}; megatron_balance is tested on {', '.join(supported)}: {remedy}.")
     return version

@@ -90,11 +90,7 @@ class Patches:
 
 
 def install(hooks: Sequence[Hook], *, version: str) -> Patches:
-    """Check all hooks, then install them.
-
-    Args:
-        hooks: the table.
-        version: the name and version of the patched package, for messages.
+    """Check all hooks, then install them; `version` is the name and version of the patched package, for messages.
 
     Raises:
         BalanceError: a target is missing or not as expected; nothing is changed then.

@@ -24,16 +24,7 @@ from megatron_balance.topology import Limits
 
 
 class BalancedEvaluation:
-    """The forward-only steps of Megatron's `evaluate`.
-
-    Args:
-        training: makes the steps of training.
-        limits: of a micro-batch of evaluation.
-        state: of Megatron.
-
-    Attributes:
-        last_step: the data of the newest step, for tests.
-    """
+    """The forward-only steps of Megatron's `evaluate`; `last_step` is the data of the newest, for tests."""
 
     def __init__(self, training: StepPrefetcher, *, limits: Limits, state: LoopState) -> None:
         self.last_step: BalancedStep | None = None
@@ -70,11 +61,7 @@ class BalancedEvaluation:
 
     @staticmethod
     def check_sums(loss_dicts: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Check what a schedule returns: a sum and its tokens for every loss of each micro-batch.
-
-        Raises:
-            BalanceError: a loss that is a mean, which depends on packing.
-        """
+        """Refuse a loss that is a mean, which depends on packing: a schedule must return a sum and its tokens."""
         for name, loss in (loss_dicts[0] if loss_dicts else {}).items():
             if loss.numel() != 2:
                 raise BalanceError(

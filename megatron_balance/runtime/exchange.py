@@ -35,11 +35,11 @@ class HostBuffers:
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def take(self, name: str, *, nbytes: int) -> Tensor:
+    def take(self, name: str, *, nbytes: int, device: torch.device | str) -> Tensor:
         """A buffer, uint8 `[nbytes]`: the memory that was returned for this name before, whose content is lost."""
         if name not in self._kept or self._kept[name].numel() < nbytes:
             self._kept.pop(name, None)  # before the larger one is made
-            self._kept[name] = torch.empty(nbytes, dtype=torch.uint8)
+            self._kept[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._kept[name][:nbytes]
 
 
@@ -102,11 +102,6 @@ def reroute_samples(
     def own(ids: Ids) -> list[Sample]:
         return [samples[sample_id - gathered.offset] for sample_id in ids.tolist()]
 
-    def buffer(name: str, sizes: dict[int, int]) -> Tensor:
-        if buffers is not None:
-            return buffers.take(name, nbytes=sum(sizes.values()))
-        return torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device)
-
     moves = homes != destinations
     staying = sample_ids[(homes == rank) & ~moves]
     arrived = dict(zip(staying.tolist(), own(staying), strict=True))
@@ -115,7 +110,9 @@ def reroute_samples(
         coming = _ids_by_rank(sample_ids, ranks=homes, mask=moves & (destinations == rank))
         send_sizes = {to: _nbytes(ids, gathered=gathered) for to, ids in leaving.items()}
         receive_sizes = {home: _nbytes(ids, gathered=gathered) for home, ids in coming.items()}
-        send, receive = buffer("send", send_sizes), buffer("receive", receive_sizes)
+        take = (buffers or HostBuffers()).take
+        send = take("send", nbytes=sum(send_sizes.values()), device=device)
+        receive = take("receive", nbytes=sum(receive_sizes.values()), device=device)
         for to, part in zip(send_sizes, send.split([*send_sizes.values()]), strict=True):
             _write(part, samples=own(leaving[to]), ids=leaving[to], gathered=gathered)
         exchange_parts(

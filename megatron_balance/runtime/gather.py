@@ -288,54 +288,30 @@ def _seen(values: Sequence[int | str], *, group: dist.ProcessGroup) -> str:
 
 
 def image_patches(samples: Sequence[Sample], *, patch_values: int) -> NDArray[np.int64]:
-    """Patches that a vision encoder runs for each sample, from the sample's ragged keys.
+    """`[num_samples, 2]`: patches that a vision encoder runs for each sample, and the sum of each image's, squared.
 
     `image_grid_thw` and `video_grid_thw`, as processors of the Qwen-VL family make them, describe each image. Without
-    such a key, each entry `[channels, height, width]` of the pixels is an image: a tile of one size, as in LLaVA.
-
-    Args:
-        samples: of one schema, on the CPU.
-        patch_values: numbers of a patch: channels times height times width; 0 where it is not known.
-
-    Returns:
-        `[num_samples, 2]` int64, the sum over a sample's images of their patches, and of their squared patches.
-
-    Raises:
-        BalanceError: grids of another kind than `patches_of_grids` takes, or pixels whose patches cannot be counted.
+    such a key, each entry `[channels, height, width]` of the pixels is an image: a tile of one size, as in LLaVA, of
+    patches of so many values; 0 where that is not known.
     """
     sums = np.zeros((len(samples), 2), dtype=np.int64)
-    shapes = (
-        {key.name: key.shape for key in SampleSchema.of(samples[0]).keys if key.kind == "ragged"} if samples else {}
-    )
+    keys = SampleSchema.of(samples[0]).keys if samples else ()
+    shapes = {key.name: key.shape for key in keys if key.kind == "ragged"}
     grids = [name for name in GRID_KEYS if name in shapes]
     for name in grids:
         for index, sample in enumerate(samples):
             patches = patches_of_grids(sample.ragged[name].numpy())
             sums[index] += patches.sum(), (patches**2).sum()
-    for name in PIXEL_KEYS:
-        if name in shapes and not grids:
-            of_tile = _patches_of_tile(name, shapes[name], patch_values=patch_values)
-            num_tiles = np.array([len(sample.ragged[name]) for sample in samples], dtype=np.int64)
-            sums += num_tiles[:, None] * np.array([of_tile, of_tile**2])
+    for name in (name for name in PIXEL_KEYS if name in shapes and not grids):
+        num_values = int(np.prod(shapes[name]))
+        if len(shapes[name]) != 3 or not patch_values or num_values % patch_values:
+            raise BalanceError(
+                f"{name} has entries of shape {list(shapes[name])}: patches are counted from {' or '.join(GRID_KEYS)}, "
+                "or from tiles [channels, height, width] of a multiple of VisionEncoder.patch_values numbers "
+                f"({patch_values or 'not known: give cost as a ModelShape with an encoder'}). Give one of them, or "
+                "plan by tokens: drop --balance-by-flops."
+            )
+        of_tile = num_values // patch_values
+        num_tiles = np.array([len(sample.ragged[name]) for sample in samples], dtype=np.int64)
+        sums += num_tiles[:, None] * np.array([of_tile, of_tile**2])
     return sums
-
-
-def _patches_of_tile(name: str, shape: Sequence[int], *, patch_values: int) -> int:
-    num_values = int(np.prod(shape))
-    if len(shape) != 3:
-        raise BalanceError(
-            f"{name} has entries of shape {list(shape)}, and there is no {' or '.join(GRID_KEYS)}: patches are counted "
-            "from such a key, or from tiles [channels, height, width]. Give one of them, or plan by tokens: drop "
-            "--balance-by-flops."
-        )
-    if not patch_values:
-        raise BalanceError(
-            f"{name} has tiles of shape {list(shape)}, and the size of a patch is not known: give cost as a ModelShape "
-            "with a vision encoder in place of a CostModel."
-        )
-    if num_values % patch_values:
-        raise BalanceError(
-            f"{name} has tiles of shape {list(shape)}: their {num_values} numbers must be a multiple of the "
-            f"encoder's {patch_values} of a patch (VisionEncoder.patch_values)."
-        )
-    return num_values // patch_values

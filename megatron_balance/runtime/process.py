@@ -35,14 +35,7 @@ def device_kind() -> DeviceKind:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The hardware and the packages, for the record of a measurement.
-
-    Args:
-        device: `cuda` or `cpu`.
-
-    Returns:
-        dict: `device`, `clock`, `threads` on a CPU, and `versions` of the packages that are installed.
-    """
+    """`device`, `clock`, `threads` on a CPU, and `versions` of the packages, for the record of a measurement."""
     versions: dict[str, str] = {}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -70,12 +63,7 @@ def local_world_size() -> int | None:
 
 
 def nodes_of(ranks: Sequence[int], *, ranks_per_node: int | None) -> list[int]:
-    """The node of each rank, from 0.
-
-    Args:
-        ranks: `[num_ranks]` world ranks.
-        ranks_per_node: the same on every node; None where it is not known: then no two ranks count as neighbours.
-    """
+    """The node of each world rank, from 0; where ranks_per_node is not known, no two ranks count as neighbours."""
     return [rank // (ranks_per_node or 1) for rank in ranks]
 
 

@@ -175,17 +175,10 @@ def sequence_lengths(samples: Sequence[Sample]) -> list[int]:
 def padding_mask(
     lengths: Sequence[int], *, num_tokens: int, token_multiple: int = 1, cp_size: int = 1, cp_rank: int = 0
 ) -> NDArray[np.bool_]:
-    """True where a token is padding, for the tokens of a context-parallel rank; ranks that read no data make it too.
+    """`[num_tokens / cp_size]`, True where a token is padding; ranks that read no data make it too.
 
-    Args:
-        lengths: `sequence_lengths` of the micro-batch; none for a dummy.
-        num_tokens: of the micro-batch, padding included.
-        token_multiple: as for `pack_microbatch`.
-        cp_size: as for `pack_microbatch`.
-        cp_rank: this one; it holds the chunks cp_rank and 2*cp_size-1-cp_rank of each sequence.
-
-    Returns:
-        `[num_tokens / cp_size]`.
+    A context-parallel rank holds the chunks cp_rank and 2*cp_size-1-cp_rank of each sequence. `lengths` are the
+    `sequence_lengths` of the micro-batch, none for a dummy; `num_tokens` counts padding.
     """
     real = np.asarray(lengths, dtype=np.int64).reshape(-1, 1)
     num_chunks, mine = (1, [0]) if cp_size == 1 else (2 * cp_size, [cp_rank, 2 * cp_size - 1 - cp_rank])

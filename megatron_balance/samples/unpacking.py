@@ -26,11 +26,7 @@ _INTEGER_KEYS = ("tokens", "labels", "position_ids", "cu_seqlens", "cu_seqlens_p
 
 
 class RowError(BalanceError):
-    """An error in one row of a batch.
-
-    Attributes:
-        row: of the batch.
-    """
+    """An error in one row of a batch."""
 
     def __init__(self, row: int, what: str) -> None:
         super().__init__(f"Row {row}: {what}")

@@ -15,7 +15,6 @@ from megatron_balance.samples import (
     pack_microbatch,
     padding_mask,
     sequence_lengths,
-    split_packed,
 )
 
 
@@ -40,35 +39,8 @@ def build(length, *, first_token=1, positions=True, pad_id=0):
     )
 
 
-def assert_equal(one: Sample, two: Sample):
-    for here, there in ((one.per_token, two.per_token), (one.per_sample, two.per_sample)):
-        assert here.keys() == there.keys()
-        for name in here:
-            assert here[name].dtype == there[name].dtype
-            assert torch.equal(here[name], there[name]), name
-
-
 lengths_of_samples = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 parallelism = st.sampled_from([(1, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (16, 4)])  # token_multiple, cp_size
-
-
-@given(lengths_of_samples, parallelism, st.booleans())
-def test_pack_then_split_gives_the_samples_back(lengths, parallel, positions):
-    token_multiple, cp_size = parallel
-    samples = [build(length, first_token=1 + 50 * i, positions=positions) for i, length in enumerate(lengths)]
-    batch = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size)
-    back = split_packed(batch)
-    present = [sample for sample in samples if sample.length]
-    if not present:
-        assert [sample.length for sample in back] == [1]
-        return
-    assert len(back) == len(present)
-    for before, after in zip(present, back, strict=True):
-        assert torch.equal(after.per_token["position_ids"], torch.arange(before.length))
-        if not positions:
-            per_token = {k: v for k, v in after.per_token.items() if k != "position_ids"}
-            after = Sample(per_token, per_sample=after.per_sample)
-        assert_equal(before, after)
 
 
 @given(lengths_of_samples, parallelism)

@@ -3,9 +3,6 @@
 Every launch of a kernel from Python gives the lock up and takes it back. A thread that plans takes it in between and
 holds it for up to `sys.getswitchinterval()`, 5 ms. A thread that waits for a planning process holds no lock.
 
-Every rank has a process of its own. One rank that plans for all would save CPU time and cost a broadcast of eight
-bytes a sample in every step, and no other rank would check its plan.
-
 Invariants: the plan is the one that `build_data_schedule` makes here; the process ends with this one, however that
 ends (`planner.build.serve`); signals that a scheduler or a terminal sends to all processes of a run do not end it
 before; a process that has failed ends no training: the rank warns, and makes this plan and all later ones itself,
@@ -52,9 +49,7 @@ class PlanProcessError(BalanceError):
 class PlanProcess:
     """Plans global batches, large ones in a process that the first of them starts.
 
-    Args:
-        timeout: after which a plan counts as hanging; below the time that peers wait for this rank.
-        warn: called with the text of a failure, once.
+    It counts as hanging after a timeout, below the time that peers wait for this rank.
     """
 
     def __init__(self, *, timeout: timedelta, warn: Callable[[str], None] = lambda text: None) -> None:

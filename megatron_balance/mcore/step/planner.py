@@ -56,12 +56,8 @@ def _no_report(number: int) -> Sequence[int]:
 class StepPlanner:
     """Makes steps on one rank that loads data; on the others it holds what their steps have in common.
 
-    Args:
-        settings: of the run.
-        dp_group: ranks that load different samples, gloo; None where this rank loads no data, and has a `dp_rank`.
-        dp_rank: see dp_group.
-        cp_rank: context-parallel rank of this one.
-        ranks_per_node: data-parallel ranks of a node, on which samples stay where costs allow; None for any.
+    `dp_group` are the ranks that load different samples, over gloo; None where this rank, `dp_rank`, loads none.
+    Samples stay on the `ranks_per_node` data-parallel ranks of a node where costs allow.
     """
 
     def __init__(
@@ -120,11 +116,9 @@ class StepPlanner:
     def make(
         self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False, first_item: int = 0
     ) -> BalancedStep:
-        """One step, on every rank of the group.
+        """One step, on every rank of the group, of the items that were fetched where `num_items` were wanted.
 
         Args:
-            fetched: the items of the data loader, or its error.
-            num_items: items that were wanted.
             number: of the step, counted from 0. One that could not be prepared may be made again.
             new_iterator: the items come from another iterator than those of the last step.
             first_item: of these, counted from the loader's first.

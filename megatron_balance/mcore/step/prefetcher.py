@@ -87,11 +87,8 @@ def _on_device(device: int | None) -> None:
 class StepPrefetcher:
     """Turns the items of the data loader into balanced micro-batches.
 
-    Args:
-        planner: makes steps, on ranks that load data.
-        replica: the ranks of this model replica.
-        reads_starts: this rank loads no data, and its forward step reads where sequences start.
-        thread: of another prefetcher of this rank, whose planner meets the same ranks.
+    With `reads_starts` this rank loads no data, and its forward step reads where sequences start. A `thread` is that of
+    another prefetcher of this rank, which meets the same ranks.
     """
 
     def __init__(
