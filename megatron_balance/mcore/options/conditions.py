@@ -225,13 +225,4 @@ _NAMED = {
         "evaluated as by stock (--no-balance-evaluation, or --balance-context-parallel)",
         lambda options: options["balance_evaluation"] is False or options["balance_context_parallel"] is not None,
     ),
-    "every_stage_loads": Term(
-        (),
-        "stages in between load (--balance-load-every-stage, or --mtp-num-layers with "
-        "--pipeline-model-parallel-layout)",
-        lambda options: bool(
-            options.get("balance_load_every_stage")
-            or (options.get("mtp_num_layers") and options.get("pipeline_model_parallel_layout"))
-        ),
-    ),
 }

@@ -9,6 +9,7 @@ Sources: megatron/core of 0.17 to 0.19; for attention Transformer Engine 2.3 to 
 from __future__ import annotations
 
 _DOCUMENTS = "dataloader_inter_document_masking !sft"
+_IN_STAGES = f"{_DOCUMENTS} pipeline_model_parallel_size>2"
 _BY_IT = "its attention takes no packed sequences by it; install"
 _STATIC_GROUP = "heads are exchanged in the static context-parallel group, whatever group a micro-batch has; set"
 _EARLY_STAGES = "Megatron's scripts give stages in between no data"
@@ -178,8 +179,11 @@ REFUSED = {
         "reset_attention_mask/reset_position_ids !sft/dataloader_inter_document_masking": "it separates documents by a "
         "mask or by positions, and the data has no cu_seqlens to balance by; "
         "set --dataloader-inter-document-masking in its place (from 0.19)",
-        f"{_DOCUMENTS} pipeline_model_parallel_size>2 :every_stage_loads": f"{_EARLY_STAGES}; leave these out, or set "
+        f"{_IN_STAGES} balance_load_every_stage": f"{_EARLY_STAGES}; drop the flag, set "
         "--pipeline-model-parallel-size 2, or train on --sft data",
+        f"{_IN_STAGES} mtp_num_layers pipeline_model_parallel_layout": f"{_EARLY_STAGES}, "
+        "and every stage must load, since a layout may put multi-token prediction on any; leave the layout out, or set "
+        "--pipeline-model-parallel-size 2",
         "inprocess_restart": "process groups and threads of this package do not survive a restart within the process; "
         "restart processes (torchrun --max-restarts)",
         "perform_rl_step": "Megatron's RL loop makes its own iterator, and packs and deals out its rollouts itself; "
@@ -194,10 +198,10 @@ REFUSED = {
         "multiple_validation_sets num_layers_per_virtual_pipeline_stage/num_virtual_stages_per_pipeline_rank/"
         "virtual_pipeline_model_parallel_size": "Megatron's loop then gives each model chunk the rows of another set; "
         "drop one of them",
-        f"full_validation {_DOCUMENTS} pipeline_model_parallel_size>2": "every stage counts the rows of its data sets, "
+        f"full_validation {_IN_STAGES}": "every stage counts the rows of its data sets, "
         "and Megatron's scripts give stages in between none; "
         "drop --full-validation, or set --pipeline-model-parallel-size 2",
-        f"{_DOCUMENTS} pipeline_model_parallel_size>2 eval_iters>0 :stock_evaluation": f"{_EARLY_STAGES}, and stock "
+        f"{_IN_STAGES} eval_iters>0 :stock_evaluation": f"{_EARLY_STAGES}, and stock "
         "evaluation asks for it; set --eval-iters 0, or evaluate balanced",
     },
     "Padded rows": {

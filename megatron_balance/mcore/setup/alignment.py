@@ -86,20 +86,20 @@ def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
     return -(-shape_bucket * topology.cp_size // multiple) * multiple
 
 
-def bucketed_limits(limits: Limits, *, topology: Topology, shape_bucket: int, flag: str) -> Limits:
-    """The limits with the cap rounded down to the multiple that micro-batches are filled up to; else BalanceError."""
-    cap, tokens = limits.max_tokens_per_gpu, bucket_tokens(topology, shape_bucket=shape_bucket)
-    if tokens == topology.token_multiple or cap is None:
-        return limits
+def bucketed_limits(max_tokens_per_gpu: int, *, topology: Topology, shape_bucket: int) -> Limits:
+    """Limits with the cap rounded down to the multiple that micro-batches are filled up to; else BalanceError."""
+    tokens = bucket_tokens(topology, shape_bucket=shape_bucket)
+    if tokens == topology.token_multiple:
+        return Limits(max_tokens_per_gpu)
     bucket = tokens // topology.cp_size
-    if bucket > cap:
-        given = f"{flag} is {shape_bucket}" if shape_bucket > 1 else "no shape bucket is set"
+    if bucket > max_tokens_per_gpu:
+        given = f"--balance-shape-bucket is {shape_bucket}" if shape_bucket > 1 else "no shape bucket is set"
         raise BalanceError(
             f"micro-batches are filled up to multiples of {bucket} tokens on these ranks ({given}, the precision's "
-            f"alignment is {topology.token_alignment} tokens a rank), and --max-tokens-per-gpu {cap} holds none: raise "
-            "the cap or lower the bucket."
+            f"alignment is {topology.token_alignment} tokens a rank), and --max-tokens-per-gpu {max_tokens_per_gpu} "
+            "holds none: raise the cap or lower the bucket."
         )
-    return Limits(cap // bucket * bucket)
+    return Limits(max_tokens_per_gpu // bucket * bucket)
 
 
 def filled_tokens(

@@ -147,12 +147,8 @@ def _limits(options: Options, micro_batch_size: int, *, topology: Topology) -> L
     """The limits of a micro-batch; a bucket over the cap raises BalanceError."""
     if not options["use_dynamic_batch_size"]:
         return Limits(micro_batch_size=micro_batch_size)
-    return bucketed_limits(
-        Limits(options["max_tokens_per_gpu"]),
-        topology=topology,
-        shape_bucket=options["balance_shape_bucket"],
-        flag="--balance-shape-bucket",
-    )
+    cap, shape_bucket = options["max_tokens_per_gpu"], options["balance_shape_bucket"]
+    return bucketed_limits(cap, topology=topology, shape_bucket=shape_bucket)
 
 
 def costs_of_args(args: Namespace, *, topology: Topology | None = None, **changed: Any) -> Costs:
