@@ -248,7 +248,7 @@ def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]
                 break
             count += min(-(-num_high // span), left - 1)
         bin_of[:count], free = np.arange(count) * span, free[count:]
-        times = (costs + batch.shared // span)[:count].tolist()
+        times += (costs + batch.shared // span)[:count].tolist()
     while limit and span > 1 and free.size and len(times) < rows * groups - 1:
         left = rows * groups - len(times)
         tops = costs[free[::span]][: left - 1]
@@ -281,7 +281,7 @@ def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]
         bases[group] = base + times[row]
         used[group] += 1
         if used[group] < rows:
-            heappush(open_groups, (base + times[row], group))
+            heappush(open_groups, (int(bases[group]), group))
     return np.where(bin_of < 0, -1, place[bin_of // span] * span + bin_of % span), bases, used
 
 
