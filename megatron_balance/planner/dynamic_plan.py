@@ -42,15 +42,9 @@ HEIGHTS = 4
 MAX_FILLED = 65536
 """Samples filled into rows after which the search ends; the first outline is always filled."""
 
-WITHIN = 50
-"""A further height is tried where the plan is within one part in this many of the best."""
-
 
 def plan_sizes(batch: SizedBatch) -> Plan:
-    """Plans a global batch: on the tree where leaves meet once a step, in rows where they meet in every slot.
-
-    In a pipeline both are tried: micro-batches of the tree wait for one another less often.
-    """
+    """Plans on the tree where leaves meet once a step, in rows where in every slot; in a pipeline the better one."""
     if not batch.num_samples:
         sizes = np.ones((batch.num_leaves, batch.multiple if batch.even else 1), dtype=np.int64)
         return Plan(np.zeros(0, dtype=np.int64), sizes)
@@ -189,7 +183,7 @@ def plan_in_rows(batch: SizedBatch) -> Plan:
                 leaf, row = np.divmod(plan.slot_of, order.size)
                 slot_of = leaf * order.size + np.argsort(order[0])[row]
                 best = time, Plan(slot_of, plan.cp_sizes[:, order[0]])
-            if not left or time > best[0] + best[0] // WITHIN:
+            if not left:
                 break
             height += max(left // (outline.num_rows * batch.num_leaves), height // 256) + 1
     assert best is not None, "there is an outline for any samples"
