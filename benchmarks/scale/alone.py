@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from benchmarks.scale.samples import SAMPLES_PER_RANK, item_of, planner_settings
 from benchmarks.scale.stages import STAGES, StageTimes
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.source import Fetched
+from megatron_balance.runtime import comm
 from megatron_balance.runtime.gather import HEADER_FIELDS
 
 
@@ -53,7 +55,7 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _answered(lengths: NDArray[Any]) -> Iterator[None]:
     """Collectives that return what ranks with these lengths would send, whose other values are those of rank 0."""
-    inner = dist.all_gather_into_tensor, dist.irecv
+    inner = dist.all_gather_into_tensor, dist.irecv, comm._timeout_of
     others = torch.from_numpy(lengths)
 
     def all_gather(gathered: torch.Tensor, row: torch.Tensor, **_: Any) -> None:
@@ -68,7 +70,8 @@ def _answered(lengths: NDArray[Any]) -> Iterator[None]:
         return inner[1](received, **keywords)
 
     dist.all_gather_into_tensor, dist.irecv = all_gather, irecv
+    comm._timeout_of = lambda _: timedelta(minutes=1)  # torch's fake groups have none
     try:
         yield
     finally:
-        dist.all_gather_into_tensor, dist.irecv = inner
+        dist.all_gather_into_tensor, dist.irecv, comm._timeout_of = inner

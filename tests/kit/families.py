@@ -152,7 +152,7 @@ class SinkAttention(ThdAttention):
             return super()._attend_block(query, key, value, mask)
         num_queries, num_keys = query.shape[2], key.shape[2]
         if mask is None:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril()
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         # One more key, of zeros, has the sink's logit and a value of zeros.
         bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -torch.inf)
         sink = self.softmax_offset[:, None, None].expand(-1, num_queries, 1)

@@ -126,19 +126,19 @@ class ThdAttention(MegatronModule):
         num_queries, num_keys = query.shape[2], key.shape[2]
         if num_queries == 0:
             return query
-        if not self.window and num_queries == num_keys:
+        if not self.window and (num_queries == num_keys or query.shape[3] == value.shape[3]):
             return self._attend_block(query, key, value)
-        if not self.window and query.shape[3] == value.shape[3]:
-            heads = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(heads, dim=1), value.repeat_interleave(heads, dim=1)
-            return _AttendLast.apply(query, key, value, self.softmax_scale)  # type: ignore[no-any-return]
         positions = torch.arange(num_keys, device=query.device)
         distance = positions[num_keys - num_queries :, None] - positions
         mask = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
         return self._attend_block(query, key, value, mask)
 
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`[b, n, s, d]` of queries against `[b, g, k, d]` of keys and values: `[b, n, s, d]`."""
+        """`[b, n, s, d]` of queries against `[b, g, k, d]` of keys and values: `[b, n, s, d]`; no mask: causal."""
+        if mask is None and query.shape[2] != key.shape[2]:
+            heads = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(heads, dim=1), value.repeat_interleave(heads, dim=1)
+            return _AttendLast.apply(query, key, value, self.softmax_scale)  # type: ignore[no-any-return]
         return scaled_dot_product_attention(
             query,
             key,
