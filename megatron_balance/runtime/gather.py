@@ -263,10 +263,10 @@ def _read(
     values: NDArray[np.int64], *, num_samples: int, num_columns: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Of one rank: sequences of each sample, lengths of all sequences, and `[num_samples, num_columns]` beside them."""
-    values, beside = np.split(values, [len(values) - num_samples * num_columns])
-    several = len(values) > num_samples
-    counts, lengths = np.split(values, [num_samples * several])
-    return counts if several else np.ones_like(lengths), lengths, beside.reshape(num_samples, num_columns)
+    end = len(values) - num_samples * num_columns
+    start = num_samples if end > num_samples else 0
+    lengths = values[start:end]
+    return values[:start] if start else np.ones_like(lengths), lengths, values[end:].reshape(num_samples, num_columns)
 
 
 def _agreed_schema(details: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:
