@@ -1,4 +1,4 @@
-"""Builds the balanced run of this process, once all ranks agree on it, and keeps it for the hooks.
+"""The balanced run of a process: `build_run` makes it where all ranks agree on their flags, and hooks use `current`.
 
 Ranks agree before any of them makes a process group (`runtime/start.py`). Ranks of a stock run take part too: a rank
 cannot know that others balance.
