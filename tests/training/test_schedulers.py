@@ -23,18 +23,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_judge import check_contract
 
-from megatron_balance import BalanceError, CostModel, ModelShape, build_data_schedule
+from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost import default_attention_rate
 from megatron_balance.mcore import packing_scheduler
 from megatron_balance.mcore.packing_scheduler import (
     NAME,
     REPLACED,
+    RankLists,
+    plan_rank_lists,
     register,
     scheduler_class,
 )
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT")
 NUM_RANKS = 2
+CAP = 256
+COST = CostModel(linear=1000, quadratic=1, cp_exchange=30, per_microbatch=500)
 
 
 class Names(enum.Enum):
@@ -58,6 +62,9 @@ class Stock:
         self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
         self.max_num_seqs = max_num_seqs
 
+    def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
+        return ["Megatron's own plan of", sample_id_seqlens]
+
 
 class StockDynamic(Stock):
     """Megatron's DefaultDynamicCPScheduler, as far as ours relies on it."""
@@ -65,9 +72,6 @@ class StockDynamic(Stock):
     def __init__(self, *positional: Any, min_cp_size: int = 1) -> None:
         super().__init__(*positional)
         self.min_cp_size = min_cp_size
-
-    def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
-        return ["Megatron's own plan of", sample_id_seqlens]
 
     def run(
         self,
@@ -84,12 +88,11 @@ class StockDynamic(Stock):
 
 
 @pytest.fixture
-def seam(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def seam(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module with Megatron's map and enumeration, where Megatron's own would be."""
-    module = types.ModuleType(packing_scheduler.SEAM)
-    module.PackingSchedulerEnum = Names  # type: ignore[attr-defined]
-    module.scheduler_map = {Names.DP_BALANCED: Stock}  # type: ignore[attr-defined]
-    module.DpBalancedScheduler = Stock  # type: ignore[attr-defined]
+    module: Any = types.ModuleType(packing_scheduler.SEAM)
+    module.PackingSchedulerEnum, module.DpBalancedScheduler = Names, Stock
+    module.scheduler_map = {Names.DP_BALANCED: Stock}
     monkeypatch.setitem(sys.modules, packing_scheduler.SEAM, module)
     monkeypatch.setattr(packing_scheduler.importlib.util, "find_spec", lambda name: name)
     return module
@@ -103,17 +106,16 @@ def named_seam(seam: Any) -> Any:
     return seam
 
 
-def chosen(module: Any, name: str) -> type:
-    """As wrap_data_iterator chooses."""
-    return module.scheduler_map[module.PackingSchedulerEnum[name.upper()]]
-
-
 def test_registered_beside_megatrons_own_and_taken_out_again(seam: Any) -> None:
     registration = register()
     assert registration is not None
-    assert issubclass(chosen(seam, NAME), Stock)
-    assert chosen(seam, "dp_balanced") is Stock
-    assert seam.scheduler_map[Names.DP_BALANCED] is Stock  # for those who imported the enumeration before
+    ours, stock = (seam.scheduler_map[seam.PackingSchedulerEnum[name.upper()]] for name in (NAME, "dp_balanced"))
+    assert issubclass(ours, Stock)
+    assert stock is seam.scheduler_map[Names.DP_BALANCED] is Stock  # for those who imported the enumeration before
+    larger, seam.PackingSchedulerEnum = seam.PackingSchedulerEnum, Names
+    with pytest.raises(BalanceError, match="were replaced after"):
+        registration.undo()
+    seam.PackingSchedulerEnum = larger
     registration.undo()
     assert seam.PackingSchedulerEnum is Names
     assert seam.scheduler_map == {Names.DP_BALANCED: Stock}
@@ -124,6 +126,9 @@ def test_registered_by_name_where_the_map_has_names(named_seam: Any) -> None:
     registration = register()
     assert registration is not None
     assert set(named_seam.scheduler_map) == {*before, NAME}
+    ours = named_seam.scheduler_map[REPLACED]
+    assert issubclass(ours, StockDynamic)
+    assert ours is not StockDynamic
     registration.undo()
     assert named_seam.scheduler_map == before
 
@@ -136,41 +141,107 @@ def test_a_map_of_another_form_is_left_alone(seam: Any, schedulers: Any) -> None
     assert seam.scheduler_map is schedulers
 
 
-def planned(scheduler: Any, lengths: list[int]) -> list[list[list[int]]] | None:
-    try:
-        return scheduler.get_groups_and_subsamples([(7 + index, length) for index, length in enumerate(lengths)])
-    except BalanceError:
-        return None
+@pytest.mark.skipif(CHECKOUT is not None, reason="the checkout may have one")
+def test_a_megatron_without_the_map_is_left_alone() -> None:
+    assert register() is None
 
 
-def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(BalanceError, match="3 samples cannot fill 4 micro-batches, 2 on each of 2 data-parallel ranks"):
-        scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples([(i, 400) for i in range(3)])
+def plan(lengths: list[int], topology: Topology, *, least: int = 1, cap: int = CAP) -> RankLists | None:
+    """The lists of samples numbered from 7, checked."""
+    samples = [(7 + index, length) for index, length in enumerate(lengths)]
+    lists = plan_rank_lists(samples, cost_model=COST, topology=topology, max_tokens_per_gpu=cap, min_cp_size=least)
+    if lists is not None:
+        num_ranks, multiple = topology.num_leaves, topology.microbatch_multiple
+        check_contract(
+            lists, lengths=dict(samples), num_ranks=num_ranks, cap=cap, multiple=multiple, least=least
+        ) if topology.dynamic_cp else check_fixed(lists, lengths=dict(samples), topology=topology, cap=cap)
+    return lists
+
+
+def check_fixed(lists: RankLists, *, lengths: dict[int, int], topology: Topology, cap: int) -> None:
+    """Asserts the contract of the schedulers at one context-parallel size."""
+    cp_size = topology.cp_size
+    assert len(lists) % topology.microbatch_multiple == 0
+    for of_ranks in lists:
+        assert len(of_ranks) == topology.num_leaves
+        assert all(of_ranks), "a rank without samples"
+        assert all(of_ranks[rank] == of_ranks[rank - rank % cp_size] for rank in range(len(of_ranks)))
+        assert all(len(ids) == 1 or sum(lengths[i] for i in ids) <= cap * cp_size for ids in of_ranks)
+    assert sorted(i for of_ranks in lists for ids in of_ranks[::cp_size] for i in ids) == sorted(lengths)
+
+
+def padded(lengths: list[int], num_ranks: int) -> list[int]:
+    """As Megatron pads its samples: for every size."""
+    return [length + -length % (2 * num_ranks) for length in lengths]
 
 
 @given(
-    st.lists(st.integers(1, 700), min_size=12, max_size=60),
+    st.lists(st.integers(1, 2 * CAP), min_size=12, max_size=60),
     st.sampled_from([1, 2, 3, 4]),
     st.sampled_from([1, 2]),
     st.sampled_from([1, 2, 3]),
 )
-def test_the_contract_of_get_groups_and_subsamples(
-    lengths: list[int], dp_size: int, cp_size: int, multiple: int
-) -> None:
-    padded = [length + -length % (2 * cp_size) for length in lengths]
-    scheduler = scheduler_class(Stock)(400, cp_size, dp_size, multiple)
-    groups = planned(scheduler, padded)
-    if groups is None:  # long samples alone in their micro-batches, and too few of them for the last ones
-        assert len(lengths) % (dp_size * multiple)
-        return
-    assert len(groups) % multiple == 0
-    for group in groups:
-        assert len(group) == dp_size * cp_size
-        assert all(group), "a rank without samples"
-        assert all(group[rank] == group[rank - rank % cp_size] for rank in range(len(group)))
-        assert all(len(slot) == 1 or sum(padded[i - 7] for i in slot) <= 400 * cp_size for slot in group)
-    ids = [sample for group in groups for rank in range(0, dp_size * cp_size, cp_size) for sample in group[rank]]
-    assert sorted(ids) == list(range(7, 7 + len(lengths)))
+def test_the_contract_at_one_size(lengths: list[int], dp_size: int, cp_size: int, multiple: int) -> None:
+    topology = Topology(dp_size, cp_size=cp_size, microbatch_multiple=multiple)
+    if plan(padded(lengths, cp_size), topology, least=cp_size) is None:
+        assert len(lengths) % (dp_size * multiple)  # long samples alone, and too few of them for the last micro-batches
+
+
+LAYOUTS = {"step": {}, "microbatch": {"ep_size": 2}, "pipeline": {"pp_size": 2}, "both": {"ep_size": 2, "pp_size": 2}}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 6 * CAP), min_size=1, max_size=48),
+    st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (2, 8), (3, 2), (5, 2), (3, 4), (7, 2)]),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from([1, 2, 3]),
+)
+def test_the_contract_of_sizes(lengths: list[int], sizes: tuple[int, int], layout: str, multiple: int) -> None:
+    num_ranks = sizes[0] * sizes[1]
+    topology = Topology(sizes[0], cp_size=sizes[1], dynamic_cp=True, microbatch_multiple=multiple, **LAYOUTS[layout])
+    if plan(padded(lengths, num_ranks), topology) is None:
+        too_long = any(2 * length > num_ranks * CAP for length in padded(lengths, num_ranks))
+        assert len(lengths) < num_ranks * multiple or (num_ranks & (num_ranks - 1) and too_long)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 6 * CAP), min_size=1, max_size=60),
+    st.sampled_from([(8, 2), (8, 4), (8, 8), (12, 2), (12, 4), (6, 2)]),
+)
+def test_no_group_is_smaller_than_the_least_size(lengths: list[int], ranks: tuple[int, int]) -> None:
+    num_ranks, least = ranks
+    lists = plan(padded(lengths, num_ranks), Topology(num_ranks, dynamic_cp=True), least=least)
+    assert lists is not None or num_ranks in (6, 12)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "topology", "least"),
+    [
+        ([400] * 3, Topology(2), 1),
+        ([100] * 3, Topology(2, dynamic_cp=True, microbatch_multiple=4, pp_size=2), 1),
+        ([100], Topology(8, dynamic_cp=True), 3),
+        ([100], Topology(8, dynamic_cp=True), 16),
+        ([5 * CAP, *[16] * 6], Topology(6, dynamic_cp=True), 1),
+    ],
+)
+def test_what_no_plan_can_keep_to_is_left_to_megatron(lengths: list[int], topology: Topology, least: int) -> None:
+    assert plan(lengths, topology, least=least) is None
+
+
+def test_no_dummies_cost_nothing_where_each_rank_has_several_samples() -> None:
+    lengths = [4 * CAP - 32, *(16 + 7 * sample for sample in range(40))]
+    topology = Topology(8, dynamic_cp=True)
+    schedule = build_data_schedule(lengths, cost_model=COST, topology=topology, limits=Limits(CAP))
+    assert (schedule.slot_counts() == 0).any()
+    lists = plan(lengths, topology)
+    assert lists is not None
+    work = [0] * 8
+    for of_ranks in lists:
+        for rank, ids in enumerate(of_ranks):
+            work[rank] += sum(COST(lengths[sample - 7]) // of_ranks.count(ids) for sample in ids)
+    assert max(work) <= schedule.predicted_cost
 
 
 def test_flops_are_weighed_as_in_a_run_by_flops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,12 +253,12 @@ def test_flops_are_weighed_as_in_a_run_by_flops(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(global_vars, "get_args", lambda: args)
     seen: list[CostModel] = []
 
-    def plan(lengths: Any, *, cost_model: CostModel, **rest: Any) -> Any:
+    def build(lengths: Any, *, cost_model: CostModel, **rest: Any) -> Any:
         seen.append(cost_model)
         return build_data_schedule(lengths, cost_model=cost_model, **rest)
 
-    monkeypatch.setattr(packing_scheduler, "build_data_schedule", plan)
-    planned(scheduler_class(Stock)(400, 1, 2, None), [300, 100])
+    monkeypatch.setattr(packing_scheduler, "build_data_schedule", build)
+    assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples([(0, 300), (1, 100)]) == [[[0], [1]]]
     shape = ModelShape.from_megatron_args(args)
     weighed = {"attention_tflops": default_attention_rate(has_experts=False, fp8=False), "microbatch_tokens": 128}
     assert seen == [CostModel.from_shape(shape, **weighed)]
@@ -200,17 +271,28 @@ def test_more_samples_than_megatron_allows_are_refused() -> None:
         scheduler.get_groups_and_subsamples([(i, 100) for i in range(4)])
 
 
-def test_undo_refuses_when_someone_else_has_added_one_since(seam: Any) -> None:
-    registration = register()
-    assert registration is not None
-    seam.PackingSchedulerEnum = Names
-    with pytest.raises(BalanceError, match="were replaced after"):
-        registration.undo()
+def test_megatron_plans_what_ours_cannot_and_says_so() -> None:
+    samples = [(i, 400) for i in range(3)]
+    with pytest.warns(UserWarning, match="samples are too few or too long: Megatron plans this batch"):
+        assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples(samples)[1] is samples
 
 
-@pytest.mark.skipif(CHECKOUT is not None, reason="the checkout may have one")
-def test_a_megatron_without_the_map_is_left_alone() -> None:
-    assert register() is None
+def test_without_balance_data_the_plan_of_sizes_is_megatrons() -> None:
+    samples = [(0, 16)]
+    assert (
+        scheduler_class(StockDynamic, dynamic_cp=True)(CAP, 1, 2, None).get_groups_and_subsamples(samples)[1] is samples
+    )
+
+
+def test_stages_and_experts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_scheduler, "_cost_model", lambda topology: COST)
+    scheduler = scheduler_class(StockDynamic, dynamic_cp=True)(CAP, 1, 4, 2)
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=3, expert_model_parallel_size=2)
+    lengths = dict.fromkeys(range(24), 64)
+    groups = scheduler.run([*lengths.items()], 24, None, None, SimpleNamespace(size=lambda: 2), None, None, config)
+    topology = scheduler.topology
+    assert (topology.pp_size, topology.vpp_size, topology.ep_size, topology.microbatch_multiple) == (2, 3, 2, 2)
+    check_contract(groups, lengths=lengths, num_ranks=4, cap=CAP, multiple=2)
 
 
 @pytest.mark.checkout
@@ -235,53 +317,3 @@ def test_on_a_checkout(tmp_path: Path, prepacked: bool) -> None:
     sums = [rank[NAME]["sums"] for rank in ranks]
     lengths = [len(sample) for rank in ranks for sample in rank["loaded"]]
     assert sums == [[sum(lengths), sum(length**2 for length in lengths)]] * NUM_RANKS
-
-
-DYNAMIC_CAP = 256
-COST = CostModel(linear=1000, quadratic=1, cp_exchange=30)
-
-
-def test_takes_the_place_of_megatrons_own_and_gives_it_back(named_seam: Any) -> None:
-    replacement = register()
-    assert replacement is not None
-    ours = named_seam.scheduler_map[REPLACED]
-    assert issubclass(ours, StockDynamic)
-    assert ours is not StockDynamic
-    named_seam.scheduler_map[REPLACED] = StockDynamic
-    with pytest.raises(BalanceError, match="were replaced after"):
-        replacement.undo()
-    named_seam.scheduler_map[REPLACED] = ours
-    replacement.undo()
-    assert named_seam.scheduler_map == {"dp_balanced": Stock, REPLACED: StockDynamic}
-
-
-def test_without_a_cost_model_the_plan_is_megatrons() -> None:
-    scheduler = scheduler_class(StockDynamic, dynamic_cost=lambda: None)(DYNAMIC_CAP, 1, 2, None)
-    assert scheduler.get_groups_and_subsamples([(0, 16)]) == ["Megatron's own plan of", [(0, 16)]]
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(st.integers(1, 900), min_size=1, max_size=48),
-    st.sampled_from([(2, 1), (1, 2), (2, 2), (4, 2)]),
-    st.sampled_from([1, 2]),
-)
-def test_the_contract_of_the_dynamic_one(lengths: list[int], sizes: tuple[int, int], least: int) -> None:
-    num_ranks = sizes[0] * sizes[1]
-    padded = [length + -length % (2 * num_ranks) for length in lengths]
-    scheduler = scheduler_class(StockDynamic, dynamic_cost=lambda: COST)(
-        DYNAMIC_CAP, sizes[1], sizes[0], None, min_cp_size=least
-    )
-    groups = scheduler.get_groups_and_subsamples(list(enumerate(padded)))
-    check_contract(groups, lengths=dict(enumerate(padded)), num_ranks=num_ranks, cap=DYNAMIC_CAP, least=least)
-
-
-def test_stages_and_experts_are_those_of_the_run() -> None:
-    scheduler = scheduler_class(StockDynamic, dynamic_cost=lambda: COST)(DYNAMIC_CAP, 1, 4, 2)
-    config = SimpleNamespace(virtual_pipeline_model_parallel_size=3, expert_model_parallel_size=2)
-    stages = SimpleNamespace(size=lambda: 2)
-    lengths = [64] * 24
-    groups = scheduler.run(list(enumerate(lengths)), 24, None, None, stages, None, None, config)
-    topology = scheduler.topology
-    assert (topology.pp_size, topology.vpp_size, topology.ep_size, topology.microbatch_multiple) == (2, 3, 2, 2)
-    check_contract(groups, lengths=dict(enumerate(lengths)), num_ranks=4, cap=DYNAMIC_CAP, multiple=2)
