@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_runs import run_info, write_record
 
+import megatron_balance
 from megatron_balance import BalanceError, ModelShape, Topology
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
@@ -27,6 +29,15 @@ from megatron_balance.lengths import read_lengths
 from megatron_balance.record import read_record
 
 FLAGS = ["--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "2048"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a command says where it ends with status 2."""
+    assert main([*words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-balance: ")
+    assert len(line) < 2000
+    return line
 
 
 class Bomb:
@@ -39,26 +50,9 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a command says where it ends with status 2."""
-    assert main([*words]) == 2
-    output = capsys.readouterr()
-    (line,) = output.err.splitlines()
-    assert line.startswith("megatron-balance: ")
-    assert len(line) < 2000
-    return line
-
-
-def npz_of(path: Path, **members: bytes) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-
-
-@pytest.mark.parametrize("name", ["lengths.npy", "lengths.npz", "pickle.npz", "pickle.npy"])
+@pytest.mark.parametrize("name", ["lengths.npy", "lengths.npz", "pickle.npy"])
 def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mark = tmp_path / "it ran"
-    path = tmp_path / name
+    mark, path = tmp_path / "it ran", tmp_path / name
     objects = np.array([Bomb(mark)], dtype=object)
     if name == "lengths.npz":
         np.savez(path, length=objects)
@@ -73,46 +67,44 @@ def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, capsys: pytes
     assert mark.exists()
 
 
-@pytest.mark.parametrize("claimed", [10**3, 10**12, 2**62])
-@pytest.mark.parametrize("suffix", ["npy", "npz"])
-def test_a_header_that_claims_more_than_there_is(
-    suffix: str, claimed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stream, path = io.BytesIO(), tmp_path / f"claims.{suffix}"
+def array_of(claimed: int) -> bytes:
+    """An .npy file of eight numbers whose header claims more."""
+    stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<i8", "fortran_order": False, "shape": (claimed,)})
-    content = stream.getvalue() + b"\0" * 64
-    if suffix == "npy":
-        path.write_bytes(content)
-    else:
-        npz_of(path, **{"length.npy": content})
-    assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
+    return stream.getvalue() + b"\0" * 64
 
 
-def test_an_archive_that_unpacks_to_more_than_a_machine_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "bomb.npz"
-    npz_of(path, **{f"{number}.npy": bytes(2**27) for number in range(17)})
-    assert path.stat().st_size < 2**22
-    assert "unpacks to 2281701376" in refused(capsys, "compare", str(path), *FLAGS)
+def archive_of(content: bytes, *, claimed: int | None = None) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("length.npy", content)
+        archive.filelist[0].file_size = claimed or len(content)
+    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("huge.jsonl", "9" * 5000),
-        ("infinite.jsonl", '{"length": 1e999}'),
-        ("nested.jsonl", '{"length": {"length": 3}}'),
-        ("quote.csv", 'length\n"' + "1\n" * 200_000),
-        ("nul.csv", "length\n1\0\n"),
-        ("exponent.txt", "1e400"),
-        ("binary.txt", "\x00\x01"),
+        ("claims.npy", lambda: array_of(10**12)),
+        ("claims.npz", lambda: archive_of(array_of(10**12))),
+        ("unpacks to 2281701376.npz", lambda: archive_of(array_of(8), claimed=2281701376)),
+        ("huge.jsonl", lambda: b"9" * 5000),
+        ("infinite.jsonl", lambda: b'{"length": 1e999}'),
+        ("nested.jsonl", lambda: b'{"length": {"length": 3}}'),
+        ("names.jsonl", lambda: json.dumps({f"{at}" * 99: 1 for at in range(999)}).encode()),
+        ("quote.csv", lambda: b'length\n"' + b"1\n" * 200_000),
+        ("nul.csv", lambda: b"length\n1\0\n"),
+        ("exponent.txt", lambda: b"1e400"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_absurd_text(name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths(name: str, content: Callable[[], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / name
-    path.write_text(content)
-    assert str(path) in refused(capsys, "compare", str(path), *FLAGS)
+    path.write_bytes(content())
+    assert path.stat().st_size < 2**22
+    line = refused(capsys, "compare", str(path), *FLAGS)
+    assert str(path) in line
+    assert path.stem in line.replace(str(path), "") or not path.stem.startswith("unpacks")
 
 
 def calibration(**changes: Any) -> str:
@@ -135,59 +127,48 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
     ("flag", "content"),
     [
         ("--cost", "[]"),
-        ("--cost", "\ud800".encode("utf-8", "surrogatepass")),
+        ("--cost", "\ud800"),
         ("--cost", calibration(linear="1e-6")),
         ("--cost", calibration(quadratic=float("inf"))),
-        ("--cost", calibration(windows=5)),
         ("--cost", calibration(windows=[[float("inf"), 1.0]])),
         ("--cost", calibration(origin=[1])),
-        ("--cost", calibration(held_out_error="<script>")),
         ("--model", "null"),
-        ("--model", hf_config(model_type=["llama"])),
         ("--model", hf_config(model_type="../../etc/passwd", vocab_size=None)),
         ("--model", hf_config(hidden_size=-64)),
-        ("--model", hf_config(num_attention_heads=0)),
         ("--model", hf_config(num_hidden_layers=10**9)),
         ("--model", hf_config(layer_types=["sliding_attention"], sliding_window="wide")),
-        ("--model", hf_config(text_config=3, model_type=None)),
     ],
 )
-def test_costs_and_models(flag: str, content: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_and_models(flag: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content.encode("utf-8", "surrogatepass"))
     refused(capsys, "compare", "synthetic:gsm8k_sft:8", *FLAGS, flag, str(path))
-
-
-def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value at a place."""
-    if not where:
-        return value
-    if isinstance(content, dict):
-        return {**content, where[0]: spoil(content.get(where[0]), where[1:], value)}
-    copied = list(content)
-    copied[where[0]] = spoil(copied[where[0]], where[1:], value)
-    return copied
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
     """As a training run writes it: two steps of two ranks, measured."""
     write_record(tmp_path / "record", run_info(Topology(2)), num_steps=2, num_samples=6)
-    assert main(["report", str(tmp_path / "record"), "--out", str(tmp_path / "page.html")]) == 0
     return tmp_path / "record"
+
+
+def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value at a place."""
+    if not where:
+        return value
+    copied = dict(content) if isinstance(content, dict) else list(content)
+    copied[where[0]] = spoil(copied.get(where[0]) if isinstance(copied, dict) else 0, where[1:], value)
+    return copied
 
 
 @pytest.mark.parametrize(
     ("file", "number", "where", "value"),
     [
         ("plan", 0, (), []),
-        ("plan", 0, ("kind",), "ran"),
         ("plan", 0, ("format",), "another"),
         ("plan", 0, ("topology",), [2]),
         ("plan", 0, ("topology", "dp_size"), 10**12),
-        ("plan", 0, ("topology", "dp_size"), 3),
         ("plan", 0, ("limits", "max_tokens_per_gpu"), "many"),
-        ("plan", 0, ("cost_model",), None),
         ("plan", 0, ("cost_model", "linear"), 1.5),
         ("plan", 0, ("cost_model", "windows"), [[1, 2, 3]]),
         ("plan", 0, ("objective",), "</script>"),
@@ -197,11 +178,9 @@ def record(tmp_path: Path) -> Path:
         ("plan", 1, ("slot_of",), [0, 0]),
         ("plan", 1, ("home_ranks",), [7] * 6),
         ("plan", 1, ("num_segments",), [10**15] * 6),
-        ("plan", 1, ("segment_lengths", 0), -1),
         ("plan", 1, ("segment_lengths", 0), 2**70),
         ("plan", 1, ("segment_lengths", 0), 1.5),
         ("plan", 1, ("num_microbatches",), 10**12),
-        ("plan", 1, ("cost_grid",), []),
         ("plan", 1, ("cost_shift",), 10**9),
         ("plan", 1, ("cost_model",), "[" * 100_000),
         ("plan", 1, ("plan_seconds",), float("inf")),
@@ -211,7 +190,6 @@ def record(tmp_path: Path) -> Path:
         ("seconds_rank00001", 0, ("seconds", 0), -1.0),
         ("seconds_rank00001", 0, ("seconds",), [[1.0]]),
         ("seconds_rank00001", 0, ("rank",), -1),
-        ("seconds_rank00001", 0, ("iteration",), [1]),
     ],
 )
 def test_lines_of_a_record(
@@ -247,11 +225,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=12,
 )
-
-
-def result_or_balance_error(read: Callable[[Path], object], path: Path) -> None:
-    with contextlib.suppress(BalanceError):
-        read(path)
+FIELDS = {
+    Calibration.read: (calibration, ["linear", "windows", "held_out_error", "origin"]),
+    ModelShape.from_hf_config: (hf_config, sorted(json.loads(hf_config()))),
+}
 
 
 @pytest.fixture(scope="module")
@@ -264,28 +241,45 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_bytes_as_lengths(suffix: str, content: bytes, scratch: Path) -> None:
     path = scratch / f"lengths.{suffix}"
     path.write_bytes(content)
-    result_or_balance_error(read_lengths, path)
+    with contextlib.suppress(BalanceError):
+        read_lengths(path)
 
 
-@given(content=BYTES | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_as_json_files(content: bytes, scratch: Path) -> None:
+@pytest.mark.parametrize("read", [*FIELDS, read_record])
+@given(data=st.data(), value=JSON)
+def test_any_bytes_and_any_values_as_json(
+    read: Callable[[Path], object], data: st.DataObject, value: Any, scratch: Path
+) -> None:
+    contents = BYTES | st.just(json.dumps(value).encode() + b"\n")
+    if read in FIELDS:
+        make, names = FIELDS[read]
+        contents |= st.sampled_from(names).map(lambda name: make(**{name: value}).encode())
     path = scratch / "any.json"
-    path.write_bytes(content)
-    for read in (Calibration.read, ModelShape.from_hf_config, read_record):
-        result_or_balance_error(read, path)
-    (scratch / "plan.jsonl").write_bytes(content + b"\n")
-    result_or_balance_error(read_record, scratch)
+    path.write_bytes(data.draw(contents))
+    with contextlib.suppress(BalanceError):
+        read(path)
 
 
-@given(field=st.sampled_from(sorted(json.loads(hf_config()))), value=JSON)
-def test_any_value_in_a_hugging_face_config(field: str, value: Any, scratch: Path) -> None:
-    path = scratch / "config.json"
-    path.write_text(hf_config(**{field: value}))
-    result_or_balance_error(ModelShape.from_hf_config, path)
+SAFE = {"numpy": "allow_pickle=False", "np": "allow_pickle=False", "torch": "weights_only=True"}
 
 
-@given(field=st.sampled_from(["linear", "windows", "held_out_error", "origin", "measurements"]), value=JSON)
-def test_any_value_in_a_calibration(field: str, value: Any, scratch: Path) -> None:
-    path = scratch / "calibration.json"
-    path.write_text(calibration(**{field: value}))
-    result_or_balance_error(Calibration.read, path)
+def unpickles(source: str) -> list[str]:
+    """Calls that unpickle, beyond those that ruff's S rules see: collectives of objects do, and `load` by default."""
+    found = re.findall(r"\w+_object(?:_list)?\b(?=\()|from (?:numpy|torch) import .*\bload\b", source)
+    loads = re.findall(r"\b(numpy|np|torch)\.load\((.*)", source)
+    return found + [f"{module}.load({said}" for module, said in loads if SAFE[module] not in said]
+
+
+def test_no_file_of_the_package_unpickles() -> None:
+    files = sorted(Path(megatron_balance.__path__[0]).rglob("*.py"))
+    assert len(files) > 60
+    assert not {file.name: calls for file in files if (calls := unpickles(file.read_text(encoding="utf-8")))}
+    for source in (
+        "np.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "from numpy import load",
+        "torch.load(path, weights_only=False)",
+        "dist.all_gather_object(out, 1)",
+        "broadcast_object_list(parts)",
+    ):
+        assert unpickles(source), source

@@ -81,6 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BalanceError, OSError) as error:
         if "--debug" in arguments:
             raise
-        # One line whatever a library put into its part of the message.
-        print("megatron-balance: " + " ".join(str(error).split()), file=sys.stderr)
+        # One line of bounded length, whatever a file or a library put into its part of the message.
+        print("megatron-balance: " + " ".join(str(error).split())[:1900], file=sys.stderr)
         return 2

@@ -32,13 +32,6 @@ MAX_ARCHIVE_NBYTES = 2**31
 DEFAULT_KEYS = ("length", "num_tokens")
 """Names under which a length is looked for when no key is given."""
 
-MOST_SHOWN = 80
-"""Characters of a wrong name or value in a message."""
-
-_MOST_NAMES = 12
-"""Names in a message."""
-
-
 _RawLengths = tuple[NDArray[Any] | list[object], str, Sequence[int] | None]
 """Values as read, and what each stands in, with numbers where these do not count up from 0."""
 
@@ -61,28 +54,23 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
             named; a length is negative, fractional, NaN or above `MAX_LENGTH`.
     """
     file = Path(path)
-    reader = _READERS.get(file.suffix.lower())
-    if reader is None:
+    suffix = file.suffix.lower()
+    if suffix not in _READERS:
         raise BalanceError(f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}.")
-    if key is not None and file.suffix.lower() in _NAMELESS:
+    if key is not None and suffix in (".npy", ".txt", ".idx"):
         raise BalanceError(f"{file} holds lengths without names: leave out --key {key}.")
     if not file.is_file():
         reason = "is not a file" if file.exists() else "does not exist"
         raise BalanceError(f"{file} {reason}; give a file of lengths, or synthetic:NAME.")
+    reader, what = _READERS[suffix]
     try:
-        raw = reader(file, key)
+        return _checked(file, *reader(file, key))
     except BalanceError:  # a ValueError that says enough
         raise
-    except UnicodeDecodeError as error:
-        raise BalanceError(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
-    except csv.Error as error:
-        raise BalanceError(f"{file} is not a table of comma-separated values: {error}.") from error
     except OSError as error:
         raise BalanceError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        what = {".npy": "array", ".npz": "archive"}.get(file.suffix.lower(), "file")
-        raise BalanceError(f"{file} is not an {file.suffix} {what} of integers, as numpy writes it: {error}") from error
-    return _checked(file, *raw)
+    except (ValueError, EOFError, MemoryError, RuntimeError, csv.Error, zipfile.BadZipFile, zlib.error) as error:
+        raise BalanceError(f"{file} is not {what}: {error}") from error
 
 
 def _checked(
@@ -92,10 +80,10 @@ def _checked(
     if len(raw) == 0:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
     values = raw if isinstance(raw, np.ndarray) else np.array([_number(value) for value in raw])
-    if values.ndim != 1:
-        raise BalanceError(f"{file} has shape {list(values.shape)}; lengths are one number a sample, [num_samples].")
-    if values.dtype.kind not in "iuf":
-        raise BalanceError(f"{file} holds {values.dtype} values; lengths are integers.")
+    if values.ndim != 1 or values.dtype.kind not in "iuf":
+        raise BalanceError(
+            f"{file} holds {values.dtype} values of shape {list(values.shape)}; lengths are integers, [num_samples]."
+        )
     with np.errstate(invalid="ignore"):
         # Written so that NaN fails it as well.
         wrong = ~((values >= 0) & (values <= MAX_LENGTH) & (values == np.floor(values)))
@@ -103,8 +91,8 @@ def _checked(
         index = int(np.argmax(wrong))
         value, number = str(raw[index]), index if numbers is None else numbers[index]
         raise BalanceError(
-            f"{file}, {what} {number}: {_short(value)} {_why_wrong(value)}; a length is the number of tokens of a "
-            "sample, a whole number of 0 or more. Correct the line or leave the sample out."
+            f"{file}, {what} {number}: {value} {_why_wrong(value)}; a length is the number of tokens of a sample, a "
+            "whole number of 0 or more. Correct the line or leave the sample out."
         )
     return values.astype(np.int64)
 
@@ -112,8 +100,8 @@ def _checked(
 def _number(value: object) -> float:
     """A value of a text file; NaN where it is no number."""
     try:
-        return math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
-    except (OverflowError, ValueError):
+        return math.nan if isinstance(value, bool) else float(cast("Any", value))
+    except (OverflowError, TypeError, ValueError):
         return math.nan
 
 
@@ -121,35 +109,24 @@ def _why_wrong(value: str) -> str:
     number = _number(value)
     if math.isnan(number):
         return "is NaN" if value.lower() == "nan" else "is not a number"
-    if number < 0:
-        return "is negative" if number.is_integer() else "is not an integer"
-    return "is not an integer" if not number.is_integer() else f"is above {MAX_LENGTH}"
+    if not number.is_integer():
+        return "is not an integer"
+    return "is negative" if number < 0 else f"is above {MAX_LENGTH}"
 
 
 def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> str:
     """The name that holds the lengths among those of an archive, a table or a record."""
+    listed = ", ".join(names) or "none"
     if key is not None and key not in names:
-        raise BalanceError(f"{where} has no {what} {key!r} (--key); it has {_listed(names)}.")
+        raise BalanceError(f"{where} has no {what} {key!r} (--key); it has {listed}.")
     wanted = DEFAULT_KEYS if key is None else (key,)
     found = [name for name in wanted if name in names] or (list(names) if len(names) == 1 and what != "field" else [])
-    if found:
-        return found[0]
-    if not names:
-        raise BalanceError(f"{where} holds no {what}; it needs at least one sample.")
-    missing = " or ".join(map(repr, DEFAULT_KEYS))
-    raise BalanceError(
-        f"{where} has no {what} {missing}, but {len(names)} {what}s: {_listed(names)}; name the lengths with --key."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Names for a message, which is short however many and long they are."""
-    shown = ", ".join(map(_short, names[:_MOST_NAMES]))
-    return (shown or "none") + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    if not found:
+        missing = " or ".join(map(repr, DEFAULT_KEYS))
+        raise BalanceError(
+            f"{where} has no {what} {missing}, but {len(names)} {what}s: {listed}; name the lengths with --key."
+        )
+    return found[0]
 
 
 def _read_npy(file: Path, _: str | None) -> _RawLengths:
@@ -171,8 +148,7 @@ def _read_npz(file: Path, key: str | None) -> _RawLengths:
 
 
 def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
-    values: list[object] = []
-    numbers: list[int] = []
+    numbered: list[tuple[int, object]] = []
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -184,28 +160,22 @@ def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
             if isinstance(value, dict):
                 fields = cast("dict[str, object]", value)
                 value = fields[_choose(list(fields), where=f"{file}, line {number}", key=key, what="field")]
-            values.append(value)
-            numbers.append(number)
-    return values, "line", numbers
+            numbered.append((number, value))
+    return [value for _, value in numbered], "line", [number for number, _ in numbered]
 
 
 def _read_csv(file: Path, key: str | None) -> _RawLengths:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.reader(lines)
         numbered = [(rows.line_num, row) for row in rows if any(cell.strip() for cell in row)]
-    if not numbered:
-        return [], "line", None
-    first = [cell.strip() for cell in numbered[0][1]]
+    first = [cell.strip() for cell in numbered[0][1]] if numbered else []
+    column = 0
     # A header is a first row that holds a name: "12" and "-3.5" and "nan" are values, if not lengths.
     if any(_why_wrong(cell) == "is not a number" for cell in first):
         column = first.index(_choose(first, where=str(file), key=key, what="column"))
         numbered = numbered[1:]
-    elif key is not None:
-        raise BalanceError(f"{file} has no header line, so no column {key!r}: leave out --key, or add a header.")
-    elif len(first) > 1:
+    elif key is not None or len(first) > 1:
         raise BalanceError(f"{file} has {len(first)} columns and no header line; add one that names `length`.")
-    else:
-        column = 0
     for number, row in numbered:
         if column >= len(row):
             raise BalanceError(f"{file}, line {number} has {len(row)} columns; the length is column {column + 1}.")
@@ -223,10 +193,9 @@ def _read_parquet(file: Path, key: str | None) -> _RawLengths:
     try:
         with parquet.ParquetFile(file) as table:
             name = _choose(list(table.schema_arrow.names), where=str(file), key=key, what="column")
-            values = cast("NDArray[Any]", table.read(columns=[name]).column(name).to_numpy())
+            return table.read(columns=[name]).column(name).to_numpy(), f"column {name!r}, row", None
     except arrow_error as error:
-        raise BalanceError(f"{file} is not a parquet file: {error}") from error
-    return values, f"column {name!r}, row", None
+        raise ValueError(str(error)) from error
 
 
 _IDX_HEADER = struct.Struct("<9sQBQQ")
@@ -254,15 +223,13 @@ def _read_idx(file: Path, _: str | None) -> _RawLengths:
     return np.diff(until[bounds]), "document", None
 
 
-_NAMELESS = (".npy", ".txt", ".idx")
-"""Suffixes of files without names of arrays, columns or fields."""
-
-_READERS: dict[str, Callable[[Path, str | None], _RawLengths]] = {
-    ".npy": _read_npy,
-    ".npz": _read_npz,
-    ".jsonl": _read_jsonl,
-    ".csv": _read_csv,
-    ".txt": _read_csv,
-    ".parquet": _read_parquet,
-    ".idx": _read_idx,
+_READERS: dict[str, tuple[Callable[[Path, str | None], _RawLengths], str]] = {
+    ".npy": (_read_npy, "an .npy array of integers, as numpy writes it"),
+    ".npz": (_read_npz, "an .npz archive of integers, as numpy writes it"),
+    ".jsonl": (_read_jsonl, "UTF-8 text"),
+    ".csv": (_read_csv, "UTF-8 text of comma-separated values"),
+    ".txt": (_read_csv, "UTF-8 text of a number a line"),
+    ".parquet": (_read_parquet, "a parquet file"),
+    ".idx": (_read_idx, "an index"),
 }
+"""By suffix the reader, and what it reads."""
