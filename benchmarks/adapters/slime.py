@@ -8,6 +8,7 @@ clipped to 16..8192, drawn with Python's `random` from the seeds 0 to 49. With a
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance import CostModel
-from megatron_balance.adapters.slime import BalancedDpSchedule, SlimeOptions
+from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule
 
 NUM_SEEDS = 50
 NUM_SAMPLES = 128
@@ -87,12 +88,10 @@ def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
 
         found["slime --balance-by-flops"] = build_dp_schedule
 
-    def ours(**options: Any) -> BuildSchedule:
-        return BalancedDpSchedule(_never, options=SlimeOptions(**options))
-
-    found["adapter"] = ours()
-    found["adapter, objective=microbatch"] = ours(objective="microbatch")
-    found["adapter, cost=tokens"] = ours(cost="tokens")
+    ours = functools.partial(functools.partial, balanced_dp_schedule, _never)
+    found["adapter"] = ours(SlimeOptions())
+    found["adapter, objective=microbatch"] = ours(SlimeOptions(objective="microbatch"))
+    found["adapter, cost=tokens"] = ours(SlimeOptions(cost="tokens"))
     return found
 
 

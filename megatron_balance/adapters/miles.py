@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch
-from megatron_balance.adapters.slime import BalancedDpSchedule, SlimeOptions, mask_copies
+from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule, mask_copies
 from megatron_balance.cost.resolve import Model
 
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
@@ -32,28 +32,17 @@ actor: Adapter[SlimeOptions] = Adapter("miles", remedy=_REMEDY)
 is_installed = driver.is_installed
 
 
-class BalancedSplit:
-    """Replaces `split_train_data_by_dp`: an object, which Ray pickles by value, with the options."""
-
-    def __init__(self, options: SlimeOptions) -> None:
-        self._options = options
-
-    def __call__(self, args: Any, data: dict[str, Any], train_parallel_config: dict[str, Any] | None) -> Any:
-        """Hooks the schedule in this process, then calls miles's function, which asks for it."""
-        actor.hook(self._options, lambda: _hooks_of_actor(self._options))
-        return importlib.import_module(_CONVERSION).split_train_data_by_dp(args, data, train_parallel_config)
-
-
-def install(
-    *, cost: str | None = None, model: Model | None = None, objective: str = "auto", algorithm: str = "auto"
-) -> Adapter[SlimeOptions]:
+def install(*, cost: str | None = None, model: Model | None = None, objective: str = "auto") -> Adapter[SlimeOptions]:
     """Hook miles in this process, the driver, before `create_rollout_manager()`; arguments as of slime's `install`.
 
     Raises:
         BalanceError: miles is missing, of another version, a target has moved, or RolloutManager runs already.
     """
-    options = SlimeOptions(cost=cost, model=model, objective=objective, algorithm=algorithm)
+    options = SlimeOptions(cost=cost, model=model, objective=objective)
     return driver.hook(options, lambda: _hooks_of_driver(options))
+
+
+_UNTIL = "miles takes a schedule function by path, as it takes others"
 
 
 def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
@@ -62,11 +51,17 @@ def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
         target=f"{_CONVERSION}:split_train_data_by_dp",
         bound_in=(_MANAGER,),
         parameters=("args", "data", "train_parallel_config"),
-        wrap=lambda _: BalancedSplit(options),
+        wrap=lambda _: functools.partial(_split, options),
         why="the function that the actor's class has bound, which reaches the actor with it",
-        until="miles takes a schedule function by path, as it takes others",
+        until=_UNTIL,
     )
     return (row,)
+
+
+def _split(options: SlimeOptions, args: Any, data: dict[str, Any], train_parallel_config: dict[str, Any] | None) -> Any:
+    """Hooks the schedule in this process, the actor's, then calls miles's function, which asks for it."""
+    actor.hook(options, lambda: _hooks_of_actor(options))
+    return importlib.import_module(_CONVERSION).split_train_data_by_dp(args, data, train_parallel_config)
 
 
 def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
@@ -74,30 +69,26 @@ def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
         Hook(
             target="miles.utils.dp_schedule:build_dp_schedule",
             parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
-            wrap=lambda stock: BalancedDpSchedule(stock, options=options),
+            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options),
             why="it tells which rank runs which samples in which micro-batch",
-            until="miles takes a schedule function by path, as it takes others",
+            until=_UNTIL,
             bound_in=("miles.utils.dp_schedule", _CONVERSION),
         ),
         Hook(
             target=f"{_CONVERSION}:_package_shards",
             parameters=("args", "data", "partitions"),
-            wrap=_masked,
+            wrap=lambda stock: functools.partial(_package_masked, stock),
             why="copies that fill an empty micro-batch are masked before shards are sent",
             until="miles's trainer runs an empty micro-batch",
         ),
     )
 
 
-def _masked(package: Function) -> Function:
-    @functools.wraps(package)
-    def package_shards(args: Any, data: dict[str, Any], partitions: Any) -> list[dict[str, Any]]:
-        shards: list[dict[str, Any]] = package(args, data, partitions)
-        for shard in shards:
-            mask_copies(shard)
-        return shards
-
-    return package_shards
+def _package_masked(stock: Function, args: Any, data: dict[str, Any], partitions: Any) -> list[dict[str, Any]]:
+    shards: list[dict[str, Any]] = stock(args, data, partitions)
+    for shard in shards:
+        mask_copies(shard)
+    return shards
 
 
 if __name__ == "__main__":

@@ -25,18 +25,16 @@ ranks), a rank runs a copy of the step's shortest sample with a loss mask of zer
 of the loss (`Sample.remove_sample`). Loss and gradients do not change.
 
 `RolloutManager` is a Ray actor. Its class is pickled by value when the first one starts, with what its module has
-bound by then. Ray pickles a function with an importable name by that name, so what is bound is an object.
+bound by then. Ray pickles a function with an importable name by that name, so what is bound is a `partial`.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch, split_rollout
 from megatron_balance.cost.model import CostModel
@@ -46,7 +44,7 @@ from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
 from megatron_balance.topology import Limits, Topology
 
-__all__ = ["BalancedDpSchedule", "MaskedCopy", "SlimeOptions", "install", "is_installed"]
+__all__ = ["MaskedCopy", "SlimeOptions", "balanced_dp_schedule", "install", "is_installed"]
 
 SPECS_DESCRIBED_BY_CHECKPOINT = (
     "slime_plugins.models.glm5.glm5",
@@ -67,14 +65,12 @@ class SlimeOptions:
             default the one that slime's arguments describe, or, for a `--spec` that goes beyond them, the
             config.json of `--hf-checkpoint`.
         objective: `auto` (from the parallel sizes), `step`, `microbatch` or `pipeline`.
-        algorithm: `auto` or `karmarkar_karp`.
     """
 
     _: KW_ONLY
     cost: str | None = None
     model: Model | None = None
     objective: str = "auto"
-    algorithm: str = "auto"
 
     def cost_model(self, args: Any) -> CostModel:
         """The cost model for slime's arguments."""
@@ -95,22 +91,19 @@ adapter: Adapter[SlimeOptions] = Adapter(
 is_installed = adapter.is_installed
 
 
-def install(
-    *, cost: str | None = None, model: Model | None = None, objective: str = "auto", algorithm: str = "auto"
-) -> Adapter[SlimeOptions]:
+def install(*, cost: str | None = None, model: Model | None = None, objective: str = "auto") -> Adapter[SlimeOptions]:
     """Hook slime in this process, the driver. Installing twice with the same options installs once.
 
     Args:
         cost: see `SlimeOptions`, as are the others.
         model: model whose FLOPs are counted.
         objective: when ranks wait for one another.
-        algorithm: how samples are placed.
 
     Raises:
         BalanceError: slime is missing, of another version, a target has moved, RolloutManager has been started
             already, or hooks for other options are in place; nothing is changed then.
     """
-    options = SlimeOptions(cost=cost, model=model, objective=objective, algorithm=algorithm)
+    options = SlimeOptions(cost=cost, model=model, objective=objective)
     return adapter.hook(options, lambda: _hooks(options))
 
 
@@ -121,7 +114,7 @@ def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
             target="slime.utils.dp_schedule:build_dp_schedule",
             parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
             bound_in=("slime.utils.dp_schedule", "slime.ray.rollout"),
-            wrap=lambda stock: BalancedDpSchedule(stock, options=options),
+            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options),
             why="RolloutManager asks it which rank runs which samples in which micro-batch",
             until="slime takes a schedule function by path, as it takes others",
         ),
@@ -129,73 +122,60 @@ def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
             target="slime.observability.rollout_data_utils:tensorize_rollout_data_for_training",
             parameters=("rollout_data",),
             bound_in=("slime.observability.rollout_data_utils", "slime.ray.rollout"),
-            wrap=_MaskCopies,
+            wrap=lambda stock: functools.partial(_tensorize_masked, stock),
             why="the last function before data is sent: copies that fill an empty micro-batch are masked there",
             until="slime's trainer runs an empty micro-batch",
         ),
     )
 
 
-class BalancedDpSchedule:
-    """Replaces `slime.utils.dp_schedule.build_dp_schedule`."""
+def balanced_dp_schedule(
+    stock: Function,
+    options: SlimeOptions,
+    args: Any,
+    train_parallel_config: dict[str, int],
+    total_lengths: list[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: list[int],
+) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
+    """Replaces `slime.utils.dp_schedule.build_dp_schedule`: the schedule of one rollout batch.
 
-    def __init__(self, stock: Function, *, options: SlimeOptions) -> None:
-        self._stock = stock
-        self._options = options
-
-    def __call__(
-        self,
-        args: Any,
-        train_parallel_config: dict[str, int],
-        total_lengths: list[int],
-        *,
-        global_batch_size: int,
-        rollout_indices: list[int],
-    ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
-        """The schedule of one rollout batch; slime's own where neither flag is given, or where there is no whole step.
-
-        That is `partitions[dp_rank]`, the positions of its samples; `micro_batch_indices[dp_rank]`, for every
-        micro-batch, indices into that; micro-batches of a rank and rollouts, for every step.
-        """
-        split = split_rollout(rollout_indices, global_batch_size=global_batch_size)
-        steps = list(split.steps)
-        # The last part step is dropped, or kept where miles's flag asks for it and it has a sample for every rank.
-        if split.num_groups and split.num_groups[-1] < global_batch_size:
-            keeps = getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size and len(steps) > 1
-            if not keeps or steps[-1].size < train_parallel_config["dp_size"]:
-                del steps[-1]
-        if not (args.balance_data or getattr(args, "balance_by_flops", False)) or not steps:
-            # slime's function raises its own error where there are too few rollouts.
-            return self._stock(
-                args,
-                train_parallel_config,
-                total_lengths,
-                global_batch_size=global_batch_size,
-                rollout_indices=rollout_indices,
-            )
-        lengths = as_integers(total_lengths, name="total_lengths")
-        options, cost_model = self._options, self._options.cost_model(args)
-        topology, limits = _topology(args, train_parallel_config=train_parallel_config), _limits(args)
-        partitions: list[list[int]] = [[] for _ in range(topology.dp_size)]
-        micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
-        num_microbatches: list[int] = []
-        for samples in steps:
-            schedule = build_data_schedule(
-                lengths[samples],
-                cost_model=cost_model,
-                topology=topology,
-                limits=limits,
-                objective=options.objective,
-                algorithm=options.algorithm,
-            )
-            num_microbatches.append(schedule.num_microbatches)
-            ranks = _with_copies(_in_slime_order(schedule), lengths=schedule.lengths)
-            for partition, indices, slots in zip(partitions, micro_batch_indices, ranks, strict=True):
-                for held in slots:
-                    indices.append(list(range(len(partition), len(partition) + len(held))))
-                    # A copy stays a MaskedCopy when it becomes a position of the rollout batch.
-                    partition += [type(local)(samples[local]) for local in held]
-        return partitions, micro_batch_indices, num_microbatches, list(split.num_groups[: len(steps)])
+    That is `partitions[dp_rank]`, the positions of its samples; `micro_batch_indices[dp_rank]`, for every micro-batch,
+    indices into that; micro-batches of a rank and rollouts, for every step. It is slime's own where neither flag is
+    given, or where there is no whole step.
+    """
+    steps = split_rollout(rollout_indices, global_batch_size=global_batch_size)
+    num_rollouts = [len({rollout_indices[sample] for sample in samples}) for samples in steps]
+    # The last part step is dropped, or kept where miles's flag asks for it and it has a sample for every rank.
+    if steps and num_rollouts[-1] < global_batch_size:
+        keeps = getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size and len(steps) > 1
+        if not keeps or steps[-1].size < train_parallel_config["dp_size"]:
+            del steps[-1]
+    if not (args.balance_data or getattr(args, "balance_by_flops", False)) or not steps:
+        # slime's function raises its own error where there are too few rollouts.
+        sizes = {"global_batch_size": global_batch_size, "rollout_indices": rollout_indices}
+        return stock(args, train_parallel_config, total_lengths, **sizes)
+    lengths = as_integers(total_lengths, name="total_lengths")
+    cost_model, limits = options.cost_model(args), _limits(args)
+    topology = _topology(args, train_parallel_config=train_parallel_config)
+    partitions: list[list[int]] = [[] for _ in range(topology.dp_size)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
+    num_microbatches: list[int] = []
+    for samples in steps:
+        schedule = build_data_schedule(
+            lengths[samples], cost_model=cost_model, topology=topology, limits=limits, objective=options.objective
+        )
+        num_microbatches.append(schedule.num_microbatches)
+        # What an empty micro-batch runs: the shortest sample that has tokens.
+        known: list[int] = schedule.lengths.tolist()
+        copy = MaskedCopy(min(range(len(known)), key=lambda sample: (known[sample] == 0, known[sample], sample)))
+        for partition, indices, slots in zip(partitions, micro_batch_indices, _in_slime_order(schedule), strict=True):
+            for held in slots:
+                indices.append(list(range(len(partition), len(partition) + max(len(held), 1))))
+                # A copy stays a MaskedCopy when it becomes a position of the rollout batch.
+                partition += [type(local)(samples[local]) for local in held or [copy]]
+    return partitions, micro_batch_indices, num_microbatches, num_rollouts[: len(steps)]
 
 
 def _topology(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topology:
@@ -250,13 +230,6 @@ class MaskedCopy(int):
     """Position in the rollout batch of a sample that also runs elsewhere; the loss of this copy is masked."""
 
 
-def _with_copies(ranks: Sequence[list[list[int]]], *, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
-    """Puts a copy of the shortest sample that has tokens into every empty micro-batch."""
-    known: list[int] = lengths.tolist()
-    shortest = min(range(len(known)), key=lambda sample: (known[sample] == 0, known[sample], sample))
-    return [[held or [MaskedCopy(shortest)] for held in slots] for slots in ranks]
-
-
 def mask_copies(rollout_data: dict[str, Any]) -> None:
     """Masks the copies of one rank in place, before its data is sent; `partition` then holds plain integers."""
     partition = rollout_data.get("partition", [])
@@ -275,15 +248,9 @@ def mask_copies(rollout_data: dict[str, Any]) -> None:
     rollout_data["partition"] = [int(sample) for sample in partition]
 
 
-class _MaskCopies:
-    """Replaces slime's `tensorize_rollout_data_for_training`: masks the copies of a rank first."""
-
-    def __init__(self, stock: Function) -> None:
-        self._stock = stock
-
-    def __call__(self, rollout_data: dict[str, Any]) -> None:
-        mask_copies(rollout_data)
-        self._stock(rollout_data)
+def _tensorize_masked(stock: Function, rollout_data: dict[str, Any]) -> None:
+    mask_copies(rollout_data)
+    stock(rollout_data)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ import functools
 import importlib
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -128,46 +128,42 @@ def install(
 
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
-
-    def row(method: str, wrap: Callable[..., Function], why: str, until: str) -> Hook:
-        parameters = {"_partition_results": ("self", "results"), "_prepare_dataset": ("self", "skip")}
-        target = f"{__name__}:AsyncTrainingController.{method}"
-        wrap = functools.partial(wrap, settings=settings)
-        return Hook(target=target, wrap=wrap, why=why, until=until, parameters=parameters.get(method, ("self",)))
-
-    hooks = [
-        row(
+    rows: list[tuple[str, str, Function, str, str]] = [
+        (
             "_partition_results",
-            _with_ranks_by_length,
+            "results",
+            _partition_results,
             "gives the samples of a dispatch to ranks in turn, whatever their lengths",
             "TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
         )
     ]
     if settings.chooses:
-        hooks += [
-            row(
-                "try_dispatch_batch",
-                _with_window,
-                "takes the oldest samples of the pool, whatever their lengths",
-                "TorchSpec chooses among the samples of its pool",
-            ),
-            row(
-                "get_status",
-                _with_delays_reported,
-                "the delay that choosing costs is reported with the rest of the status",
-                "the hook of try_dispatch_batch goes",
-            ),
-        ]
+        why, until = "takes the oldest samples of the pool", "TorchSpec chooses among the samples of its pool"
+        rows.append(("try_dispatch_batch", "", _try_dispatch_batch, why, until))
+        rows.append(("get_status", "", _get_status, "reports what the choice delays", until))
     if settings.approach == "C":
-        hooks.append(
-            row(
-                "_prepare_dataset",
-                _with_presorted_data,
-                "orders the prompts of an epoch, at random",
-                "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
-            )
+        why = "orders the prompts of an epoch, at random"
+        until = "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)"
+        rows.append(("_prepare_dataset", "skip", _prepare_dataset, why, until))
+
+    def wrapped(balanced: Function, method: Function) -> Function:
+        @functools.wraps(method)
+        def wrapper(controller: Any, *positional: Any, **keywords: Any) -> Any:
+            stock = functools.partial(method, controller)
+            return balanced(settings, stock, controller, *positional, **keywords)
+
+        return wrapper
+
+    return [
+        Hook(
+            target=f"{__name__}:AsyncTrainingController.{method}",
+            wrap=functools.partial(wrapped, balanced),
+            why=why,
+            until=until,
+            parameters=("self", *parameters.split()),
         )
-    return hooks
+        for method, parameters, balanced, why, until in rows
+    ]
 
 
 def __getattr__(name: str) -> Any:
@@ -191,78 +187,58 @@ def __getattr__(name: str) -> Any:
     return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
 
 
-def _with_ranks_by_length(partition_results: Function, *, settings: Settings) -> Function:
-    """`_partition_results` by length; TorchSpec's own where ranks get one sample each: there is nothing to choose."""
-
-    @functools.wraps(partition_results)
-    def wrapper(controller: Any, results: list[Any]) -> list[list[Any]]:
-        count, left = divmod(len(results), controller.dp_size)
-        if count <= 1 or left or controller.dp_size == 1:
-            return partition_results(controller, results)
-        lengths = [_result_length(result) for result in results]
-        ranks = assign_ranks(lengths, dp_size=controller.dp_size, cost=settings.cost, turn=controller.batch_id)
-        return [[results[position] for position in positions] for positions in ranks]
-
-    return wrapper
+def _partition_results(settings: Settings, stock: Function, controller: Any, results: list[Any]) -> list[list[Any]]:
+    """By length; TorchSpec's own where ranks get one sample each: there is nothing to choose."""
+    count, left = divmod(len(results), controller.dp_size)
+    if count <= 1 or left or controller.dp_size == 1:
+        return stock(results)
+    lengths = [_result_length(result) for result in results]
+    ranks = assign_ranks(lengths, dp_size=controller.dp_size, cost=settings.cost, turn=controller.batch_id)
+    return [[results[position] for position in positions] for positions in ranks]
 
 
-def _with_presorted_data(prepare_dataset: Function, *, settings: Settings) -> Function:
-    """`_prepare_dataset` with its samples sorted into buckets of similar lengths."""
-
-    @functools.wraps(prepare_dataset)
-    def wrapper(controller: Any, skip: int = 0) -> list[Any]:
-        # The whole epoch: skipping applies to the order made here.
-        samples = prepare_dataset(controller, skip=0)
-        order = bucketed_order(
-            _data_lengths(samples),
-            batch_size=controller.dispatch_batch_size,
-            bucket_batches=settings.bucket_batches,
-            seed=controller._dataset_seed,
-            epoch=controller._dataset_epoch,
-        )
-        return [samples[index] for index in order[max(skip, 0) :].tolist()]
-
-    return wrapper
+def _prepare_dataset(settings: Settings, stock: Function, controller: Any, skip: int = 0) -> list[Any]:
+    """Samples sorted into buckets of similar lengths."""
+    # The whole epoch: skipping applies to the order made here.
+    samples = stock(skip=0)
+    order = bucketed_order(
+        _data_lengths(samples),
+        batch_size=controller.dispatch_batch_size,
+        bucket_batches=settings.bucket_batches,
+        seed=controller._dataset_seed,
+        epoch=controller._dataset_epoch,
+    )
+    return [samples[index] for index in order[max(skip, 0) :].tolist()]
 
 
-def _with_window(try_dispatch_batch: Function, *, settings: Settings) -> Function:
-    """`try_dispatch_batch` that chooses among several dispatches' worth of samples."""
-
-    @functools.wraps(try_dispatch_batch)
-    def wrapper(controller: Any) -> bool:
-        window = _window_of(controller, settings)
-        # The controller raises a failed inference at once.
-        if controller._inference_error is None:
-            if window.holds_back(controller):
-                return False
-            with controller._pool_lock:
-                pool = controller.sample_pool
-                if len(pool) >= controller.dispatch_batch_size:
-                    window.arrange(pool, lengths=[_result_length(result) for result in pool])
-        # Samples pushed from here on go to the end of the pool, behind those that leave.
-        dispatched = try_dispatch_batch(controller)
-        if dispatched:
-            window.leave()
-        return dispatched
-
-    return wrapper
+def _try_dispatch_batch(settings: Settings, stock: Function, controller: Any) -> bool:
+    """A dispatch chosen among several dispatches' worth of samples."""
+    window = _window_of(controller, settings)
+    # The controller raises a failed inference at once.
+    if controller._inference_error is None:
+        if window.holds_back(controller):
+            return False
+        with controller._pool_lock:
+            pool = controller.sample_pool
+            if len(pool) >= controller.dispatch_batch_size:
+                window.arrange(pool, lengths=[_result_length(result) for result in pool])
+    # Samples pushed from here on go to the end of the pool, behind those that leave.
+    dispatched = stock()
+    if dispatched:
+        window.leave()
+    return dispatched
 
 
-def _with_delays_reported(get_status: Function, *, settings: Settings) -> Function:
-    """`get_status`, and `get_full_status` through it, with the delays that choosing causes."""
-
-    @functools.wraps(get_status)
-    def wrapper(controller: Any) -> dict[str, Any]:
-        window = _window_of(controller, settings)
-        return {
-            **get_status(controller),
-            "balance_max_delay_dispatches": window.max_delay_seen,
-            "balance_mean_delay_dispatches": window.mean_delay,
-            "balance_delay_limit_dispatches": window.max_delay,
-            "balance_held_calls": window.num_held_calls,
-        }
-
-    return wrapper
+def _get_status(settings: Settings, stock: Function, controller: Any) -> dict[str, Any]:
+    """The delays that choosing causes as well; `get_full_status` asks for it."""
+    window = _window_of(controller, settings)
+    return {
+        **stock(),
+        "balance_max_delay_dispatches": window.max_delay_seen,
+        "balance_mean_delay_dispatches": window.mean_delay,
+        "balance_delay_limit_dispatches": window.max_delay,
+        "balance_held_calls": window.num_held_calls,
+    }
 
 
 def _window_of(controller: Any, settings: Settings) -> DispatchWindow:

@@ -6,14 +6,13 @@ needs torch, packs rows alike on all ranks and moves them. `tests/adapters/templ
 """
 
 from megatron_balance.adapters.kit.installing import Adapter, check_not_started, launch
-from megatron_balance.adapters.kit.plans import RolloutSplit, even_parts, row_costs, split_rollout
+from megatron_balance.adapters.kit.plans import even_parts, row_costs, split_rollout
 from megatron_balance.hooking import Function, Hook
 
 __all__ = [
     "Adapter",
     "Function",
     "Hook",
-    "RolloutSplit",
     "check_not_started",
     "even_parts",
     "launch",

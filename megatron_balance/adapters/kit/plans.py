@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,42 +15,27 @@ from megatron_balance.planner import number_groups, partition_items
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class RolloutSplit:
-    """Optimiser steps of one rollout batch.
-
-    Attributes:
-        steps: for every step `[num_samples_of_step]` int64 positions in the rollout batch, ascending.
-        num_groups: groups of every step.
-    """
-
-    steps: tuple[Ints, ...]
-    num_groups: tuple[int, ...]
-
-
-def split_rollout(groups: Sequence[Hashable] | NDArray[Any], *, global_batch_size: int) -> RolloutSplit:
+def split_rollout(groups: Sequence[Hashable] | NDArray[Any], *, global_batch_size: int) -> list[Ints]:
     """Cuts a rollout batch into steps of whole groups, taken in the order of their first samples.
 
     Args:
         groups: `[num_samples]` id of the group of each sample, its prompt or rollout; a group need not stand together.
         global_batch_size: groups of a step; the last step may have fewer.
 
+    Returns:
+        For every step `[num_samples_of_step]` int64 positions in the rollout batch, ascending.
+
     Raises:
         BalanceError: `global_batch_size` is not a positive integer.
 
     Example:
-        >>> split = split_rollout(["a", "b", "a", "c", "d"], global_batch_size=2)
-        >>> [step.tolist() for step in split.steps]
+        >>> [step.tolist() for step in split_rollout(["a", "b", "a", "c", "d"], global_batch_size=2)]
         [[0, 1, 2], [3, 4]]
     """
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise BalanceError(f"global_batch_size is {global_batch_size!r}: it must be an integer of at least 1.")
-    numbers = number_groups(groups)
-    total = int(numbers.max(initial=-1)) + 1
-    starts = range(0, total, global_batch_size)
-    ends = [min(start + global_batch_size, total) for start in starts]
-    steps = [np.flatnonzero((numbers >= start) & (numbers < end)) for start, end in zip(starts, ends, strict=True)]
-    return RolloutSplit(tuple(steps), tuple(end - start for start, end in zip(starts, ends, strict=True)))
+    step_of = number_groups(groups) // global_batch_size
+    return [np.flatnonzero(step_of == step) for step in range(int(step_of.max(initial=-1)) + 1)]
 
 
 def row_costs(lengths: Ints, *, cost_model: CostModel) -> Ints:

@@ -233,7 +233,7 @@ def _order(
         groups = number_groups(uids)
         sizes = np.bincount(groups)
         group_size = int(sizes.max())
-        minibatches = split_rollout(uids, global_batch_size=max(minibatch_rows // group_size, 1)).steps
+        minibatches = split_rollout(uids, global_batch_size=max(minibatch_rows // group_size, 1))
         uneven = int(sizes.min()) != group_size or minibatch_rows % group_size
         if uneven or any(rows.size // group_size % num_ranks for rows in minibatches):
             # verl's cut by rows would split a group.

@@ -1,7 +1,4 @@
-"""A small double of slime 0.3: the modules that the adapter hooks, with its signatures and the data flow between them.
-
-`RolloutManager` packs what a rank is sent as slime's does: per-sample fields, cut by `partition`.
-"""
+"""A small double of slime 0.3: the modules that the adapter hooks, with its signatures and flow of data."""
 
 from __future__ import annotations
 
@@ -13,15 +10,11 @@ from typing import Any
 
 import pytest
 
-NAMES = (
-    "slime",
-    "slime.utils",
-    "slime.utils.dp_schedule",
-    "slime.observability",
-    "slime.observability.rollout_data_utils",
-    "slime.ray",
-    "slime.ray.rollout",
-)
+NAMES = {
+    "build_dp_schedule": "slime.utils.dp_schedule",
+    "tensorize_rollout_data_for_training": "slime.observability.rollout_data_utils",
+}
+"""Functions that are hooked, and their modules."""
 
 
 def build_dp_schedule(
@@ -44,83 +37,72 @@ def tensorize_rollout_data_for_training(rollout_data: dict[str, Any]) -> None:
         rollout_data["loss_masks"] = [tuple(mask) for mask in rollout_data["loss_masks"]]
 
 
-class RolloutManager:
-    """The part of slime's that hands schedules on."""
-
-    def __init__(self, args: Any, *, module: types.ModuleType) -> None:
-        self.args = args
-        self.module = module
-        self.train_parallel_config: dict[str, int] = parallel_config()
-
-    def split(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """The data that every rank is sent."""
-        schedule = self.module.build_dp_schedule(
-            self.args,
-            self.train_parallel_config,
-            [len(tokens) for tokens in data["tokens"]],
-            global_batch_size=self.args.global_batch_size,
-            rollout_indices=data["rollout_ids"],
-        )
-        sent: list[dict[str, Any]] = []
-        for partition, indices in zip(*schedule[:2], strict=True):
-            rank: dict[str, Any] = {"partition": partition}
-            for key in ("tokens", "loss_masks"):
-                if key in data:
-                    rank[key] = [data[key][sample] for sample in partition]
-            rank["micro_batch_indices"] = indices
-            self.module.tensorize_rollout_data_for_training(rank)
-            sent.append(rank)
-        return sent
+def split(rollout: types.ModuleType, args: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The data that slime's RolloutManager sends to every rank: per-sample fields, cut by `partition`."""
+    schedule = rollout.build_dp_schedule(
+        args,
+        parallel_config(),
+        [len(tokens) for tokens in data["tokens"]],
+        global_batch_size=args.global_batch_size,
+        rollout_indices=data["rollout_ids"],
+    )
+    sent: list[dict[str, Any]] = []
+    for partition, indices in zip(*schedule[:2], strict=True):
+        fields = {key: [data[key][sample] for sample in partition] for key in ("tokens", "loss_masks") if key in data}
+        sent.append({"partition": partition, "micro_batch_indices": indices, **fields})
+        rollout.tensorize_rollout_data_for_training(sent[-1])
+    return sent
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Makes the double importable as slime 0.3.1. Returns `slime.ray.rollout`."""
+    """Makes the double importable as slime 0.3.1. Returns `slime.ray.rollout`, which binds both functions by value."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.1")
-    modules = {name: types.ModuleType(name) for name in NAMES}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    vars(modules["slime.utils.dp_schedule"])["build_dp_schedule"] = build_dp_schedule
-    utils = vars(modules["slime.observability.rollout_data_utils"])
-    utils["tensorize_rollout_data_for_training"] = tensorize_rollout_data_for_training
-    # Bound by value, as `from … import …` does.
-    rollout = modules["slime.ray.rollout"]
-    vars(rollout).update(
-        build_dp_schedule=build_dp_schedule,
-        tensorize_rollout_data_for_training=tensorize_rollout_data_for_training,
-        RolloutManager=RolloutManager,
-    )
+    for name in ("slime", "slime.utils", "slime.observability", "slime.ray", "slime.ray.rollout", *NAMES.values()):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    rollout = sys.modules["slime.ray.rollout"]
+    for name, home in NAMES.items():
+        for module in (sys.modules[home], rollout):
+            setattr(module, name, globals()[name])
     return rollout
 
 
 def parallel_config(dp_size: int = 4, *, cp_size: int = 1, vpp_size: int = 1, group: int = 1) -> dict[str, int]:
     """The metrics that slime's trainer reports."""
-    return {
-        "dp_size": dp_size,
-        "cp_size": cp_size,
-        "vpp_size": vpp_size,
-        "microbatch_group_size_per_vp_stage": group,
-    }
+    sizes = {"dp_size": dp_size, "cp_size": cp_size, "vpp_size": vpp_size}
+    return {**sizes, "microbatch_group_size_per_vp_stage": group}
 
 
 def qwen3_4b(**changed: Any) -> SimpleNamespace:
     """slime's arguments for Qwen3-4B on dynamic batches of 9216 tokens, both balance flags given."""
-    values: dict[str, Any] = {
-        "use_dynamic_batch_size": True,
-        "max_tokens_per_gpu": 9216,
-        "micro_batch_size": 1,
-        "balance_data": True,
-        "balance_by_flops": True,
-        "global_batch_size": 128,
-        "hidden_size": 2560,
-        "num_layers": 36,
-        "num_attention_heads": 32,
-        "group_query_attention": True,
-        "num_query_groups": 8,
-        "kv_channels": 128,
-        "ffn_hidden_size": 9728,
-        "swiglu": True,
-        "vocab_size": 151936,
-        "padded_vocab_size": 151936,
-        "num_experts": None,
+    batches = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216, "micro_batch_size": 1}
+    batches |= {"balance_data": True, "balance_by_flops": True, "global_batch_size": 128}
+    sizes = {"hidden_size": 2560, "num_layers": 36, "num_attention_heads": 32, "group_query_attention": True}
+    sizes |= {"num_query_groups": 8, "kv_channels": 128, "ffn_hidden_size": 9728, "swiglu": True, "num_experts": None}
+    return SimpleNamespace(**{**batches, **sizes, "vocab_size": 151936, "padded_vocab_size": 151936, **changed})
+
+
+def data_of(lengths: list[int]) -> dict[str, Any]:
+    """Rollouts of one sample each, half of its tokens in the loss."""
+    masks = [[1] * (length // 2) for length in lengths]
+    ids = list(range(len(lengths)))
+    return {
+        "tokens": [[0] * length for length in lengths],
+        "loss_masks": masks,
+        "rollout_ids": ids,
     }
-    return SimpleNamespace(**{**values, **changed})
+
+
+FIVE_LONG = [9000, 9000, 8000, 9000, 9000]
+"""On four ranks: two micro-batches each, of which three hold a copy."""
+
+
+def check_copies_are_masked(sent: list[dict[str, Any]]) -> None:
+    """Of `FIVE_LONG` every sample is learnt once."""
+    learnt = [0] * 5
+    for rank in sent:
+        assert [len(held) for held in rank["micro_batch_indices"]] == [1, 1]
+        assert all(type(sample) is int for sample in rank["partition"])
+        for sample, mask in zip(rank["partition"], rank["loss_masks"], strict=True):
+            assert len(mask) == FIVE_LONG[sample] // 2
+            learnt[sample] += sum(mask)
+    assert learnt == [length // 2 for length in FIVE_LONG]

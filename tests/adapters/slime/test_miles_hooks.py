@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime_double import build_dp_schedule, parallel_config, qwen3_4b
+from slime_double import FIVE_LONG, build_dp_schedule, check_copies_are_masked, data_of, parallel_config, qwen3_4b
 
 from megatron_balance.adapters import miles
 
@@ -73,28 +73,14 @@ def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     miles.actor.undo()
 
 
-def data_of(lengths: list[int]) -> dict[str, Any]:
-    masks = [[1] * (length // 2) for length in lengths]
-    ids = list(range(len(lengths)))
-    return {"tokens": [[0] * length for length in lengths], "loss_masks": masks, "rollout_ids": ids}
-
-
 def test_the_actor_hooks_itself_and_masks_copies(manager: Any) -> None:
     before = sys.modules[CONVERSION].build_dp_schedule
     miles.install()
     # As Ray sends it: by value, into a process where nothing is hooked.
     split = pickle.loads(pickle.dumps(manager.split_train_data_by_dp))
     assert sys.modules[CONVERSION].build_dp_schedule is before
-    lengths = [9000, 9000, 8000, 9000, 9000]
     args = qwen3_4b(global_batch_size=5, calculate_per_token_loss=False)
-    shards = split(args, data_of(lengths), parallel_config())
-    learnt = [0] * 5
-    for shard in shards:
-        assert [len(held) for held in shard["micro_batch_indices"]] == [1, 1]
-        assert all(type(sample) is int for sample in shard["partition"])
-        for sample, mask in zip(shard["partition"], shard["loss_masks"], strict=True):
-            learnt[sample] += sum(mask)
-    assert learnt == [length // 2 for length in lengths]
+    check_copies_are_masked(split(args, data_of(FIVE_LONG), parallel_config()))
 
 
 def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
@@ -108,8 +94,7 @@ def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
         assert {len(shard["micro_batch_indices"]) for shard in shards} == {steps}
 
 
-def test_undo_restores(manager: Any) -> None:
-    stock = sys.modules[CONVERSION].split_train_data_by_dp
-    assert miles.install() is miles.install()
-    miles.driver.undo()
+def test_undo_gives_back_what_the_actors_class_had_bound(manager: Any) -> None:
+    stock = manager.split_train_data_by_dp
+    miles.install().undo()
     assert manager.split_train_data_by_dp is stock

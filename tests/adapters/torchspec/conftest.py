@@ -9,71 +9,43 @@ import pytest
 
 from megatron_balance.adapters import torchspec
 
-DOUBLE = Path(__file__).parent / "double"
 
+class Host:
+    """TorchSpec with its controller, and the adapter's one line."""
 
-@pytest.fixture
-def upstream(monkeypatch):
-    """The module of the double that holds the controller, freshly imported."""
-    monkeypatch.syspath_prepend(str(DOUBLE))
-    _forget_torchspec()
-    yield importlib.import_module("torchspec.controller.training_controller")
-    _forget_torchspec()
+    install = staticmethod(torchspec.install)
 
+    def __init__(self, module):
+        self.module = module
 
-@pytest.fixture
-def install(upstream):
-    """`torchspec.install`, undone after the test."""
-    made = []
+    @property
+    def hooked_class(self):
+        return self.module.AsyncTrainingController.__ray_metadata__.modified_class
 
-    def install(*positional, **options):
-        made.append(torchspec.install(*positional, **options))
-        return made[-1]
-
-    yield install
-    for installed in made:
-        installed.undo()
-    assert not torchspec.is_installed()
-
-
-@pytest.fixture
-def make_controller(upstream):
-    """Starts a controller after `install`."""
-
-    def make(*, dp_size=4, micro_batch_size=2, max_sample_pool_size=0):
+    def controller(self, *, dp_size=4, micro_batch_size=2, max_sample_pool_size=0):
+        """A controller that starts; install before."""
         args = SimpleNamespace(per_dp_rank_batch_size=micro_batch_size, max_sample_pool_size=max_sample_pool_size)
-        return upstream.AsyncTrainingController.remote(args, dp_size)
+        return self.module.AsyncTrainingController.remote(args, dp_size)
 
-    return make
-
-
-@pytest.fixture
-def results_of(upstream):
-    """Results of inference for samples of these lengths."""
-
-    def make(lengths, *, start=0):
+    def results(self, lengths, *, start=0):
+        """Results of inference for samples of these lengths."""
         return [
-            upstream.InferenceOutput(f"d{start + i}", f"key{start + i}", {"input_ids": (1, int(length))})
+            self.module.InferenceOutput(f"d{start + i}", f"key{start + i}", {"input_ids": (1, int(length))})
             for i, length in enumerate(lengths)
         ]
 
-    return make
+    def ranks(self, lengths, *, dp_size, turn=0):
+        """Positions of the samples that each rank gets of a dispatch of these lengths."""
+        controller = self.controller(dp_size=dp_size, micro_batch_size=len(lengths) // dp_size)
+        controller.batch_id = turn
+        ranks = controller._partition_results(self.results(lengths))
+        return [[int(result.data_id[1:]) for result in rank] for rank in ranks]
 
 
 @pytest.fixture
-def ranks_of(make_controller, results_of):
-    """Positions of the samples that each rank gets of a dispatch of these lengths."""
-
-    def ranks(lengths, *, dp_size, turn=0):
-        controller = make_controller(dp_size=dp_size, micro_batch_size=len(lengths) // dp_size)
-        controller.batch_id = turn
-        return [
-            [int(result.data_id[1:]) for result in rank] for rank in controller._partition_results(results_of(lengths))
-        ]
-
-    return ranks
-
-
-def _forget_torchspec():
-    for name in [name for name in sys.modules if name == "torchspec" or name.startswith("torchspec.")]:
+def host(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "double"))
+    yield Host(importlib.import_module("torchspec.controller.training_controller"))
+    torchspec.adapter.undo()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchspec"]:
         del sys.modules[name]

@@ -1,8 +1,5 @@
 """TorchSpec: what is hooked, checked and undone."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 
 from megatron_balance import BalanceError
@@ -11,32 +8,23 @@ from megatron_balance.adapters import torchspec
 IN_WINDOW = {"try_dispatch_batch", "get_status"}
 
 
-def hooked_class(upstream):
-    return upstream.AsyncTrainingController.__ray_metadata__.modified_class
-
-
 @pytest.mark.parametrize(
     ("approach", "window", "hooked"),
     [("A", 2, set()), ("B", 2, IN_WINDOW), ("C", 2, IN_WINDOW | {"_prepare_dataset"}), ("C", 1, {"_prepare_dataset"})],
 )
-def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(
-    install, upstream, approach, window, hooked
-):
-    before = dict(vars(hooked_class(upstream)))
-    patches = install(approach, window=window)
-    after = vars(hooked_class(upstream))
+def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(host, approach, window, hooked):
+    before = dict(vars(host.hooked_class))
+    patches = host.install(approach, window=window)
+    after = vars(host.hooked_class)
     assert {name for name in before if after[name] is not before[name]} == hooked | {"_partition_results"}
-    assert torchspec.is_installed()
     patches.undo()
-    assert dict(vars(hooked_class(upstream))) == before
-    assert not torchspec.is_installed()
+    assert dict(vars(host.hooked_class)) == before
 
 
-def test_a_class_that_ray_has_not_decorated_is_hooked_itself(install, upstream, monkeypatch):
-    plain = hooked_class(upstream).__ray_actor_class__
-    monkeypatch.setattr(upstream, "AsyncTrainingController", plain)
+def test_a_class_that_ray_has_not_decorated_is_hooked_itself(host):
+    plain = host.module.AsyncTrainingController = host.hooked_class.__ray_actor_class__
     before = plain._partition_results
-    patches = install("A")
+    patches = host.install("A")
     assert plain._partition_results is not before
     patches.undo()
     assert plain._partition_results is before
@@ -53,19 +41,17 @@ def test_a_class_that_ray_has_not_decorated_is_hooked_itself(install, upstream, 
         ({"approach": "C", "bucket_batches": 0}, "bucket_batches is 0"),
     ],
 )
-def test_an_argument_that_cannot_be_is_named(install, upstream, arguments, named):
+def test_an_argument_that_cannot_be_is_named(host, arguments, named):
     with pytest.raises(BalanceError, match=named):
-        install(**arguments)
-    assert not torchspec.is_installed()
+        host.install(**arguments)
 
 
-def test_a_missing_torchspec_is_told(monkeypatch):
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "double" not in entry])
+def test_a_missing_torchspec_is_told():
     with pytest.raises(BalanceError, match="torchspec is not installed"):
         torchspec.install("A")
 
 
-def test_a_controller_that_runs_already_is_no_silent_miss(install, upstream):
-    upstream.AsyncTrainingController.remote(SimpleNamespace(per_dp_rank_batch_size=1), 1)
+def test_a_controller_that_runs_already_is_no_silent_miss(host):
+    host.controller()
     with pytest.raises(BalanceError, match="started already"):
-        install("A")
+        host.install("A")
