@@ -15,13 +15,11 @@ import os
 from collections.abc import Sequence
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import Installation, check_version
-from megatron_balance.hooking.patches import Hook
-from megatron_balance.hooking.patches import install as install_hooks
+from megatron_balance.hooking import Hook, Installation, check_version, install_hooks
 from megatron_balance.mcore import wrappers
 from megatron_balance.mcore.packing_scheduler import register
-from megatron_balance.mcore.run import CurrentRun, current
-from megatron_balance.mcore.wrappers import building, while_balancing
+from megatron_balance.mcore.run import CurrentRun, current, run_of_megatron
+from megatron_balance.mcore.wrappers import while_balancing
 
 __all__ = ["HOOKS", "SUPPORTED_VERSIONS", "current", "hooks_of", "install", "installation", "supported_version"]
 
@@ -41,24 +39,17 @@ HOOKS = (
         until="Megatron reads extra arguments from an entry point",
     ),
     Hook(
-        target="megatron.training.inprocess_restart:inprocess_restart",
-        parameters=("train", "args"),
-        wrap=wrappers.with_options_checked,
-        why="starts a training again after every error, and so for ever after one that names a refused option",
-        until="this package's groups and threads survive a restart within the process",
-    ),
-    Hook(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         bound_in=("megatron.training.training",),
         parameters=("pp_size", "vp_size"),
-        wrap=building(wrappers.schedule),
+        wrap=while_balancing(wrappers.schedule, run=run_of_megatron),
         why="train() asks it for the schedule of every step and passes the data iterator to that",
         until="core/datasets/data_schedule.py's scheduler_map (0.20) takes schedulers from outside",
     ),
     Hook(
         target="megatron.training.training:evaluate",
         parameters=("eval_iters",),
-        wrap=building(wrappers.evaluate),
+        wrap=while_balancing(wrappers.evaluate, run=run_of_megatron),
         why="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
         until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
@@ -160,9 +151,8 @@ def install() -> Installation[str]:
     """
     if installation.settings is None:
         version = supported_version()
-        in_place = () if core_installation.settings is None else hooks_of(version, core=True)
-        hooks = [hook for hook in hooks_of(version) if hook not in in_place]
-        patches = install_hooks(hooks, version=f"megatron-core {version}")
+        core_installation.undo()  # its hooks are among these
+        patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
         if (registration := register()) is not None:

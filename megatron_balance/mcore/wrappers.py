@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.patches import Function
+from megatron_balance.hooking import Function
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
-from megatron_balance.mcore.run import current, run_of_megatron
-from megatron_balance.mcore.setup.flags import add_balance_args, refuse
+from megatron_balance.mcore.run import current
+from megatron_balance.mcore.setup.flags import add_balance_args
 
 
 def while_balancing(
     replacement: Function, *, in_step: bool = False, run: Callable[[], Run | None] = current
 ) -> Callable[[Function], Function]:
-    """A wrapper that takes effect in a balanced run, or in its balanced steps alone."""
+    """A wrapper that takes effect in a balanced run, or in its balanced steps alone; `run` may build it."""
 
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
@@ -39,28 +39,12 @@ def while_balancing(
     return wrap
 
 
-def building(replacement: Function) -> Callable[[Function], Function]:
-    """`while_balancing`, by the run of this process, which every rank of the world builds here where there is none."""
-    return while_balancing(replacement, run=run_of_megatron)
-
-
 def with_balance_arguments(add_megatron_arguments: Function) -> Function:
     """Add the balance flags to Megatron's parser."""
 
     @functools.wraps(add_megatron_arguments)
     def wrapper(parser: Any) -> Any:
         return add_balance_args(add_megatron_arguments(parser))
-
-    return wrapper
-
-
-def with_options_checked(inprocess_restart: Function) -> Function:
-    """Refuse options before a training is wrapped that starts again after every error, and would never end."""
-
-    @functools.wraps(inprocess_restart)
-    def wrapper(train: Any, args: Any) -> Any:
-        refuse(vars(args))
-        return inprocess_restart(train, args)
 
     return wrapper
 

@@ -72,9 +72,9 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     found = list(checks.check_packages())
-    assert any(finding.ok and finding.says.endswith("a GPU") for finding in found)
+    assert any(finding.ok and finding.says == "a GPU" for finding in found)
     [problem] = [finding.says for finding in found if not finding.ok]
-    assert "transformer-engine is not installed" in problem
+    assert problem.startswith("transformer_engine.pytorch of transformer-engine does not load: ")
     assert "pip install 'transformer-engine[pytorch]'" in problem
 
 
@@ -87,8 +87,7 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
             ["--max-tokens-per-gpu is 0", "--calculate-per-token-loss is"],
         ),
         (f"{BALANCED} --cuda-graph-impl local", ["the run would stay stock: --cuda-graph-impl is local"]),
-        (f"{BALANCED} --balance-by-flop", ["--balance-by-flop is no flag of Megatron or this package: did you mean"]),
-        (f"{BALANCED} --balance-harder", ["--balance-harder is no flag"]),
+        (f"{BALANCED} --balance-by-flop", ["--balance-by-flop is no flag of Megatron or this package"]),
         (f"{BALANCED} --balance-objective fastest", ["Megatron's parser refuses: argument --balance-objective"]),
         (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),
         (f"{BALANCED} --balance-by-flops", []),
@@ -147,7 +146,7 @@ def test_ranks_of_torchrun_meet_and_are_measured(tmp_path: Path) -> None:
     assert "ok       all ranks have the same versions and flags" in text
     assert re.search(r"gloo listens on [\d.]+ \(\w+\), GLOO_SOCKET_IFNAME is", text)
     assert re.search(r"a gather takes [\d.]+ ms", text)
-    assert re.search(r"ranks receive 16 MiB from the next host at \d+ to \d+ MB/s", text)
+    assert re.search(r"ranks receive 16 MiB from another host at \d+ to \d+ MB/s", text)
     assert re.search(r"the first step needs TCP on all ports.*a rank sends 0\.0 MiB in", text)
 
 
