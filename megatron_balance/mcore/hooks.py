@@ -147,7 +147,7 @@ def install() -> Installation[str]:
     """Hook Megatron in this process; where it has packing schedulers, add ours. Installing twice installs once.
 
     Raises:
-        BalanceError: Megatron is missing, of another version, or a target has moved; nothing is changed then.
+        BalanceError: Megatron is missing, of another version, or a target has moved; no hook is in place then.
     """
     if installation.settings is None:
         version = supported_version()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from megatron_balance.mcore.options.conditions import Options, Term, nothing_balances, parse, seen
 from megatron_balance.mcore.options.rules import BALANCE_FLAGS, CAUTIONS, REFUSED, STOCK, UNTRIED
@@ -28,18 +27,12 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule: the heading under which pages list it, its condition as text, and the reason with the remedy."""
+class Rule(NamedTuple):
+    """A rule: the heading under which pages list it, the terms that must all hold, and the reason with the remedy."""
 
     subject: str
-    condition: str
+    terms: tuple[Term, ...]
     says: str
-
-    @cached_property
-    def terms(self) -> tuple[Term, ...]:
-        """The terms of the condition, all of which must hold."""
-        return parse(self.condition)
 
     @property
     def words(self) -> str:
@@ -56,7 +49,7 @@ class Rule:
 _OF_FLAGS, _CAUTIONS, _UNTRIED = "Balance flags", "Cautions", "Not tried on a GPU"
 _TABLES = {_OF_FLAGS: BALANCE_FLAGS, **REFUSED, "Stock": STOCK, _CAUTIONS: CAUTIONS, _UNTRIED: UNTRIED}
 
-RULES = tuple(Rule(subject, *row) for subject, rules in _TABLES.items() for row in rules.items())
+RULES = tuple(Rule(subject, parse(where), says) for subject, rules in _TABLES.items() for where, says in rules.items())
 """All rules, for pages and for the check on Megatron's parsers."""
 
 
@@ -80,8 +73,7 @@ def why_stock(args: Namespace | Options) -> str | None:
     Args:
         args: Megatron's namespace with the balance flags, parsed or validated.
     """
-    options = args if isinstance(args, Mapping) else vars(args)
-    return None if nothing_balances(options) else next(iter(_messages(options, "Stock")), None)
+    return next(iter(_of_balanced(args, "Stock")), None)
 
 
 def cautions(args: Namespace | Options, *, untried: bool = True) -> list[str]:
@@ -91,8 +83,12 @@ def cautions(args: Namespace | Options, *, untried: bool = True) -> list[str]:
         args: Megatron's namespace with the balance flags, parsed or validated.
         untried: warn also of what no test has run on a GPU.
     """
+    return _of_balanced(args, _CAUTIONS, *([_UNTRIED] if untried else []))
+
+
+def _of_balanced(args: Namespace | Options, *subjects: str) -> list[str]:
     options = args if isinstance(args, Mapping) else vars(args)
-    return [] if nothing_balances(options) else _messages(options, _CAUTIONS, *([_UNTRIED] if untried else []))
+    return [] if nothing_balances(options) else _messages(options, *subjects)
 
 
 def dynamic_cp_problem(options: Options) -> str | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping
-from enum import Enum
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -34,14 +33,15 @@ _FLAGS = {
 }
 """Flags that do not follow from the names by which argparse stores them."""
 
+_DISTRIBUTIONS = {"engine": "transformer-engine", "core": "megatron-core"}
+
 
 class Term(NamedTuple):
-    """One term: the options that it is about, it in words, when it holds, and if the options are not given then."""
+    """One term: the options that it is about, it in words, and when it holds."""
 
     names: tuple[str, ...]
     words: str
     holds: Callable[[Options], bool]
-    absent: bool = False
 
 
 def parse(condition: str) -> tuple[Term, ...]:
@@ -51,14 +51,13 @@ def parse(condition: str) -> tuple[Term, ...]:
 
 def seen(options: Options, *, terms: tuple[Term, ...]) -> str:
     """The options of a condition with the values given: `--flag is value with --other-flag value`."""
-    shown = [term for term in terms if term.names and not term.absent] or terms
-    names = list(dict.fromkeys(name for term in shown for name in term.names if name in options))
+    names = list(dict.fromkeys(name for term in terms for name in term.names if name in options))
     first, *others = [name for name in names if _is_given(options[name])] or names[:1]
     value, flag = options[first], _flag_of(first)
     if isinstance(value, bool) or value is None:
         is_set = value is not None and value is not flag.startswith(("--no-", "--disable-"))
         value = "set" if is_set else "not set"
-    rest = [" with " + f"{_flag_of(name)} {'' if options[name] is True else _shown(options[name])}" for name in others]
+    rest = [f" with {_flag_of(name)} {'' if options[name] is True else _shown(options[name])}" for name in others]
     return f"{flag} is {_shown(value)}" + "".join(rest).rstrip()
 
 
@@ -71,46 +70,37 @@ def _term(text: str) -> Term:
     match = re.fullmatch(r"(!|:)?([\w/]+)(?:(!=|=|<|>)([\w.,+-]+))?", text)
     assert match is not None, f"{text} is no term"
     sign, name, operator, value = match.groups()
-    names = tuple(name.split("/"))
-    shown = " or ".join(map(_flag_of, names))
     if sign == ":":
         return _NAMED[name]
-    if sign == "!":
-        return Term(names, f"without {shown}", lambda options: not any(map(options.get, names)), absent=True)
-    if operator is None:
-        return Term(names, shown, lambda options: any(map(options.get, names)))
-    if operator in ("=", "!="):
-        values = value.split(",")
-        words = " or ".join(one for one in values if one != "None")
-        among = lambda options: any(_text(one) in values for one in _entries(options, name))  # noqa: E731
-        if operator == "=":
-            return Term(names, shown if value == "False" else f"{shown} {words}", among)
-        return Term(names, f"{shown} other than {words}", lambda options: not among(options))
-    if name in ("engine", "core"):
+    if name in _DISTRIBUTIONS:
         return _release(name, value)
-    limit = float(value)
-    if operator == ">":
-        return Term(
-            names, f"{shown} above {value}", lambda options: any(_number(options, one) > limit for one in names)
-        )
-    return Term(names, f"{shown} missing or below {value}", lambda options: _number(options, name) < limit)
+    names, values = tuple(name.split("/")), (value or "").split(",")
+    flags, listed = " or ".join(map(_flag_of, names)), " or ".join(one for one in values if one != "None")
+    words, holds = {
+        "!": (f"without {flags}", lambda options: not any(map(options.get, names))),
+        None: (flags, lambda options: any(map(options.get, names))),
+        "=": (flags if value == "False" else f"{flags} {listed}", lambda options: _among(options, name, values)),
+        "!=": (f"{flags} other than {listed}", lambda options: not _among(options, name, values)),
+        ">": (f"{flags} above {value}", lambda options: any(_number(options, one) > float(value) for one in names)),
+        "<": (f"{flags} missing or below {value}", lambda options: _number(options, name) < float(value)),
+    }[sign or operator]
+    return Term(names, words, holds)
 
 
 def _release(package: str, oldest: str) -> Term:
-    of_engine = package == "engine"
-    distribution = "transformer-engine" if of_engine else "megatron-core"
+    distribution, names = _DISTRIBUTIONS[package], ("transformer_impl",) if package == "engine" else ()
 
     def numbers(version: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
     def holds(options: Options) -> bool:
-        applies = not of_engine or options.get("transformer_impl") == "transformer_engine"
         # Megatron itself misses the engine; of a checkout, hooks check the version.
         with contextlib.suppress(metadata.PackageNotFoundError):
+            applies = not names or options.get(names[0]) == "transformer_engine"
             return applies and numbers(metadata.version(distribution)) < numbers(oldest)
         return False
 
-    return Term(("transformer_impl",) if of_engine else (), f"{distribution} before {oldest}", holds)
+    return Term(names, f"{distribution} before {oldest}", holds)
 
 
 def _flag_of(name: str) -> str:
@@ -122,13 +112,13 @@ def _entries(options: Options, name: str) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def _among(options: Options, name: str, values: list[str]) -> bool:
+    return any(str(getattr(one, "name", one)) in values for one in _entries(options, name))
+
+
 def _number(options: Options, name: str) -> float:
     """The largest number of an option; 0 where it is not given or no number."""
     return max([one for one in _entries(options, name) if isinstance(one, int | float)], default=0)
-
-
-def _text(value: Any) -> str:
-    return str(getattr(value, "name", value))
 
 
 def _is_given(value: Any) -> bool:
@@ -136,9 +126,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(_shown, value))
-    return value.name if isinstance(value, Enum) else str(value)
+    return " ".join(map(_shown, value)) if isinstance(value, list | tuple) else str(getattr(value, "name", value))
 
 
 def _tp(options: Options) -> int:
