@@ -62,11 +62,6 @@ def local_world_size() -> int | None:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
 
 
-def nodes_of(ranks: Sequence[int], *, ranks_per_node: int | None) -> list[int]:
-    """The node of each world rank, from 0; where ranks_per_node is not known, no two ranks count as neighbours."""
-    return [rank // (ranks_per_node or 1) for rank in ranks]
-
-
 def members_per_node(ranks: Sequence[int], *, ranks_per_node: int | None) -> int | None:
     """Members of a group on each of its nodes; None where it has one node, one member on each, or unequal numbers.
 
@@ -74,21 +69,10 @@ def members_per_node(ranks: Sequence[int], *, ranks_per_node: int | None) -> int
         >>> members_per_node([0, 2, 4, 6, 8, 10], ranks_per_node=4)
         2
     """
-    nodes = nodes_of(ranks, ranks_per_node=ranks_per_node)
+    nodes = [rank // (ranks_per_node or 1) for rank in ranks]
     count = nodes.count(nodes[0])
     even = all((nodes[i] == nodes[i - 1]) == (i % count != 0) for i in range(1, len(nodes)))
     return count if even and 1 < count < len(nodes) and len(nodes) % count == 0 else None
-
-
-def blocks_span_nodes(size: int, *, world_size: int, ranks_per_node: int | None) -> bool:
-    """True if some block of `size` consecutive ranks, of which the world is made, has ranks on two nodes.
-
-    Example:
-        >>> blocks_span_nodes(4, world_size=16, ranks_per_node=6)
-        True
-    """
-    nodes = nodes_of(range(world_size), ranks_per_node=ranks_per_node)
-    return any(nodes[start] != nodes[min(start + size, world_size) - 1] for start in range(0, world_size, size))
 
 
 def close_on_undo(close: Callable[[], object]) -> None:

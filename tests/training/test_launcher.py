@@ -61,7 +61,7 @@ def test_one_import_line_installs_the_hooks(tmp_path: Path) -> None:
 
 def test_a_missing_script_is_named() -> None:
     done = launch("nowhere.py", "--balance-data")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "there is no script 'nowhere.py'" in done.stderr
     assert "Traceback" not in done.stderr
 

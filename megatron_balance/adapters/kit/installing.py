@@ -88,7 +88,7 @@ def check_not_started(actor_class: Any) -> None:
         raise BalanceError(f"a {name} was started already: install the balancing before it starts.")
 
 
-def launch(adapter: str, *, prefix: str = "", module: str | None = None) -> None:
+def launch(adapter: str, *, prefix: str = "", module: str | None = None, command: str | None = None) -> None:
     """The command `python -m ADAPTER [FLAGS] (SCRIPT | -m MODULE) [ARGS …]`: installs, then runs the target as main.
 
     Flags are the options of the adapter's `install`, with their defaults.
@@ -97,12 +97,15 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None) -> None
         adapter: the module that has `install`.
         prefix: of the flags' names, where the host has flags of the same names.
         module: what always runs in place of a script; all flags that are not the adapter's are its own.
+        command: the module that was run, where it is not the adapter.
 
     Raises:
-        SystemExit: there is no such script, or the host cannot be hooked.
+        SystemExit: there is no such script, the host cannot be hooked, or the target raised a BalanceError.
     """
     install = importlib.import_module(adapter).install
-    parser = argparse.ArgumentParser(prog=f"python -m {adapter}", add_help=module is None, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {command or adapter}", add_help=module is None, allow_abbrev=False
+    )
     options = [
         _add_flag(parser, parameter, prefix=prefix) for parameter in inspect.signature(install).parameters.values()
     ]
@@ -123,12 +126,12 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None) -> None
         sys.path[0] = str(Path(target).resolve().parent)
     try:
         install(**{name: getattr(flags, name) for name in options})
+        if as_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
     except BalanceError as error:
         raise SystemExit(f"megatron_balance: {error}") from error
-    if as_module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(target, run_name="__main__")
 
 
 def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, *, prefix: str) -> str:

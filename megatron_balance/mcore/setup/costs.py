@@ -78,8 +78,6 @@ def costs_of(
             ep_size=topology.ep_size,
             recompute=options.get("recompute_granularity") == "full",
             microbatch_tokens=MICROBATCH_TOKENS,
-            frozen_encoder=bool(options.get("freeze_ViT")),
-            frozen_language_model=bool(options.get("freeze_LM")),
             pack_tokens=(options.get("max_tokens_per_gpu") or 0) * topology.cp_size,
             attention_tflops=rate,
         )
@@ -117,7 +115,12 @@ def _exchange(
         # The file is of all heads; each tensor-parallel rank receives its own.
         measured = calibration.cost_model(model_parallel_size=topology.tp_size).cp_exchange
         return measured, "measured in the run of --balance-cost"
-    link, where = (BETWEEN_NODES, "between nodes") if _spans_nodes(topology) else (WITHIN_NODE, "within a node")
+    # Reading flags loads no torch, and the package of this module does.
+    from megatron_balance.runtime.process import local_world_size
+
+    here, ranks_of_group = local_world_size() or 1, topology.tp_size * topology.dynamic_cp_sizes[-1]
+    spans_nodes = topology.num_leaves * topology.tp_size * topology.pp_size > here and here % ranks_of_group
+    link, where = (BETWEEN_NODES, "between nodes") if spans_nodes else (WITHIN_NODE, "within a node")
     assumed = exchange_flops_per_token(
         shape(),
         bytes_per_second=link,
@@ -130,20 +133,4 @@ def _exchange(
         f"of which attention hides what it can, assumed from {link / 1e9:g} GB/s {where}"
         f"{'' if calibration else f' and {ASSUMED_TFLOPS:g} TFLOP/s'}; megatron-balance fit "
         "measures it in a run with --balance-context-parallel"
-    )
-
-
-def _spans_nodes(topology: Topology) -> bool:
-    """True if a context-parallel group may have ranks on several nodes."""
-    # Reading flags loads no torch, and the package of this module does.
-    from megatron_balance.runtime.process import blocks_span_nodes, local_world_size
-
-    ranks_of_stage = topology.num_leaves * topology.tp_size
-    ranks_of_group = topology.tp_size * topology.dynamic_cp_sizes[-1]
-    world_size, here = ranks_of_stage * topology.pp_size, local_world_size()
-    if here is not None and world_size <= here:
-        return False
-    # Where groups do not divide a stage, it is not said here which ranks they have.
-    return bool(ranks_of_stage % ranks_of_group) or blocks_span_nodes(
-        ranks_of_group, world_size=world_size, ranks_per_node=here
     )
