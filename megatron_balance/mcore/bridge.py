@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking.installation import Installation
-from megatron_balance.hooking.patches import Function, Hook
-from megatron_balance.hooking.patches import install as install_hooks
+from megatron_balance.hooking import Function, Hook, Installation, install_hooks
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import install_core, tested_version
 from megatron_balance.mcore.loop import run_of_model

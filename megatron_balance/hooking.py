@@ -1,0 +1,192 @@
+"""Hooks in other systems: checked tables of them, installed together or not at all, and undone.
+
+A hook is a row: the target, the parameters relied on, where its name is bound, why, and when the row
+can go. Installing checks every row first. A target that is missing, has other parameters, or was bound
+by value somewhere the row does not name, fails on every rank before training, with the version seen.
+
+Invariants: either every hook of a table is installed or none; installing twice with the same settings installs once,
+other settings raise and change nothing; `undo()` restores the very objects that were there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from megatron_balance.errors import BalanceError
+
+__all__ = ["Function", "Hook", "Installation", "Patches", "check_version", "install_hooks"]
+
+Settings = TypeVar("Settings")
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """One function or method to wrap.
+
+    Attributes:
+        target: `module:function` or `module:Class.method` where it is defined.
+        wrap: takes the function and returns its replacement.
+        why: what the hook is for.
+        until: when it can go.
+        bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
+            when they call it; by default where it is defined.
+        parameters: parameters of the target that the wrapper relies on.
+        first: the first release that has the target, as `(major, minor)`.
+    """
+
+    target: str
+    wrap: Callable[[Function], Function]
+    why: str
+    until: str
+    bound_in: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    first: tuple[int, int] = (0, 0)
+
+    @property
+    def home(self) -> str:
+        """The module, or `module:Class`, that defines the target."""
+        return self.target.rpartition("." if "." in self.target.partition(":")[2] else ":")[0]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """`bound_in` or its default."""
+        return self.bound_in or (self.home,)
+
+    def is_in(self, release: tuple[int, int]) -> bool:
+        """True if a release has the target."""
+        return self.first <= release
+
+
+_Binding = tuple[Any, str, Any, Any]
+"""The module or class, the name there, the object that it had, and that which it has now."""
+
+
+class Patches:
+    """Installed hooks. `undo()` removes them, last first."""
+
+    def __init__(self, bindings: list[_Binding]) -> None:
+        self._bindings = bindings
+
+    def undo(self) -> None:
+        """Restore the original functions.
+
+        Raises:
+            BalanceError: someone else has wrapped one of them since; nothing is changed then.
+        """
+        for owner, name, _, wrapped in self._bindings:
+            if vars(owner).get(name) is not wrapped:
+                raise BalanceError(f"{owner.__name__}.{name} was replaced after it was hooked: undo that first.")
+        while self._bindings:
+            owner, name, original, _ = self._bindings.pop()
+            setattr(owner, name, original)
+
+
+def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:
+    """Check all hooks, then install them; `version` is the name and version of the patched package, for messages.
+
+    Raises:
+        BalanceError: a target is missing or not as expected; nothing is changed then.
+    """
+    bindings: list[_Binding] = []
+    for hook in hooks:
+        try:
+            bindings += _bindings(hook)
+        except _MovedError as error:
+            raise BalanceError(
+                f"cannot hook {hook.target} in {version}: {error}. Use a supported version, or train without balancing."
+            ) from error
+    for owner, name, _, wrapped in bindings:
+        setattr(owner, name, wrapped)
+    return Patches(bindings)
+
+
+class _MovedError(Exception):
+    """A target is not where its row says."""
+
+
+def _bindings(hook: Hook) -> list[_Binding]:
+    home, name = _owner(hook.home), hook.target[len(hook.home) + 1 :]
+    # As it is stored: a static method is unwrapped before it is wrapped, and wrapped again after.
+    stored = vars(home).get(name)
+    static = isinstance(stored, staticmethod)
+    target = stored.__func__ if static else stored
+    if not callable(target):
+        raise _MovedError(f"{home.__name__} has no function {name}")
+    taken = inspect.signature(target).parameters
+    if missing := [parameter for parameter in hook.parameters if parameter not in taken]:
+        raise _MovedError(f"it no longer takes {', '.join(missing)}")
+    wrapped = staticmethod(hook.wrap(target)) if static else hook.wrap(target)
+    owners = [_owner(place) for place in hook.places]
+    for place, owner in zip(hook.places, owners, strict=True):
+        if vars(owner).get(name) is not stored:
+            raise _MovedError(f"{place}.{name} is not that function (replaced, or imported otherwise)")
+    return [(owner, name, stored, wrapped) for owner in owners]
+
+
+def _owner(path: str) -> Any:
+    """The module, or `module:Class`."""
+    module_name, _, class_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise _MovedError(f"there is no module {error.name}") from error
+    owner = getattr(module, class_name, None) if class_name else module
+    if class_name and not inspect.isclass(owner):
+        raise _MovedError(f"{module_name} has no class {class_name}")
+    return owner
+
+
+class Undoable(Protocol):
+    """Something installed that can be removed: `Patches`, or an entry in a system's registry."""
+
+    def undo(self) -> None:
+        """Remove it; a BalanceError where someone else has wrapped it since, and nothing is changed."""
+        ...
+
+
+class Installation(Generic[Settings]):
+    """The hooks of this process in one system, and the settings that they serve; None where nothing is installed."""
+
+    def __init__(self, system: str) -> None:
+        self.settings: Settings | None = None
+        self._system = system
+        self._in_place: list[Undoable] = []
+
+    def install(self, settings: Settings, *, hook: Callable[[], Undoable]) -> Installation[Settings]:
+        """Install hooks that serve these settings; `hook` installs all of them, or raises and changes nothing.
+
+        Raises:
+            BalanceError: hooks for other settings are installed; nothing is changed then.
+        """
+        if self.settings is None:
+            self._in_place, self.settings = [hook()], settings
+        elif settings != self.settings:
+            raise BalanceError(f"{self._system} is hooked already with {self.settings}: undo() that before {settings}.")
+        return self
+
+    def add(self, hooks: Undoable) -> None:
+        """Keep hooks installed later, in modules loaded after `install`; `undo` removes them too."""
+        self._in_place.append(hooks)
+
+    def undo(self) -> None:
+        """Remove the hooks, the latest first. Objects made with them keep them.
+
+        Raises:
+            BalanceError: someone else has wrapped a hooked function since; that hook and earlier ones stay.
+        """
+        while self._in_place:
+            self._in_place[-1].undo()
+            self._in_place.pop()
+        self.settings = None
+
+
+def check_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:
+    """Returns the version of a system; a BalanceError where no test runs on it. `0.9` stands for all of 0.9.*."""
+    if version not in supported and not version.startswith(tuple(f"{release}." for release in supported)):
+        raise BalanceError(f"{system} is {version}; megatron_balance is tested on {', '.join(supported)}: {remedy}.")
+    return version
