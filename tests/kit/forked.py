@@ -3,7 +3,8 @@
 A rank spends most of its time on imports, and a run of eight steps of a tiny model hardly any. So one process imports
 once and forks every rank of every run. A rank is then a process of its own, as under torchrun: it reads its flags and
 its environment, joins gloo, runs the `main` of a module of tests/kit and ends. A program that has called `import_once`
-forks its ranks itself (`train_forked`); tests ask a server, which lives as long as they do (`train`, `call`).
+forks its ranks itself (`train_forked`); tests ask a server, which lives as long as they do (`train`, `call`,
+`gloo_ranks.run_ranks`).
 
 Invariants: the process that forks starts no thread, so that a fork lacks nothing; every fork has ended when a run
 returns.
@@ -29,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from training_run import (
@@ -63,9 +65,12 @@ def train_here(record: str, flags: Sequence[str], **keywords: Any) -> None:
     train_forked(Path(record), flags, **keywords)
 
 
-def call(function: str, *positional: Any, **keywords: Any) -> Any:
-    """Call `MODULE:NAME` in the server; arguments and answer are in JSON's types. It may raise RunFailed."""
-    server = _server()
+def call(function: str, *positional: Any, imports: Sequence[str] = (), **keywords: Any) -> Any:
+    """Call `MODULE:NAME` in the server that has these imports; arguments and answer are in JSON's types.
+
+    Without `imports` it has those of a training run. RunFailed is passed on.
+    """
+    server = _server(*imports)
     assert server.stdin is not None, "a pipe"
     assert server.stdout is not None, "a pipe"
     server.stdin.write(json.dumps([function, positional, keywords]) + "\n")
@@ -82,9 +87,9 @@ def call(function: str, *positional: Any, **keywords: Any) -> Any:
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(*imports: str) -> subprocess.Popen[str]:
     server = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *imports],
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -94,11 +99,16 @@ def _server() -> subprocess.Popen[str]:
     return server
 
 
-def serve() -> None:
+def serve(imports: Sequence[str]) -> None:
     """Answer calls, one a line, until there are no more."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some modules print lines when they are imported
-    import_once()
+    for name in imports:
+        importlib.import_module(name)
+    if not imports:
+        import_once()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page
     for line in sys.stdin:
         function, positional, keywords = json.loads(line)
         module, name = function.split(":")
@@ -164,22 +174,46 @@ def train_forked(
     again while ranks run, with process id → rank. Once a rank has failed the others, all but the `dead`, have
     `grace_seconds` to end by themselves, and are killed then.
     """
-    record.mkdir(parents=True, exist_ok=True)
     common = (flag for flag in f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split() if flag not in leave_out)
-    arguments = [f"{module}.py", str(record), *common, *flags]
+    started = time.monotonic()
+    cpu_seconds = run_forked(
+        lambda: importlib.import_module(module).main(),
+        folder=record,
+        num_ranks=num_ranks,
+        timeout_seconds=timeout_seconds,
+        arguments=[f"{module}.py", str(record), *common, *flags],
+        environment=environment or {},
+        watch=watch,
+        grace_seconds=grace_seconds,
+        dead=dead,
+    )
+    output, ranks = _log(record, 0).read_text(errors="replace"), read_records(record, num_ranks=num_ranks)
+    return Recorded(ranks, output, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
+
+
+def run_forked(
+    main: Callable[[], object],
+    *,
+    folder: Path,
+    num_ranks: int,
+    timeout_seconds: float,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
+    grace_seconds: float = 0.0,
+    dead: Collection[int] = (),
+) -> float:
+    """Run `main` on ranks that write logs into `folder`, as `train_forked` says; CPU seconds of all."""
+    folder.mkdir(parents=True, exist_ok=True)
     started, port = time.monotonic(), free_port()
     running: dict[int, int] = {}
     failed: str | None = None
     cpu_seconds = 0.0
     try:
         for rank in range(num_ranks):
-            pid = fork_rank(
-                lambda: importlib.import_module(module).main(),
-                arguments=arguments,
-                environment=dict(environment or {}) | rank_environment(rank, num_ranks=num_ranks, port=port),
-                log=_log(record, rank),
-                leave=_leave_at_once,
-            )
+            of_rank = {**environment, **rank_environment(rank, num_ranks=num_ranks, port=port)}
+            log = _log(folder, rank)
+            pid = fork_rank(main, arguments=arguments, environment=of_rank, log=log, leave=_leave_at_once)
             running[pid] = rank
         while running and failed is None:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -189,7 +223,7 @@ def train_forked(
                 if status:
                     failed = f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
             elif time.monotonic() - started > timeout_seconds:
-                failed, rank = f"no end after {timeout_seconds:.0f} s", 0
+                failed, rank = f"no end after {timeout_seconds:.0f} s", min(running.values())
             else:
                 watch(running)
                 time.sleep(0.02)
@@ -202,9 +236,8 @@ def train_forked(
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     if failed is not None:
-        raise RunFailed(f"{failed}:\n{_log(record, rank).read_text(errors='replace')[-_LAST_CHARACTERS:]}")
-    output, ranks = _log(record, 0).read_text(errors="replace"), read_records(record, num_ranks=num_ranks)
-    return Recorded(ranks, output, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
+        raise RunFailed(f"{failed}:\n{_log(folder, rank).read_text(errors='replace')[-_LAST_CHARACTERS:]}")
+    return cpu_seconds
 
 
 def _log(record: Path, rank: int) -> Path:
@@ -278,4 +311,4 @@ def fork_rank(
 if __name__ == "__main__":
     import forked  # functions that are called by name are of that module
 
-    forked.serve()
+    forked.serve(sys.argv[1:])

@@ -1,32 +1,32 @@
-"""Worlds of gloo ranks that live as long as the tests of a process."""
+"""Worlds of one, two and four gloo ranks; each case has ranks of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from gloo_ranks import World, preload
+from gloo_ranks import run_ranks
 
-CASES = ("exchange_cases", "loop_cases", "device_cases")
-
-
-def _world(num_ranks: int) -> Iterator[World]:
-    preload(["megatron_balance.mcore.loop", *CASES])
-    world = World(num_ranks, *CASES)
-    yield world
-    world.stop()
+HOOKED = ("megatron.core.models.gpt.gpt_model", "megatron.core.ssm.mamba_mixer")
+CASES = ("exchange_cases", "loop_cases", "device_cases", *HOOKED)
 
 
-@pytest.fixture(scope="session")
-def world1() -> Iterator[World]:
-    yield from _world(1)
+def _world(num_ranks: int) -> Any:
+    return SimpleNamespace(run=partial(run_ranks, num_ranks, imports=CASES))
 
 
-@pytest.fixture(scope="session")
-def world2() -> Iterator[World]:
-    yield from _world(2)
+@pytest.fixture
+def world1() -> Any:
+    return _world(1)
 
 
-@pytest.fixture(scope="session")
-def world4() -> Iterator[World]:
-    yield from _world(4)
+@pytest.fixture
+def world2() -> Any:
+    return _world(2)
+
+
+@pytest.fixture
+def world4() -> Any:
+    return _world(4)

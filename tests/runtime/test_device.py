@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from conftest import CASES
 from device_cases import DEVICE
-from gloo_ranks import World
+from gloo_ranks import run_ranks
 
 NUM_STEPS = 5
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
-def ran(request: pytest.FixtureRequest) -> Iterator[tuple[bool, list[Any], list[Any]]]:
-    world = World(1, "device_cases")
-    [(steps, packs)] = world.run("steps_on_device", num_steps=NUM_STEPS, overlap=request.param)
-    yield request.param, steps, packs
-    world.stop()
+def ran(request: pytest.FixtureRequest) -> tuple[bool, list[Any], list[Any]]:
+    [(steps, packs)] = run_ranks(1, "steps_on_device", imports=CASES, num_steps=NUM_STEPS, overlap=request.param)
+    return request.param, steps, packs
 
 
 def test_micro_batches_are_pinned_and_typed_as_megatron_reads_them(ran: Any) -> None:

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-import gloo_ranks
 import pytest
+from gloo_ranks import run_ranks
 
 from megatron_balance.adapters import areal
 
@@ -14,10 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session")
 def world():
     """Runs a function of areal_cases.py on four ranks; importing AReaL takes seconds."""
-    gloo_ranks.preload(["areal_cases"])
 
     def run(case, **arguments):
-        return gloo_ranks.run_ranks(4, f"areal_cases:{case}", **arguments)
+        return run_ranks(4, f"areal_cases:{case}", **arguments)
 
     return run
 

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-import gloo_ranks
 import pytest
+from gloo_ranks import run_ranks
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "upstream_double"), str(HERE)]
@@ -12,9 +12,7 @@ sys.path[:0] = [str(HERE / "upstream_double"), str(HERE)]
 
 @pytest.fixture(scope="session")
 def ranks():
-    gloo_ranks.preload(["recsys_cases"])
-
     def run(num_ranks, case, **arguments):
-        return gloo_ranks.run_ranks(num_ranks, f"recsys_cases:{case}", **arguments)
+        return run_ranks(num_ranks, f"recsys_cases:{case}", **arguments)
 
     return run

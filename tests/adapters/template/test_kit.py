@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import preload, run_ranks
+from gloo_ranks import run_ranks
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -112,7 +112,6 @@ def exchange():
 
 
 def test_rows_of_every_shape_arrive_once_in_order():
-    preload([])
     for rank, moved in enumerate(run_ranks(3, "test_kit:exchange")):
         coming = np.flatnonzero(rank == RANKS).tolist()
         assert moved == [([[7 * row] * 2] * NUM_PAIRS[row], [row % 2 > 0, row > 2, True]) for row in coming]

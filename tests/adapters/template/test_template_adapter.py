@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import toy_balance
 import toy_host
-from gloo_ranks import preload, run_ranks
+from gloo_ranks import run_ranks
 
 from megatron_balance import BalanceError
 
@@ -24,7 +24,6 @@ def run_rank() -> list[list[list[int]]]:
 
 
 def test_samples_move_by_plan_and_each_runs_once() -> None:
-    preload([])
     slots_of = run_ranks(2, "test_template_adapter:run_rank")
     runs = [sequence for slots in slots_of for slot in slots for sequence in slot]
     assert sorted(runs) == sorted([length] * length for lengths in LENGTHS for length in lengths)

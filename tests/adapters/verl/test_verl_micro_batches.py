@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import preload, run_ranks
+from gloo_ranks import run_ranks
 from verl.utils import seqlen_balancing
 from verl_batches import installed, nested_batch, padded_batch
 
@@ -91,7 +91,6 @@ def pack_on_ranks():
 @pytest.fixture(scope="module")
 def on_ranks():
     """For each call `(what rank 0 got, what rank 1 got)`."""
-    preload(["test_verl_micro_batches"])
     ranks = run_ranks(2, "test_verl_micro_batches:pack_on_ranks")
     return {name: [of_rank[name] for of_rank in ranks] for name in ON_TWO_RANKS}
 
