@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 ADAPTERS = Path(__file__).parent / "adapters"
 ON_ONE_WORKER = {"megatron", "runtime", "test_report_browser.py"}
@@ -26,6 +26,8 @@ if not any(kind in sys.prefix for kind in ("venv-mcore", "venv-torch")) and "MEG
 # The same examples in every run; `make test-all` explores others. Machines are shared: no example has a deadline.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("exploring", deadline=None)
+# For scripts/mutants.py, which asks whether a test fails, not for the smallest example.
+settings.register_profile("first", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("exploring" if os.environ.get("MEGATRON_BALANCE_EXPLORE") else "repeatable")
 
 
