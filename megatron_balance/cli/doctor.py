@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from megatron_balance.mcore import doctor
-    from megatron_balance.mcore.options import RULES
 
     on_cluster = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ  # torchrun's
     silent = on_cluster and os.environ["RANK"] != "0"
@@ -56,10 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.megatron_args:
         section("your flags", doctor.check_flags(args.megatron_args))
     elif not silent:
-        print("\nflags (put your script's after -- to check them)")
-        for rule in RULES:
-            if rule.subject == "Balance flags":
-                print(f"  {'rule':8} {rule.words}: {rule.says}")
+        print("\nyour flags: put your script's after -- to check them")
     if on_cluster:
         section("all ranks", doctor.check_cluster(flags=args.megatron_args, found=tuple(problems)))
     if not silent:

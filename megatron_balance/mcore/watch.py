@@ -73,35 +73,35 @@ class StepTimer:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._slots: list[int] = []
-        self._forward: list[tuple[Any, Any]] = []
-        self._backward: list[tuple[Any, Any]] = []
+        self._passes: list[tuple[int | None, Any, Any]] = []
 
     @contextlib.contextmanager
     def timed(self, slot: int | None) -> Iterator[None]:
         """Times a forward pass of the micro-batch in this slot, or without one a backward pass, in the same order."""
         start = self._mark()
         yield
-        (self._forward if slot is not None else self._backward).append((start, self._mark()))
-        self._slots += [] if slot is None else [slot]
+        self._passes.append((slot, start, self._mark()))
 
     @property
     def finished(self) -> bool:
-        """True if the device has passed the last mark of either kind; does not wait."""
-        last = [passes[-1][-1] for passes in (self._forward, self._backward) if passes]
-        return not self._on_gpu or all(mark.query() for mark in last)
+        """True if the device has passed the last mark; does not wait."""
+        return not self._on_gpu or not self._passes or self._passes[-1][-1].query()
 
     def seconds(self, num_microbatches: int) -> NDArray[np.float64] | None:
         """Forward and backward together: `[num_microbatches]`, or None where a pass was not measured.
 
         `[1]`, their sum, where a rank holds several model chunks, whose backward passes come in another order.
         """
-        if not self._forward or len(self._forward) != len(self._backward):
+        took = [
+            (slot, start.elapsed_time(end) / 1e3 if self._on_gpu else end - start) for slot, start, end in self._passes
+        ]
+        forward = [(slot, seconds) for slot, seconds in took if slot is not None]
+        backward = [seconds for slot, seconds in took if slot is None]
+        if not forward or len(forward) != len(backward):
             return None
-        both = np.array([[self._between(*marks) for marks in passes] for passes in (self._forward, self._backward)])
-        if both.shape[1] != num_microbatches:
-            return np.array([both.sum()])
-        return both.sum(axis=0)[np.argsort(self._slots, kind="stable")]
+        both = sorted((slot, there + back) for (slot, there), back in zip(forward, backward, strict=True))
+        of_each = np.array([seconds for _, seconds in both])
+        return of_each if len(both) == num_microbatches else of_each.sum(keepdims=True)
 
     def _mark(self) -> Any:
         if not self._on_gpu:
@@ -109,9 +109,6 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
 
 
 class Watch:
@@ -134,9 +131,7 @@ class Watch:
         self._plans: PlanWriter | None = None
         self._seconds: SecondsWriter | None = None
         if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
-            self._write(
-                lambda: self._open(Path(settings.record or "")), remedy="; name a folder that every node can write to"
-            )
+            self._write(self._open, remedy="; name a folder that every node can write to")
         planner.report = self._report
         read = self._read_finished  # one object, by which atexit knows it
         atexit.register(read)
@@ -197,9 +192,10 @@ class Watch:
                 of_each = seconds if known else np.full(step.num_microbatches, np.nan)
                 self._write(functools.partial(self._seconds.add, iteration, seconds=of_each))
 
-    def _open(self, folder: Path) -> None:
+    def _open(self) -> None:
         """Open this rank's part of the record."""
         settings, planner = self._settings, self._planner
+        folder = Path(settings.record or "")
         part = planner.leaf if settings.topology.dynamic_cp else planner.dp_rank
         self._seconds = SecondsWriter(folder, dp_rank=part, resume=settings.resumes)
         if not self._prints:

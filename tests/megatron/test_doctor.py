@@ -43,7 +43,6 @@ def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
         assert any(line.startswith(f"ok       {hook.target}:") for line in lines)
     assert any(line.startswith("ok       torch ") for line in lines)
     assert any(line.startswith("ok       megatron-core 0.19") for line in lines)
-    assert any(line.startswith("rule     --balance-by-flops, without --use-dynamic") for line in lines)
     assert (training.get_forward_backward_func, training.training_log) == before
 
 

@@ -159,9 +159,9 @@ REFUSED = {
         "every packed sequence; set --no-rope-fusion",
     },
     "Precision": {
-        "fp8_recipe=custom fp8": "the numbers of tokens that its kernels take are not known; "
-        "set delayed, tensorwise, mxfp8 or blockwise",
-        "fp4_recipe=custom fp4": "the numbers of tokens that its kernels take are not known; set nvfp4",
+        "fp8_recipe!=delayed,tensorwise,mxfp8,blockwise fp8": "the numbers of tokens that its kernels take are not "
+        "known; set delayed, tensorwise, mxfp8 or blockwise",
+        "fp4_recipe!=nvfp4 fp4": "the numbers of tokens that its kernels take are not known; set nvfp4",
         "te_precision_config_file/kitchen_config_file/kitchen_recipe_number": "the numbers of tokens that its layers "
         "take are not known; set --fp8-recipe or --fp4-recipe in its place",
     },
@@ -262,8 +262,8 @@ UNTRIED = {
     "moe_token_dispatcher_type=flex num_experts moe_flex_dispatcher_backend!=hybridep,ncclep": _SAME_NUMBER,
     "moe_flex_dispatcher_backend=hybridep moe_token_dispatcher_type=flex num_experts "
     "moe_hybridep_pad_uneven_dispatch_inputs/moe_hybridep_pad_variable_tokens": _SAME_NUMBER,
-    "fp8 fp8_recipe!=custom": _MULTIPLES,
-    "fp4 fp4_recipe!=custom": _MULTIPLES,
+    "fp8": _MULTIPLES,
+    "fp4": _MULTIPLES,
     "fine_grained_activation_offloading balance_shape_bucket>1": f"{_UNTRIED} micro-batches are padded to multiples of "
     "the bucket, so that few shapes occur",
 }

@@ -167,13 +167,9 @@ def _word_or_number(*words: str, least: int, says: str) -> Callable[[str], int |
 
 
 def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
+    if not 0 < float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no rate: give a number above 0, 1 for FLOPs")
-    return rate
+    return float(text)
 
 
 def refuse(options: Mapping[str, Any]) -> None:

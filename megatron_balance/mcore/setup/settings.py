@@ -91,9 +91,15 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
     says = (*([f"--balance chose {'; '.join(chosen)}"] if chosen else []), *costs.says)
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
-        if reason := _why_stock_evaluation(options):
-            says = (*says, f"evaluation is Megatron's own: {reason}.")
-        elif options["balance_evaluation"] is not False:
+        balances, stays = options["balance_evaluation"], ""
+        if balances is None and topology.dynamic_cp:
+            stays = "it runs at --context-parallel-size"
+        elif balances is None and options.get("sft"):
+            stays = "under --sft its loss is a mean of means of micro-batches, which other micro-batches would change. "
+            stays += "--balance-evaluation balances it, and divides the sum over tokens by the tokens"
+        if stays:
+            says = (*says, f"evaluation is Megatron's own: {stays}.")
+        elif balances is not False:
             # Megatron has this size from 0.18 on.
             eval_limits = _limits(options, options.get("eval_micro_batch_size") or rows, topology=topology)
     return Settings(
@@ -112,7 +118,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         log_interval=options.get("log_interval") or 0,
         micro_batch_size=rows,
         first_sample=options["consumed_train_samples"] if options.get("dataloader_type") == "single" else None,
-        counts_router_tokens=bool(options.get("num_experts")) and _routers_count_tokens(options),
+        counts_router_tokens=_routers_count_tokens(options),
         loads_on_every_stage=_loads_on_every_stage(options),
         policy=policy_of(options),
         resumes=bool(options.get("load") and options.get("iteration")),
@@ -147,8 +153,8 @@ def _limits(options: Options, micro_batch_size: int, *, topology: Topology) -> L
     """The limits of a micro-batch; a bucket over the cap raises BalanceError."""
     if not options["use_dynamic_batch_size"]:
         return Limits(micro_batch_size=micro_batch_size)
-    cap, shape_bucket = options["max_tokens_per_gpu"], options["balance_shape_bucket"]
-    return bucketed_limits(cap, topology=topology, shape_bucket=shape_bucket)
+    bucket = options["balance_shape_bucket"]
+    return bucketed_limits(options["max_tokens_per_gpu"], topology=topology, shape_bucket=bucket)
 
 
 def costs_of_args(args: Namespace, *, topology: Topology | None = None, **changed: Any) -> Costs:
@@ -205,18 +211,6 @@ def _loads_on_every_stage(options: Options) -> bool:
     return function is not None and "data_iterator" in inspect.signature(function).parameters
 
 
-def _why_stock_evaluation(options: Options) -> str:
-    """The reason for stock evaluation where no flag asks for it; empty where it is balanced."""
-    if options["balance_evaluation"] is None and options["balance_context_parallel"] is not None:
-        return "it runs at --context-parallel-size"
-    if options["balance_evaluation"] is None and options.get("sft"):
-        return (
-            "under --sft its loss is a mean of means of micro-batches, which other micro-batches would change. "
-            "--balance-evaluation balances it, and divides the sum over tokens by the tokens"
-        )
-    return ""
-
-
 def _routers_count_tokens(options: Options) -> bool:
-    has_aux_loss = bool(np.any(np.atleast_1d(options["moe_aux_loss_coeff"])))
-    return has_aux_loss or options["moe_z_loss_coeff"] is not None or bool(options["moe_router_enable_expert_bias"])
+    losses = np.any(np.atleast_1d(options["moe_aux_loss_coeff"])) or options["moe_z_loss_coeff"] is not None
+    return bool(options.get("num_experts") and (losses or options["moe_router_enable_expert_bias"]))
