@@ -83,9 +83,7 @@ def with_balanced_train_step(train_step: Function) -> Function:
             return train_step(*positional, **keywords)
         _check_loader(call.arguments["data_iterator"])
         call.arguments["forward_backward_func"] = _balanced(run, call.arguments["forward_backward_func"])
-        result = train_step(*call.args, **call.kwargs)
-        run.logged()
-        return result
+        return train_step(*call.args, **call.kwargs)
 
     return wrapper
 

@@ -133,12 +133,6 @@ class BalancedForwardBackward:
             if self.context is not None:
                 self.context.restore_engine_attention(model)
 
-    def logged(self) -> None:
-        """Called after Megatron has logged a step."""
-        if self.observer is not None:
-            with with_step_context(f"iteration {self.state.iteration}"):
-                self.observer.logged(self.state.iteration)
-
     def _forward_step(
         self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
     ) -> Schedule:

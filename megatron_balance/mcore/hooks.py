@@ -67,12 +67,6 @@ HOOKS = (
         until="the schedules take a shape for each micro-batch",
     ),
     Hook(
-        target="megatron.training.training:training_log",
-        wrap=while_balancing(wrappers.training_log),
-        why="logs the figures of balancing after Megatron's own, when the device has just been waited for",
-        until="Megatron has callbacks around a step",
-    ),
-    Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
         parameters=("batch", "cp_group"),
         wrap=while_balancing(wrappers.split_by_document, in_step=True),

@@ -84,14 +84,14 @@ def balanced_schedule(
     )
     if run is None:
         return forward_backward_func
-    return BalancedSchedule(forward_backward_func, run=run, logs=bool(log_interval))
+    return BalancedSchedule(forward_backward_func, run=run)
 
 
 class BalancedSchedule:
     """Megatron's schedule with balanced micro-batches; `balanced_schedule` makes it."""
 
-    def __init__(self, schedule: Schedule, *, run: BalancedForwardBackward, logs: bool) -> None:
-        self._schedule, self._run, self._logs = schedule, run, logs
+    def __init__(self, schedule: Schedule, *, run: BalancedForwardBackward) -> None:
+        self._schedule, self._run = schedule, run
 
     @property
     def last_step(self) -> BalancedStep | None:
@@ -111,8 +111,6 @@ class BalancedSchedule:
         with serving(self._run):
             result = self._run(self._schedule, **arguments)
             if not arguments.get("forward_only"):
-                if self._logs:
-                    self._run.logged()
                 self._run.state.num_done += 1
         return result
 

@@ -133,14 +133,16 @@ class Watch:
         if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
             self._write(self._open, remedy="; name a folder that every node can write to")
         planner.report = self._report
-        read = self._read_finished  # one object, by which atexit knows it
-        atexit.register(read)
-        close_on_undo(functools.partial(atexit.unregister, read))
-        close_on_undo(read)
+        finish = self._finish  # one object, by which atexit knows it
+        atexit.register(finish)
+        close_on_undo(functools.partial(atexit.unregister, finish))
+        close_on_undo(finish)
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """A step is about to run."""
         self._read_finished()
+        if iteration not in self._figures:  # else it runs again
+            self._say_figures()
         if self._times:
             self._timer = StepTimer(on_gpu=self._on_gpu)
             self._unread.append((step, iteration, self._timer))
@@ -168,14 +170,19 @@ class Watch:
         """Ends the step: later passes (evaluation) are not timed."""
         self._timer = None
 
-    def logged(self, iteration: int) -> None:
-        """Say the figures of an interval; called after Megatron has logged a step, which it waited for."""
+    def _finish(self) -> None:
+        """Training is over."""
         self._read_finished()
-        if iteration % self._settings.log_interval or not self._figures:
+        self._say_figures()
+
+    def _say_figures(self) -> None:
+        """Say the figures of an interval, if the newest step was its last."""
+        newest = max(self._figures, default=None)
+        if newest is None or newest % self._settings.log_interval:
             return
         figures = mean_figures(self._figures.values()) | {"num_shapes": float(len(self._shapes))}
         self._figures.clear()
-        self._log.say(f"iteration {iteration} | {self._objective} | {log_line(figures)}")
+        self._log.say(f"iteration {newest} | {self._objective} | {log_line(figures)}")
 
     def _read_finished(self) -> None:
         """Read the marks of every step that the device has finished."""

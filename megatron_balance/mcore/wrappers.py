@@ -72,13 +72,6 @@ def backward_step(run: Run, backward_step: Function, *positional: Any, **keyword
         return backward_step(*positional, **keywords)
 
 
-def training_log(run: Run, training_log: Function, *positional: Any, **keywords: Any) -> Any:
-    """Log the figures of balancing after Megatron's own."""
-    result = training_log(*positional, **keywords)
-    run.logged()
-    return result
-
-
 def split_by_document(run: Run, split_whole_row: Function, batch: Any, cp_group: Any) -> Any:
     """Split packed sequences by document, not the whole row, over context-parallel ranks."""
     from megatron.core import utils

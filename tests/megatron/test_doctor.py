@@ -34,7 +34,7 @@ def problems(lines: list[str]) -> list[str]:
 def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.training import training
 
-    before = training.get_forward_backward_func, training.training_log
+    before = training.get_forward_backward_func, training.evaluate
     status, lines = doctor(capsys)
     assert status == 0
     assert problems(lines) == []
@@ -43,7 +43,7 @@ def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
         assert any(line.startswith(f"ok       {hook.target}:") for line in lines)
     assert any(line.startswith("ok       torch ") for line in lines)
     assert any(line.startswith("ok       megatron-core 0.19") for line in lines)
-    assert (training.get_forward_backward_func, training.training_log) == before
+    assert (training.get_forward_backward_func, training.evaluate) == before
 
 
 def test_a_hook_that_does_not_apply(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

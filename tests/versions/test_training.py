@@ -63,7 +63,7 @@ def test_losses_gradients_and_evaluations_are_those_of_a_stock_run(tmp_path: Pat
     assert len(ours.steps) == len(stock.steps) == NUM_STEPS
     assert_equal(ours, reference=stock)
     assert of_ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in of_stock.losses()]
-    # training_log and backward_step are hooked: a line a step, and seconds of forward and backward passes.
+    # A line a step, and seconds of forward and backward passes: backward_step is hooked.
     assert ours.output.count("megatron_balance: iteration ") == NUM_STEPS
     steps = read_record(record).steps
     assert [step.iteration for step in steps] == list(range(1, NUM_STEPS + 1))
