@@ -168,7 +168,7 @@ def _built(config: Any, *, model: Any) -> BalancedForwardBackward | None:
         model,
         flags=[*no_overlap, "--max-tokens-per-gpu", str(settings.max_tokens_per_gpu), *settings.flags],
         cost=settings.cost,
-        state=LoopState(num_steps=config.train.train_iters, exit_interval=config.train.exit_interval),
+        state=LoopState(num_steps=config.train.train_iters),
         eval_iters=config.validation.eval_iters or 0,
         lora_rank=getattr(config.peft, "dim", 0),
         train_iters=config.train.train_iters,

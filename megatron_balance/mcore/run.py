@@ -74,7 +74,7 @@ def run_of_megatron() -> BalancedForwardBackward | None:
     def build() -> BalancedForwardBackward | None:
         if not hasattr(args, "balance_data"):
             return None
-        state = LoopState(num_steps=args.train_iters, exit_interval=getattr(args, "exit_interval", None), args=args)
+        state = LoopState(num_steps=args.train_iters, args=args)
         return build_run(vars(args), shape=lambda: ModelShape.from_megatron_args(args), state=state)
 
     return run_of(args, build)

@@ -50,8 +50,8 @@ def test_the_doctor_finds_nothing() -> None:
     doctor = [sys.executable, "-m", "megatron_balance", "doctor"]
     done = subprocess.run(doctor, text=True, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ *ok +megatron-core 0\.\d+\.\d+, with megatron\.training$", done.stdout, re.MULTILINE)
-    assert done.stdout.count("ok       megatron.") > 10  # hooks
+    assert re.search(r"^ *ok +megatron-core 0\.\d+\.\d+ loads$", done.stdout, re.MULTILINE)
+    assert done.stdout.count("ok       megatron.") > 6  # hooks
 
 
 def test_losses_gradients_and_evaluations_are_those_of_a_stock_run(tmp_path: Path, data: str) -> None:

@@ -11,17 +11,12 @@ from megatron_balance.planner import DataSchedule
 
 
 class LoopState:
-    """The steps of a loop, which ends early after a multiple of `exit_interval`.
+    """The steps of a loop: Megatron's own counts them in its arguments, `args`; for any other, `num_done` does."""
 
-    Megatron's own counts them in its arguments, `args`; for any other, `num_done` is counted here.
-    """
-
-    def __init__(
-        self, *, num_steps: int | None, exit_interval: int | None = None, args: Namespace | None = None
-    ) -> None:
+    def __init__(self, *, num_steps: int | None, args: Namespace | None = None) -> None:
         self.num_done = 0
         self.is_sft = bool(getattr(args, "sft", False))
-        self._num_steps, self._exit_interval, self._args = num_steps, exit_interval, args
+        self._num_steps, self._args = num_steps, args
 
     @property
     def iteration(self) -> int:
@@ -35,10 +30,9 @@ class LoopState:
     def has_next_step(self) -> bool:
         """True if another step may follow; a data set may hold no more than the steps there are.
 
-        A run that ends before by time or by a signal has prepared one step more, on every rank.
+        A run that ends before (--exit-interval, by time, by a signal) has prepared one step more, on every rank.
         """
-        exits = bool(self._exit_interval and self.iteration % self._exit_interval == 0)
-        return not exits and (self._num_steps is None or self.iteration < self._num_steps)
+        return self._num_steps is None or self.iteration < self._num_steps
 
     @contextlib.contextmanager
     def with_args(self, **values: Any) -> Iterator[None]:
