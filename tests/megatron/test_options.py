@@ -111,7 +111,6 @@ REFUSED = [
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",
     "--max-tokens-per-gpu -5 --use-dynamic-batch-size",
     f"--balance-shape-bucket 0 {PACKED}",
-    f"--balance-shape-bucket 5000 {PACKED}",
     f"--balance-evaluation {SIZED}",
 ]
 WITHOUT_BALANCING = [

@@ -164,14 +164,6 @@ _NAMED = {
     "unpads": Term(  # 0 is a token id
         ("balance_unpad",), "--balance-unpad", lambda options: options.get("balance_unpad") is not None
     ),
-    "bucket_over_cap": Term(
-        ("balance_shape_bucket", "max_tokens_per_gpu"),
-        "--balance-shape-bucket above --max-tokens-per-gpu",
-        lambda options: (
-            options["max_tokens_per_gpu"] is not None
-            and options["balance_shape_bucket"] > max(options["max_tokens_per_gpu"], 1)
-        ),
-    ),
     "bucket_splits_unevenly": Term(
         ("balance_shape_bucket",),
         "--balance-shape-bucket no multiple of 2 * --tensor-model-parallel-size",

@@ -44,7 +44,6 @@ BALANCE_FLAGS = {
     "give the most tokens that fit a GPU's memory, --seq-length for a start",
     "balance_shape_bucket<1": "it counts tokens; set 1 (off) or more",
     "balance_shape_bucket>1 :stock": "nothing is balanced; add --use-dynamic-batch-size or --balance-data, or drop it",
-    ":bucket_over_cap": "a micro-batch would be padded over the cap; set a bucket of a sixteenth of the cap or less",
 }
 """Refused in every run: combinations of balance flags that cannot work."""
 
