@@ -183,31 +183,6 @@ def reads_on_every_stage(watch: Watch, *, key: str) -> None:
     pretrain_sft.forward_step = forward_step
 
 
-def iterators(watch: Watch, *, num_steps: int | None) -> None:
-    """A loop that makes an iterator of its own each `num_steps` steps, or wraps the loader anew each step (None)."""
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.training import training
-
-    stock = training.train_step
-    lasting: dict[int, Any] = {}  # place among the chunks of a virtual pipeline → iterator
-
-    @functools.wraps(stock)
-    def train_step(forward_step_func: Any, data_iterator: Any, *positional: Any, **keywords: Any) -> Any:
-        chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        for place, chunk in enumerate(chunks):
-            if chunk is None:
-                lasting[place] = None
-            elif num_steps is None:
-                lasting[place] = type(chunk)(chunk.iterable)
-            elif (watch.num_steps - 1) % num_steps == 0:
-                items = [next(chunk.iterable) for _ in range(num_steps * get_num_microbatches())]
-                lasting[place] = type(chunk)(iter(items))
-        ours = [lasting[place] for place in range(len(chunks))]
-        return stock(forward_step_func, ours if isinstance(data_iterator, list) else ours[0], *positional, **keywords)
-
-    training.train_step = train_step
-
-
 def struck(watch: Watch, *, step: int, number: int = signal.SIGKILL) -> None:
     """A rank gets a signal as a step begins."""
 
@@ -215,17 +190,6 @@ def struck(watch: Watch, *, step: int, number: int = signal.SIGKILL) -> None:
         if now == step:
             time.sleep(0.2)  # messages of the step before are through
             os.kill(os.getpid(), number)
-
-    watch.before_step.append(strike)
-
-
-def out_of_time(watch: Watch, *, step: int) -> None:
-    """As this step begins, training has gone on for two minutes."""
-    from megatron.training import training
-
-    def strike(now: int) -> None:
-        if now == step:
-            training._TRAIN_START_TIME = time.time() - 120
 
     watch.before_step.append(strike)
 
@@ -263,26 +227,15 @@ def flags_there(watch: Watch, *, flags: str, instead_of: str = "") -> None:
 
 
 def bad_data(watch: Watch, *, how: str, index: int) -> None:
-    """The data set raises, or has a wrong row, at this row."""
+    """The data set raises, or has a wrong token, at this row."""
     from sft_dataset import SftDataset
 
     stock = SftDataset.__getitem__
 
     def row(self: Any, at: int) -> Any:
         item = stock(self, at)
-        if how == "other data":
-            return {**item, "tokens": item["tokens"].flip(0)}
-        if how == "other dtype":
-            return {**item, "loss_mask": item["loss_mask"].double()}
-        if how == "not packed":
-            return {name: tensor for name, tensor in item.items() if name != "cu_seqlens"}
-        if at != index:
-            return item
-        if how == "raises":
+        if at == index and how == "raises":
             raise OSError(5, "the disk is gone")
-        return {**item, "tokens": item["tokens"].clone().fill_(-7)}
+        return {**item, "tokens": item["tokens"].clone().fill_(-7)} if at == index else item
 
-    if how == "ends early":
-        SftDataset.__len__ = lambda self: index  # type: ignore[method-assign]
-    else:
-        SftDataset.__getitem__ = row  # type: ignore[method-assign]
+    SftDataset.__getitem__ = row  # type: ignore[method-assign]

@@ -95,6 +95,7 @@ class Row:
     slow: bool = False  # left to `make test-all`
     dynamic: bool = False  # micro-batches have context-parallel sizes of their own
     without: tuple[str, ...] = ()  # common flags that both runs do without
+    multiple: int = 1  # of which are the tokens of every balanced micro-batch
 
     @property
     def num_ranks(self) -> int:
@@ -221,10 +222,10 @@ ROWS = [
         slow=True,
     ),
     Row("data-at-the-ends", "PP4", f"{BY_FLOPS} --no-balance-load-every-stage", slow=True),
-    Row("fp8-blockwise", "DP2", ours=fp8("blockwise")),
-    Row("nvfp4", "TP2-SP", ours=fp8("nvfp4"), slow=True),
-    Row("mxfp8", "PP2", ours=fp8("mxfp8"), slow=True),
-    Row("fp8-blockwise", "CP2", ours=fp8("blockwise"), slow=True),
+    Row("fp8-blockwise", "DP2", ours=fp8("blockwise"), multiple=128),
+    Row("nvfp4", "TP2-SP", ours=fp8("nvfp4"), slow=True, multiple=256),
+    Row("mxfp8", "PP2", ours=fp8("mxfp8"), slow=True, multiple=32),
+    Row("fp8-blockwise", "CP2", ours=fp8("blockwise"), slow=True, multiple=256),
     # Auxiliary losses depend on which samples share a micro-batch: one each, as stock has them, some with filler.
     Row(
         "router-losses-filler",

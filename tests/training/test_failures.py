@@ -106,18 +106,7 @@ FAULTS = {
     "a-rank-is-killed": Fault(struck(1), LOST, num_ranks=4, dead=(1,), slow=False),
     "a-stage-is-killed": Fault(struck(2), LOST, layout=PP2, num_ranks=4, dead=(2,)),
     "the-loader-raises": Fault(data("raises"), r"rank 1: .*OSError: \[Errno 5\] the disk is gone", slow=False),
-    "the-loader-of-a-stage-raises": Fault(
-        data("raises", rank=3, index=21), r"rank 3: .*OSError: \[Errno 5\] the disk is gone", layout=PP2, num_ranks=4
-    ),
-    "without-overlap": Fault(data("raises"), r"rank 1: .*the disk is gone", balance=f"{BY_FLOPS} --no-balance-overlap"),
     "a-wrong-token": Fault(data("negative"), r"rank 1: .*\(in the data set: sample 21\): .*tokens holds -7"),
-    "data-ends-early": Fault(data("ends early", index=31), "rank 1: its data ended after 7 of 8 items of this step"),
-    "a-stage-has-other-data": Fault(
-        data("other data", rank=2), "other samples were read than in that of rank", layout=PP2, num_ranks=4
-    ),
-    "a-rank-has-another-cap": Fault(
-        flags(1, flags="--max-tokens-per-gpu 512"), r"max_tokens_per_gpu is 256 on rank 0 and 512 on rank 1"
-    ),
     "a-rank-has-no-flags": Fault(
         flags(1, instead_of=BY_FLOPS),
         r"balancing is on on rank 0 and off \(no balance flag\) on rank 1",
@@ -147,16 +136,10 @@ FAULTS = {
         row=FAMILIES["Qwen3-VL"],
     ),
     "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
-    "a-rank-is-terminated": Fault(struck(1, number=signal.SIGTERM), LOST, dead=(1,)),
     "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),
     "the-loader-raises-beside-a-rank-that-reads-nothing": Fault(
         data("raises", rank=2), r"rank 2: .*the disk is gone", layout=TP2, num_ranks=4
     ),
-    "data-ends-early-beside-a-rank-that-reads-nothing": Fault(
-        data("ends early", rank=2, index=31), "rank 2: its data ended after", layout=TP2, num_ranks=4
-    ),
-    "a-rank-has-another-dtype": Fault(data("other dtype"), r"on rank 1 'loss_mask' is float64"),
-    "a-rank-is-not-packed": Fault(data("not packed"), r"rank 1: item 0 of this step .*: the data has no cu_seqlens"),
     "a-rank-has-another-version": Fault(
         (("stand_ins:other_version", {"ranks": [1]}),), r"version of megatron_balance is \S+ on rank 0 and 0\.0\.1 on"
     ),
@@ -196,7 +179,6 @@ def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
     [
         ("--exit-interval 2", ()),
         ("--exit-signal-handler", struck(1, number=signal.SIGTERM)),
-        ("--exit-duration-in-mins 1 --eval-iters 0", (("stand_ins:out_of_time", {"step": 2}),)),
     ],
 )
 def test_ends_that_megatron_knows_are_no_fault(train: KeptRuns, flags: str, stand_ins: StandIns) -> None:

@@ -42,7 +42,7 @@ def test_an_error_of_a_hundred_thousandth_is_found(train: KeptRuns) -> None:
     wrong = (("stand_ins:loss_error", {"relative": 1e-5}),)
     ours = train(f"{row.stock} {row.balance}", stand_ins=wrong)
     with pytest.raises(AssertionError, match=r"differs by .*e-05"):
-        assert_equal(ours.recorded, reference=run_of(train, row, balanced=False).recorded)
+        assert_equal(ours, reference=run_of(train, row, balanced=False))
 
 
 def test_the_page_names_what_is_trained() -> None:
@@ -59,13 +59,15 @@ def test_the_page_names_what_is_trained() -> None:
 
 def assert_trains_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
     """The same losses, gradients, samples and evaluations; caps hold; Megatron's settings are restored."""
-    assert_equal(ours.recorded, reference=stock.recorded, precision=row.precision)
+    assert_equal(ours, reference=stock, precision=row.precision)
     assert len(ours.steps) == NUM_STEPS
     for kind in ("step", "evaluation"):
         assert samples(ours, kind) == samples(stock, kind), f"other samples in a {kind}"
     for rows in ours.of_kind("step"):
         assert len({str(settings) for row in rows for settings in row["settings"]}) == 1, "settings are not restored"
+    assert not any(rows[0]["shapes_sent"] for rows in ours.of_kind("end")), "stages sent each other shapes"
     assert_under_cap(ours, cap=row.cap)
+    assert all(m["tokens"] % row.multiple == 0 for steps in microbatches(ours) for step in steps for m in step)
     assert_evaluates_as_stock(ours, stock=stock, row=row)
     if len(cp_sizes(ours)) > 1:
         assert_counted(ours)

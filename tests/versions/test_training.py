@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kept_runs import Run, write_rows
-from training_run import ROOT, Recorded, assert_equal, train
+from training_run import ROOT, assert_equal, train
 
 from megatron_balance.record import read_record
 
@@ -38,12 +38,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--train-data-path {folder}/train --valid-data-path {folder}/first {folder}/second"
 
 
-def run(folder: Path, flags: str) -> tuple[Recorded, Run]:
-    """Its steps, with all that was printed, and its lines."""
+def run(folder: Path, flags: str) -> tuple[Run, str]:
+    """The run, and all that was printed."""
     script = ROOT / "tests" / "kit" / "watched_steps.py"
     output = train(folder / "steps", f"{FLAGS} {flags}".split(), num_ranks=2, script=script).output
-    ran = Run(folder / "steps", 2)
-    return Recorded(ran.of_kind("step"), output), ran
+    return Run(folder / "steps", 2), output
 
 
 def test_the_doctor_finds_nothing() -> None:
@@ -55,16 +54,16 @@ def test_the_doctor_finds_nothing() -> None:
 
 
 def test_losses_gradients_and_evaluations_are_those_of_a_stock_run(tmp_path: Path, data: str) -> None:
-    stock, of_stock = run(tmp_path / "stock", data)
-    assert "megatron_balance:" not in stock.output
+    stock, said = run(tmp_path / "stock", data)
+    assert "megatron_balance:" not in said
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
     saved = f"--save {checkpoints} --save-interval {SAVED_AT}"
-    ours, of_ours = run(tmp_path / "ours", f"{data} {BY_FLOPS} --balance-record {record} {saved}")
+    ours, said = run(tmp_path / "ours", f"{data} {BY_FLOPS} --balance-record {record} {saved}")
     assert len(ours.steps) == len(stock.steps) == NUM_STEPS
     assert_equal(ours, reference=stock)
-    assert of_ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in of_stock.losses()]
+    assert ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in stock.losses()]
     # A line a step, and seconds of forward and backward passes: backward_step is hooked.
-    assert ours.output.count("megatron_balance: iteration ") == NUM_STEPS
+    assert said.count("megatron_balance: iteration ") == NUM_STEPS
     steps = read_record(record).steps
     assert [step.iteration for step in steps] == list(range(1, NUM_STEPS + 1))
     assert all(np.all(step.seconds.sum(axis=1) > 0) for step in steps)
