@@ -158,30 +158,27 @@ def check_cluster(*, flags: Sequence[str], found: Sequence[str]) -> Iterator[Fin
     """
     from torch.distributed.rendezvous import rendezvous
 
-    from megatron_balance.runtime.comm import named_ranks
-    from megatron_balance.runtime.start import Meeting, differences, gather_texts
+    from megatron_balance.runtime.start import Meeting, agree, gather_texts
 
     # What MASTER_ADDR and MASTER_PORT lead to is the store of torchrun's agent, or that of rank 0.
     store, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
     meeting = Meeting(store, rank=rank, num_ranks=num_ranks, timeout=TIMEOUT)
+    try:
+        texts = gather_texts(json.dumps(_here()), meeting=meeting, topic="the doctor")
+    except BalanceError as error:
+        yield Finding(False, str(error))
+        return
+    places = [_Place(*json.loads(text)) for text in texts]
+    hosts = list(dict.fromkeys(place.host for place in places))
+    yield Finding(True, f"{num_ranks} ranks on {len(hosts)} hosts meet in the store: {', '.join(hosts)}")
     settings = {f"version of {package}": _version(package) for package in COMPARED}
     settings |= {"version of megatron_balance": __version__, "version of python": platform.python_version()}
     settings["the command line"] = " ".join(flags)
     try:
-        texts = gather_texts(json.dumps([_here(), settings, found]), meeting=meeting, topic="the doctor")
+        agree(settings, meeting=meeting, topic="versions and flags", problem="; ".join(found) or None)
+        yield Finding(True, "all ranks have the same versions and flags")
     except BalanceError as error:
         yield Finding(False, str(error))
-        return
-    of_places, of_settings, of_found = zip(*map(json.loads, texts), strict=True)
-    places = [_Place(*place) for place in of_places]
-    hosts = list(dict.fromkeys(place.host for place in places))
-    yield Finding(True, f"{num_ranks} ranks on {len(hosts)} hosts meet in the store: {', '.join(hosts)}")
-    differ = differences(of_settings)
-    yield Finding(not differ, differ or "all ranks have the same versions and flags")
-    for problem in dict.fromkeys(problem for of_rank in of_found for problem in of_rank):
-        if problem not in found:  # else it is printed above
-            ranks = [rank for rank, of_rank in enumerate(of_found) if problem in of_rank]
-            yield Finding(False, f"{named_ranks(ranks)}: {problem}")
     meets = True
     for place in dict.fromkeys(places):
         problem = place.problem(several_hosts=len(hosts) > 1)

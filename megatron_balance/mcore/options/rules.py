@@ -1,6 +1,6 @@
 """The rules: what is refused, what leaves a run stock, and what its log warns of, by subject.
 
-Each is a condition (`conditions.py`) and the reason, with the remedy after a semicolon. An option that no rule names
+Each is a condition (`__init__.py`) and the reason, with the remedy after a semicolon. An option that no rule names
 was reviewed as harmless: scripts/drift/irrelevant_options.txt.
 
 Sources: megatron/core of 0.17 to 0.19; for attention Transformer Engine 2.3 to 2.20.
