@@ -33,13 +33,9 @@ search_folders() {
     printf '%s\n' "${CONDA_PREFIX:-/opt/conda}/bin" /usr/local/bin /usr/bin /opt/homebrew/bin
 }
 
-folders=()
-while IFS= read -r folder; do
-    [[ -d $folder ]] && folders+=("$folder")
-done < <(search_folders)
-
+mapfile -t folders < <(search_folders)
 for minor in 12 13 14 15 16; do
-    for folder in ${folders[@]+"${folders[@]}"}; do
+    for folder in "${folders[@]}"; do
         for name in "python3.$minor" python3 python; do
             if found=$(verified "$folder/$name" "$minor"); then
                 printf '%s\n' "$found"

@@ -32,14 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     current_platform.device_count = lambda: 8
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    areal.install(model=os.environ.get("MODEL")).undo()
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"megatron_balance: AReaL is hooked, the cost is {os.environ.get('MODEL') or 'tokens'}"
-
-
 def main() -> None:
     # As `python SCRIPT` has them.
     sys.argv = sys.argv[1:]

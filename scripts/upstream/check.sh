@@ -4,6 +4,7 @@
 #
 #   Megatron-LM, 0.19 or later     trains with its pretrain_gpt.py, unedited, stock and balanced, in many layouts
 #   slime                          tests that call the schedule, and again with balancing on in every scenario
+#   miles                          the adapter's tests of its schedule and of its cut, on its own modules
 #   verl, at the wheel's tag       tests of sequence balancing, padding and dispatch, against the pinned wheel
 #   AReaL, v1.0.4                  tests by tokens and by FLOPs; its redistribution over gloo at 2, 4 and 8 ranks
 #   TorchSpec                      tests of dispatch, fetchers and capacity, for approaches A, B and C
@@ -57,6 +58,8 @@ check_slime() {
     # Again where a test left balancing off: slime's invariants hold of our schedules in each of its scenarios.
     run --balance-every-scenario tests/test_dp_schedule.py "$@"
 }
+
+check_miles() { MILES_CHECKOUT=$checkout .venv/bin/python -m pytest -m checkout tests/adapters/slime/test_miles_hooks.py "$@"; }
 
 check_verl() {
     scripts/adapter_env.sh verl
@@ -147,10 +150,11 @@ while read -r name file; do  # a file that only its checkout has
 done <<'NAMES'
 megatron pretrain_gpt.py
 slime slime/utils/dp_schedule.py
+miles miles/utils/dp_schedule.py
 verl verl/utils/seqlen_balancing.py
 areal areal/__init__.py
 torchspec torchspec/__init__.py
 recsys examples/commons/distributed/batch_shuffler.py
 NAMES
-echo "check upstream: $checkout is none of megatron, slime, verl, areal, torchspec, recsys" >&2
+echo "check upstream: $checkout is none of megatron, slime, miles, verl, areal, torchspec, recsys" >&2
 exit 2

@@ -1,7 +1,7 @@
 """A pytest plugin: the tests of recsys-examples on CPU and gloo, with the adapter on. `pytest -p recsys_plugin`.
 
 RECSYS_EXAMPLES names the `examples` folder of a checkout; one process a rank, named by RANK and WORLD_SIZE as torchrun
-does. With `--upstream-alone` the adapter stays off, to see what upstream does by itself. On a machine without a GPU:
+does. On a machine without a GPU:
 
 dynamicemb          its CUDA extension, imported by the data sets: a package that has whatever name is asked of it
 fbgemm              has no CPU kernel for `keyed_jagged_index_select_dim1`: one in plain torch is registered
@@ -32,24 +32,10 @@ from torch.overrides import TorchFunctionMode
 from megatron_balance.adapters import recsys
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--upstream-alone", action="store_true", help="do not install megatron_balance")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     cpu_shim.share_gloo_device()  # upstream's tests make hundreds of groups
     stand_in(Path(os.environ["RECSYS_EXAMPLES"]))
-    if not config.getoption("--upstream-alone"):
-        recsys.install()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if recsys.is_installed():
-        recsys.install().undo()
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"megatron_balance: recsys-examples is {'' if recsys.is_installed() else 'not '}hooked"
+    recsys.install()
 
 
 class CudaIsCpu(TorchFunctionMode):

@@ -25,23 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     slime.install()
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    slime.adapter.undo()
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"megatron_balance: slime is hooked{', every scenario balanced' * _every(config)}"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not _every(config):
+    if not config.getoption("--balance-every-scenario"):
         return
     for names in {id(item.module): vars(item.module) for item in items if isinstance(item, pytest.Function)}.values():
         names["make_args"] = _balanced(names["make_args"])
-
-
-def _every(config: pytest.Config) -> bool:
-    return bool(config.getoption("--balance-every-scenario"))
 
 
 def _balanced(make_args: Any) -> Any:

@@ -31,25 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     import ray.util.queue
 
     ray.util.queue.Queue = queue.Queue  # of this process: Ray's take minutes and are not what is tested
-    sys.meta_path.insert(0, HookedController(_settings(config)))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HookedController)]
-    torchspec.adapter.undo()
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"megatron_balance: TorchSpec's controller is hooked with {_settings(config)}"
+    settings = {name: config.getoption(f"--balance-{name}") for name in ("approach", "window", "cost")}
+    sys.meta_path.insert(0, HookedController(settings))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     hooked = next(finder.num_hooked for finder in sys.meta_path if isinstance(finder, HookedController))
     terminalreporter.write_line(f"megatron_balance: hooked the controller's class {hooked} times")
-
-
-def _settings(config: pytest.Config) -> dict[str, Any]:
-    return {name: config.getoption(f"--balance-{name}") for name in ("approach", "window", "cost")}
 
 
 class HookedController(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -23,14 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("verl was imported and the adapter is not installed in it.")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    import verl
-
-    from megatron_balance.adapters.verl import adapter
-
-    return f"verl {verl.__version__} from {os.path.dirname(verl.__file__)}, balanced: {adapter.settings}"
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
     from megatron_balance.adapters.verl import is_installed
 
