@@ -72,60 +72,48 @@ def train(
     num_items: int = 6,
     tp_size: int = 1,
     pp_size: int = 1,
-    vpp_size: int = 1,
     balanced: bool = True,
-    filled: bool = False,
     config: Mapping[str, Any] | None = None,
     **of_schedule: Any,
 ) -> Iterator[dict[str, Any]]:
     """Train; yields a row a step.
 
-    A data-parallel rank loads `num_items` rows in a step, `filled` up to one length or not; `config` has settings of
-    the model in place of those below.
+    A data-parallel rank loads `num_items` rows in a step; `config` has settings of the model in place of those below.
     """
-    virtual = vpp_size > 1
-    parallel_state.initialize_model_parallel(
-        tp_size, pp_size, virtual_pipeline_model_parallel_size=vpp_size if virtual else None
-    )
+    parallel_state.initialize_model_parallel(tp_size, pp_size)
     model_parallel_cuda_manual_seed(123)
     torch.manual_seed(123)
     of_model: dict[str, Any] = {
-        "num_layers": 2 * vpp_size,
+        "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
         "pipeline_dtype": torch.float32,
         "tensor_model_parallel_size": tp_size,
         "pipeline_model_parallel_size": pp_size,
-        "virtual_pipeline_model_parallel_size": vpp_size if virtual else None,
         "normalization": "RMSNorm",
         "attention_dropout": 0,
         "hidden_dropout": 0,
         "moe_token_dispatcher_type": "alltoall",  # the default takes no variable lengths, also without experts
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": not balanced and not filled,
-        "overlap_p2p_comm": virtual,
-        "batch_p2p_comm": not virtual,
+        "variable_seq_lengths": not balanced,
         "finalize_model_grads_func": finalize_model_grads,
     }
     transformer = TransformerConfig(**of_model | dict(config or {}))
-    chunks = [_chunk(transformer, vp_stage=stage if virtual else None) for stage in range(vpp_size)]
-    model = chunks if virtual else chunks[0]
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=1.0, bf16=False, fp16=False), chunks)
-    rank = parallel_state.get_data_parallel_rank()
-    items = [_items(rank, filled=filled) for _ in chunks]  # each chunk reads all rows
+    model = _model(transformer)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=1.0, bf16=False, fp16=False), [model])
+    items = _items(parallel_state.get_data_parallel_rank())
     forward_backward = get_forward_backward_func()
     if balanced:  # the one line of this package
         forward_backward = balanced_schedule(
             forward_backward, model=model, max_tokens_per_gpu=2 * LONGEST, **of_schedule
         )
     for _ in range(num_steps):
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
+        model.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=items if virtual else items[0],
+            data_iterator=items,
             model=model,
             num_microbatches=num_items,
             seq_length=2 * LONGEST + 2,
@@ -134,7 +122,7 @@ def train(
         )
         _, grad_norm, _ = optimizer.step()
         row: dict[str, Any] = {"grad_norm": float(grad_norm)}
-        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        if parallel_state.is_pipeline_last_stage():
             summed = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
             dist.all_reduce(summed, group=parallel_state.get_data_parallel_group())
             row["lm_loss"] = float(summed[0] / summed[1])
@@ -145,32 +133,26 @@ def train(
         yield row
 
 
-def _chunk(config: TransformerConfig, *, vp_stage: int | None) -> DistributedDataParallel:
-    stages = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+def _model(config: TransformerConfig) -> DistributedDataParallel:
     model = GPTModel(
         config,
-        thd_block_spec(config, vp_stage=vp_stage),
+        thd_block_spec(config),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=2 * LONGEST + 2,
-        pre_process=parallel_state.is_pipeline_first_stage(**stages),
-        post_process=parallel_state.is_pipeline_last_stage(**stages),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
-        vp_stage=vp_stage,
     )
     return DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=model.cuda())
 
 
-def _items(dp_rank: int, *, filled: bool) -> Iterator[dict[str, Tensor]]:
-    """Rows of one or two sequences of very different lengths, and one of padding where they are filled up."""
+def _items(dp_rank: int) -> Iterator[dict[str, Tensor]]:
+    """Rows of one or two sequences of very different lengths."""
     rng = np.random.default_rng(dp_rank)
     while True:
         lengths = np.clip(rng.lognormal(3 + dp_rank % 2, 0.8, rng.integers(1, 3)).astype(np.int64), 2, LONGEST)
-        real = int(lengths.sum())
-        if filled:
-            lengths = np.append(lengths, 2 * LONGEST + 2 - real)
         tokens = torch.from_numpy(rng.integers(1, VOCAB_SIZE, int(lengths.sum()) + 1)).unsqueeze(0)
         loss_mask = torch.from_numpy(rng.integers(0, 2, int(lengths.sum()))).float().unsqueeze(0)
-        tokens[:, real + 1 :], loss_mask[:, real:] = 0, 0
         yield {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],

@@ -23,16 +23,13 @@ def main() -> int:
     """Compare, print, and return the exit status: 1 where something broke or differs."""
     parser = argparse.ArgumentParser(prog="scripts/check drift", description=__doc__)
     parser.add_argument("releases", nargs="*", metavar="NAME==VERSION", help="releases, from their wheels")
-    parser.add_argument("--wheel", action="append", default=[], type=Path, help="a wheel")
     parser.add_argument("--checkout", action="append", default=[], type=Path, help="the folder of a checkout")
     parser.add_argument("--accept", action="store_true", help="record what is there as reviewed")
     options = parser.parse_args()
-    places = [*options.wheel, *options.checkout]
-    releases = options.releases or [
-        f"{package.name}=={version}" for package in PACKAGES for version in package.reviewed_versions() if not places
-    ]
-    places += [_wheel(release) for release in releases]
-    return max([_check(place, accept=options.accept) for place in places], default=0)
+    reviewed = [f"{package.name}=={version}" for package in PACKAGES for version in package.reviewed_versions()]
+    releases = options.releases or ([] if options.checkout else reviewed)
+    places = [*options.checkout, *map(_wheel, releases)]
+    return max(_check(place, accept=options.accept) for place in places)
 
 
 def _wheel(release: str) -> Path:

@@ -112,7 +112,9 @@ def relied() -> dict[tuple[str, str], list[Relied]]:
             section = sections.setdefault((heading[1], heading[2]), [])
         elif line and not line.startswith("#"):
             releases, target, *_ = line.split()
-            section.append(Relied(target, *(numbers(release)[:2] for release in releases.split("-") if release)))
+            module, _, names = target.partition(":")
+            span = [numbers(release)[:2] for release in releases.split("-") if release]
+            section += [Relied(f"{module}:{name}", *span) for name in names.split(",")]
     return sections
 
 

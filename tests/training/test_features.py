@@ -174,8 +174,6 @@ LOOPS = {
     "DP2": ({}, 2),
     "TP2": ({"tp_size": 2}, 4),
     "PP2": ({"pp_size": 2}, 4),
-    # Stock messages of a virtual pipeline do not vary in length.
-    "PP2-VPP2": ({"pp_size": 2, "vpp_size": 2, "filled": True}, 4),
 }
 
 
