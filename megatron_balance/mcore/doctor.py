@@ -150,12 +150,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
 
 
 def check_cluster(*, flags: Sequence[str], found: Sequence[str]) -> Iterator[Finding]:
-    """Meet with the other ranks; every rank of the world calls it.
-
-    Args:
-        flags: of the training script.
-        found: problems of this rank.
-    """
+    """Meet with the other ranks; every rank of the world calls it, with the problems found so far."""
     from torch.distributed.rendezvous import rendezvous
 
     from megatron_balance.runtime.start import Meeting, agree, gather_texts

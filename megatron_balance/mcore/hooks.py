@@ -152,11 +152,7 @@ def apply_expert_bias(run: Run, apply: Function, router: Any, routing_map: Any, 
 
 
 def count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask: bool = False, **keywords: Any) -> Any:
-    """Count at least one token, and the same number on every rank of the group.
-
-    An auxiliary loss is a sum over the ranks of `reduce_group`, each of which scales its part by its own number of
-    tokens. The mean is returned instead of that number, so that all parts weigh the same.
-    """
+    """Count at least one token, and on every rank of `reduce_group` their mean: so parts of a loss weigh the same."""
     per_expert, own, total = count(*positional, with_padding_mask=with_padding_mask, **keywords)
     if not with_padding_mask:
         return per_expert, own, total
@@ -298,11 +294,7 @@ def install() -> Installation[str]:
 
 
 def install_core() -> Installation[str]:
-    """Hook `megatron.core` in this process, unless `install` has; outside of balanced steps the hooks do nothing.
-
-    Raises:
-        BalanceError: as for `install`.
-    """
+    """Hook `megatron.core` in this process, unless `install` has; outside of balanced steps the hooks do nothing."""
     if installation.settings is not None:
         return installation
     version = supported_version()
@@ -311,11 +303,7 @@ def install_core() -> Installation[str]:
 
 
 def supported_version() -> str:
-    """The version of Megatron Core in this environment.
-
-    Raises:
-        BalanceError: there is none, or it is not one of SUPPORTED_VERSIONS and ANY_VERSION is not set.
-    """
+    """The version of Megatron Core in this environment, if it is one of SUPPORTED_VERSIONS or ANY_VERSION is set."""
     try:
         from megatron.core.package_info import __version__
     except ModuleNotFoundError as error:

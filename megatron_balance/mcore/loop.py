@@ -127,16 +127,7 @@ def run_of_model(
 ) -> BalancedForwardBackward | None:
     """The balanced run of a loop that parses no Megatron arguments, or None where it stays stock.
 
-    Args:
-        model: as for `balanced_schedule`, as is `cost`.
-        flags: balance flags.
-        state: of the loop.
-        eval_iters: steps of an evaluation; with none, forward-only calls stay Megatron's own.
-        lora_rank: of adapters, above 0 where the base weights are frozen.
-        known: further options by Megatron's names.
-
-    Raises:
-        BalanceError: a flag is wrong or has no meaning here; the model's FLOPs or parallel state are not known.
+    Without `eval_iters` forward-only calls stay Megatron's own; `known` are further options by Megatron's names.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config, unwrap_model

@@ -14,6 +14,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -22,21 +23,18 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.layout import Place
 from megatron_balance.mcore.step.balanced_step import Slots
 from megatron_balance.samples.packing import lengths_as_packed, padding_mask
 from megatron_balance.topology import Topology
 
 
+@dataclass(frozen=True)
 class RouterPadding:
     """Padding masks for the model chunks of this rank."""
 
-    def __init__(self, topology: Topology) -> None:
-        from megatron.core import parallel_state
-
-        dp_group: Any = parallel_state.get_data_parallel_group()
-        self._tp_rank: Any = parallel_state.get_tensor_model_parallel_rank()
-        self._leaf = dp_group.rank() * topology.cp_size + parallel_state.get_context_parallel_rank()
-        self._topology = topology
+    topology: Topology
+    place: Place
 
     def masks(self, slots: Slots, *, model: Any) -> list[Tensor]:
         """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
@@ -51,13 +49,14 @@ class RouterPadding:
                 "--moe-router-enable-expert-bias",
                 "train without these flags or --balance-*",
             )
+        leaf = self.place.dp * self.topology.cp_size + self.place.cp
         masks = [
             padding_mask(
                 lengths,
                 num_tokens=num_tokens,
-                token_multiple=self._topology.at_cp_size(size).token_multiple,
+                token_multiple=self.topology.at_cp_size(size).token_multiple,
                 cp_size=size,
-                cp_rank=self._leaf % size,
+                cp_rank=leaf % size,
             )
             for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True)
         ]
@@ -74,8 +73,8 @@ class RouterPadding:
 
         inner: Any = unwrap_model(model)
         splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
-        if self._topology.sequence_parallel and not splits:
-            mask = mask.chunk(self._topology.tp_size, dim=1)[self._tp_rank]
+        if self.topology.sequence_parallel and not splits:
+            mask = mask.chunk(self.topology.tp_size, dim=1)[self.place.tp]
         return _called_with(model, padding_mask=mask)
 
 

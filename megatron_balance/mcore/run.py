@@ -155,7 +155,7 @@ def build_run(
         overlap=settings.overlap,
         log=log,
         observer=Watch(settings, layout=layout, planner=planner, log=log) if layout.loads_data else None,
-        router_padding=RouterPadding(topology) if settings.counts_router_tokens else None,
+        router_padding=RouterPadding(topology, layout.own) if settings.counts_router_tokens else None,
         context=context,
         unpads=settings.unpad is not None,
         evaluation=evaluation,

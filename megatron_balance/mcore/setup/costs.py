@@ -28,14 +28,10 @@ from megatron_balance.topology import Topology
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost model of a run.
+    """The cost model of a run, its name and lines for the log.
 
-    Attributes:
-        model: of a sample.
-        name: `tokens`, `flops` or `seconds`.
-        patch_values: numbers of a patch of the vision encoder; 0 where images cost nothing or a patch is not known.
-        attention_rate: rate of attention over that of all else that FLOPs are weighed by; None for other costs.
-        says, warns: lines for the log.
+    `patch_values` are the numbers of a patch of the vision encoder, 0 where images cost nothing or a patch is not
+    known; `attention_rate` is that which FLOPs are weighed by, None for other costs.
     """
 
     model: CostModel
@@ -49,11 +45,7 @@ class Costs:
 def costs_of(
     options: Options, *, topology: Topology, shape: Callable[[], ModelShape], given: CostModel | None = None
 ) -> Costs:
-    """The costs that balance flags choose; an option that is missing counts as not given.
-
-    `given` is a cost of a sample in place of FLOPs. A file that cannot be read, or a model whose FLOPs are not known,
-    raises BalanceError.
-    """
+    """The costs that balance flags choose; `given` is one in place of FLOPs."""
     if not options.get("balance_by_flops"):
         source = "not counted beside tokens: add --balance-by-flops"
         return Costs(CostModel.tokens(), says=_exchange_line(source) if topology.dynamic_cp else ())

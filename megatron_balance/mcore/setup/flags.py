@@ -173,11 +173,7 @@ def _rate(text: str) -> float:
 
 
 def refuse(options: Mapping[str, Any]) -> None:
-    """Raise the first refusal of these options (`options/`).
-
-    Raises:
-        BalanceError: it names the option, the value and the remedy.
-    """
+    """Raise the first refusal of these options (`options/`)."""
     for problem in problems(options):
         raise BalanceError(problem)
 
@@ -185,11 +181,7 @@ def refuse(options: Mapping[str, Any]) -> None:
 def parse_flags(flags: Sequence[str], *, of_megatron: bool = False) -> tuple[argparse.Namespace, list[str]]:
     """Read flags where no script does: the balance flags alone, or those of a training script with Megatron's parser.
 
-    Returns:
-        The namespace, neither validated nor checked, and flags that the parser does not know: only with Megatron's.
-
-    Raises:
-        BalanceError: a flag's value is missing or wrong, or a flag is not one of this package.
+    Nothing is validated or checked. With Megatron's parser the second result are flags that it does not know.
     """
     parser = _OneLineParser(allow_abbrev=False, add_help=False)
     _add_flags(parser)
@@ -213,12 +205,8 @@ class _OneLineParser(argparse.ArgumentParser):
 def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
     """Set what `--balance` leaves open, and note in `flags.balance_choices` each choice and its reason.
 
-    A flag that was given keeps its value. What is filled in follows from the command line and the installed releases
-    alone, so that all ranks choose the same.
-
-    Args:
-        flags: the balance flags, just parsed.
-        options: Megatron's options by name; a view in which these flags show.
+    It follows from the command line and the installed releases alone, so that all ranks choose the same. `options` is
+    a view in which the flags show.
     """
     choices: list[str] = []
     flags.balance_choices = choices

@@ -29,29 +29,9 @@ from megatron_balance.topology import Limits, Topology
 class Settings:
     """What this package needs to know of a run; equal on all ranks, but for the last four.
 
-    Attributes:
-        topology: the ranks.
-        limits: of a micro-batch; the cap is rounded down, so that a bucket's padding stays below it.
-        costs: of a sample.
-        eval_limits: of a micro-batch of evaluation; None where evaluation is Megatron's own.
-        balance_data: samples move between ranks.
-        shape_bucket: micro-batches are padded to a multiple of this on each GPU, tokens; 1 for none.
-        objective: `auto`, `step`, `microbatch` or `pipeline`.
-        algorithm: `auto` or `karmarkar_karp`.
-        unit: `segment` or `sample`.
-        unpad: the token id of padding in rows without cu_seqlens, or `attention_mask`; None where rows are packed.
-        overlap: prepare the next step while one runs.
-        timeout: of collectives.
-        log_interval: steps between log lines.
-        micro_batch_size: samples of an item.
-        first_sample: index in the data set of the first sample that the run loads, or None where the sampler's order is
-            not known (any but `single`).
-        counts_router_tokens: MoE routers count tokens, for auxiliary losses or the expert bias.
-        loads_on_every_stage: pipeline stages between the first and the last load data too.
-        policy: the flags that chose the plans, for people.
-        resumes: the run continues a checkpoint's; with `--finetune` it starts again.
-        record: folder of the run's record, or None. Ranks may name it differently.
-        says, warns: lines for the log.
+    Fields that are named as a balance flag have its value. `eval_limits` is None where evaluation is Megatron's own;
+    `first_sample` is the index in the data set of the first that the run loads, where the sampler's order is known
+    (`single`); `policy` names the flags that chose the plans, for people; ranks may name `record` differently.
     """
 
     topology: Topology
@@ -79,12 +59,7 @@ class Settings:
 
 
 def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None = None) -> Settings:
-    """The settings of a run with validated options that go together (`options/`); `cost` is one in place of FLOPs.
-
-    Raises:
-        BalanceError: a file of --balance-cost that cannot be read, a model whose FLOPs are not known, a bucket over the
-            cap, or a recipe of FP8 or FP4 that is not known.
-    """
+    """The settings of a run with validated options that go together (`options/`); `cost` is one in place of FLOPs."""
     topology = topology_of(options)
     costs = costs_of(options, topology=topology, shape=shape, given=cost)
     chosen, rows = options.get("balance_choices"), options.get("micro_batch_size") or 1
@@ -108,12 +83,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         costs=costs,
         eval_limits=eval_limits,
         balance_data=bool(options["balance_data"]),
-        shape_bucket=options["balance_shape_bucket"],
-        objective=options["balance_objective"],
-        algorithm=options["balance_algorithm"],
-        unit=options["balance_unit"],
-        unpad=options["balance_unpad"],
-        overlap=options["balance_overlap"],
+        **{name: options[f"balance_{name}"] for name in _OWN_FLAGS},
         timeout=timeout_of(options),
         log_interval=options.get("log_interval") or 0,
         micro_batch_size=rows,
@@ -122,10 +92,12 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         loads_on_every_stage=_loads_on_every_stage(options),
         policy=policy_of(options),
         resumes=bool(options.get("load") and options.get("iteration")),
-        record=options["balance_record"],
         says=says,
         warns=(*cautions(options), *costs.warns),
     )
+
+
+_OWN_FLAGS = ("shape_bucket", "objective", "algorithm", "unit", "unpad", "overlap", "record")
 
 
 def timeout_of(options: Options) -> timedelta:
