@@ -152,10 +152,8 @@ CAUTIONED = [
 ORDINARY = [
     "",
     UNPADDED,
-    f"{UNPADDED} {EXPERTS}",
     f"{SIZED} --transformer-impl local --spec my_layers spec",
     f"{SIZED} --transformer-impl local --spec my_layers spec {EXPERTS} --expert-model-parallel-size 2",
-    "--context-parallel-size 2",
     "--cp-comm-type a2a --context-parallel-size 2",
     "--cp-comm-type a2a all_gather --context-parallel-size 2 --window-size 64,0",
     "--window-size 64,0",
@@ -163,9 +161,7 @@ ORDINARY = [
     "--hybrid-layer-pattern M*MG- --context-parallel-size 2",
     "--position-embedding-type mrope --no-rope-fusion",
     "--pipeline-model-parallel-comm-backend nccl --pipeline-model-parallel-size 2",
-    "--tensor-model-parallel-size 2 --sequence-parallel",
     "--tensor-parallel-num-weight-shards 1",
-    f"{EXPERTS} --expert-model-parallel-size 2",
     ALLGATHER,
     f"{ALLGATHER} --tensor-model-parallel-size 2",
     f"{ALLGATHER} --context-parallel-size 2 --expert-model-parallel-size 2",
@@ -173,13 +169,7 @@ ORDINARY = [
     f"{EXPERTS} --moe-router-load-balancing-type none --moe-router-enable-expert-bias",
     "--moe-aux-loss-coeff 0.01",
     f"--moe-z-loss-coeff 0.001 {EXPERTS}",
-    "--rampup-batch-size 8 8 16",
     "--full-validation --multiple-validation-sets --eval-micro-batch-size 2",
-    "--skip-train",
-    "--non-persistent-save-interval 5",
-    "--transformer-impl local --spec my_layers spec",
-    "--attention-backend flash --softmax-type vanilla --bf16",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--sft --reset-position-ids",
     "--dataloader-inter-document-masking --context-parallel-size 2 --eval-iters 0",
     "--dataloader-inter-document-masking --pipeline-model-parallel-size 2 --balance-load-every-stage",
@@ -234,12 +224,6 @@ def test_every_refusal_of_the_pages_is_met_here() -> None:
     assert [rule for rule in missed if not rule[0].startswith("---")] == []
 
 
-@pytest.mark.parametrize("flags", WITHOUT_BALANCING)
-def test_what_refines_balancing_is_refused_alone(flags: str) -> None:
-    with pytest.raises(BalanceError, match=f"^{flags.split()[0]} is .*: (nothing is balanced|without --use-dynamic)"):
-        parsed(flags, balanced="--calculate-per-token-loss")
-
-
 @pytest.mark.parametrize("flags", ["--balance-data", PACKED])
 def test_balancing_asks_for_the_loss_per_token(flags: str) -> None:
     with pytest.raises(BalanceError, match="add --calculate-per-token-loss"):
@@ -279,29 +263,20 @@ def test_a_run_that_does_not_balance_is_none_of_our_business(flags: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("engine", "refused", "cautioned"),
-    [("1.13.0", True, False), ("2.2.0+abc", True, False), ("2.3.0", False, True), ("2.8.0", False, True)]
-    + [(version, False, False) for version in ("2.9.0", "2.20.2", "3.0")],
+    ("flags", "oldest"),
+    [
+        ("", "2.3"),
+        ("--softmax-type learnable", "2.8"),
+        ("--context-parallel-size 4 --cp-comm-type a2a", "2.10"),
+        ("--context-parallel-size 4 --cp-comm-type all_gather", "2.15"),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "2.20"),
+    ],
 )
-def test_the_release_of_transformer_engine_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch, engine: str, refused: bool, cautioned: bool
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: engine)
-    if refused:
-        with pytest.raises(BalanceError, match=r"install transformer-engine 2\.3 or newer"):
-            parsed("")
-    else:
-        assert any("before 2.9" in caution for caution in cautions(parsed(""))) is cautioned
-    parsed("--transformer-impl local --spec module function")
-
-
-@pytest.mark.parametrize(("kind", "oldest"), [("a2a", "2.10"), ("all_gather", "2.15"), ("a2a+p2p", "2.20")])
-def test_releases_of_transformer_engine_that_exchange_packed_sequences_otherwise(
-    monkeypatch: pytest.MonkeyPatch, kind: str, oldest: str
-) -> None:
-    flags = f"--context-parallel-size 4 --cp-comm-type {kind}"
-    monkeypatch.setattr("importlib.metadata.version", lambda name: oldest)
-    parsed(flags)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: f"2.{int(oldest[2:]) - 1}.0")
+def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch, flags: str, oldest: str) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{oldest}.1+abc")
+    args = parsed(flags)
+    assert any("before 2.9" in caution for caution in cautions(args)) is (oldest in ("2.3", "2.8"))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"2.{int(oldest[2:]) - 1}.7")
     with pytest.raises(BalanceError, match=rf"install transformer-engine {oldest} or newer"):
         parsed(flags)
+    parsed("--transformer-impl local --spec module function")
