@@ -94,21 +94,10 @@ def split_by_document(run: Run, split_whole_row: Function, batch: Any, cp_group:
     return utils._get_batch_on_this_cp_rank_per_document_balancing(batch, cp_group)
 
 
-def communicate_shapes(
-    run: Run,
-    communicate: Function,
-    communicator: Any,
-    tensor_send_next: Any,
-    tensor_send_prev: Any,
-    recv_prev: bool,
-    recv_next: bool,
-) -> Any:
+def communicate_shapes(run: Run, communicate: Function, communicator: Any, *messages: Any) -> Any:
     """Take the shapes of a step's messages from its plan."""
-    if run.pipeline_shapes is None:
-        return communicate(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-    return run.pipeline_shapes.exchange(
-        tensor_send_next, tensor_send_prev, receives_activation=recv_prev, receives_gradient=recv_next
-    )
+    planned = run.pipeline_shapes
+    return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
 
 
 def attention_forward(run: Run, forward: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:

@@ -32,8 +32,6 @@ TIMEOUT = timedelta(minutes=10)
 
 _OWN_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-by-flops")
 
-_FSDP = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
-
 
 def balanced_schedule(
     forward_backward_func: Schedule,
@@ -188,17 +186,16 @@ def run_of_model(
 
 def _of_modules(chunk: Any, *, inner: Any) -> dict[str, Any]:
     """Options that follow from the modules, as flags of Megatron's scripts would set them."""
-    of_data_parallelism = getattr(chunk, "ddp_config", None)
     kinds = [type(module) for module in inner.modules()]
     engine = any("transformer_engine" in kind.__module__ for kind in kinds)
     stock_attention = any(kind.__name__ == "DotProductAttention" for kind in kinds)
-    sharded = type(chunk).__name__ in _FSDP
+    kind = type(chunk).__name__
     return {
         "transformer_impl": "transformer_engine" if engine else "local",
         # Megatron's local attention takes no packed sequences; another one comes from a spec of the loop's own.
         "spec": None if stock_attention and not engine else "the model's",
-        "use_megatron_fsdp": sharded and bool(getattr(of_data_parallelism, "use_megatron_fsdp", True)),
-        "use_torch_fsdp2": type(chunk).__name__ == _FSDP[1],
+        "use_megatron_fsdp": kind == "FullyShardedDataParallel",
+        "use_torch_fsdp2": kind == "TorchFullyShardedDataParallel",
         "position_embedding_type": getattr(inner, "position_embedding_type", None),
         "seq_length": getattr(inner, "max_sequence_length", 0),
     }

@@ -50,7 +50,7 @@ class PipelineShapes:
         self._activations_out, self._gradients_in = iter(of_next), iter(of_next)
 
     def exchange(
-        self, activation: Any, gradient: Any, *, receives_activation: bool, receives_gradient: bool
+        self, activation: Any, gradient: Any, receives_activation: bool, receives_gradient: bool
     ) -> tuple[Shape, Shape]:
         """Answer one `P2PCommunicator._communicate_shapes`: shapes of the activation and the gradient received."""
         if activation is not None:

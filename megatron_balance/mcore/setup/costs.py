@@ -46,9 +46,10 @@ def costs_of(
     options: Options, *, topology: Topology, shape: Callable[[], ModelShape], given: CostModel | None = None
 ) -> Costs:
     """The costs that balance flags choose; `given` is one in place of FLOPs."""
+    exchange, by_cp = 0, "receiving a token's keys and values from context-parallel ranks"
     if not options.get("balance_by_flops"):
-        source = "not counted beside tokens: add --balance-by-flops"
-        return Costs(CostModel.tokens(), says=_exchange_line(source) if topology.dynamic_cp else ())
+        line = f"{by_cp}: not counted beside tokens: add --balance-by-flops."
+        return Costs(CostModel.tokens(), says=(line,) if topology.dynamic_cp else ())
     name, file = "flops", options.get("balance_cost")
     says: tuple[str, ...] = ()
     warns: tuple[str, ...] = ()
@@ -74,18 +75,13 @@ def costs_of(
             attention_tflops=rate,
         )
     vision = shape().vision if cost_model.image_linear and given is None else None
-    exchange = 0
     if topology.dynamic_cp:
         exchange, source = _exchange(options, topology=topology, shape=shape, calibration=calibration)
         linear = cost_model.linear + cost_model.expert_linear
         part = f"{exchange / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
-        says = (*_exchange_line(f"{part}, {source}"), *says)
+        says = (f"{by_cp}: {part}, {source}.", *says)
     cost_model = replace(cost_model, cp_exchange=exchange)
     return Costs(cost_model, name, 0 if vision is None else vision.patch_values, rate, says, warns)
-
-
-def _exchange_line(source: str) -> tuple[str, ...]:
-    return (f"receiving a token's keys and values from context-parallel ranks: {source}.",)
 
 
 def _attention_rate(options: Options) -> tuple[float, str]:
