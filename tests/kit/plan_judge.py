@@ -7,8 +7,7 @@ Costs are Python integers in the units of the cost model; the schedules judged h
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -262,41 +261,3 @@ def figures_of_ranks(ranks: Slots, lengths: Sequence[int], **options: Any) -> Sc
         slot_of[ids] = place
     sizes = np.full((problem.topology.dp_size, num_slots), problem.topology.cp_size)
     return plan_metrics(problem, slot_of, sizes)
-
-
-def check_contract(
-    slots: Sequence[Sequence[Sequence[int]]],
-    *,
-    lengths: Mapping[int, int],
-    num_ranks: int,
-    cap: int,
-    multiple: int = 1,
-    least: int = 1,
-) -> None:
-    """Asserts the contract of dynamic context-parallel schedulers, as Megatron's dev branch and verl execute plans.
-
-    `slots` are `[num_microbatches][num_ranks]` lists of sample ids, `lengths` the tokens of each. Dev counts the ranks
-    that hold a micro-batch's first sample and takes this rank's process group of that size, of at least `least`; those
-    groups are aligned blocks. verl checks that ranks with equal lists are neighbours and aligned.
-    """
-    assert len(slots) % multiple == 0, "micro-batches are a multiple"
-    places: Counter[int] = Counter()
-    for ranks in slots:
-        assert len(ranks) == num_ranks, "a list for every rank"
-        assert all(ranks), "no rank is empty"
-        first = 0
-        while first < num_ranks:
-            ids = list(ranks[first])
-            holders = [rank for rank, other in enumerate(ranks) if ids[0] in other]
-            assert holders == [rank for rank, other in enumerate(ranks) if list(other) == ids], "one order on all ranks"
-            size = len(holders)
-            assert holders == list(range(first, first + size)), "members are neighbours"
-            assert size == num_ranks or size & (size - 1) == 0, "a power of two, or all"
-            assert size >= least, "the least size"
-            assert first % size == 0, "a group starts at a multiple of its size"
-            tokens = sum(lengths[sample] for sample in ids)
-            alone = len(ids) == 1 and size == num_ranks
-            assert tokens <= cap * size or alone, "the cap of a rank"
-            places.update(ids)
-            first += size
-    assert places == Counter(lengths.keys()), "every sample once"

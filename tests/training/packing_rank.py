@@ -1,20 +1,18 @@
-"""One rank of test_packing_scheduler: both schedulers of the Megatron on the path, on the same samples."""
+"""One rank of test_schedulers.py: both schedulers of the Megatron on the path, on the same samples."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 from cpu_shim import enable_cpu
 
 from megatron_balance.mcore.packing_scheduler import NAME, register
+
+enable_cpu()
 
 CAP = 512
 NUM_SAMPLES = 12
@@ -67,30 +65,22 @@ def schedule(name: str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any
     return {"num_microbatches": num_microbatches, "samples": kept, "tokens": tokens_of, "sums": sums}
 
 
-def main() -> None:
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
-    enable_cpu()
-    dist.init_process_group("gloo")
+def both_schedulers(*, prepacked: bool) -> dict[str, Any]:
+    """What this rank loaded, and what it trains on by Megatron's scheduler and by ours."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
-    rank = int(os.environ["RANK"])
+    rank = parallel_state.get_data_parallel_rank()
     lengths = random.Random(rank)
     samples: list[dict[str, torch.Tensor]] = []
     for index in range(NUM_SAMPLES):
         first_token = 1000 * (1 + index + NUM_SAMPLES * rank)
-        samples.append(sample(lengths.randint(8, LONGEST[rank]), first_token=first_token, prepacked=kind == "rows"))
+        samples.append(sample(lengths.randint(8, LONGEST[rank]), first_token=first_token, prepacked=prepacked))
     registration = register()
     assert registration is not None, "this Megatron has no scheduler_map"
     result: dict[str, Any] = {"loaded": [sample["tokens"].tolist() for sample in samples]}
     result |= {name: schedule(name, samples) for name in ("dp_balanced", NAME)}
     registration.undo()
-    try:
+    with pytest.raises(KeyError):  # Megatron knows the name no longer
         schedule(NAME, samples)
-    except KeyError:  # Megatron knows the name no longer
-        (folder / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return result

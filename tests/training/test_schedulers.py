@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import enum
-import json
 import os
-import subprocess
 import sys
 import types
-from pathlib import Path
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gloo_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_judge import check_contract
 
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost import default_attention_rate
@@ -48,19 +46,9 @@ class Names(enum.Enum):
 class Stock:
     """Megatron's DpBalancedScheduler, as far as ours relies on it."""
 
-    def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        cp_size: int,
-        dp_size: int,
-        microbatch_group_size_per_vp_stage: int | None,
-        max_num_seqs: int | None = None,
-    ) -> None:
-        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
-        self.cp_size = cp_size
-        self.dp_size = dp_size
-        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
-        self.max_num_seqs = max_num_seqs
+    def __init__(self, *positional: Any, max_num_seqs: int | None = None) -> None:
+        names = ("max_seqlen_per_dp_cp_rank", "cp_size", "dp_size", "microbatch_group_size_per_vp_stage")
+        vars(self).update(zip(names, positional, strict=True), max_num_seqs=max_num_seqs)
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
         return ["Megatron's own plan of", sample_id_seqlens]
@@ -73,17 +61,7 @@ class StockDynamic(Stock):
         super().__init__(*positional)
         self.min_cp_size = min_cp_size
 
-    def run(
-        self,
-        data_iterator: Any,
-        num_microbatches: int,
-        dp_group: Any,
-        tp_group: Any,
-        pp_group: Any,
-        dp_cp_group: Any,
-        dev: Any,
-        config: Any,
-    ) -> Any:
+    def run(self, data_iterator: Any, *_: Any) -> Any:
         return self.get_groups_and_subsamples(data_iterator)
 
 
@@ -146,28 +124,44 @@ def test_a_megatron_without_the_map_is_left_alone() -> None:
     assert register() is None
 
 
-def plan(lengths: list[int], topology: Topology, *, least: int = 1, cap: int = CAP) -> RankLists | None:
+def plan(lengths: list[int], topology: Topology, *, least: int = 1) -> RankLists | None:
     """The lists of samples numbered from 7, checked."""
     samples = [(7 + index, length) for index, length in enumerate(lengths)]
-    lists = plan_rank_lists(samples, cost_model=COST, topology=topology, max_tokens_per_gpu=cap, min_cp_size=least)
+    lists = plan_rank_lists(samples, cost_model=COST, topology=topology, max_tokens_per_gpu=CAP, min_cp_size=least)
     if lists is not None:
-        num_ranks, multiple = topology.num_leaves, topology.microbatch_multiple
-        check_contract(
-            lists, lengths=dict(samples), num_ranks=num_ranks, cap=cap, multiple=multiple, least=least
-        ) if topology.dynamic_cp else check_fixed(lists, lengths=dict(samples), topology=topology, cap=cap)
+        check_contract(lists, lengths=dict(samples), topology=topology, least=least)
     return lists
 
 
-def check_fixed(lists: RankLists, *, lengths: dict[int, int], topology: Topology, cap: int) -> None:
-    """Asserts the contract of the schedulers at one context-parallel size."""
-    cp_size = topology.cp_size
+def check_contract(lists: RankLists, *, lengths: dict[int, int], topology: Topology, least: int = 1) -> None:
+    """Asserts what Megatron's executors and verl rely on.
+
+    Dev counts the ranks that hold a micro-batch's first sample and takes this rank's process group of that size, of at
+    least `least`; those groups are aligned blocks. verl checks that ranks with equal lists are neighbours and aligned.
+    """
+    num_ranks = topology.num_leaves
     assert len(lists) % topology.microbatch_multiple == 0
+    places: Counter[int] = Counter()
     for of_ranks in lists:
-        assert len(of_ranks) == topology.num_leaves
-        assert all(of_ranks), "a rank without samples"
-        assert all(of_ranks[rank] == of_ranks[rank - rank % cp_size] for rank in range(len(of_ranks)))
-        assert all(len(ids) == 1 or sum(lengths[i] for i in ids) <= cap * cp_size for ids in of_ranks)
-    assert sorted(i for of_ranks in lists for ids in of_ranks[::cp_size] for i in ids) == sorted(lengths)
+        assert len(of_ranks) == num_ranks
+        assert all(of_ranks), "no rank is empty"
+        first = 0
+        while first < num_ranks:
+            ids = of_ranks[first]
+            holders = [rank for rank, other in enumerate(of_ranks) if ids[0] in other]
+            assert holders == [rank for rank, other in enumerate(of_ranks) if other == ids], "one order on all ranks"
+            size = len(holders)
+            assert holders == list(range(first, first + size)), "members are neighbours"
+            assert first % size == 0, "a group starts at a multiple of its size"
+            if topology.dynamic_cp:
+                assert size == num_ranks or (size & (size - 1) == 0 and size >= least), "a power of two, or all"
+            else:
+                assert size == topology.cp_size
+            alone = len(ids) == 1 and (size == num_ranks or not topology.dynamic_cp)
+            assert sum(lengths[sample] for sample in ids) <= CAP * size or alone, "the cap of a rank"
+            places.update(ids)
+            first += size
+    assert places == Counter(lengths.keys()), "every sample once"
 
 
 def padded(lengths: list[int], num_ranks: int) -> list[int]:
@@ -196,24 +190,17 @@ LAYOUTS = {"step": {}, "microbatch": {"ep_size": 2}, "pipeline": {"pp_size": 2},
     st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (2, 8), (3, 2), (5, 2), (3, 4), (7, 2)]),
     st.sampled_from(sorted(LAYOUTS)),
     st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 1, 2, 4]),
 )
-def test_the_contract_of_sizes(lengths: list[int], sizes: tuple[int, int], layout: str, multiple: int) -> None:
+def test_the_contract_of_sizes(
+    lengths: list[int], sizes: tuple[int, int], layout: str, multiple: int, least: int
+) -> None:
     num_ranks = sizes[0] * sizes[1]
     topology = Topology(sizes[0], cp_size=sizes[1], dynamic_cp=True, microbatch_multiple=multiple, **LAYOUTS[layout])
-    if plan(padded(lengths, num_ranks), topology) is None:
+    if plan(padded(lengths, num_ranks), topology, least=least) is None:
         too_long = any(2 * length > num_ranks * CAP for length in padded(lengths, num_ranks))
-        assert len(lengths) < num_ranks * multiple or (num_ranks & (num_ranks - 1) and too_long)
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.integers(1, 6 * CAP), min_size=1, max_size=60),
-    st.sampled_from([(8, 2), (8, 4), (8, 8), (12, 2), (12, 4), (6, 2)]),
-)
-def test_no_group_is_smaller_than_the_least_size(lengths: list[int], ranks: tuple[int, int]) -> None:
-    num_ranks, least = ranks
-    lists = plan(padded(lengths, num_ranks), Topology(num_ranks, dynamic_cp=True), least=least)
-    assert lists is not None or num_ranks in (6, 12)
+        odd = num_ranks & (num_ranks - 1) and (too_long or least > 1)
+        assert len(lengths) < num_ranks * multiple or odd or least > num_ranks
 
 
 @pytest.mark.parametrize(
@@ -292,20 +279,15 @@ def test_stages_and_experts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch
     groups = scheduler.run([*lengths.items()], 24, None, None, SimpleNamespace(size=lambda: 2), None, None, config)
     topology = scheduler.topology
     assert (topology.pp_size, topology.vpp_size, topology.ep_size, topology.microbatch_multiple) == (2, 3, 2, 2)
-    check_contract(groups, lengths=lengths, num_ranks=4, cap=CAP, multiple=2)
+    check_contract(groups, lengths=lengths, topology=topology)
 
 
 @pytest.mark.checkout
 @pytest.mark.parametrize("prepacked", [True, False], ids=["rows", "samples-with-lengths"])
-def test_on_a_checkout(tmp_path: Path, prepacked: bool) -> None:
+def test_on_a_checkout(monkeypatch: pytest.MonkeyPatch, prepacked: bool) -> None:
     """Megatron's wrap_data_iterator and get_batch of a checkout, on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    command += [str(Path(__file__).parent / "packing_rank.py"), str(tmp_path), "rows" if prepacked else "samples"]
-    paths = [CHECKOUT or "", os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    monkeypatch.syspath_prepend(CHECKOUT)
+    ranks = run_ranks(NUM_RANKS, "packing_rank:both_schedulers", prepacked=prepacked)
     for name in ("dp_balanced", NAME):
         results = [rank[name] for rank in ranks]
         assert len({result["num_microbatches"] for result in results}) == 1
