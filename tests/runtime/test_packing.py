@@ -60,6 +60,8 @@ def test_layout_is_legal(lengths, parallel):
             assert batch[name].shape == (1, starts.shape[1])
             assert batch[name][0, 0] == 0
             assert (batch[name].diff() > 0).all()
+    real = [length for length in lengths if length]
+    assert cp_size == 1 or batch["cu_seqlens"][0].diff()[: len(real)].tolist() == real
     padded_lengths = starts.diff()
     assert starts[0, -1] == total_tokens
     assert (padded_lengths % token_multiple == 0).all()
