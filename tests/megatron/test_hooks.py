@@ -16,15 +16,13 @@ def test_install_and_undo_restore_the_very_functions() -> None:
     from megatron.training import arguments, training
 
     before = arguments.add_megatron_arguments, training.get_forward_backward_func
-    installed = hooks.install()
-    assert training.get_forward_backward_func is not before[1]
-    hooks.install()  # once more changes nothing
-    installed.undo()
-    assert (arguments.add_megatron_arguments, training.get_forward_backward_func) == before
-    installed.undo()  # nor does undoing twice
-    hooks.install()
-    assert training.get_forward_backward_func is not before[1]
-    installed.undo()
+    for _ in range(2):
+        installed = hooks.install()
+        assert training.get_forward_backward_func is not before[1]
+        assert hooks.install() is installed  # once more changes nothing
+        installed.undo()
+        assert (arguments.add_megatron_arguments, training.get_forward_backward_func) == before
+        installed.undo()  # nor does undoing twice
 
 
 @pytest.mark.parametrize("core_first", [True, False])

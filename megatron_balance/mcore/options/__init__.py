@@ -157,7 +157,7 @@ def _term(text: str) -> Term:
         "!": (f"without {flags}", lambda options: not any(map(options.get, names))),
         None: (flags, lambda options: any(map(options.get, names))),
         "=": (flags if value == "False" else f"{flags} {listed}", lambda options: _among(options, name, values)),
-        "!=": (f"{flags} other than {listed}", lambda options: not _among(options, name, values)),
+        "!=": (f"{flags} other than {listed}" if listed else flags, lambda options: not _among(options, name, values)),
         ">": (f"{flags} above {value}", lambda options: any(_number(options, one) > float(value) for one in names)),
         "<": (f"{flags} missing or below {value}", lambda options: _number(options, name) < float(value)),
     }[sign or operator]
@@ -238,20 +238,12 @@ _SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weig
 
 _NAMED = {
     "stock": Term((), "without --balance-data or --use-dynamic-batch-size", nothing_balances),
-    "unpads": Term(  # 0 is a token id
-        ("balance_unpad",), "--balance-unpad", lambda options: options.get("balance_unpad") is not None
-    ),
     "bucket_splits_unevenly": Term(
         ("balance_shape_bucket",),
         "--balance-shape-bucket no multiple of 2 * --tensor-model-parallel-size",
         lambda options: (
             _number(options, "balance_shape_bucket") > 1 and options["balance_shape_bucket"] % (2 * _tp(options)) != 0
         ),
-    ),
-    "aux_loss": Term(
-        ("moe_aux_loss_coeff",),
-        "--moe-aux-loss-coeff above 0",
-        lambda options: bool(options.get("num_experts")) and _number(options, "moe_aux_loss_coeff") > 0,
     ),
     "experts_span_replicas": Term(
         ("expert_model_parallel_size",),

@@ -12,12 +12,13 @@ _DOCUMENTS = "dataloader_inter_document_masking !sft"
 _IN_STAGES = f"{_DOCUMENTS} pipeline_model_parallel_size>2"
 _BY_IT = "its attention takes no packed sequences by it; install"
 _STATIC_GROUP = "heads are exchanged in the static context-parallel group, whatever group a micro-batch has; set"
+_AUX_LOSS = "moe_aux_loss_coeff>0 num_experts"
 _EARLY_STAGES = "Megatron's scripts give stages in between no data"
 
 BALANCE_FLAGS = {
     "balance_record :stock": "nothing is balanced, so no lengths are known; "
     "add --balance-data or --use-dynamic-batch-size, or drop it",
-    ":unpads :stock": "nothing is balanced, and rows stay padded; "
+    "balance_unpad!=None :stock": "nothing is balanced, and rows stay padded; "
     "add --use-dynamic-batch-size and --max-tokens-per-gpu, or drop it",
     "balance_by_flops !use_dynamic_batch_size": "without --use-dynamic-batch-size there is nothing to pack; "
     "add --use-dynamic-batch-size and --max-tokens-per-gpu, or drop it",
@@ -35,8 +36,8 @@ BALANCE_FLAGS = {
     "tensor-parallel ranks may split; set such a multiple",
     "balance_context_parallel core<0.19": "packed sequences name no context-parallel group there; "
     "install megatron-core 0.19, or drop it",
-    ":unpads balance_context_parallel": "scripts for padded rows split a whole row over context-parallel ranks, and a "
-    "pack is split sample by sample; drop it, or give packed rows",
+    "balance_unpad!=None balance_context_parallel": "scripts for padded rows split a whole row over context-parallel "
+    "ranks, and a pack is split sample by sample; drop it, or give packed rows",
     "balance_objective!=auto balance_context_parallel": "which plans run at all follows from who waits for whom; "
     "set auto",
     "balance_algorithm!=auto balance_context_parallel": "it has one algorithm; set auto",
@@ -56,14 +57,14 @@ DYNAMIC_CP = {
     "on (p2p); drop one of them",
     "cp_comm_type=a2a,all_gather,allgather,a2a+p2p balance_context_parallel": "groups of any size pass keys on (p2p): "
     "a2a needs a head for each rank, the others one static group; set --cp-comm-type p2p",
-    "moe_router_load_balancing_type=global_aux_loss :aux_loss balance_context_parallel": "all ranks meet for it in "
+    f"moe_router_load_balancing_type=global_aux_loss {_AUX_LOSS} balance_context_parallel": "all ranks meet for it in "
     "every micro-batch, of which they may run different numbers; "
     "set aux_loss or seq_aux_loss, or drop --balance-context-parallel",
-    "recompute_modules=moe :aux_loss balance_context_parallel": "the router runs again in the backward pass, where the "
-    "group of its micro-batch is not known; "
+    f"recompute_modules=moe {_AUX_LOSS} balance_context_parallel": "the router runs again in the backward pass, where "
+    "the group of its micro-batch is not known; "
     "drop moe from --recompute-modules, or set --recompute-granularity full",
-    "moe_layer_recompute :aux_loss balance_context_parallel": "the router runs again in the backward pass, where the "
-    "group of its micro-batch is not known; drop it, or set --recompute-granularity full",
+    f"moe_layer_recompute {_AUX_LOSS} balance_context_parallel": "the router runs again in the backward pass, where "
+    "the group of its micro-batch is not known; drop it, or set --recompute-granularity full",
     "moe_token_dispatcher_type=allgather :experts_span_ranks balance_context_parallel": "its all-gathers are of equal "
     "sizes, and context-parallel ranks hold different micro-batches; set --moe-token-dispatcher-type alltoall",
     "use_megatron_fsdp/use_torch_fsdp2 balance_context_parallel": "all ranks gather weights in every micro-batch, of "
@@ -204,10 +205,11 @@ REFUSED = {
         "evaluation asks for it; set --eval-iters 0, or evaluate balanced",
     },
     "Padded rows": {
-        ":unpads create_attention_mask_in_dataloader": "Megatron's scripts would ask for a mask of every micro-batch, "
-        "and packs have none; add --no-create-attention-mask-in-dataloader",
-        "context_parallel_size>1 :unpads": "scripts for padded rows split a whole row over context-parallel ranks, and "
-        "a pack is split sample by sample; set --context-parallel-size 1, or give packed rows",
+        "balance_unpad!=None create_attention_mask_in_dataloader": "Megatron's scripts would ask for a mask of every "
+        "micro-batch, and packs have none; add --no-create-attention-mask-in-dataloader",
+        "context_parallel_size>1 balance_unpad!=None": "scripts for padded rows split a whole row over "
+        "context-parallel ranks, and a pack is split sample by sample; set --context-parallel-size 1, or give packed "
+        "rows",
     },
 }
 """Refused in runs that balance."""
@@ -234,12 +236,12 @@ CAUTIONS = {
     "those of another draw",
     "mtp_num_layers": "where the first tokens of sequences are learned, Megatron weighs the loss of multi-token "
     "prediction by micro-batch, so any regrouping changes it a little, by one over the tokens of a sequence at most",
-    ":aux_loss": "auxiliary losses are computed over the tokens of a micro-batch, so any regrouping changes them a "
+    _AUX_LOSS: "auxiliary losses are computed over the tokens of a micro-batch, so any regrouping changes them a "
     "little; padding counts nowhere",
     "moe_router_force_load_balancing/moe_router_force_biased/moe_input_jitter_eps num_experts": "random numbers depend "
     "on a token's place in a micro-batch, which balancing changes",
-    "moe_aux_loss_coeff/moe_z_loss_coeff/moe_router_enable_expert_bias num_experts :unpads": "routers of padded rows "
-    "count padding, those of packs do not, so that these terms differ from a run without --balance-unpad",
+    "moe_aux_loss_coeff/moe_z_loss_coeff/moe_router_enable_expert_bias num_experts balance_unpad!=None": "routers of "
+    "padded rows count padding, those of packs do not, so that these terms differ from a run without --balance-unpad",
     "softmax_type=off-by-one,learnable transformer_impl!=local": "Transformer Engine's fused kernel takes packed "
     "sequences with it from cuDNN 9.18; a slower one runs where that is older",
     ":dsa": "the indexer's ReLU gives many keys the score 0, and which of these it chooses depends on the micro-batch: "
