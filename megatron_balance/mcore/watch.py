@@ -169,6 +169,7 @@ class Watch:
     def end(self) -> None:
         """Ends the step: later passes (evaluation) are not timed."""
         self._timer = None
+        self._read_finished()
 
     def _finish(self) -> None:
         """Training is over."""
