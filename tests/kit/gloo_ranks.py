@@ -18,21 +18,25 @@ CASE_SECONDS = 100
 """A case takes a few at most, on a loaded machine too; one that does not end then hangs."""
 
 
-def run_ranks(num_ranks: int, case: str, *, imports: Sequence[str] = (), **arguments: Any) -> list[Any]:
-    """What `MODULE:FUNCTION`, or a function of the `imports`, returns on every rank; a failure fails the test."""
-    imports = imports or [case.partition(":")[0]]
+def run_ranks(num_ranks: int, case: str, *, imports: Sequence[str] | None = None, **arguments: Any) -> list[Any]:
+    """What `MODULE:FUNCTION`, or a function of the `imports`, returns on every rank; a failure fails the test.
+
+    The server imports the module or the `imports`; none of them: what a training run does.
+    """
+    imports = [case.partition(":")[0]] if imports is None else imports
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "arguments").write_bytes(pickle.dumps(arguments))
         try:
-            call("gloo_ranks:run_here", folder, num_ranks, case.rpartition(":")[2], imports, imports=imports)
+            call("gloo_ranks:run_here", folder, num_ranks, case, imports, imports=imports)
         except RunFailed as error:
             pytest.fail(str(error), pytrace=False)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_ranks)]
 
 
-def run_here(folder: str, num_ranks: int, name: str, imports: Sequence[str]) -> None:
+def run_here(folder: str, num_ranks: int, case: str, imports: Sequence[str]) -> None:
     """The case on forks of this process."""
-    modules = map(importlib.import_module, imports)
+    module, _, name = case.rpartition(":")
+    modules = map(importlib.import_module, [module] if module else imports)
     function = next(getattr(module, name) for module in modules if hasattr(module, name))
 
     def main() -> None:

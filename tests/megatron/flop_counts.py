@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -88,12 +83,9 @@ def counts(model: dict[str, Any]) -> dict[str, list[int]]:
     return {"torch": seen, "ours": [calculate_fwd_flops([length], shape) for length in LENGTHS]}
 
 
-def main() -> None:
-    """Write a line: each model's counts."""
-    dist.init_process_group("gloo")
+def counts_of_models() -> dict[str, dict[str, list[int]]]:
+    """Each model's counts."""
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     DotProductAttention.__init__ = take_channels(DotProductAttention.__init__)
-    row = {name: counts(model) for name, model in MODELS.items()}
-    (Path(sys.argv[1]) / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")
-    dist.destroy_process_group()
+    return {name: counts(model) for name, model in MODELS.items()}

@@ -1,15 +1,12 @@
 """One rank of a layout: makes Megatron's process groups and then the package's own, and records who is in them.
 
-Nothing is trained. `forked.train` runs it; of Megatron's flags it reads those that say how ranks are grouped.
 It reads below the public names, as test_groups.py does.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -24,23 +21,16 @@ from megatron_balance.mcore.setup.layout import Layout, make_groups
 TIMEOUT = timedelta(seconds=60)
 
 
-def main() -> None:
+def groups_of_rank(
+    *, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp-ep-dp-pp", local_world_sizes: Sequence[int] = (0,)
+) -> dict[str, Any]:
+    """Of this rank in a layout; ranks take the local world sizes in turn."""
     from megatron.core import parallel_state
 
-    folder, *flags = sys.argv[1:]
-    parser = argparse.ArgumentParser()
-    for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
-    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
-    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
-    parser.add_argument("--local-world-sizes", type=int, nargs="+", default=[0], help="ranks take them in turn")
-    args = vars(parser.parse_known_args(flags)[0])
-    order = "tp-cp-ep-pp-dp" if args.pop("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp"
-    local_world_sizes = args.pop("local_world_sizes")
-    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_sizes[int(os.environ["RANK"]) % len(local_world_sizes)])
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    parallel_state.initialize_model_parallel(**args, order=order, create_gloo_process_groups=False)
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_sizes[dist.get_rank() % len(local_world_sizes)])
+    parallel_state.initialize_model_parallel(
+        tp, pp, context_parallel_size=cp, order=order, create_gloo_process_groups=False
+    )
 
     environment = os.environ
     os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
@@ -62,7 +52,7 @@ def main() -> None:
     groups["later"] = later
     megatron_data: Any = parallel_state.get_data_parallel_group()
     megatron_tensor: Any = parallel_state.get_tensor_model_parallel_group()
-    row: dict[str, Any] = {
+    return {
         "data_rank": parallel_state.get_data_parallel_rank(),
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
@@ -74,8 +64,6 @@ def main() -> None:
         "ranks_per_node": layout.ranks_per_node,
         **{name: _met(group) for name, group in groups.items()},
     }
-    (Path(folder) / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")
-    dist.barrier()
 
 
 def _num_sockets() -> int:

@@ -7,22 +7,9 @@ So of `a*L + b*L²`, solved from two lengths, torch's `a` is ours, and its `b` i
 from __future__ import annotations
 
 import pytest
-from forked import train
+from gloo_ranks import run_ranks
 
 LENGTHS = (32, 96)
-MODELS = [
-    "dense",
-    "grouped queries, output gate",
-    "experts in every second layer",
-    "latent attention",
-    "latent attention without q-LoRA, experts",
-    "multi-token prediction",
-]
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[int]]]:
-    return train(tmp_path_factory.mktemp("counts"), [], num_ranks=1, module="flop_counts").ranks[0][0]
 
 
 def linear_and_quadratic(counts: list[int]) -> tuple[float, float]:
@@ -31,7 +18,8 @@ def linear_and_quadratic(counts: list[int]) -> tuple[float, float]:
     return of_short / short - quadratic * short, quadratic
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_torch_counts_the_same(counted: dict[str, dict[str, list[int]]], model: str) -> None:
-    linear, quadratic = linear_and_quadratic(counted[model]["torch"])
-    assert linear_and_quadratic(counted[model]["ours"]) == pytest.approx((linear, quadratic / 2), rel=1e-9)
+def test_torch_counts_the_same() -> None:
+    (counted,) = run_ranks(1, "flop_counts:counts_of_models", imports=())
+    for model, counts in counted.items():
+        linear, quadratic = linear_and_quadratic(counts["torch"])
+        assert linear_and_quadratic(counts["ours"]) == pytest.approx((linear, quadratic / 2), rel=1e-9), model

@@ -6,12 +6,12 @@ It reads below the public names: a wrong group of ranks hangs a run, and does no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import train
+from gloo_ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_balance.mcore.setup.layout import problem_of_bound_device
@@ -27,21 +27,18 @@ def no_groups_are_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks_per_node"),
+    ("layout", "ranks_per_node"),
     [
-        pytest.param("--local-world-sizes 2", 2, id="DP4-on-two-nodes"),
-        pytest.param("--tensor-model-parallel-size 2 --local-world-sizes 4", None, id="TP2-DP2-on-one-node"),
-        pytest.param("--pipeline-model-parallel-size 2 --local-world-sizes 4 2", None, id="PP2-DP2-nodes-not-alike"),
-        pytest.param("--context-parallel-size 2 --local-world-sizes 4", None, id="CP2-DP2"),
-        pytest.param("--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", None, id="PP2-DP2-other-order"),
+        pytest.param({"local_world_sizes": [2]}, 2, id="DP4-on-two-nodes"),
+        pytest.param({"tp": 2, "local_world_sizes": [4]}, None, id="TP2-DP2-on-one-node"),
+        pytest.param({"pp": 2, "local_world_sizes": [4, 2]}, None, id="PP2-DP2-nodes-not-alike"),
+        pytest.param({"cp": 2, "local_world_sizes": [4]}, None, id="CP2-DP2"),
+        pytest.param({"pp": 2, "order": "tp-cp-ep-pp-dp"}, None, id="PP2-DP2-other-order"),
     ],
 )
-def test_groups_are_those_of_megatron_and_later_ones_meet(
-    tmp_path: Path, flags: str, ranks_per_node: int | None
-) -> None:
+def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any], ranks_per_node: int | None) -> None:
     num_ranks = 4
-    ran = train(tmp_path, flags.split(), num_ranks=num_ranks, module="group_ranks", timeout_seconds=120)
-    rows = [rank[0] for rank in ran.ranks]
+    rows = run_ranks(num_ranks, "group_ranks:groups_of_rank", imports=(), **layout)
     readers = [rank for rank, row in enumerate(rows) if row["tensor_rank"] == 0]
     for rank, row in enumerate(rows):
         firsts = [other for other in readers if rows[other]["data_rank"] == row["data_rank"]]

@@ -14,19 +14,8 @@ CASES = ("exchange_cases", "loop_cases", "device_cases", *HOOKED)
 
 
 def _world(num_ranks: int) -> Any:
-    return SimpleNamespace(run=partial(run_ranks, num_ranks, imports=CASES))
+    world = SimpleNamespace(run=partial(run_ranks, num_ranks, imports=CASES))
+    return pytest.fixture(lambda: world, name=f"world{num_ranks}")
 
 
-@pytest.fixture
-def world1() -> Any:
-    return _world(1)
-
-
-@pytest.fixture
-def world2() -> Any:
-    return _world(2)
-
-
-@pytest.fixture
-def world4() -> Any:
-    return _world(4)
+world1, world2, world4 = map(_world, (1, 2, 4))
