@@ -7,14 +7,12 @@ import os
 
 import pytest
 
-EXTERNAL_MODULES = "verl_cpu_platform,megatron_balance.adapters.verl.plugin"
-
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MEGATRON_BALANCE_VERL", "dispatch=yes")
     os.environ["VERL_PLATFORM"] = "cpu"
     # verl imports these itself, in Ray's workers and in spawned processes as well.
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = EXTERNAL_MODULES
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu_platform,megatron_balance.adapters.verl.plugin"
     import verl  # noqa: F401
 
     from megatron_balance.adapters.verl import is_installed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +21,6 @@ from megatron_balance.record import read_record
 def row_of(layout: str, name: str) -> Row:
     """Of the table."""
     return next(row for row in ROWS if (row.layout, row.name) == (layout, name))
-
-
-def squares(step: list[dict[str, Any]]) -> int:
-    """Of the lengths of a step's samples on a rank."""
-    return sum(length**2 for microbatch in step for length in microbatch["lengths"])
 
 
 def group(name: str) -> pytest.MarkDecorator:
@@ -57,14 +51,6 @@ class TestOneRecordedRun:
         (rate,) = re.findall(r"FLOPs count attention at ([\d.]+) times the rate of all else", run.log(0))
         # Two layers of 2h FLOPs a squared token, h 32, and three and a half passes.
         assert cost.quadratic == pytest.approx(2 * 2 * 32 * 3.5 / float(rate), abs=1)
-
-    def test_the_busiest_rank_has_less_to_do_than_with_samples_in_place(self, run: Run, train: KeptRuns) -> None:
-        in_place = run_of(train, row_of("DP2", "in-place"))
-        heaviest = [
-            [max(squares(step) for step in steps) for steps in zip(*microbatches(of), strict=True)]
-            for of in (run, in_place)
-        ]
-        assert sum(heaviest[0]) < sum(heaviest[1])
 
     def test_a_line_a_step_says_what_was_planned(self, run: Run) -> None:
         said = re.findall(
