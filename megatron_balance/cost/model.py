@@ -145,8 +145,8 @@ class CostModel:
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
             recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
             microbatch_tokens: the fixed cost of a micro-batch, in tokens; runs use `MICROBATCH_TOKENS`.
-            frozen_encoder: the vision encoder is not trained (`--freeze-ViT`).
-            frozen_language_model: nor is the language model (`--freeze-LM`); with `shape.lora_rank` it never is.
+            frozen_encoder: the vision encoder is not trained.
+            frozen_language_model: nor is the language model; with `shape.lora_rank` it never is.
             pack_tokens: tokens of a full pack. Sparse attention without fused kernels computes all pairs of a pack, so
                 that a token costs as much as the pack is long; 0 to count as if a sample were alone in its pack.
             linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s of one GPU in training.
