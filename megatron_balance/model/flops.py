@@ -11,9 +11,10 @@ Everything is a Python integer, so that ranks agree bit for bit and no length ov
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import image_flops
@@ -21,26 +22,20 @@ from megatron_balance.model.vision import image_flops
 if TYPE_CHECKING:  # ModelShape counts its weights
     from megatron_balance.model.shape import ModelShape
 
-Mixer = Literal["attention", "mla", "dsa", "dsa_shared", "gated_delta_net", "mamba"]
-Mlp = Literal["dense", "moe"]
 Gemm = tuple[int, int]
 """Width in and out of a weight matrix."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer.
+    """One layer: its mixer and MLP, each None in a hybrid model's layer that is the other.
 
-    Attributes:
-        mixer: what mixes tokens; None in a hybrid model's MLP layer. `dsa_shared` is sparse attention to the keys that
-            an earlier layer's indexer picked.
-        mlp: what follows it; None in a hybrid model's mixer layer.
-        window: tokens a query attends to, itself included; 0 where it attends to all before it, or to the keys that
-            sparse attention picks.
+    `dsa_shared` is sparse attention to the keys that an earlier layer's indexer picked. `window` is the tokens that a
+    query attends to, itself included; 0 where it attends to all before it, or to the keys that sparse attention picks.
     """
 
-    mixer: Mixer | None
-    mlp: Mlp | None
+    mixer: str | None
+    mlp: str | None
     window: int = 0
 
 
@@ -68,12 +63,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 class FlopsPolynomial:
     """FLOPs of one sequence of length L: `(linear + expert_linear)*L + quadratic*L² + Σ c*causal_pairs(L, w)`.
 
-    Attributes:
-        linear: FLOPs per token.
-        quadratic: FLOPs per squared token.
-        expert_linear: FLOPs per token in routed experts, which an expert-parallel group shares.
-        windows: pairs `(keys w that a query attends to, FLOPs c)` of sliding-window and of sparse attention,
-            ascending.
+    `expert_linear` is of routed experts, which an expert-parallel group shares; `windows` are pairs `(keys w that a
+    query attends to, FLOPs c)` of sliding-window and of sparse attention, ascending.
 
     Example:
         >>> FlopsPolynomial(linear=10, quadratic=1)(8)
@@ -86,9 +77,7 @@ class FlopsPolynomial:
     windows: tuple[tuple[int, int], ...] = ()
 
     def __add__(self, other: FlopsPolynomial) -> FlopsPolynomial:
-        windows = dict(self.windows)
-        for window, coefficient in other.windows:
-            windows[window] = windows.get(window, 0) + coefficient
+        windows = Counter(dict(self.windows)) + Counter(dict(other.windows))
         return FlopsPolynomial(
             self.linear + other.linear,
             self.quadratic + other.quadratic,
@@ -117,22 +106,18 @@ def causal_pairs(length: int, *, window: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What a layer computes.
-
-    Attributes:
-        gemms: weight matrices that every token passes and that adapters are trained for.
-        plain_gemms: those without adapters: routers, indexers, projections between models.
-        expert_gemms: the matrices of one routed expert.
-        state: FLOPs per token that no weight matrix accounts for.
-        quadratic: FLOPs per squared token.
-        window: keys that a query attends to in place of all; `quadratic` is for these then.
-    """
+    """What a layer computes."""
 
     gemms: Sequence[Gemm] = ()
+    """Weight matrices that every token passes and that adapters are trained for."""
     plain_gemms: Sequence[Gemm] = ()
+    """Those without adapters: routers, indexers, projections between models."""
     expert_gemms: Sequence[Gemm] = ()
+    """Of one routed expert."""
     state: int = 0
+    """FLOPs per token that no weight matrix accounts for."""
     quadratic: int = 0
+    """FLOPs per squared token, of `window` keys that a query attends to if that is above 0."""
     window: int = 0
 
 
@@ -155,16 +140,13 @@ def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patc
         >>> calculate_fwd_flops([1], ModelShape.preset("Qwen2.5-0.5B")) // 10**6  # twice its 494 M weights
         987
     """
-    flops = fwd_flops(shape)
     # numpy integers would wrap; Python's do not.
-    total = sum(flops(int(seqlen)) for seqlen in seqlens)
-    patches = [int(num_patches) for num_patches in image_patches]
-    if not patches:
-        return total
-    if shape.vision is None:
-        raise BalanceError("image_patches are given, but ModelShape.vision is None: give the model an encoder.")
-    of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
-    return total + sum(map(of_image, patches))
+    total = sum(map(fwd_flops(shape), map(int, seqlens)))
+    for num_patches in map(int, image_patches):
+        if shape.vision is None:
+            raise BalanceError("image_patches are given, but ModelShape.vision is None: give the model an encoder.")
+        total += image_flops(shape.vision, hidden_size=shape.hidden_size)(num_patches)
+    return total
 
 
 def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
@@ -225,11 +207,10 @@ def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:
             yield "dsa_indexer", _dsa_indexer(shape)
             if shape.dsa_indexer_loss:
                 yield "dsa_target", _dsa_target(shape)
-    h = shape.hidden_size
-    for depth in range(1 + shape.mtp_num_layers):
-        if depth:  # joins hidden state and embedding
-            yield "mtp_projection", Work(plain_gemms=((2 * h, h),))
-        yield "lm_head", Work(plain_gemms=((h, shape.padded_vocab_size),))
+    h, depths = shape.hidden_size, shape.mtp_num_layers
+    # A depth joins hidden state and embedding.
+    yield from [("mtp_projection", Work(plain_gemms=((2 * h, h),)))] * depths
+    yield from [("lm_head", Work(plain_gemms=((h, shape.padded_vocab_size),)))] * (1 + depths)
 
 
 def _attention(shape: ModelShape) -> Work:
@@ -287,10 +268,6 @@ def _mamba(shape: ModelShape) -> Work:
     return Work((in_proj, (inner, shape.hidden_size)), state=7 * inner * shape.mamba_state_dim)
 
 
-def _dense(shape: ModelShape) -> Work:
-    return Work(_mlp(shape, shape.hidden_size, shape.ffn_hidden_size))
-
-
 def _moe(shape: ModelShape) -> Work:
     """Router, shared and routed experts, these on a latent width perhaps; routed evenly, no token dropped."""
     h, latent = shape.hidden_size, shape.moe_latent_size
@@ -314,7 +291,7 @@ _WORK_OF: Mapping[str, Callable[[ModelShape], Work]] = {
     "dsa_shared": _dsa,
     "gated_delta_net": _gated_delta_net,
     "mamba": _mamba,
-    "dense": _dense,
+    "dense": lambda shape: Work(_mlp(shape, shape.hidden_size, shape.ffn_hidden_size)),
     "moe": _moe,
 }
 

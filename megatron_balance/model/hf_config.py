@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.flops import NEEDED
 from megatron_balance.model.vision import VisionEncoder
 
 Config = Mapping[str, Any]
@@ -35,15 +36,8 @@ PRESETS: dict[str, Config] = {name: row["config"] for name, row in ROWS.items()}
 source and the published number of parameters."""
 
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-_SHARED_WIDTH = (
-    "moe_shared_expert_intermediate_size",
-    "shared_expert_intermediate_size",
-    "share_expert_dim",
-    "shared_intermediate_size",
-)
-_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_NAMES: dict[str, list[str]] = _TABLE["names"]
+"""Keys that hold a field of a ModelShape, the first that a file has; a field that is not here has its own name."""
 
 
 def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int | None]:
@@ -94,37 +88,41 @@ def _num_parameters(path: Path, *, whole: Config) -> int | None:
 
 
 class _Keys:
-    """A configuration's values by the first of several names that has one, and the names that were used."""
+    """A configuration's values, by fields of a ModelShape or by their own keys, and the keys that were used."""
 
     def __init__(self, config: Config, model_type: str) -> None:
-        given = {name: value for name, value in config.items() if value is not None}
+        given = {key: value for key, value in config.items() if value is not None}
         self._values: Config = {**FAMILIES.get(model_type, {}), **given}
         self.model_type = model_type
         self.used: set[str] = set()
 
-    def get(self, *names: str, default: Any = None) -> Any:
-        name = next((name for name in names if name in self._values), None)
-        if name is None:
+    def get(self, name: str, *, default: Any = None) -> Any:
+        key = next((key for key in _NAMES.get(name, [name]) if key in self._values), None)
+        if key is None:
             return default
-        self.used.add(name)
-        if isinstance(self._values[name], bool):
-            raise BalanceError(f"{name} is {self._values[name]} in the Hugging Face config: it must be a number.")
-        return self._values[name]
+        self.used.add(key)
+        if isinstance(self._values[key], bool):
+            raise BalanceError(f"{key} is {self._values[key]} in the Hugging Face config: it must be a number.")
+        return self._values[key]
 
-    def flag(self, name: str, *, default: bool = False) -> bool:
+    def flag(self, key: str, *, default: bool = False) -> bool:
         """True where the value is neither false nor 0 nor empty."""
-        if name in self._values:
-            self.used.add(name)
-        return bool(self._values.get(name, default))
+        if key in self._values:
+            self.used.add(key)
+        return bool(self._values.get(key, default))
 
-    def need(self, *names: str) -> Any:
-        value = self.get(*names)
+    def need(self, name: str) -> Any:
+        value = self.get(name)
         if value is None:
             raise BalanceError(
-                f"{' or '.join(names)} is missing in the Hugging Face config of model_type {self.model_type!r}: add "
-                "it, give ModelShape its fields by hand, or balance by tokens."
+                f"{' or '.join(_NAMES.get(name, [name]))} is missing in the Hugging Face config of model_type "
+                f"{self.model_type!r}: add it, give ModelShape its fields by hand, or balance by tokens."
             )
         return value
+
+    def needed(self, kind: str) -> Fields:
+        """Sizes that every layer of a kind has."""
+        return {name: self.need(name) for name in NEEDED[kind]}
 
     def refusal(self, reason: str) -> BalanceError:
         return BalanceError(
@@ -145,50 +143,54 @@ def _load(path: Path) -> Config:
 
 
 def _fields(keys: _Keys) -> Fields:
-    for name, reason in _TABLE["refused_keys"].items():
-        if keys.flag(name):
+    for key, reason in _TABLE["refused_keys"].items():
+        if keys.flag(key):
             raise keys.refusal(reason)
-    kinds = _layer_kinds(keys)
+    # Nemotron-H has a symbol or a name for each layer, which is one mixer or one MLP.
+    pattern = keys.get("hybrid_override_pattern") or "".join(
+        _SYMBOLS.get(kind, "?") for kind in keys.get("layers_block_type", default=())
+    )
+    kinds = [] if pattern else _layer_kinds(keys)
     hidden_size, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
+    # Newer models leave the gate out with these activations; GELU by tanh has one in Gemma.
+    is_gated = keys.get("activation") not in ("relu2", "xielu", "relu", "gelu", "gelu_new")
     result: Fields = {
         "hidden_size": hidden_size,
-        "num_layers": len(kinds),
+        "num_layers": len(pattern or kinds),
         "num_attention_heads": heads,
-        "num_query_groups": keys.get("num_key_value_heads", default=heads),
-        "kv_channels": keys.get("head_dim", "attention_head_dim") or hidden_size // heads,
-        "ffn_hidden_size": keys.get("dense_intermediate_size", "intermediate_size", default=0),
-        "padded_vocab_size": keys.need("vocab_size"),
-        "gated_linear_unit": _is_gated(keys),
+        "num_query_groups": keys.get("num_query_groups", default=heads),
+        "kv_channels": keys.get("kv_channels") or hidden_size // heads,
+        "ffn_hidden_size": keys.get("ffn_hidden_size", default=0),
+        "padded_vocab_size": keys.need("padded_vocab_size"),
+        "gated_linear_unit": keys.flag("gated_mlp", default=is_gated),
         "attention_output_gate": keys.flag("attn_output_gate"),
     }
     if keys.get("kv_lora_rank"):
         result |= _latent(keys, kinds)
     elif keys.get("v_head_dim", default=result["kv_channels"]) != result["kv_channels"]:
         raise keys.refusal("values of another width than keys")
-    num_experts = keys.get(*_EXPERTS, default=0)
-    if num_experts and not ("M" in kinds and "E" not in kinds):
-        result |= _experts(keys, len(kinds), num_experts)
-    if "ssm_state_size" in keys.used or "mamba_d_state" in keys.used:
-        return result | _hybrid(keys, kinds, result)
+    if keys.get("num_experts") and (not pattern or "E" in pattern):
+        result |= _experts(keys, result["num_layers"])
+    if pattern or keys.get("mamba_d_state"):
+        if not pattern:  # Granite has an MLP after either mixer
+            mlp = "E" if "num_experts" in result else "-"
+            pattern = "".join(("M" if kind == "linear_attention" else "*") + mlp for kind in kinds)
+            if mlp == "-":
+                result["ffn_hidden_size"] = keys.get("shared_intermediate_size", default=result["ffn_hidden_size"])
+        hybrid = {"num_layers": len(pattern), "moe_layer_freq": (), "hybrid_layer_pattern": pattern}
+        return result | hybrid | keys.needed("mamba")
     if "sliding_attention" in kinds:
         # Hugging Face counts the query's own token in the window, FlashAttention and Megatron do not.
         result["window_size"] = (keys.need("sliding_window") - 1, 0)
         result["window_attn_skip_freq"] = tuple(int(kind == "sliding_attention") for kind in kinds)
     if "linear_attention" in kinds:
         result["linear_attention_freq"] = tuple(int(kind == "linear_attention") for kind in kinds)
-        names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
-        result |= {f"linear_{name}": keys.need(f"linear_{name}") for name in names}
+        result |= keys.needed("gated_delta_net")
     return result
 
 
 def _layer_kinds(keys: _Keys) -> list[str]:
     """The token mixer of each layer, from a list or from the family's rule."""
-    if pattern := keys.get("hybrid_override_pattern"):
-        keys.need("ssm_state_size")
-        return list(pattern)
-    if blocks := keys.get("layers_block_type"):
-        keys.need("ssm_state_size")
-        return [_SYMBOLS.get(kind, "?") for kind in blocks]
     num_layers = keys.need("num_hidden_layers")
     if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
         raise BalanceError(
@@ -200,9 +202,7 @@ def _layer_kinds(keys: _Keys) -> list[str]:
         kinds = [older.get(kind, kind) for kind in map(str, listed)]
     elif interval := keys.get("full_attention_interval"):
         kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
-    elif window and (
-        period := keys.get("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers")
-    ):
+    elif window and (period := keys.get("period of windows")):
         full = period.replace("G", "0").replace("L", "1") if isinstance(period, str) else "1" * (period - 1) + "0"
         kinds = [("full_attention", "sliding_attention")[int(full[i % len(full)])] for i in range(num_layers)]
     elif window and keys.flag("use_sliding_window", default=True):
@@ -230,42 +230,28 @@ def _layer_kinds(keys: _Keys) -> list[str]:
     return kinds
 
 
-def _is_gated(keys: _Keys) -> bool:
-    """Newer models leave the gate out with these activations; GELU by tanh has one in Gemma."""
-    activation = keys.get("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu")
-    return keys.flag("gated_mlp", default=activation not in ("relu2", "xielu", "relu", "gelu", "gelu_new"))
-
-
-def _experts(keys: _Keys, num_layers: int, num_experts: int) -> Fields:
-    listed = keys.get("mlp_layer_types")
+def _experts(keys: _Keys, num_layers: int) -> Fields:
     freq, step = keys.get("moe_layer_freq", default=1), keys.get("decoder_sparse_step", default=1)
-    if listed:
+    if listed := keys.get("mlp_layer_types"):
         if unknown := set(listed) - {"dense", "sparse"}:
             raise keys.refusal(f"mlp_layer_types {sorted(unknown)}")
         is_moe = [kind == "sparse" for kind in listed]
     elif isinstance(freq, list):
         is_moe = [bool(entry) for entry in cast("list[int]", freq)]
     else:
-        dense = keys.get("mlp_only_layers", default=())
-        first = keys.get("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0)
-        last = keys.get("moe_layer_end_index", default=num_layers - 1)
+        dense, first = keys.get("mlp_only_layers", default=()), keys.get("first MoE layer", default=0)
+        last = keys.get("moe_layer_end_index", default=-1) % num_layers
         step = keys.get("moe_layer_interval", default=step)
         is_moe = [
-            first <= i <= (last if last >= 0 else num_layers - 1)
-            and i % freq == 0
-            and i not in dense
-            and (i + 1) % step == 0
-            for i in range(num_layers)
+            first <= i <= last and i % freq == 0 and i not in dense and (i + 1) % step == 0 for i in range(num_layers)
         ]
-    width = keys.get("moe_intermediate_size") or (
-        keys.need("intermediate_size") if all(is_moe) else keys.need("moe_intermediate_size")
-    )
-    shared = keys.get(*_SHARED_WIDTH)
+    width = keys.get("moe_ffn_hidden_size") or keys.need("intermediate_size" if all(is_moe) else "moe_ffn_hidden_size")
+    shared = keys.get("moe_shared_expert_intermediate_size")
     if shared is None:
-        shared = keys.get(*_NUM_SHARED, default=0) * width
+        shared = keys.get("number of shared experts", default=0) * width
     return {
-        "num_experts": num_experts,
-        "moe_router_topk": keys.need(*_TOPK),
+        "num_experts": keys.get("num_experts"),
+        "moe_router_topk": keys.need("moe_router_topk"),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": shared,
         "moe_latent_size": keys.get("moe_latent_size", default=0),
@@ -274,27 +260,20 @@ def _experts(keys: _Keys, num_layers: int, num_experts: int) -> Fields:
 
 
 def _latent(keys: _Keys, kinds: list[str]) -> Fields:
+    if "linear_attention" in kinds:
+        raise keys.refusal("linear attention beside latent attention")
     # Keys and values are one latent vector: head_dim and num_key_value_heads mean nothing here.
     heads = keys.need("num_attention_heads")
     result: Fields = {
+        **keys.needed("mla"),
         "num_query_groups": heads,
         "kv_channels": keys.need("hidden_size") // heads,
         "multi_latent_attention": True,
         "q_lora_rank": keys.get("q_lora_rank", default=0),
-        "kv_lora_rank": keys.need("kv_lora_rank"),
-        "qk_head_dim": keys.need("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": keys.need("qk_rope_head_dim"),
-        "v_head_dim": keys.need("v_head_dim"),
+        "qk_pos_emb_head_dim": keys.need("qk_pos_emb_head_dim"),
     }
-    if "linear_attention" in kinds:
-        raise keys.refusal("linear attention beside latent attention")
-    if topk := keys.get("index_topk"):
-        result |= {
-            "dsa_indexer_n_heads": keys.need("index_n_heads"),
-            "dsa_indexer_head_dim": keys.need("index_head_dim"),
-            "dsa_indexer_topk": topk,
-            "dsa_indexer_layers": _indexer_layers(keys, len(kinds)),
-        }
+    if keys.get("dsa_indexer_topk"):
+        result |= keys.needed("dsa") | {"dsa_indexer_layers": _indexer_layers(keys, len(kinds))}
     return result
 
 
@@ -311,25 +290,6 @@ def _indexer_layers(keys: _Keys, num_layers: int) -> tuple[int, ...]:
     return () if "shared" not in types else tuple(int(kind == "full") for kind in types)
 
 
-def _hybrid(keys: _Keys, kinds: list[str], fields: Fields) -> Fields:
-    """Mamba beside attention: a layer of Nemotron-H is one of the two or an MLP, Granite's has an MLP after either."""
-    pattern = "".join(kinds)
-    if "ssm_state_size" not in keys.used:
-        mlp = "E" if fields.get("num_experts") else "-"
-        pattern = "".join(("M" if kind == "linear_attention" else "*") + mlp for kind in kinds)
-        if mlp == "-":
-            fields["ffn_hidden_size"] = keys.get("shared_intermediate_size", default=fields["ffn_hidden_size"])
-    return fields | {
-        "moe_layer_freq": (),
-        "num_layers": len(pattern),
-        "hybrid_layer_pattern": pattern,
-        "mamba_num_heads": keys.need("mamba_num_heads", "mamba_n_heads"),
-        "mamba_state_dim": keys.need("ssm_state_size", "mamba_d_state"),
-        "mamba_head_dim": keys.need("mamba_head_dim", "mamba_d_head"),
-        "mamba_num_groups": keys.need("n_groups", "mamba_n_groups"),
-    }
-
-
 def _encoder(keys: _Keys) -> VisionEncoder | None:
     """The encoder of a Qwen-VL model; None for any other.
 
@@ -344,7 +304,7 @@ def _encoder(keys: _Keys) -> VisionEncoder | None:
         num_layers=depth,
         ffn_hidden_size=keys.need("intermediate_size"),
         gated_linear_unit=keys.model_type.startswith("qwen2_5_vl"),
-        patch_values=keys.need("in_channels", "in_chans") * keys.need("temporal_patch_size") * patch_size**2,
+        patch_values=keys.need("channels") * keys.need("temporal_patch_size") * patch_size**2,
         patches_per_token=merged,
         projector_hidden_size=merged * hidden_size,
         num_projectors=1 + len(keys.get("deepstack_visual_indexes", default=())),

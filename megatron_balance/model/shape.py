@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import NEEDED, Layer, Mixer, Mlp, num_parameters
+from megatron_balance.model.flops import NEEDED, Layer, num_parameters
 from megatron_balance.model.hf_config import PRESETS, fields_from_hf_config
 from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
-from megatron_balance.model.vision import VisionEncoder
+from megatron_balance.model.vision import VisionEncoder, check_sizes
 
-HYBRID_LAYERS: dict[str, tuple[Mixer | None, Mlp | None]] = {
+Kind = tuple[str | None, str | None]
+"""Mixer and MLP of a layer."""
+
+HYBRID_LAYERS: dict[str, Kind] = {
     "*": ("attention", None),
     "+": ("mla", None),
     "D": ("dsa", None),
@@ -30,6 +33,9 @@ HYBRID_LAYERS: dict[str, tuple[Mixer | None, Mlp | None]] = {
     "E": (None, "moe"),
 }
 """Megatron's symbols (megatron.core.models.hybrid.hybrid_layer_allocation)."""
+
+_SYMBOLS = f"{''.join(HYBRID_LAYERS)}, whose FLOPs are known; balance other layers by tokens"
+_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq", "dsa_indexer_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,7 @@ class ModelShape:
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int = 0
     padded_vocab_size: int
     gated_linear_unit: bool
     attention_output_gate: bool = False
@@ -126,44 +132,27 @@ class ModelShape:
     vision: VisionEncoder | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            # The default tells a size from a flag: its type is a text or a class, as annotations are evaluated or not.
-            is_size = field.default is MISSING or type(field.default) is int
-            if is_size and field.name != "gated_linear_unit" and (type(value) is not int or value < 0):
-                raise BalanceError(f"ModelShape.{field.name} is {value!r}: it must be a non-negative integer.")
-        always = ("hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "kv_channels")
-        self._require((*always, "padded_vocab_size"), "every model")
-        if self.num_attention_heads % self.num_query_groups:
-            raise BalanceError(
-                f"ModelShape.num_query_groups is {self.num_query_groups}: it must divide "
-                f"num_attention_heads, {self.num_attention_heads}."
-            )
-        for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq", "dsa_indexer_layers"):
-            pattern: tuple[int, ...] = getattr(self, name)
-            if pattern and (len(pattern) != self.num_layers or not set(pattern) <= {0, 1}):
-                raise BalanceError(
-                    f"ModelShape.{name} is {pattern!r}: it must hold one 0 or 1 for each of {self.num_layers} layers."
-                )
-        if self.window_size is not None and (len(self.window_size) != 2 or min(self.window_size) < -1):
-            raise BalanceError(
-                f"ModelShape.window_size is {self.window_size!r}: it must be (left, right) tokens, -1 for no bound."
-            )
-        if self.hybrid_layer_pattern:
-            self._check_hybrid_pattern()
-        elif self.dsa_indexer_topk and not self.multi_latent_attention:
-            raise BalanceError(
-                f"ModelShape.dsa_indexer_topk is {self.dsa_indexer_topk}: sparse attention is multi-latent, set "
-                "multi_latent_attention."
-            )
+        check_sizes(self)
+        main, *depths = self._hybrid_parts()
+        window = (0, 0) if self.window_size is None else self.window_size
+        layers, latent = (self.num_layers, self.mtp_num_layers), self.multi_latent_attention or bool(main)
+        heads, experts = self.num_attention_heads, self.num_experts
+        for name, is_right, needs in (
+            ("num_query_groups", heads % self.num_query_groups == 0, f"divide num_attention_heads, {heads}"),
+            ("moe_router_topk", self.moe_router_topk <= experts, f"be at most num_experts, {experts}"),
+            ("window_size", len(window) == 2 and min(window) >= -1, "be (left, right) tokens, -1 for no bound"),
+            ("dsa_indexer_topk", latent or not self.dsa_indexer_topk, "be 0 without multi_latent_attention"),
+            ("hybrid_layer_pattern", {*main}.union(*depths) <= {*HYBRID_LAYERS}, f"consist of {_SYMBOLS}"),
+            ("hybrid_layer_pattern", not main or (len(main), len(depths)) == layers, f"have {layers} layers, depths"),
+            *((name, self._is_pattern(name), f"hold one 0 or 1 for each of {layers[0]} layers") for name in _PATTERNS),
+        ):
+            if not is_right:
+                raise BalanceError(f"ModelShape.{name} is {getattr(self, name)!r}: it must {needs}.")
         for layer in {*self.decoder_layers(), *self.mtp_layers()}:
-            for kind in (layer.mixer, layer.mlp):
-                self._require(NEEDED.get(kind or "", ()), f"a {kind} layer")
-        if self.moe_router_topk > self.num_experts:
-            raise BalanceError(
-                f"ModelShape.moe_router_topk is {self.moe_router_topk}: it must be at most "
-                f"num_experts, {self.num_experts}."
-            )
+            for kind in filter(None, (layer.mixer, layer.mlp)):
+                for name in NEEDED.get(kind, ()):
+                    if not getattr(self, name):
+                        raise BalanceError(f"ModelShape.{name} is 0: a {kind} layer needs it, give a positive integer.")
 
     @classmethod
     def from_megatron_args(cls, args: object) -> ModelShape:
@@ -239,9 +228,7 @@ class ModelShape:
 
     def decoder_layers(self) -> tuple[Layer, ...]:
         """The decoder's layers, first to last. `[num_layers]`"""
-        if self.hybrid_layer_pattern:
-            return self._hybrid_layers(self._hybrid_parts()[0])
-        return tuple(self._layer(index) for index in range(self.num_layers))
+        return self._numbered(self._kinds()[0])
 
     def mtp_layers(self) -> tuple[Layer, ...]:
         """Layers of all multi-token-prediction depths.
@@ -249,52 +236,37 @@ class ModelShape:
         Each depth repeats the decoder's last layer (get_gpt_mtp_block_spec), with its own count of layers from 1,
         which decides its window; a hybrid model's pattern has the layers of a depth.
         """
+        return sum(map(self._numbered, self._kinds()[1:]), ())
+
+    def _kinds(self) -> list[list[Kind]]:
+        """The decoder's layers, then those of multi-token prediction, numbered anew in each list."""
         if self.hybrid_layer_pattern:
-            return sum((self._hybrid_layers(part) for part in self._hybrid_parts()[1:]), ())
-        last = self._layer(self.num_layers - 1)
-        return tuple(Layer(last.mixer, last.mlp, self._window(last.mixer, d)) for d in range(self.mtp_num_layers))
+            return [[HYBRID_LAYERS[symbol] for symbol in part] for part in self._hybrid_parts()]
+        layers: list[Kind] = []
+        for index in range(self.num_layers):
+            mixer = "attention"
+            if self.multi_latent_attention:
+                own_indexer = not self.dsa_indexer_layers or self.dsa_indexer_layers[index]
+                mixer = ("dsa" if own_indexer else "dsa_shared") if self.dsa_indexer_topk else "mla"
+            if self.linear_attention_freq and self.linear_attention_freq[index]:
+                mixer = "gated_delta_net"
+            is_moe = self.num_experts and (not self.moe_layer_freq or self.moe_layer_freq[index])
+            layers.append((mixer, "moe" if is_moe else "dense"))
+        return [layers, layers[-1:] * self.mtp_num_layers]
 
-    def _layer(self, index: int) -> Layer:
-        mixer: Mixer = "attention"
-        if self.multi_latent_attention:
-            own_indexer = not self.dsa_indexer_layers or self.dsa_indexer_layers[index]
-            mixer = ("dsa" if own_indexer else "dsa_shared") if self.dsa_indexer_topk else "mla"
-        if self.linear_attention_freq and self.linear_attention_freq[index]:
-            mixer = "gated_delta_net"
-        moe = self.num_experts > 0 and (not self.moe_layer_freq or self.moe_layer_freq[index] == 1)
-        return Layer(mixer, "moe" if moe else "dense", self._window(mixer, index))
-
-    def _window(self, mixer: Mixer | None, index: int) -> int:
-        """Tokens that a query of this layer sees; 0 for all. FlashAttention's (left, 0) is left + 1 tokens."""
-        windowed = not self.window_attn_skip_freq or self.window_attn_skip_freq[index % self.num_layers]
-        if mixer not in ("attention", "mla") or self.window_size is None or not windowed:
-            return 0
-        return self.window_size[0] + 1
+    def _numbered(self, kinds: list[Kind]) -> tuple[Layer, ...]:
+        # A window is of attention to what is before, and FlashAttention's (left, 0) is left + 1 tokens.
+        window = 0 if self.window_size is None else self.window_size[0] + 1
+        windowed = self.window_attn_skip_freq or (1,)
+        return tuple(
+            Layer(mixer, mlp, window * windowed[index % len(windowed)] if mixer in ("attention", "mla") else 0)
+            for index, (mixer, mlp) in enumerate(kinds)
+        )
 
     def _hybrid_parts(self) -> list[str]:
         main, *depths = self.hybrid_layer_pattern.replace("|", "").split("/")
-        return [main, *(depth for depth in depths if depth)]
+        return [main, *filter(None, depths)]
 
-    def _hybrid_layers(self, pattern: str) -> tuple[Layer, ...]:
-        kinds = [HYBRID_LAYERS[symbol] for symbol in pattern]
-        return tuple(Layer(mixer, mlp, self._window(mixer, index)) for index, (mixer, mlp) in enumerate(kinds))
-
-    def _require(self, names: tuple[str, ...], by: str) -> None:
-        for name in names:
-            if getattr(self, name) == 0:
-                raise BalanceError(f"ModelShape.{name} is 0: {by} needs it, give a positive integer.")
-
-    def _check_hybrid_pattern(self) -> None:
-        main, *depths = self._hybrid_parts()
-        unknown = set("".join([main, *depths])) - set(HYBRID_LAYERS)
-        if unknown:
-            raise BalanceError(
-                f"ModelShape.hybrid_layer_pattern has {sorted(unknown)}: the FLOPs of {sorted(HYBRID_LAYERS)} are "
-                "known; balance other layers by tokens or by calibrated costs."
-            )
-        if len(main) != self.num_layers or len(depths) != self.mtp_num_layers:
-            raise BalanceError(
-                f"ModelShape.hybrid_layer_pattern is {self.hybrid_layer_pattern!r}, {len(main)} layers and "
-                f"{len(depths)} depths: it must have num_layers, {self.num_layers}, and mtp_num_layers, "
-                f"{self.mtp_num_layers}."
-            )
+    def _is_pattern(self, name: str) -> bool:
+        pattern: tuple[int, ...] = getattr(self, name)
+        return not pattern or (len(pattern) == self.num_layers and set(pattern) <= {0, 1})

@@ -48,18 +48,22 @@ class VisionEncoder:
     num_windowed_layers: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in ("window_patches", "num_windowed_layers") else 1
-            if field.name != "gated_linear_unit" and (type(value) is not int or value < least):
-                raise BalanceError(
-                    f"VisionEncoder.{field.name} is {value!r}: it must be an integer of at least {least}."
-                )
+        check_sizes(self)
         if self.num_windowed_layers > (self.num_layers if self.window_patches else 0):
             raise BalanceError(
                 f"VisionEncoder.num_windowed_layers is {self.num_windowed_layers}: it must be at most num_layers, "
                 f"{self.num_layers}, and window_patches must be set."
             )
+
+
+def check_sizes(shape: Any) -> None:
+    """Refuse a dataclass whose integers are none, or below 1 where the default is not 0."""
+    for field in fields(shape):
+        value, least = getattr(shape, field.name), int(field.default != 0)
+        # An annotation is evaluated or not.
+        if field.type in (int, "int") and (type(value) is not int or value < least):
+            name = f"{type(shape).__name__}.{field.name}"
+            raise BalanceError(f"{name} is {value!r}: it must be an integer of at least {least}.")
 
 
 @dataclass(frozen=True)

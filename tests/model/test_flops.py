@@ -292,7 +292,7 @@ def test_lengths_of_numpy_do_not_overflow() -> None:
         ({"lora_rank": -1}, "lora_rank is -1"),
         ({"kv_lora_rank": 0.5}, r"kv_lora_rank is 0\.5"),
         ({**LATENT, **INDEXER, "dsa_indexer_layers": (1,)}, r"dsa_indexer_layers is \(1,\)"),
-        ({"num_query_groups": 3}, "num_query_groups is 3: it must divide"),
+        ({"num_query_groups": 3}, "num_query_groups is 3: it must divide num_attention_heads, 4"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0: a dense layer needs it"),
         ({"num_experts": 4}, "moe_router_topk is 0: a moe layer needs it"),
         ({**EXPERTS, "moe_router_topk": 7}, "moe_router_topk is 7.*num_experts, 6"),
@@ -301,12 +301,12 @@ def test_lengths_of_numpy_do_not_overflow() -> None:
         ({"linear_attention_freq": (0, 1)}, "linear_key_head_dim is 0: a gated_delta_net layer"),
         ({"multi_latent_attention": True}, "kv_lora_rank is 0: a mla layer"),
         ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
-        ({"dsa_indexer_topk": 5}, "dsa_indexer_topk is 5: sparse attention is multi-latent"),
+        ({"dsa_indexer_topk": 5}, "dsa_indexer_topk is 5: .* without multi_latent_attention"),
         ({**LATENT, "dsa_indexer_topk": 5}, "dsa_indexer_n_heads is 0: a dsa layer needs it"),
-        ({"hybrid_layer_pattern": "X*"}, "hybrid_layer_pattern has .'X'"),
+        ({"hybrid_layer_pattern": "X*"}, "hybrid_layer_pattern is 'X.'.*whose FLOPs are known"),
         ({"hybrid_layer_pattern": "D*"}, "kv_lora_rank is 0: a dsa layer needs it"),
-        ({"hybrid_layer_pattern": "***"}, "3 layers"),
-        ({"hybrid_layer_pattern": "*-/*"}, "1 depths"),
+        ({"hybrid_layer_pattern": "***"}, r"have \(2, 0\) layers, depths"),
+        ({"hybrid_layer_pattern": "*-/*"}, r"have \(2, 0\) layers, depths"),
         ({"hybrid_layer_pattern": "M-"}, "mamba_state_dim is 0: a mamba layer"),
     ],
 )
@@ -363,8 +363,8 @@ def test_arguments_not_given_take_megatrons_defaults() -> None:
     assert ModelShape.from_megatron_args(Namespace(**{**ARGS, "group_query_attention": True})).num_query_groups == 1
 
 
-@pytest.mark.parametrize("freq", [2, "2", [1, 0, 1, 0], "[1,0]*2", "([1]+[0])*2"])
-def test_moe_layer_freq_in_all_its_forms(freq: object) -> None:
+@pytest.mark.parametrize("freq", [2, [1, 0, 1, 0]])
+def test_moe_layer_freq_is_a_period_or_a_list(freq: object) -> None:
     args = Namespace(**ARGS, num_experts=4, moe_router_topk=2, moe_layer_freq=freq)
     shape = ModelShape.from_megatron_args(args)
     assert shape.moe_layer_freq == (1, 0, 1, 0)
@@ -375,7 +375,7 @@ def test_linear_attention_and_windows_leave_every_nth_layer_full() -> None:
     args = Namespace(**ARGS, window_size=(7, 0), window_attn_skip_freq=2)
     assert [layer.window for layer in ModelShape.from_megatron_args(args).decoder_layers()] == [8, 0, 8, 0]
     linear = {"experimental_attention_variant": "gated_delta_net", **DELTA_NET}
-    args = Namespace(**ARGS, **linear, linear_attention_freq="4")
+    args = Namespace(**ARGS, **linear, linear_attention_freq=4)
     assert ModelShape.from_megatron_args(args).linear_attention_freq == (1, 1, 1, 0)
     with pytest.raises(BalanceError, match="--linear-attention-freq is not given"):
         ModelShape.from_megatron_args(Namespace(**ARGS, **linear))
@@ -435,8 +435,6 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it() -> None:
         ({"padded_vocab_size": None}, "--vocab-size is not given"),
         ({"experimental_attention_variant": "kda"}, "--experimental-attention-variant is 'kda'"),
         ({"heterogeneous_layers_config_path": "x.json"}, "--heterogeneous-layers-config-path is given"),
-        ({"num_experts": 4, "moe_layer_freq": "[1]*2**9"}, "--moe-layer-freq is"),
-        ({"num_experts": 4, "moe_layer_freq": "import os"}, "--moe-layer-freq is 'import os'"),
     ],
 )
 def test_arguments_that_cannot_be_counted_are_refused(change: dict[str, Any], message: str) -> None:
