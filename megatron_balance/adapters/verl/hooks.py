@@ -26,7 +26,7 @@ from megatron_balance.adapters.kit import Function, Hook, row_costs, split_rollo
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.adapters.verl import Settings, adapter, is_hook, while_active
 from megatron_balance.adapters.verl.dispatch import bind_balanced, split_balanced
-from megatron_balance.adapters.verl.plan import RowOrder, balanced_partitions, group_balanced_partitions, order_rows
+from megatron_balance.adapters.verl.plan import RowOrder, balanced_partitions, order_rows
 from megatron_balance.adapters.verl.rows import nested_lengths, row_lengths, select_rows
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import install_hooks
@@ -77,13 +77,6 @@ def hooks() -> tuple[Hook, ...]:
             why="largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
             until="verl takes a partition function",
             modules=TRAINERS,
-        ),
-        balancing(
-            "get_group_balanced_partitions",
-            "seqlen_list uid_list k_partitions",
-            _get_group_partitions,
-            why="a uid that comes again counts as another group there",
-            until="verl collects the rows of a uid",
         ),
         balancing(
             "rearrange_micro_batches",
@@ -153,11 +146,6 @@ def _calculate_workload(settings: Settings, seqlen_list: Any) -> torch.Tensor:
 
 def _get_partitions(_: Settings, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
     return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
-
-
-def _get_group_partitions(settings: Settings, seqlen_list: Any, uid_list: Any, k_partitions: int) -> list[list[int]]:
-    lengths = np.asarray(seqlen_list, dtype=np.int64)
-    return group_balanced_partitions(lengths, uids=uid_list, num_parts=k_partitions, cost_model=settings.cost_model)
 
 
 def _rearrange_micro_batches(

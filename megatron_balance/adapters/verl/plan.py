@@ -8,7 +8,7 @@ rows of one unit, such as those of a uid, stay neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron_balance.adapters.kit import even_parts, row_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import mountain_order, number_groups
+from megatron_balance.planner import mountain_order
 
 Ints = NDArray[np.int64]
 
@@ -36,22 +36,6 @@ def balanced_partitions(loads: Any, *, num_parts: int, equal_size: bool) -> list
     if not 1 <= num_parts <= len(listed):
         raise BalanceError(f"k_partitions is {num_parts}: it must be from 1 to the {len(listed)} items.")
     return [part.tolist() for part in even_parts([*map(int, listed)], num_parts=num_parts, equal_count=equal_size)]
-
-
-def group_balanced_partitions(
-    lengths: Ints, *, uids: Sequence[Hashable] | NDArray[Any], num_parts: int, cost_model: CostModel
-) -> list[list[int]]:
-    """Replaces verl's `get_group_balanced_partitions`: rows of one uid, neighbours or not, become neighbours."""
-    groups = number_groups(uids)
-    if groups.size != lengths.size:
-        raise BalanceError(f"there are {groups.size} uids for {lengths.size} rows: there must be one each.")
-    num_groups = int(groups.max(initial=-1)) + 1
-    if num_groups < num_parts:
-        raise BalanceError(
-            f"{num_groups} groups of rows cannot be kept whole on {num_parts} ranks: raise train_batch_size."
-        )
-    order = order_rows(lengths, num_ranks=num_parts, cost_model=cost_model, units=groups)
-    return [part.tolist() for part in order.parts]
 
 
 @dataclass(frozen=True, eq=False)

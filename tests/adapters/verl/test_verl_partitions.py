@@ -99,15 +99,3 @@ def test_equal_sizes_on_a_heavy_tail():
 def test_what_cannot_be_parted_is_named(loads, says):
     with pytest.raises(BalanceError, match=says):
         partitions(loads, 3)
-
-
-def test_a_uid_that_comes_again_is_not_split():
-    uids = ["a", "b", "a", "c", "b", "d", "c", "d"]
-    with installed(cost="tokens"):
-        parts = seqlen_balancing.get_group_balanced_partitions([900, 10, 900, 20, 10, 500, 20, 500], uids, 2)
-        with pytest.raises(BalanceError, match="1 groups of rows"):
-            seqlen_balancing.get_group_balanced_partitions([1, 2], ["a", "a"], 2)
-    held = [[uids[row] for row in part] for part in parts]
-    # a with the lightest group, 1800 + 20 against 1000 + 40; rows of a uid are neighbours, so that they share a prefix.
-    assert {tuple(sorted(of_part)) for of_part in held} == {("a", "a", "b", "b"), ("c", "c", "d", "d")}
-    assert all(part[0] == part[1] and part[2] == part[3] for part in held)
