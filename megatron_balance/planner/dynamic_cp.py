@@ -80,6 +80,11 @@ class SizedBatch:
         """`[num_samples]` of `costs` or `tokens`, where each sample has a level of its own."""
         return table[levels, np.arange(self.num_samples)]
 
+    def with_experts_as_own(self) -> SizedBatch:
+        """The batch with the work of experts done by the ranks of their tokens, where groups of leaves share it."""
+        of_ranks = -(-self.shared // (1 << np.arange(self.num_levels)[:, None]))
+        return replace(self, costs=self.costs + of_ranks, shared=np.zeros_like(self.shared))
+
     def levels_within(self, limit: int) -> Ints:
         """The smallest size with room whose ranks pay at most `limit`, `[num_samples]`; else the cheapest."""
         levels = self.least_levels.copy()

@@ -40,7 +40,7 @@ HEIGHTS = 4
 """Heights that each is filled to: the next makes room for what was left at the one before."""
 
 MAX_FILLED = 65536
-"""Samples filled into rows after which the search ends; the first outline is always filled."""
+"""Samples filled into rows after which the search ends, of each view; the first outline is always filled."""
 
 
 def plan_sizes(batch: SizedBatch) -> Plan:
@@ -61,23 +61,26 @@ def plan_on_tree(batch: SizedBatch) -> Plan:
     All leaves of a node have the same ancestors, so they reach its micro-batches in the same slot and at the same time:
     no rank waits inside a micro-batch.
     """
-    # Fixed costs of micro-batches are spread over tokens, since most micro-batches are full, and ranks that meet once a
-    # step even out what their experts share as if it were their own.
+    own, floor, plans = batch.with_experts_as_own(), batch.least_work(), list[Plan]()
+    # How many micro-batches a leaf will have is not known: their fixed costs by tokens, none, or one a shared sample.
     whole, part = divmod(batch.launch, batch.cap)
-    shared = -(-batch.shared // (1 << np.arange(batch.num_levels)[:, None]))
-    spread = replace(batch, costs=batch.costs + shared + whole * batch.tokens + part * batch.tokens // batch.cap)
-    best: tuple[Ints, Ints, int] | None = None
-    low = floor = batch.least_work()
-    step, placed = floor // (4 * TOLERANCE), 0
-    while best is None or (placed < MAX_PLACED and best[2] - low > floor // TOLERANCE):
-        target = low + step if best is None else (low + best[2]) // 2
-        found = _nodes_within(spread, target=target)
-        placed += batch.num_samples
-        if found is None:
-            low, step = target, 2 * step + 1
-        else:
-            best = found
-    return _pack_nodes(batch, levels=best[0], nodes=best[1])
+    by_tokens = whole * own.tokens + part * own.tokens // batch.cap
+    of_shared = np.zeros_like(by_tokens)
+    of_shared[1:] = batch.launch
+    for fixed in (by_tokens, 0, of_shared) if batch.launch else (0,):
+        estimate = replace(own, costs=own.costs + fixed)
+        best: tuple[Ints, Ints, int] | None = None
+        low, step, placed = floor, floor // (4 * TOLERANCE), 0
+        while best is None or (placed < MAX_PLACED and best[2] - low > floor // TOLERANCE):
+            target = low + step if best is None else (low + best[2]) // 2
+            found = _nodes_within(estimate, target=target)
+            placed += batch.num_samples
+            if found is None:
+                low, step = target, 2 * step + 1
+            else:
+                best = found
+        plans.append(_pack_nodes(batch, levels=best[0], nodes=best[1]))
+    return min(plans, key=lambda plan: batch.time(plan.slot_of, plan.cp_sizes))
 
 
 def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints, int] | None:
@@ -168,13 +171,15 @@ def plan_in_rows(batch: SizedBatch) -> Plan:
     """The fastest of the most promising outlines, filled: the least sum of heights, or the least makespan."""
     best: tuple[int, Plan] | None = None
     where, filled = batch.waiting, 0
-    for outline in outlines(batch):
-        if best is not None and (outline.time >= where.pp_size * best[0] or filled >= MAX_FILLED):
+    # What experts do evens out over the ranks that share it, as far as samples allow: each sample's own is tried too.
+    views = [batch, batch.with_experts_as_own()] if batch.shared.any() else [batch]
+    for outline, view in sorted((outline, number) for number, one in enumerate(views) for outline in outlines(one)):
+        if best is not None and (outline.time >= where.pp_size * best[0] or filled >= MAX_FILLED * len(views)):
             break
         height = outline.height
         for _ in range(HEIGHTS):
             filled += batch.num_samples
-            packs, left = fill(batch, outline, height=height)
+            packs, left = fill(views[view], outline, height=height)
             plan = shelve(batch, packs)
             heights = batch.cost_grid(plan.slot_of, plan.cp_sizes).max(axis=0, keepdims=True)
             order = mountain_order(heights) if where.pp_size > 1 else np.arange(heights.size)[None]
