@@ -14,7 +14,7 @@ from benchmarks.dynamic_cp.dev_scheduler import Rows
 from benchmarks.dynamic_cp.setups import OBJECTIVES, DynamicSetup, cost_model
 from benchmarks.planner.measure import median_timing, timed
 from megatron_balance import build_data_schedule
-from megatron_balance.planner import DataSchedule, SizedBatch
+from megatron_balance.planner import DataSchedule, SizedBatch, batch_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def measure_cell(
     num_over_cap = 0
     for batch, rows in planned:
         schedule = plan(batch, setup=setup, exchange=exchange, objective=objective).check()
-        samples = schedule.batch()
+        samples = batch_of(schedule)
         assert isinstance(samples, SizedBatch)
         ideal = sum(cost_model(0)(length) for length in batch.tolist()) / samples.num_leaves
         ideal /= 1 << schedule.cost_shift

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.lengths import synthetic_lengths
-from megatron_balance.planner import Batch
+from megatron_balance.planner import Batch, batch_of
 from megatron_balance.planner import plan as planner
 
 PICTURE = Path(__file__).with_name("plan_steps.svg")
@@ -32,7 +32,7 @@ _WIDTH, _PANEL, _TITLE, _LEFT = 940, 96, 30, 20
 def picture() -> str:
     """The drawing as SVG."""
     schedule = build_data_schedule(LENGTHS, cost_model=COST_MODEL, topology=TOPOLOGY, limits=Limits(CAP))
-    batch = schedule.batch()
+    batch = batch_of(schedule)
     assert isinstance(batch, Batch)
     order = np.argsort(-batch.own, kind="stable")
     batch = batch.take(order)

@@ -102,7 +102,6 @@ def build_data_schedule(
     keep_groups: str = "rank",
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
     move_samples: bool = True,
-    relabel: bool = True,
     ranks_per_node: int | None = None,
 ) -> DataSchedule:
     """Plans one global batch.
@@ -122,10 +121,9 @@ def build_data_schedule(
         groups: `[num_samples]` id of the group of each sample, any number or string.
         keep_groups: `rank` keeps each group on one rank; `step` asks for nothing, since a global batch is
             one optimiser step.
-        home_ranks: `[num_samples]` data-parallel rank that loaded each sample.
+        home_ranks: `[num_samples]` data-parallel rank that loaded each sample: interchangeable ranks and slots are
+            exchanged so that fewer tokens leave it, at equal costs. With `Topology.dynamic_cp` they are only noted.
         move_samples: False keeps every sample on its home rank.
-        relabel: exchange interchangeable ranks and slots so that fewer tokens leave their home rank; costs stay equal.
-            With `Topology.dynamic_cp` samples run on several ranks, and home ranks are only noted.
         ranks_per_node: data-parallel ranks of one node; samples that move stay on their node where possible.
 
     Returns:
@@ -153,7 +151,6 @@ def build_data_schedule(
         ranks_per_node=ranks_per_node,
     )
     check_kind("move_samples", move_samples, bool)
-    check_kind("relabel", relabel, bool)
     if algorithm not in ("auto", *ALGORITHMS):
         raise BalanceError(f"algorithm is {algorithm!r}: it must be one of auto, {', '.join(ALGORITHMS)}.")
     algorithm = "level_packing" if algorithm == "auto" else algorithm
@@ -180,7 +177,6 @@ def build_data_schedule(
             if is_set:
                 raise BalanceError(f"{name} does not go with Topology.dynamic_cp: {remedy}, or plan at one size.")
     batch = batch_of(problem)
-    moved: int | None = None
     if isinstance(batch, SizedBatch):
         planned = plan_sizes(batch)
         slot_of, cp_sizes = planned.slot_of, planned.cp_sizes
@@ -195,21 +191,12 @@ def build_data_schedule(
         slot_of, cp_sizes = planned.slot_of, planned.cp_sizes * topology.cp_size
         num_microbatches = cp_sizes.shape[1]
         batch.check_total(num_microbatches=num_microbatches)
-        if homes is not None:
-            moved = problem.moved_tokens(slot_of // num_microbatches)
-            if move_samples and relabel:
-                slot_of = keep_local(
-                    batch, slot_of, num_microbatches=num_microbatches, problem=problem, whole_ranks=kept is not None
-                )
+        if homes is not None and move_samples:
+            slot_of = keep_local(
+                batch, slot_of, num_microbatches=num_microbatches, problem=problem, whole_ranks=kept is not None
+            )
     return DataSchedule.placed(
-        problem,
-        slot_of,
-        cp_sizes,
-        algorithm=algorithm,
-        batch=batch,
-        move_samples=move_samples,
-        moved_tokens_before_relabel=moved,
-        groups=kept,
+        problem, slot_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=kept
     )
 
 

@@ -45,8 +45,6 @@ class ScheduleMetrics:
         num_dummies: empty micro-batches, run as masked dummies.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
-        moved_tokens_before_relabel: moved_tokens before interchangeable ranks and slots were exchanged; None where
-            they were not, or homes are not known.
         mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
         tokens_by_cp_size: pairs of a context-parallel size and the original tokens that run at it, sizes rising.
     """
@@ -67,7 +65,6 @@ class ScheduleMetrics:
     num_dummies: int
     moved_tokens: int | None
     moved_off_node_tokens: int | None
-    moved_tokens_before_relabel: int | None
     mean_cp_size: float
     tokens_by_cp_size: tuple[tuple[int, int], ...]
 
@@ -78,8 +75,7 @@ def schedule_metrics(
     """Figures of a schedule, by another cost model or objective than its own where given; slots keep their order."""
     objective = resolve_objective(objective or schedule.objective, topology=schedule.topology)
     judged = replace(schedule, cost_model=cost_model or schedule.cost_model, objective=objective)
-    figures = plan_metrics(judged, schedule.slot_of, schedule.cp_size_grid)
-    return replace(figures, moved_tokens_before_relabel=schedule.moved_tokens_before_relabel)
+    return plan_metrics(judged, schedule.slot_of, schedule.cp_size_grid)
 
 
 def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMetrics:
@@ -126,7 +122,6 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
         num_dummies=int((cp_sizes > 0).sum()) - run,
         moved_tokens=problem.moved_tokens(ranks) if knows_homes else None,
         moved_off_node_tokens=problem.moved_tokens(ranks, width=per_node) if knows_homes and per_node else None,
-        moved_tokens_before_relabel=None,
         mean_cp_size=(
             int((original * sizes).sum()) / max(int(original.sum()), 1)
             if topology.dynamic_cp

@@ -63,7 +63,6 @@ class DataSchedule(Problem):
         oversized: ids of the samples longer than the cap; each runs alone.
         home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None where it is not known.
         move_samples: True if samples may leave their home rank.
-        moved_tokens_before_relabel: original tokens off their home rank before ranks were exchanged, or None.
         ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
         groups: `[num_samples]` group of each sample, from 0, where groups are kept on a rank; else None.
         topology: the ranks.
@@ -82,7 +81,6 @@ class DataSchedule(Problem):
     padded_lengths: Ints
     oversized: tuple[int, ...]
     move_samples: bool
-    moved_tokens_before_relabel: int | None
     groups: Ints | None
 
     @classmethod
@@ -95,7 +93,6 @@ class DataSchedule(Problem):
         algorithm: str,
         batch: Batch | SizedBatch | None = None,
         move_samples: bool = True,
-        moved_tokens_before_relabel: int | None = None,
         groups: Ints | None = None,
     ) -> DataSchedule:
         """The schedule that places samples so, with its costs and its bound; `batch`: `batch_of(problem)`."""
@@ -113,7 +110,6 @@ class DataSchedule(Problem):
             padded_lengths=problem.padded(cp_sizes.reshape(-1)[slot_of]),
             oversized=tuple(batch.oversized.tolist()),
             move_samples=move_samples,
-            moved_tokens_before_relabel=moved_tokens_before_relabel,
             groups=groups,
         )
 
@@ -207,10 +203,6 @@ class DataSchedule(Problem):
         canonical = b"".join(part.astype("<i8").tobytes() for part in parts)
         return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") >> 1
 
-    def batch(self) -> Batch | SizedBatch:
-        """The planning problem that the schedule solves, in integers."""
-        return batch_of(self)
-
 
 def batch_of(problem: Problem) -> Batch | SizedBatch:
     """A global batch in integers, at one size or at all of its topology."""
@@ -293,7 +285,7 @@ def _check_costs(schedule: DataSchedule) -> None:
     if schedule.segment_lengths is not None:
         totals = sum_segments(schedule.segment_lengths, num_segments=schedule.num_segments)
         require(bool((totals == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
-    batch, sizes = schedule.batch(), schedule.cp_size_grid
+    batch, sizes = batch_of(schedule), schedule.cp_size_grid
     honest = np.array_equal(batch.cost_grid(schedule.slot_of, sizes), schedule.cost_grid)
     honest = honest and batch.time(schedule.slot_of, sizes) == schedule.predicted_cost
     require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the placement")

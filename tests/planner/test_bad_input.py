@@ -31,7 +31,6 @@ NAMES = (
     "algorithm",
     "keep_groups",
     "move_samples",
-    "relabel",
 )
 
 

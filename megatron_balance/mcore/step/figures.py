@@ -4,17 +4,16 @@ Of one step: `planned_imbalance`, slowest over mean as planned, by the objective
 `busiest_rank_seconds`, as measured among the data-parallel ranks of one pipeline stage and context-parallel rank
 (`watch.py` says what is in them); `over_bound`, planned cost over its lower bound; `num_microbatches`;
 `padding_fraction`, padding, filler and dummies over all tokens that ran; `moved_fraction`, tokens that ran off the rank
-that loaded them, and the same `_unlabelled`, had interchangeable ranks not been exchanged; `plan_seconds`,
-`exchange_seconds` (splitting, gathering, moving and packing) and `exposed_seconds` (waiting for all that), of the rank
-that logs; `tokens_at_cp_N`, tokens that ran at context-parallel size N over all, and `mean_cp_size`, of the mean token,
-where micro-batches have sizes of their own. The watch adds `num_shapes`, distinct lengths of this rank's micro-batches.
+that loaded them; `plan_seconds`, `exchange_seconds` (splitting, gathering, moving and packing) and `exposed_seconds`
+(waiting for all that), of the rank that logs; `tokens_at_cp_N`, tokens that ran at context-parallel size N over all,
+and `mean_cp_size`, of the mean token, where micro-batches have sizes of their own. The watch adds `num_shapes`,
+distinct lengths of this rank's micro-batches.
 
 Invariant: a figure that is not known is absent, and is left out of means.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -46,8 +45,6 @@ def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.
     elif schedule.home_ranks is not None:
         moved = schedule.lengths[schedule.destinations() != schedule.home_ranks]
         figures["moved_fraction"] = int(moved.sum()) / total
-    if schedule.moved_tokens_before_relabel is not None:
-        figures["moved_fraction_unlabelled"] = schedule.moved_tokens_before_relabel / total
     return figures
 
 
@@ -77,7 +74,6 @@ def log_line(figures: Figures) -> str:
         parts.append(f"context-parallel size {figures['mean_cp_size']:.2f} of the mean token ({of_sizes})")
     parts.append(f"padding {figures['padding_fraction']:.1%}")
     if "moved_fraction" in figures:
-        unlabelled = figures.get("moved_fraction_unlabelled", math.nan)
-        parts.append(f"moved {figures['moved_fraction']:.0%} of tokens, not {unlabelled:.0%}")
+        parts.append(f"moved {figures['moved_fraction']:.0%} of tokens")
     parts += [f"{name} {figures[f'{name}_seconds'] * 1e3:.1f} ms" for name in ("plan", "exchange", "exposed")]
     return " | ".join(parts)
