@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.adapters.areal import balance_batch
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import resolve_cost
+from megatron_balance.cost.rates import resolve_cost
 
 NUM_ROWS = 32
 MAX_PROMPT_LEN, MAX_ANSWER_LEN = 512, 2048

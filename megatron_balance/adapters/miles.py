@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch
 from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule, mask_copies
-from megatron_balance.cost.resolve import Model
+from megatron_balance.cost.rates import Model
 
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
 _MANAGER = "miles.ray.rollout.rollout_manager"

@@ -38,7 +38,7 @@ from typing import Any
 
 from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch, split_rollout
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import Model, resolve_cost
+from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan

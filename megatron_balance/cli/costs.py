@@ -33,9 +33,10 @@ from megatron_balance.cost.rates import (
     default_attention_rate,
     exchange_flops_per_token,
     find_profile,
+    find_shape,
     profiles,
+    resolve_cost,
 )
-from megatron_balance.cost.resolve import find_shape, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import dynamic_cp_problem
 from megatron_balance.mcore.setup.flags import ALL_RANKS

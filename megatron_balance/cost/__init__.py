@@ -12,8 +12,8 @@ from megatron_balance.cost.rates import (
     exchange_flops_per_token,
     find_profile,
     profiles,
+    resolve_cost,
 )
-from megatron_balance.cost.resolve import resolve_cost
 
 __all__ = [
     "ATTENTION_RATES",

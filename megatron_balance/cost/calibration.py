@@ -149,14 +149,8 @@ class Calibration:
 class Measurements:
     """Measured micro-batches, and the sequences of all slots that they may be of.
 
-    Attributes:
-        seconds: `[num_measured]` above zero.
-        steps: `[num_measured]` the step of each.
-        slots: `[num_measured]` the slot that holds the sequences of each.
-        fixed: `[num_measured, 3]` 1, sequences, tokens.
-        slot_of: `[num_sequences]` slot of each sequence.
-        core: `[num_sequences]` its attention on each rank, in units of the run's cost model.
-        received: `[num_sequences]` tokens with keys and values that each rank receives for it.
+    `fixed` is `[num_measured, 3]` 1, sequences, tokens; `core` and `received` are of each sequence on each of its
+    ranks: attention in units of the run's cost model, and tokens with keys and values that it gets from others.
     """
 
     seconds: Floats
@@ -183,15 +177,11 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was fitted.
+    """What was fitted: `[5]` seconds per micro-batch, sequence, token, unit of core, received token.
 
-    Attributes:
-        coefficients: `[5]` seconds per micro-batch, sequence, token, unit of core, received token.
-        error: median relative error on micro-batches of steps that were not fitted.
-        worst: the largest such error.
-        scaled: one factor was fitted: attention and the rest keep their ratio in the cost model.
-        rates: the rate of attention over the linear rate, as a multiple of the cost model's: the least and the most of
-            the fits that leave some steps out.
+    `error` and `worst` are the median and largest relative error on steps that were not fitted. `scaled`: one factor
+    was fitted, and attention keeps its ratio in the cost model. `rates`: of attention over the linear rate, as a
+    multiple of the cost model's, the least and the most of the fits that leave some steps out.
     """
 
     coefficients: Floats

@@ -1,4 +1,4 @@
-"""Rates: of GPUs, as published or as a run takes them by default, and of the links between context-parallel ranks.
+"""Costs by name, rates of GPUs as published or by default, and those of links between context-parallel ranks.
 
 profiles.json, made and judged by `scripts/bench rates`, has the published ones. A profile belongs to a GPU, a
 precision, a kind of model, an attention kernel and a software version: the same GPU has others in the next release.
@@ -8,12 +8,17 @@ What its source does not say is absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
+from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.model.shape import ModelShape
 
 ATTENTION_RATES = {("dense", "bf16"): 0.6, ("dense", "fp8"): 0.4, ("moe", "bf16"): 2.0, ("moe", "fp8"): 2.0}
@@ -31,20 +36,10 @@ ASSUMED_TFLOPS = 400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Rates of one GPU in training.
+    """Rates of one GPU in training, 10**12 FLOP/s: of all that is linear in tokens, and of the causal attention core.
 
-    Attributes:
-        gpu: its name.
-        precision: of matrix products, `bf16` or `fp8`.
-        models: `dense` or `moe`.
-        linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s.
-        attention_tflops: rate of the causal attention core, forward and backward.
-        kind: `end to end` (whole runs), `kernel` (attention measured, the rest assumed), `assumed attention`, or
-            `own run` (measured by `scripts/bench gpu`).
-        source: repository and commit, or paper.
-        kernel: of attention, where the source names it.
-        software: and its version, where the source names it.
-        held_out: mean and worst relative error on published rows that were not fitted; None where none are left.
+    `kind` is `end to end` (whole runs), `kernel` (attention measured, the rest assumed), `assumed attention` or `own
+    run` (by `scripts/bench gpu`); `held_out` is the mean and worst relative error on rows that were not fitted.
     """
 
     gpu: str
@@ -120,3 +115,50 @@ def exchange_flops_per_token(
                 "keys and values: give cp_exchange, or keep --context-parallel-size for all samples."
             )
     return round((3 + recompute) * numbers * bytes_per_number * tflops * 1e12 / bytes_per_second)
+
+
+Model = ModelShape | Mapping[str, Any] | str | Path
+"""A shape, the content of a Hugging Face config.json, its path or its folder's, or the name of a preset."""
+
+
+def find_shape(model: Model) -> ModelShape:
+    """The shape of a model, from a preset's name or a `config.json`."""
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, Mapping) or Path(model).suffix == ".json" or Path(model).is_dir():
+        return ModelShape.from_hf_config(model)
+    return ModelShape.preset(str(model))
+
+
+def resolve_cost(
+    cost: str | None = None,
+    *,
+    model: Model | None = None,
+    ep_size: int = 1,
+    model_parallel_size: int = 1,
+    attention_rate: float = 1.0,
+) -> CostModel:
+    """Resolves `--cost`: `tokens`, `flops` or a seconds.json; by default flops where there is a model, else tokens.
+
+    `model_parallel_size`, tensor- times context-parallel ranks, is for the seconds of a file, which are those of one;
+    `attention_rate`, of attention over all else, for FLOPs.
+    """
+    if cost is None:
+        cost = "tokens" if model is None else "flops"
+    if cost == "tokens":
+        return CostModel.tokens()
+    if cost == "flops":
+        if model is None:
+            raise BalanceError(
+                "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
+                f"or one of {', '.join(PRESETS)}."
+            )
+        return CostModel.from_shape(
+            find_shape(model),
+            ep_size=ep_size,
+            microbatch_tokens=MICROBATCH_TOKENS,
+            attention_tflops=attention_rate,
+        )
+    if cost.endswith(".json"):
+        return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
+    raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")

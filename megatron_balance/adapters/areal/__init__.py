@@ -31,7 +31,7 @@ from megatron_balance.adapters.areal.trajectories import balance_batch, distribu
 from megatron_balance.adapters.kit import Adapter, Function, Hook
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import Model, resolve_cost
+from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import gather_lengths
 

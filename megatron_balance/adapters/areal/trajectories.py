@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_balance.adapters.kit import even_parts, row_costs
 from megatron_balance.adapters.kit.ranks import move_rows, moving_row
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import Model, resolve_cost
+from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import KeySpec, SampleSchema, gather_lengths
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_balance.adapters.kit import Adapter, Function, Hook
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.resolve import resolve_cost
+from megatron_balance.cost.rates import resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 
