@@ -79,17 +79,6 @@ def test_none_leaves_later_than_the_bound(host):
     assert status["balance_max_delay_dispatches"] == status["balance_delay_limit_dispatches"] == 4
 
 
-def test_all_whole_dispatches_leave_at_the_end_of_data(host):
-    host.install("B", window=4)
-    controller = host.controller(dp_size=2, micro_batch_size=2)
-    controller.push_inference_results(host.results(lengths_of(11)))
-    assert [controller.try_dispatch_batch() for _ in range(4)] == [True, True, False, False]
-    assert len(controller.sample_pool) == 3
-    # The next epoch goes on with what is left.
-    controller.push_inference_results(host.results(lengths_of(5, seed=1), start=11))
-    assert [controller.try_dispatch_batch() for _ in range(3)] == [True, True, False]
-
-
 @pytest.mark.parametrize("most", [4, 5, 8, 15, 40])
 @pytest.mark.parametrize("inference_batch", [1, 8])
 def test_a_pool_smaller_than_the_window_does_not_deadlock(host, most, inference_batch):
