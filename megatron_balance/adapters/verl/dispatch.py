@@ -25,8 +25,7 @@ from verl.utils import tensordict_utils
 
 from megatron_balance.adapters.kit import Function
 from megatron_balance.adapters.verl import Settings, while_active
-from megatron_balance.adapters.verl.plan import RowOrder, minibatches_of_parts, order_rows
-from megatron_balance.adapters.verl.rows import row_lengths, select_rows
+from megatron_balance.adapters.verl.rows import RowOrder, minibatches_of_parts, order_rows, row_lengths, select_rows
 from megatron_balance.errors import BalanceError
 
 

@@ -26,8 +26,14 @@ from megatron_balance.adapters.kit import Function, Hook, row_costs, split_rollo
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.adapters.verl import Settings, adapter, is_hook, while_active
 from megatron_balance.adapters.verl.dispatch import bind_balanced, split_balanced
-from megatron_balance.adapters.verl.plan import RowOrder, balanced_partitions, order_rows
-from megatron_balance.adapters.verl.rows import nested_lengths, row_lengths, select_rows
+from megatron_balance.adapters.verl.rows import (
+    RowOrder,
+    balanced_partitions,
+    nested_lengths,
+    order_rows,
+    row_lengths,
+    select_rows,
+)
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import install_hooks
 from megatron_balance.planner import number_groups
