@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError
 from megatron_balance.samples import split_packed, with_row_lengths
 
-PAD, WIDTH = 9, 6
-END = 7
+PAD, WIDTH, END = 9, 6, 7
 ATTENTION_MASK = "attention_mask"
 
 MASKS = ("none", "marked", "marked_bool", "square", "square_of_each")
@@ -53,42 +53,24 @@ def test_every_row_becomes_a_sample_of_its_length(rows: list[list[int]], mask: s
         assert not any(ATTENTION_MASK in {*sample.per_token, *sample.per_sample} for sample in samples)
 
 
-def test_a_row_without_padding_stays_as_it_is() -> None:
-    batch = padded([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]], mask="square")
-    for padding in (PAD, ATTENTION_MASK):
-        assert with_row_lengths(batch, padding=padding)["cu_seqlens"].tolist() == [[0, WIDTH], [0, WIDTH]]
-
-
-def test_an_end_token_with_the_id_of_padding_stays_where_it_is_learned_or_followed() -> None:
-    batch = padded([[1, PAD, 2, 3]])
-    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 4]]
-    batch["tokens"][0, 4] = PAD
+def test_what_looks_like_padding_stays_where_it_is_learned_or_followed_and_one_token_always() -> None:
+    full = padded([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]], mask="square")
+    assert with_row_lengths(full, padding=ATTENTION_MASK)["cu_seqlens"].tolist() == [[0, WIDTH], [0, WIDTH]]
+    batch = padded([[1, PAD, 2, 3], [PAD]])
+    batch["loss_mask"][1] = 0
+    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 4], [0, 1]]
     batch["loss_mask"][0, 4] = 1
-    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 5]]
+    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 5], [0, 1]]
 
 
-def test_a_row_of_padding_keeps_one_token() -> None:
-    batch = padded([[PAD], [1, 2]])
-    batch["loss_mask"][0] = 0
-    assert with_row_lengths(batch, padding=PAD)["cu_seqlens"].tolist() == [[0, 1], [0, 2]]
-
-
-def of_documents() -> dict[str, Any]:
-    batch = padded([[1, 2, 3, 4]], mask="square_of_each")
-    batch[ATTENTION_MASK][0, 0, 2:4, :2] = True
+def changed(batch: dict[str, Any], name: str, place: Any, value: float) -> dict[str, Any]:
+    batch[name][place] = value
     return batch
 
 
-def with_loss_on_padding() -> dict[str, Any]:
-    batch = padded([[1, 2], [1, 2, 3]], mask="marked")
-    batch["loss_mask"][1, 4] = 1
-    return batch
-
-
-def front_marked() -> dict[str, Any]:
-    batch = padded([[1, 2, 3]], mask="marked")
-    batch[ATTENTION_MASK][0, 0] = 0
-    return batch
+OF_DOCUMENTS = changed(padded([[1, 2, 3, 4]], mask="square_of_each"), ATTENTION_MASK, np.s_[0, 0, 2:4, :2], True)
+FRONT_MARKED = changed(padded([[1, 2, 3]], mask="marked"), ATTENTION_MASK, (0, 0), 0)
+LOSS_ON_PADDING = changed(padded([[1, 2], [1, 2, 3]], mask="marked"), "loss_mask", (1, 4), 1)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +78,10 @@ def front_marked() -> dict[str, Any]:
     [
         (padded([[1], [PAD, 2, 3]]), PAD, "Row 1: token 0 is padding, and others .* pad rows at their end"),
         (padded([[1, PAD, PAD, 2, 3]]), PAD, "Row 0: token 1 is padding, and others"),
-        (front_marked(), ATTENTION_MASK, "Row 0: attention_mask has padding before its last real token"),
-        (with_loss_on_padding(), ATTENTION_MASK, "Row 1: its padding begins at 3, and token 4 has a loss"),
-        (of_documents(), PAD, "Row 0: attention_mask is not causal over its real tokens"),
-        (of_documents(), ATTENTION_MASK, "Row 0: attention_mask is not causal over its real tokens"),
+        (FRONT_MARKED, ATTENTION_MASK, "Row 0: attention_mask has padding before its last real token"),
+        (LOSS_ON_PADDING, ATTENTION_MASK, "Row 1: its padding begins at 3, and token 4 has a loss"),
+        (OF_DOCUMENTS, PAD, "Row 0: attention_mask is not causal over its real tokens"),
+        (OF_DOCUMENTS, ATTENTION_MASK, "Row 0: attention_mask is not causal over its real tokens"),
         (padded([[1]]), ATTENTION_MASK, "--balance-unpad is attention_mask, and the data has none"),
         (padded([[1]]) | {ATTENTION_MASK: torch.ones(1, 2)}, ATTENTION_MASK, r"attention_mask has shape \[1, 2\]"),
         ({**padded([[1]]), "loss_mask": None}, PAD, "rows are padded and have no loss_mask"),

@@ -1,3 +1,5 @@
+"""What a sample may carry, and the schema by which samples are compared."""
+
 import pytest
 import torch
 
@@ -5,63 +7,75 @@ from megatron_balance import BalanceError
 from megatron_balance.samples import Sample, SampleSchema
 
 
-def sample(length=3, **more):
-    return Sample(
-        {"tokens": torch.arange(length), "loss_mask": torch.ones(length), **more}, per_sample={"id": torch.tensor(7)}
-    )
+def sample(length=3, *, entries=2, **more):
+    per_token = {"tokens": torch.arange(length), "loss_mask": torch.ones(length), **more}
+    ragged = {"pixels": torch.zeros(2 * entries, 4), "grids": torch.zeros(entries, 3)}
+    return Sample(per_token, per_sample={"id": torch.tensor(7)}, ragged=ragged if length else {})
 
 
-def test_length_and_device():
-    assert sample(5).length == 5
-    assert sample(5).device == torch.device("cpu")
+TOKENS = {"tokens": torch.zeros(3)}
 
 
 @pytest.mark.parametrize(
-    ("per_token", "per_sample", "phrase"),
+    ("per_token", "others", "phrase"),
     [
         ({}, {}, "at least one per-token"),
         ({"tokens": torch.tensor(1)}, {}, "'tokens'.* is 0-d"),
-        ({"tokens": torch.zeros(3), "labels": torch.zeros(2)}, {}, "'labels'.* has 2 tokens and 'tokens' has 3"),
-        ({"tokens": torch.zeros(3)}, {"tokens": torch.zeros(3)}, r"\['tokens'\] are in two of per_token, per_sample"),
+        (TOKENS | {"labels": torch.zeros(2)}, {}, "'labels'.* has 2 tokens and 'tokens' has 3"),
+        (TOKENS, {"per_sample": TOKENS}, r"\['tokens'\] are in two of per_token, per_sample"),
+        (TOKENS, {"ragged": TOKENS}, r"\['tokens'\] are in two of"),
+        (TOKENS, {"ragged": {"audio": torch.tensor(1)}}, "'audio' is 0-d"),
+        (
+            TOKENS,
+            {"per_sample": {"audio_lengths": torch.zeros(())}, "ragged": {"audio": torch.zeros(1)}},
+            r"\['audio_lengths'\] are in two of .* or named as the lengths",
+        ),
+        ({"tokens": torch.zeros(0)}, {"ragged": {"audio": torch.zeros(3)}}, r"\(3,\) entries and the sample no token"),
+        *((TOKENS, {"segment_lengths": s}, r"segment_lengths is .* the 3 tokens") for s in ((2, 2), (4, -1), (3, 3))),
     ],
 )
-def test_a_bad_sample_says_which_key(per_token, per_sample, phrase):
+def test_a_bad_sample_says_which_key(per_token, others, phrase):
     with pytest.raises(BalanceError, match=phrase):
-        Sample(per_token, per_sample=per_sample)
+        Sample(per_token, **others)
 
 
 def test_a_sample_is_one_sequence_unless_told():
-    assert sample(5).segment_lengths == (5,)
+    one = sample(5)
+    assert (one.length, one.device, one.segment_lengths) == (5, torch.device("cpu"), (5,))
+    assert one.ragged_lengths == (2, 4)  # by name
     assert sample(0).segment_lengths == (0,)
     assert Sample({"tokens": torch.arange(5)}, segment_lengths=(2, 0, 3)).segment_lengths == (2, 0, 3)
 
 
-@pytest.mark.parametrize("segment_lengths", [(2, 2), (6, -1), (5, 5)])
-def test_segments_make_up_the_sample(segment_lengths):
-    with pytest.raises(BalanceError, match=r"segment_lengths is .* the 5 tokens"):
-        Sample({"tokens": torch.arange(5)}, segment_lengths=segment_lengths)
-
-
-def test_schema_does_not_depend_on_the_order_of_keys():
-    one = Sample({"a": torch.zeros(2), "b": torch.ones(2, 3)}, per_sample={"d": torch.ones(2), "c": torch.tensor(True)})
-    two = Sample({"b": torch.ones(9, 3), "a": torch.zeros(9)}, per_sample={"c": torch.tensor(True), "d": torch.ones(2)})
+def test_schema_depends_neither_on_the_order_of_keys_nor_on_numbers_of_entries():
+    one, two = (
+        Sample(
+            {name: torch.zeros(length, *trailing) for name, *trailing in keys},
+            per_sample={name: torch.ones(2) for name in ids},
+            ragged={"images": torch.zeros(length, 4)},
+        )
+        for length, keys, ids in ((2, ("a", ("b", 3)), "dc"), (9, (("b", 3), "a"), "cd"))
+    )
     schema = SampleSchema.of(one)
-    assert schema == SampleSchema.of(two)
-    assert [key.name for key in schema.keys] == ["a", "b", "c", "d"]
+    assert schema == SampleSchema.of(two) == SampleSchema.from_bytes(schema.to_bytes())
+    assert [key.name for key in schema.keys] == ["a", "b", "c", "d", "images"]
     assert schema.hash() == SampleSchema.of(two).hash()
     assert 0 <= schema.hash() < 2**63
-    assert SampleSchema.from_bytes(schema.to_bytes()) == schema
 
 
 @pytest.mark.parametrize(
     ("other", "phrase"),
     [
         (sample(), None),
-        (sample(0), None),
+        (sample(5, entries=0), None),
         (Sample({"tokens": torch.arange(3)}, per_sample={"id": torch.tensor(7)}), "'loss_mask' is missing"),
         (sample(more=torch.ones(3)), "'more' is float32 .* no such key"),
         (sample(loss_mask=torch.ones(3, dtype=torch.bool)), "'loss_mask' is bool .* has float32"),
         (sample(tokens=torch.ones(3, 1, dtype=torch.int64)), "'tokens' is int64 .original_seq_len, 1. where"),
+        (
+            Sample(sample().per_token, per_sample={**sample().per_sample, **sample().ragged}),
+            r"'grids' is float32 \[2, 3\] where the other has float32 \[num_entries, 3\]",
+        ),
     ],
 )
 def test_samples_share_a_schema_or_say_why_not(other, phrase):
@@ -70,9 +84,6 @@ def test_samples_share_a_schema_or_say_why_not(other, phrase):
     else:
         with pytest.raises(BalanceError, match=f"Sample 1 differs.*{phrase}"):
             SampleSchema.shared_by([sample(), other])
-
-
-def test_no_samples_have_no_schema():
     assert SampleSchema.shared_by([]) is None
 
 

@@ -1,4 +1,4 @@
-"""Batches of a Megatron dataloader → samples."""
+"""Batches of a dataloader, Megatron's or Megatron-Bridge's → samples."""
 
 import itertools
 
@@ -8,19 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
-from megatron_balance.samples import pack_microbatch, split_packed
+from megatron_balance.samples import pack_microbatch, split_packed, with_attention_keys, with_cu_seqlens
 
 PAD = 0
 
 
-def collated(rows, *, padded_seq_len, num_entries=None, padding_counts=True):
+def collated(rows, *, padded_seq_len, padding_counts=True):
     """default_collate's batch of SFTDataset's rows: each row a list of token lists, the rest of the row padding.
 
     With `padding_counts` the padding belongs to the row's last sequence, as in Megatron 0.19.
     """
-    num_entries = num_entries or padded_seq_len + 1
     tokens = torch.full((len(rows), padded_seq_len), PAD)
-    cu_seqlens = torch.full((len(rows), num_entries), padded_seq_len, dtype=torch.int32)
+    cu_seqlens = torch.full((len(rows), padded_seq_len + 1), padded_seq_len, dtype=torch.int32)
     position_ids = torch.zeros((len(rows), padded_seq_len), dtype=torch.int64)
     for row, sequences in enumerate(rows):
         ends = [0]
@@ -49,91 +48,80 @@ sequences = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 rows = st.lists(st.lists(sequences, min_size=1, max_size=4), min_size=1, max_size=3)
 
 
+def tokens_of(samples):
+    return [sample.per_token["tokens"].tolist() for sample in samples]
+
+
 @given(rows, st.integers(0, 5), st.booleans(), st.sampled_from([(1, 1), (4, 1), (4, 2)]))
 def test_split_then_pack_keeps_every_token_with_a_loss(rows, spare, padding_counts, parallel):
     token_multiple, cp_size = parallel
     padded_seq_len = max(sum(map(len, row)) for row in rows) + spare
     batch = collated(rows, padded_seq_len=padded_seq_len, padding_counts=padding_counts)
     samples = split_packed(batch)
-    assert [sample.per_token["tokens"].tolist() for sample in samples] == [sequence for row in rows for sequence in row]
+    assert tokens_of(samples) == [sequence for row in rows for sequence in row]
     pack = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size)
     for name in ("tokens", "labels", "position_ids"):
         assert torch.equal(pack[name][pack["loss_mask"] != 0], batch[name][batch["loss_mask"] != 0])
-    # A pack is its own normal form: splitting and packing it again changes nothing.
-    again = pack_microbatch(split_packed(pack), token_multiple=token_multiple, cp_size=cp_size)
-    assert again.keys() == pack.keys()
-    assert all(torch.equal(again[name], pack[name]) for name in pack)
-
-
-@given(rows, st.integers(0, 5), st.booleans(), st.sampled_from([(1, 1), (4, 1), (4, 2)]))
-def test_a_row_that_stays_whole_packs_like_its_sequences(rows, spare, padding_counts, parallel):
-    token_multiple, cp_size = parallel
-    padded_seq_len = max(sum(map(len, row)) for row in rows) + spare
-    batch = collated(rows, padded_seq_len=padded_seq_len, padding_counts=padding_counts)
-    samples = split_packed(batch, unit="sample")
-    assert [sample.segment_lengths for sample in samples] == [tuple(map(len, row)) for row in rows]
-    for sample, row in zip(samples, rows, strict=True):
-        assert sample.per_token["tokens"].tolist() == [token for sequence in row for token in sequence]
-    pack = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size)
-    apart = pack_microbatch(split_packed(batch), token_multiple=token_multiple, cp_size=cp_size)
-    assert pack.keys() == apart.keys()
-    assert all(torch.equal(pack[name], apart[name]) for name in pack)
+    whole = split_packed(batch, unit="sample")
+    assert [sample.segment_lengths for sample in whole] == [tuple(map(len, row)) for row in rows]
+    assert tokens_of(whole) == [[token for sequence in row for token in sequence] for row in rows]
+    # A pack is its own normal form, and rows that stay whole pack like their sequences.
+    for again in (split_packed(pack), whole):
+        packed = pack_microbatch(again, token_multiple=token_multiple, cp_size=cp_size)
+        assert packed.keys() == pack.keys()
+        assert all(torch.equal(packed[name], pack[name]) for name in pack)
     # What was padded between its sequences comes back without.
-    (whole,) = split_packed(pack, unit="sample")
-    assert whole.segment_lengths == tuple(length for sample in samples for length in sample.segment_lengths)
-    assert torch.equal(whole.per_token["tokens"], torch.cat([sample.per_token["tokens"] for sample in samples]))
+    (row,) = split_packed(pack, unit="sample")
+    assert row.segment_lengths == tuple(length for sample in whole for length in sample.segment_lengths)
+    assert tokens_of([row]) == [[token for tokens in tokens_of(whole) for token in tokens]]
+    # Megatron-Bridge has other names for the same.
+    assert with_cu_seqlens(pack) == pack
+    renamed = with_attention_keys(pack)
+    assert not {"cu_seqlens", "cu_seqlens_padded", "max_seqlen"} & renamed.keys()
+    assert renamed["cu_seqlens_kv"] is renamed["cu_seqlens_q"]
+    back = with_cu_seqlens(renamed)
+    assert back.keys() == pack.keys() - {"max_seqlen"}
+    assert all(torch.equal(back[name], pack[name]) for name in back)
 
 
-def test_a_row_that_stays_whole_carries_what_is_one_a_row():
+def test_other_keys_are_per_token_one_a_row_or_one_a_sequence():
     batch = collated([[[1, 2], [3]], [[4], [5]], [[6]]], padded_seq_len=5)
+    batch["logits"] = torch.arange(15).view(3, 5, 1).expand(3, 5, 3)
     batch["weight"] = torch.tensor([0.5, 0.25, 1.0])
-    samples = split_packed(batch, unit="sample")
-    assert [sample.per_sample["weight"].item() for sample in samples] == [0.5, 0.25, 1.0]
-    # Nothing was between the sequences: no copy.
-    assert samples[0].per_token["tokens"].data_ptr() == batch["tokens"].data_ptr()
-    batch["sequence_id"] = torch.arange(5)
-    with pytest.raises(BalanceError, match=r"sequence_id has shape \[5\]: .* is segment, 5 \(one a sequence\)"):
+    whole = split_packed(batch, unit="sample")
+    assert [sample.per_sample["weight"].item() for sample in whole] == [0.5, 0.25, 1.0]
+    assert whole[0].per_token["tokens"].data_ptr() == batch["tokens"].data_ptr()  # nothing to leave out: no copy
+    batch["sequence_id"] = torch.tensor([[10], [11], [12], [13], [14]])
+    samples = split_packed(batch)
+    assert [sample.per_sample["weight"].item() for sample in samples] == [0.5, 0.5, 0.25, 0.25, 1.0]
+    assert [sample.per_sample["sequence_id"].tolist() for sample in samples] == [[10], [11], [12], [13], [14]]
+    assert samples[3].per_token["logits"].tolist() == [[6, 6, 6]]
+    assert samples[0].per_token.keys() == {"tokens", "labels", "loss_mask", "position_ids", "logits"}
+    with pytest.raises(BalanceError, match=r"sequence_id has shape \[5, 1\]: .* is segment, 5 \(one a sequence\)"):
         split_packed(batch, unit="sample")
+    with pytest.raises(BalanceError, match="unit is 'row': it must be one of segment, sample"):
+        split_packed(batch, unit="row")
 
 
 def test_a_row_without_tokens_makes_no_sample():
     batch = collated([[[1, 2]], [[3]]], padded_seq_len=3)
     batch["cu_seqlens"][1], batch["loss_mask"][1] = 0, 0
-    (sample,) = split_packed(batch, unit="sample")
-    assert sample.per_token["tokens"].tolist() == [1, 2]
-
-
-def test_an_unknown_unit():
-    with pytest.raises(BalanceError, match="unit is 'row': it must be one of segment, sample"):
-        split_packed(collated([[[1]]], padded_seq_len=1), unit="row")
+    assert tokens_of(split_packed(batch, unit="sample")) == [[1, 2]]
 
 
 def test_a_masked_constant_tail_is_stripped():
     batch = collated([[[5, 6, 7], [8]]], padded_seq_len=9)
-    assert [sample.length for sample in split_packed(batch)] == [3, 1]
+    assert tokens_of(split_packed(batch)) == [[5, 6, 7], [8]]
+    assert tokens_of(split_packed(batch | {"cu_seqlens": None})) == [[5, 6, 7, 8]]  # a row is a sequence
+    assert tokens_of(split_packed(batch | {"loss_mask": None})) == [[5, 6, 7], [8, *[PAD] * 5]]
     # Another token id, or a token with a loss, ends the tail.
     batch["tokens"][0, 5] = 4
-    assert [sample.length for sample in split_packed(batch)] == [3, 3]
+    assert tokens_of(split_packed(batch)) == [[5, 6, 7], [8, PAD, 4]]
     batch["loss_mask"][0, 7] = 0.5
-    assert [sample.length for sample in split_packed(batch)] == [3, 5]
-
-
-def test_one_token_stays_of_a_masked_sequence():
-    batch = collated([[[5, 6]]], padded_seq_len=4)
-    batch["tokens"][:] = PAD
-    batch["loss_mask"][:] = 0
-    (sample,) = split_packed(batch)
-    assert sample.per_token["tokens"].tolist() == [PAD]
-
-
-def test_without_loss_mask_nothing_is_stripped():
-    batch = {**collated([[[5, 6]]], padded_seq_len=4), "loss_mask": None}
-    assert [sample.length for sample in split_packed(batch)] == [4]
-
-
-def test_without_cu_seqlens_a_row_is_a_sequence():
-    batch = {**collated([[[5, 6]], [[7]]], padded_seq_len=4), "cu_seqlens": None}
-    assert [sample.per_token["tokens"].tolist() for sample in split_packed(batch)] == [[5, 6], [7]]
+    assert tokens_of(split_packed(batch)) == [[5, 6, 7], [8, PAD, 4, PAD, PAD]]
+    # One token stays of a sequence that is all tail.
+    batch = batch | {"tokens": torch.full((1, 9), PAD), "loss_mask": torch.zeros(1, 9)}
+    assert tokens_of(split_packed(batch)) == [[PAD], [PAD]]
 
 
 def test_cu_seqlens_padded_says_where_sequences_start():
@@ -144,23 +132,54 @@ def test_cu_seqlens_padded_says_where_sequences_start():
         "cu_seqlens": torch.tensor([[0, 3, 5, 8], [0, 8, 8, 8]], dtype=torch.int32),
         "cu_seqlens_padded": torch.tensor([[0, 4, 8, 8], [0, 8, 8, 8]], dtype=torch.int32),
     }
-    assert [sample.per_token["tokens"].tolist() for sample in split_packed(batch)] == [
-        [1, 2, 3],
-        [4, 5],
-        [1, 2, 3, 4, 5, 6, 7, 8],
-    ]
+    assert tokens_of(split_packed(batch)) == [[1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
-def test_other_keys():
-    batch = collated([[[1, 2], [3]], [[4]]], padded_seq_len=5)
-    batch["logits"] = torch.arange(10).view(2, 5, 1).expand(2, 5, 3)
-    batch["weight"] = torch.tensor([0.5, 0.25])
-    batch["sequence_id"] = torch.tensor([[10], [11], [12]])
-    samples = split_packed(batch)
-    assert [sample.per_sample["weight"].item() for sample in samples] == [0.5, 0.5, 0.25]
-    assert [sample.per_sample["sequence_id"].tolist() for sample in samples] == [[10], [11], [12]]
-    assert samples[2].per_token["logits"].tolist() == [[5, 5, 5]]
-    assert samples[0].per_token.keys() == {"tokens", "labels", "loss_mask", "position_ids", "logits"}
+def starts(*values):
+    return torch.tensor([values], dtype=torch.int32)
+
+
+def bridge_batch(**keys):
+    """Sequences of 3 and 4 tokens, padded to 4 each, and padding of the row."""
+    tokens = torch.tensor([[1, 2, 3, 0, 4, 5, 6, 7, 0, 0]])
+    return {"tokens": tokens, "loss_mask": (tokens != 0).float(), "attention_mask": None, "token_count": [10], **keys}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keys"),
+    [
+        pytest.param(
+            [3, 4],
+            {"cu_seqlens_q": starts(0, 3, 7, 7), "cu_seqlens_q_padded": starts(0, 4, 8, 10), "max_seqlen_q": starts(4)},
+            id="padded",
+        ),
+        pytest.param(
+            [3, 4],
+            {"cu_seqlens_q": starts(0, 3, 7)[0], "cu_seqlens_q_padded": starts(0, 4, 8)[0], "total_tokens": 10},
+            id="one-row",
+        ),
+        pytest.param(
+            [3, 4],
+            {
+                "cu_seqlens": starts(0, 4, 8, -1, -1),
+                "cu_seqlens_unpadded": starts(0, 3, 7, -1, -1),
+                "cu_seqlens_argmin": torch.tensor([3]),
+            },
+            id="filled-up",
+        ),
+        # Bridge ends the last sequence at the end of the row; its padding is stripped, and one token stays.
+        pytest.param(
+            [3, 4, 1], {name: starts(0, 4, 8, 10) for name in ("cu_seqlens_q", "cu_seqlens_kv")}, id="unpadded"
+        ),
+    ],
+)
+def test_sequences_of_megatron_bridge_are_found(lengths, keys):
+    assert [sample.length for sample in split_packed(with_cu_seqlens(bridge_batch(**keys)))] == lengths
+
+
+def test_cross_attention_is_refused():
+    with pytest.raises(BalanceError, match="cu_seqlens_q and cu_seqlens_kv differ"):
+        with_cu_seqlens(bridge_batch(cu_seqlens_q=starts(0, 4, 8), cu_seqlens_kv=starts(0, 2, 8)))
 
 
 def set_value(key, index, value):
@@ -202,31 +221,3 @@ def test_a_bad_batch_says_where(change, phrase):
     change(batch)
     with pytest.raises(BalanceError, match=phrase):
         split_packed(batch)
-
-
-def test_the_dataset_of_megatron(monkeypatch):
-    """SFTDataset 0.19 itself, two rows through default_collate."""
-    sft_dataset = pytest.importorskip("megatron.training.datasets.sft_dataset")
-
-    class Tokenizer:
-        eod, pad = 1, 0
-
-        def tokenize_conversation(self, conversation, **_):
-            tokens = torch.tensor([*conversation[0]["tokens"], self.eod])
-            return tokens, tokens.clone()
-
-    class Config:
-        tokenizer = Tokenizer()
-        sequence_length = 12
-        context_parallel_size = 1
-        reset_position_ids = create_attention_mask = reset_attention_mask = False
-
-    conversations = [[[5, 6, 7], [8, 9]], [[2, 3, 4, 5, 6]]]
-    dataset = object.__new__(sft_dataset.SFTDataset)
-    dataset.config, dataset.indices = Config(), [0, 1]
-    dataset.dataset = [[{"role": "system", "tokens": tokens} for tokens in row] for row in conversations]
-    batch = torch.utils.data.default_collate([dataset[0], dataset[1]])
-    assert batch["cu_seqlens"].shape == (2, 13)
-    # The end-of-document token stays: its label, the next conversation's first token or padding, decides its mask.
-    tokens = [sample.per_token["tokens"].tolist() for sample in split_packed(batch)]
-    assert tokens == [[5, 6, 7, 1], [8, 9, 1], [2, 3, 4, 5, 6, 1]]
