@@ -15,10 +15,14 @@ import sys
 import types
 from typing import Any
 
+import pretrain_sft
 import pytest
 import torch
+from megatron.core import mpu
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.training import get_args
+from stand_ins import change_rows
 from thd_attention import Norm, ThdAttention, thd_get_partitioned_indices, thd_layer_spec
 from torch import Tensor
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
@@ -40,17 +44,8 @@ def kernels(watch: Watch) -> None:
 
 def positions_of_three_dimensions(watch: Watch) -> None:
     """Rows whose positions have three dimensions, and a script that hands them to the model, as for image and text."""
-    import pretrain_sft
-    import sft_dataset
-    from megatron.core import mpu
-    from megatron.training import get_args
-
-    item, get_batch = sft_dataset.SftDataset.__getitem__, pretrain_sft.get_batch
+    get_batch = pretrain_sft.get_batch
     divisors = torch.tensor([1, 2, 3])  # as if an image's tokens stood in rows and columns
-
-    def item_with_positions(self: Any, index: int) -> dict[str, Tensor]:
-        row = item(self, index)
-        return row | {"position_ids": row["position_ids"] // divisors[:, None]}
 
     def batch_with_positions(data_iterator: Any) -> dict[str, Any]:
         rows = [next(data_iterator)] if mpu.get_tensor_model_parallel_rank() == 0 else None
@@ -63,7 +58,7 @@ def positions_of_three_dimensions(watch: Watch) -> None:
             torch.distributed.broadcast(positions, source, group)
         return batch | {"position_ids": positions}
 
-    sft_dataset.SftDataset.__getitem__ = item_with_positions  # type: ignore[method-assign]
+    change_rows(lambda data, index, row: row | {"position_ids": row["position_ids"] // divisors[:, None]})
     pretrain_sft.get_batch = batch_with_positions
 
 
@@ -325,8 +320,6 @@ def hybrid_layers() -> Any:
 
 def sequences_not_told_apart(watch: Watch) -> None:
     """A script whose PackedSeqParams lack `total_tokens`, and so `seq_idx`."""
-    import pretrain_sft
-
     complete = pretrain_sft.packed_seq_params
 
     def without_seq_idx(batch: Any) -> Any:
@@ -339,12 +332,4 @@ def sequences_not_told_apart(watch: Watch) -> None:
 
 def positions_cut_short(watch: Watch) -> None:
     """A data set whose positions lack the last token."""
-    import sft_dataset
-
-    item = sft_dataset.SftDataset.__getitem__
-
-    def short(self: Any, index: int) -> dict[str, Tensor]:
-        row = item(self, index)
-        return row | {"position_ids": row["position_ids"][..., :-1]}
-
-    sft_dataset.SftDataset.__getitem__ = short  # type: ignore[method-assign]
+    change_rows(lambda data, index, row: row | {"position_ids": row["position_ids"][..., :-1]})

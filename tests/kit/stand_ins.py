@@ -11,21 +11,29 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pretrain_sft
 import torch
+from sft_dataset import SftDataset
 from torch import Tensor
 from watched_steps import Watch
+
+Row = dict[str, Tensor]
+
+
+def change_rows(change: Callable[[SftDataset, int, Row], Row]) -> None:
+    """Have every data set hand out `change(data_set, index, row)` for a row."""
+    stock = SftDataset.__getitem__
+    SftDataset.__getitem__ = lambda self, index: change(self, index, stock(self, index))  # type: ignore[method-assign]
 
 
 def loss_error(watch: Watch, *, relative: float) -> None:
     """Falsify the loss, and so the gradients, of one of the samples that this rank reads first."""
-    import pretrain_sft
-
     stock = pretrain_sft.loss_func
     pretrain_sft.loss_func = lambda mask, output: stock(mask, output * (1 + relative))
 
@@ -114,48 +122,31 @@ def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
 
 def two_documents(watch: Watch) -> None:
     """Rows of validation hold two documents each."""
-    from sft_dataset import SftDataset
 
-    stock = SftDataset.__getitem__
+    def split(data: SftDataset, index: int, row: Row) -> Row:
+        total = row["tokens"].numel()
+        starts = {"cu_seqlens": torch.tensor([0, 96, total], dtype=torch.int32)}
+        starts["max_seqlen"] = torch.tensor(total - 96, dtype=torch.int32)
+        return row | starts if data.split.name == "valid" else row
 
-    def split(self: SftDataset, index: int) -> dict[str, Tensor]:
-        row = stock(self, index)
-        if self.split.name == "valid":
-            total = row["tokens"].numel()
-            row["cu_seqlens"] = torch.tensor([0, 96, total], dtype=torch.int32)
-            row["max_seqlen"] = torch.tensor(total - 96, dtype=torch.int32)
-        return row
-
-    SftDataset.__getitem__ = split  # type: ignore[method-assign]
+    change_rows(split)
 
 
 def padded_rows(watch: Watch) -> None:
     """Rows that name no starts of sequences, and a forward step written for them, as in pretrain_gpt.py."""
-    import pretrain_sft
-    from sft_dataset import SftDataset
-
-    stock, keys = SftDataset.__getitem__, ("tokens", "labels", "loss_mask", "position_ids")
-
-    def padded(self: Any, index: int) -> dict[str, Tensor]:
-        row = stock(self, index)
-        return {name: row[name] for name in keys}
-
-    SftDataset.__getitem__ = padded  # type: ignore[method-assign]
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    change_rows(lambda data, index, row: {name: row[name] for name in keys})
     pretrain_sft.forward_step = _forward_rows
 
 
 def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
-    from pretrain_sft import get_batch, loss_func
-
-    batch = get_batch(data_iterator, packed=False)
+    batch = pretrain_sft.get_batch(data_iterator, packed=False)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
-    return output, functools.partial(loss_func, batch["loss_mask"])
+    return output, functools.partial(pretrain_sft.loss_func, batch["loss_mask"])
 
 
 def data_at_the_ends(watch: Watch) -> None:
     """No data set on stages between the first and the last, as in Megatron's scripts for documents."""
-    import pretrain_sft
-
     stock = pretrain_sft.datasets_provider
 
     @functools.wraps(stock)
@@ -171,8 +162,6 @@ def data_at_the_ends(watch: Watch) -> None:
 
 def reads_on_every_stage(watch: Watch, *, key: str) -> None:
     """A forward step that reads this key of its item wherever it runs."""
-    import pretrain_sft
-
     stock = pretrain_sft.forward_step
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
@@ -228,14 +217,10 @@ def flags_there(watch: Watch, *, flags: str, instead_of: str = "") -> None:
 
 def bad_data(watch: Watch, *, how: str, index: int) -> None:
     """The data set raises, or has a wrong token, at this row."""
-    from sft_dataset import SftDataset
 
-    stock = SftDataset.__getitem__
-
-    def row(self: Any, at: int) -> Any:
-        item = stock(self, at)
+    def bad(data: SftDataset, at: int, row: Row) -> Row:
         if at == index and how == "raises":
             raise OSError(5, "the disk is gone")
-        return {**item, "tokens": item["tokens"].clone().fill_(-7)} if at == index else item
+        return row | {"tokens": torch.full_like(row["tokens"], -7)} if at == index else row
 
-    SftDataset.__getitem__ = row  # type: ignore[method-assign]
+    change_rows(bad)

@@ -30,6 +30,7 @@ from typing import Any, TextIO
 
 STAND_INS = "TRAINING_STAND_INS"
 _HELD = {"threads": "task", "files": "fd"}
+Function = Callable[..., Any]
 
 
 class Watch:
@@ -74,78 +75,57 @@ class Watch:
         _wrap(distributed_c10d, "isend", self._sent)
         dist.isend = distributed_c10d.isend
 
-    def _step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*positional: Any, **keywords: Any) -> Any:
-            self.num_steps += 1
-            for act in self.before_step:
-                act(self.num_steps)
-            self.chunks.clear()
-            before = _shape_settings()
-            result = train_step(*positional, **keywords)
-            losses, grad_norm = result[0], result[5]
-            row = {name.replace(" ", "_"): float(value) for name, value in losses.items()}
-            row["grad_norm"] = None if grad_norm is None else float(grad_norm)
-            settings = [before, _shape_settings()]
-            row |= {f"num_{name}": len(os.listdir(f"/proc/self/{where}")) for name, where in _HELD.items()}
-            self.write("step", **row, **_place(), microbatches=self.microbatches(), settings=settings)
-            return result
+    def _step(self, train_step: Function, *positional: Any, **keywords: Any) -> Any:
+        self.num_steps += 1
+        for act in self.before_step:
+            act(self.num_steps)
+        self.chunks.clear()
+        before = _shape_settings()
+        result = train_step(*positional, **keywords)
+        losses, grad_norm = result[0], result[5]
+        row = {name.replace(" ", "_"): float(value) for name, value in losses.items()}
+        row["grad_norm"] = None if grad_norm is None else float(grad_norm)
+        settings = [before, _shape_settings()]
+        row |= {f"num_{name}": len(os.listdir(f"/proc/self/{where}")) for name, where in _HELD.items()}
+        self.write("step", **row, **_place(), microbatches=self.microbatches(), settings=settings)
+        return result
 
-        return watched
+    def _evaluation(self, evaluate: Function, *positional: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
 
-    def _evaluation(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*positional: Any, **keywords: Any) -> Any:
-            from megatron.training import get_args
+        self.chunks.clear()
+        before = get_args().consumed_valid_samples
+        result = evaluate(*positional, **keywords)
+        losses = {name: float(value) for name, value in result[0].items()}
+        consumed = get_args().consumed_valid_samples - before
+        self.write("evaluation", losses=losses, consumed=consumed, **_place(), microbatches=self.microbatches())
+        return result
 
-            self.chunks.clear()
-            before = get_args().consumed_valid_samples
-            result = evaluate(*positional, **keywords)
-            losses = {name: float(value) for name, value in result[0].items()}
-            consumed = get_args().consumed_valid_samples - before
-            self.write("evaluation", losses=losses, consumed=consumed, **_place(), microbatches=self.microbatches())
-            return result
+    def _forward(self, forward_step: Function, data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
+        seen = self.chunks.setdefault(id(model), [])
+        iterator = None if data_iterator is None else _noted(data_iterator, seen)
+        return forward_step(iterator, model, *rest, **keywords)
 
-        return watched
+    def _read(self, stock: Function, loader: Any) -> Any:
+        self.reads[loader._dataset.split.name] += 1
+        return stock(loader)
 
-    def _forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
-            seen = self.chunks.setdefault(id(model), [])
-            iterator = None if data_iterator is None else _noted(data_iterator, seen)
-            return forward_step(iterator, model, *rest, **keywords)
+    def _counted(self, consume: Function) -> Any:
+        counted = consume()
+        self.write("counted", tokens=counted[0], squares=counted[1])
+        return counted
 
-        return watched
+    def _between_stages(self, communicate: Function, *positional: Any, **keywords: Any) -> Any:
+        self._in_message = True
+        try:
+            return communicate(*positional, **keywords)
+        finally:
+            self._in_message = False
 
-    def _read(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(loader: Any) -> Any:
-            self.reads[loader._dataset.split.name] += 1
-            return stock(loader)
-
-        return watched
-
-    def _counted(self, consume: Callable[..., Any]) -> Callable[..., Any]:
-        def watched() -> Any:
-            counted = consume()
-            self.write("counted", tokens=counted[0], squares=counted[1])
-            return counted
-
-        return watched
-
-    def _between_stages(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*positional: Any, **keywords: Any) -> Any:
-            self._in_message = True
-            try:
-                return communicate(*positional, **keywords)
-            finally:
-                self._in_message = False
-
-        return watched
-
-    def _sent(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(tensor: Any, *positional: Any, **keywords: Any) -> Any:
-            here = self._in_message and threading.current_thread() is threading.main_thread()
-            self.shapes_sent += here and not tensor.is_floating_point()
-            return send(tensor, *positional, **keywords)
-
-        return watched
+    def _sent(self, send: Function, tensor: Any, *positional: Any, **keywords: Any) -> Any:
+        here = self._in_message and threading.current_thread() is threading.main_thread()
+        self.shapes_sent += here and not tensor.is_floating_point()
+        return send(tensor, *positional, **keywords)
 
 
 def main() -> None:
@@ -170,9 +150,9 @@ def main() -> None:
         watch.write("end")
 
 
-def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap(owner: Any, name: str, watched: Function) -> None:
     stock = getattr(owner, name)
-    setattr(owner, name, functools.wraps(stock)(wrap(stock)))
+    setattr(owner, name, functools.wraps(stock)(lambda *given, **named: watched(stock, *given, **named)))
 
 
 def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator[Any]:

@@ -74,8 +74,7 @@ PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP}"
 MOVED = "--balance-data"
 BY_TOKENS = f"{PACKED} {MOVED}"
 BY_FLOPS = f"{BY_TOKENS} --balance-by-flops"
-DYNAMIC_CP = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP // 2} --balance-data --balance-by-flops"
-DYNAMIC_CP += " --balance-context-parallel"
+DYNAMIC_CP = BY_FLOPS.replace(f"{CAP}", f"{CAP // 2}") + " --balance-context-parallel"
 RECORDED = "--balance-record {run}/record"
 
 
@@ -89,13 +88,27 @@ class Row:
     model: str = "dense"
     flags: str = ""  # of both runs
     precision: str = "fp32"
-    cap: int | None = CAP  # tokens of a micro-batch of several samples, on each of its context-parallel ranks
     stand_ins: StandIns = ()  # of both runs
     ours: StandIns = ()  # of the balanced run alone
     slow: bool = False  # left to `make test-all`
-    dynamic: bool = False  # micro-batches have context-parallel sizes of their own
-    without: tuple[str, ...] = ()  # common flags that both runs do without
     multiple: int = 1  # of which are the tokens of every balanced micro-batch
+
+    @property
+    def cap(self) -> int | None:
+        """Tokens of a micro-batch of several samples, on each of its context-parallel ranks."""
+        cap = self.balance.partition("--max-tokens-per-gpu ")[2].split()
+        return int(cap[0]) if cap else None
+
+    @property
+    def dynamic(self) -> bool:
+        """Micro-batches have context-parallel sizes of their own."""
+        return "--balance-context-parallel" in self.balance or "--balance" in self.balance.split()
+
+    @property
+    def without(self) -> list[str]:
+        """Common flags that both runs do without."""
+        left_out = {"--multi-latent-attention": "--group-query-attention", "--squared-relu": "--swiglu"}
+        return [left_out[flag] for flag in self.stock.split() if flag in left_out]
 
     @property
     def num_ranks(self) -> int:
@@ -138,21 +151,14 @@ def fp8(recipe: str) -> StandIns:
 
 
 KERNELS: StandIns = (("families:kernels", {}),)
+PADDED: StandIns = (("stand_ins:padded_rows", {}),)
 
 
 def family(name: str, layout: str, balance: str = BY_FLOPS, *, flags: str = "", slow: bool = True) -> Row:
     """A row of one of the model families."""
-    latent, hybrid = "latent" in FAMILIES[name], "hybrid" in FAMILIES[name]
-    return Row(
-        name + ("-filler" if "bucket" in balance else "") + ("-mtp" if "mtp" in flags else ""),
-        layout,
-        balance,
-        name,
-        flags,
-        stand_ins=(*KERNELS, ("families:positions_of_three_dimensions", {})) if "mrope" in FAMILIES[name] else KERNELS,
-        slow=slow,
-        without=("--group-query-attention",) if latent else ("--swiglu",) if hybrid else (),
-    )
+    positions: StandIns = (("families:positions_of_three_dimensions", {}),) if "mrope" in FAMILIES[name] else ()
+    of_run = name + ("-filler" if "bucket" in balance else "") + ("-mtp" if "mtp" in flags else "")
+    return Row(of_run, layout, balance, name, flags, stand_ins=KERNELS + positions, slow=slow)
 
 
 FILLER = f"{BY_FLOPS} --balance-shape-bucket 64"
@@ -182,11 +188,11 @@ ROWS = [
     Row("by-flops", "DP2", f"{BY_FLOPS} {RECORDED}"),
     Row("in-place", "DP2", PACKED),
     Row("in-place-by-flops", "DP2", f"{PACKED} --balance-by-flops"),
-    Row("moved", "DP2", MOVED, cap=None),
+    Row("moved", "DP2", MOVED),
     Row("by-tokens", "DP2", BY_TOKENS),
-    Row("one-flag", "DP2", f"--balance --max-tokens-per-gpu {CAP // 2}", cap=CAP // 2, dynamic=True),
+    Row("one-flag", "DP2", f"--balance --max-tokens-per-gpu {CAP // 2}"),
     Row("without-overlap", "DP2", f"{BY_FLOPS} --no-balance-overlap"),
-    Row("over-long", "DP2", BY_FLOPS.replace(f"{CAP}", "64"), cap=64),
+    Row("over-long", "DP2", BY_FLOPS.replace(f"{CAP}", "64")),
     # Layouts.
     Row("by-flops", "TP2-SP"),
     Row("by-flops", "PP2"),
@@ -208,11 +214,9 @@ ROWS = [
     Row("bf16-sharded-overlap", "DP2", flags=SHARDED, precision="bf16"),
     Row("recomputed", "DP2", f"{BY_FLOPS} {RECOMPUTED}", slow=True),
     Row("mtp", "DP2", flags="--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", stand_ins=MTP),
-    Row("padded-rows", "DP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(("stand_ins:padded_rows", {}),)),
-    Row(
-        "padded-rows", "TP2-SP", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(("stand_ins:padded_rows", {}),), slow=True
-    ),
-    Row("padded-rows", "PP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(("stand_ins:padded_rows", {}),), slow=True),
+    Row("padded-rows", "DP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED),
+    Row("padded-rows", "TP2-SP", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
+    Row("padded-rows", "PP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
     Row("data-at-the-ends", "PP3", f"{BY_FLOPS} --no-balance-load-every-stage"),
     Row(
         "no-data-in-between",
@@ -233,7 +237,6 @@ ROWS = [
         f"{MOVED} --balance-shape-bucket 96",
         "moe",
         ROUTER_LOSSES,
-        cap=None,
         ours=(("stand_ins:whole_counts", {}),),
     ),
     # Evaluation; it is in every other row too.
@@ -244,9 +247,9 @@ ROWS = [
     Row("sizes-of-evaluation", "DP2", flags="--eval-global-batch-size 24 --eval-micro-batch-size 2", slow=True),
     Row("sft", "DP2", flags="--sft", slow=True),
     # Context-parallel sizes of their own.
-    Row("dynamic-cp", "CP2", f"{DYNAMIC_CP} {RECORDED}", cap=CAP // 2, dynamic=True),
-    Row("dynamic-cp", "DP4", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),
-    Row("dynamic-cp", "CP2-EP2", DYNAMIC_CP, "moe", cap=CAP // 2, dynamic=True, slow=True),
+    Row("dynamic-cp", "CP2", f"{DYNAMIC_CP} {RECORDED}"),
+    Row("dynamic-cp", "DP4", DYNAMIC_CP, slow=True),
+    Row("dynamic-cp", "CP2-EP2", DYNAMIC_CP, "moe", slow=True),
     # A micro-batch has room for one sample of either length, as in stock runs: 48 tokens on one rank, 96 on two.
     Row(
         "router-losses-dynamic-cp",
@@ -254,15 +257,11 @@ ROWS = [
         DYNAMIC_CP.replace(f"{CAP // 2}", "64"),
         "moe",
         f"{ROUTER_LOSSES} --train-data-path {{data}}/two-lengths.jsonl",
-        cap=64,
-        dynamic=True,
         slow=True,
     ),
-    Row("dynamic-cp-recomputed", "CP2", f"{DYNAMIC_CP} {RECOMPUTED}", cap=CAP // 2, dynamic=True, slow=True),
-    Row("dynamic-cp-documents", "CP2-documents", DYNAMIC_CP, cap=CAP // 2, dynamic=True, slow=True),
-    Row(
-        "dynamic-cp-sharded", "CP2", DYNAMIC_CP, flags=SHARDED, precision="bf16", cap=CAP // 2, dynamic=True, slow=True
-    ),
+    Row("dynamic-cp-recomputed", "CP2", f"{DYNAMIC_CP} {RECOMPUTED}", slow=True),
+    Row("dynamic-cp-documents", "CP2-documents", DYNAMIC_CP, slow=True),
+    Row("dynamic-cp-sharded", "CP2", DYNAMIC_CP, flags=SHARDED, precision="bf16", slow=True),
     # Options of Megatron.
     Row(
         "fp16",
@@ -276,7 +275,6 @@ ROWS = [
         "DP2",
         flags="--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
         "--rope-type rope",
-        without=("--group-query-attention",),
         slow=True,
     ),
     Row(
