@@ -51,7 +51,7 @@ def lengths_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def calibration_file(tmp_path: Path) -> Path:
     file = tmp_path / "calibration.json"
-    Calibration(per_microbatch=2e-3, linear=1e-6, quadratic=1e-9).write(file)
+    Calibration(costs=CostModel(per_microbatch=2 * 10**15, linear=10**12, quadratic=10**9)).write(file)
     return file
 
 

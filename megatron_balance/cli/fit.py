@@ -13,7 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.cli.output import check_writable
-from megatron_balance.cost.calibration import LEAST_STEPS, Calibration, Fit, Measurements, fit_microbatches
+from megatron_balance.cost.calibration import (
+    LEAST_STEPS,
+    UNITS_PER_SECOND,
+    Calibration,
+    Fit,
+    Measurements,
+    fit_microbatches,
+)
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import RunInfo, RunRecord, StepRecord, read_record
@@ -58,11 +65,12 @@ def run(args: argparse.Namespace) -> int:
     costs = _costs(fit, info=record.info, longest=longest, num_measured=measured.seconds.size)
     costs.write(args.out)
     num_steps = np.unique(measured.steps).size
-    squared = f", {costs.quadratic * 1e12:.3g} ps a squared token" if costs.quadratic else ""
+    per = costs.costs  # attoseconds
+    squared = f", {per.quadratic / 1e6:.3g} ps a squared token" if per.quadratic else ""
     print(
         f"Fitted to {measured.seconds.size} micro-batches of {num_steps} steps. A micro-batch takes "
-        f"{costs.per_microbatch * 1e3:.3g} ms, and {costs.per_sequence * 1e6:.3g} us a sequence, "
-        f"{(costs.linear + costs.expert_linear) * 1e6:.3g} us a token{squared}."
+        f"{per.per_microbatch / 1e15:.3g} ms, and {per.per_sequence / 1e12:.3g} us a sequence, "
+        f"{(per.linear + per.expert_linear) / 1e12:.3g} us a token{squared}."
     )
     print(f"On steps that were not fitted it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
@@ -173,18 +181,22 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
     """The fit as the seconds of the whole model on one rank."""
     model, ranks = info.cost_model, _num_ranks(info)
     stages = info.topology.pp_size  # seconds are those of the first one
-    per_microbatch, per_sequence, per_token, per_core, per_received = fit.coefficients.tolist()
+    per_microbatch, per_sequence, per_token, per_core, per_received = (fit.coefficients * UNITS_PER_SECOND).tolist()
     linear = model.linear + model.expert_linear
     shared = model.expert_linear / linear if linear else 0.0
     has_core = bool(model.quadratic or model.windows)
+    costs = CostModel(
+        per_microbatch=round(per_microbatch * stages),
+        per_sequence=round(per_sequence * stages),
+        linear=round(per_token * ranks * (1 - shared)),
+        expert_linear=round(per_token * ranks * shared),
+        quadratic=round(per_core * ranks * (model.quadratic if has_core else 1)),
+        windows=tuple((window, round(per_core * ranks * each)) for window, each in model.windows),
+        # 0 would say that it was not measured.
+        cp_exchange=max(1, round(per_received * ranks)) if info.topology.dynamic_cp else 0,
+    )
     return Calibration(
-        per_microbatch=per_microbatch * stages,
-        per_sequence=per_sequence * stages,
-        linear=per_token * ranks * (1 - shared),
-        expert_linear=per_token * ranks * shared,
-        quadratic=per_core * ranks * (model.quadratic if has_core else 1),
-        windows=tuple((window, per_core * ranks * each) for window, each in model.windows),
-        cp_exchange=per_received * ranks if info.topology.dynamic_cp else None,
+        costs=costs,
         held_out_error=fit.error,
         origin={
             **info.origin,

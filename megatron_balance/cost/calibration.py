@@ -9,8 +9,7 @@ Two ways are tried: one factor for the cost model that the run planned with, and
 sequences, tokens, attention and exchange. The terms of attention keep their proportions, since the lengths of a run
 seldom separate them. Each way is fitted to some steps and judged on the others; the better is fitted to all.
 
-Invariant: the integers of the cost model keep six digits of every coefficient that matters; they count
-attoseconds, which `CostModel.sample_costs` scales down if the sum over a batch exceeds int64.
+Costs count attoseconds, so that integers keep six digits of every coefficient that matters; the file has seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +36,8 @@ FORMAT = "megatron_balance calibration 1"
 UNITS_PER_SECOND = 10**18
 """A cost of 1 is an attosecond: a squared token costs as little as 1e-15 seconds on the fastest devices."""
 
+_COEFFICIENTS = ("per_microbatch", "per_sequence", "linear", "expert_linear", "quadratic", "cp_exchange")
+
 LEAST_STEPS = 3
 LEAST_MICROBATCHES = 10
 MAX_FOLDS = 5
@@ -47,47 +48,20 @@ HUBER_THRESHOLD = 1.345
 MAX_ROUNDS = 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Seconds that a device takes, forward and backward, for the whole model on one rank.
+    """Time that a device takes, forward and backward, for the whole model on one rank.
 
     Attributes:
-        per_microbatch: seconds of every micro-batch.
-        per_sequence: seconds of every sequence in it.
-        linear: seconds per token.
-        expert_linear: seconds per token in routed experts, on top of `linear`.
-        quadratic: seconds per squared token.
-        windows: pairs `(window tokens, seconds per squared token)` of sliding-window attention.
-        cp_exchange: seconds per token of keys and values that a rank receives from context-parallel ranks; None where
-            that was not measured.
+        costs: in attoseconds; `cp_exchange` is 0 where it was not measured.
         held_out_error: median relative error on micro-batches that were not fitted; None where none were kept.
         origin: conditions of the measurement: device, clock, versions, `longest_sequence`, the most tokens seen, and
             where FLOPs are known `linear_tflops` and `attention_tflops` of a GPU.
-
-    Raises:
-        BalanceError: a coefficient is negative or not finite, or all are zero.
     """
 
-    _: KW_ONLY
-    per_microbatch: float = 0.0
-    per_sequence: float = 0.0
-    linear: float = 0.0
-    expert_linear: float = 0.0
-    quadratic: float = 0.0
-    windows: tuple[tuple[int, float], ...] = ()
-    cp_exchange: float | None = None
+    costs: CostModel
     held_out_error: float | None = None
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def __post_init__(self) -> None:
-        names = ("per_microbatch", "per_sequence", "linear", "expert_linear", "quadratic")
-        seconds = {name: getattr(self, name) for name in names}
-        seconds |= {f"windows[{window}]": value for window, value in self.windows}
-        if not any(seconds.values()):
-            raise BalanceError("Calibration has no coefficient above zero: every micro-batch would be free.")
-        for name, value in (seconds | {"cp_exchange": self.cp_exchange or 0}).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise BalanceError(f"Calibration.{name} is {value!r}: it must be a number of seconds, 0 or more.")
 
     def extrapolation(self, longest: int) -> str:
         """A notice where sequences are longer than those that were measured; empty where they are not."""
@@ -97,28 +71,30 @@ class Calibration:
         return f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
 
     def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
-        """The same as integer costs, in attoseconds, for a rank; `cp_exchange` is 0 where it was not measured.
+        """The costs of one of `model_parallel_size` ranks, tensor times context parallel.
 
-        `model_parallel_size` ranks, tensor times context parallel, share tokens and heads; each pays the fixed costs.
+        They share tokens and heads; each pays the fixed costs.
         """
-        linear = self.linear + (self.expert_linear if ep_size == 1 else 0.0)
+        costs, own_experts = self.costs, ep_size == 1
 
-        def units(seconds: float) -> int:
-            return round(seconds * UNITS_PER_SECOND)
+        def share(cost: int) -> int:
+            return round(cost / model_parallel_size)
 
-        return CostModel(
-            linear=units(linear / model_parallel_size),
-            quadratic=units(self.quadratic / model_parallel_size),
-            per_sequence=units(self.per_sequence),
-            per_microbatch=units(self.per_microbatch),
-            expert_linear=units(self.expert_linear / model_parallel_size) if ep_size > 1 else 0,
-            windows=tuple((window, units(seconds / model_parallel_size)) for window, seconds in self.windows),
-            cp_exchange=units((self.cp_exchange or 0.0) / model_parallel_size),
+        return replace(
+            costs,
+            linear=share(costs.linear + costs.expert_linear * own_experts),
+            expert_linear=0 if own_experts else share(costs.expert_linear),
+            quadratic=share(costs.quadratic),
+            windows=tuple((window, share(cost)) for window, cost in costs.windows),
+            cp_exchange=share(costs.cp_exchange),
         )
 
     def write(self, path: Path) -> None:
         """Write seconds.json."""
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        seconds: dict[str, Any] = {name: getattr(self.costs, name) / UNITS_PER_SECOND for name in _COEFFICIENTS}
+        seconds["windows"] = [(window, cost / UNITS_PER_SECOND) for window, cost in self.costs.windows]
+        content = {"format": FORMAT, **seconds, "held_out_error": self.held_out_error, "origin": dict(self.origin)}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
@@ -129,18 +105,21 @@ class Calibration:
             raise BalanceError(
                 f"the calibration {str(path)!r} cannot be read: {error}. Make one with megatron-balance fit."
             ) from error
-        if not isinstance(content, dict) or cast("dict[str, Any]", content).get("format") != FORMAT:
+        values = cast("dict[str, Any]", content if isinstance(content, dict) else {})
+        if values.get("format") != FORMAT:
             raise BalanceError(
                 f"{str(path)!r} does not say {FORMAT!r}: make it again with this version's megatron-balance fit."
             )
-        known = {one.name for one in fields(cls)}
-        values = {name: value for name, value in cast("dict[str, Any]", content).items() if name in known}
         try:
-            values["windows"] = tuple((int(window), seconds) for window, seconds in values.get("windows", ()))
-            values["origin"] = dict(values.get("origin", {}))
-            if values.get("held_out_error") is not None:
-                values["held_out_error"] = float(values["held_out_error"])
-            return cls(**values)
+            # The exchange is null where it was not measured.
+            costs = {name: round(values[name] * 1e18) for name in _COEFFICIENTS if values.get(name) is not None}
+            windows = tuple((int(window), round(seconds * 1e18)) for window, seconds in values.get("windows", ()))
+            held_out = values.get("held_out_error")
+            return cls(
+                costs=CostModel(**costs, windows=windows),
+                held_out_error=None if held_out is None else float(held_out),
+                origin=dict(values.get("origin", {})),
+            )
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise BalanceError(f"the calibration {str(path)!r} is damaged: {error}") from error
 
@@ -162,11 +141,7 @@ class Measurements:
     received: Floats
 
     def features(self, exchange: float) -> Floats:
-        """`[num_measured, 5]`: `fixed`, attention, and tokens whose exchange takes longer than their attention.
-
-        Args:
-            exchange: of a received token, in units of `core`.
-        """
+        """`[num_measured, 5]`: `fixed`, attention, and tokens whose `exchange`, in units of `core`, takes longer."""
         waits = exchange * self.received > self.core
         columns = [
             np.bincount(self.slot_of, weights=values, minlength=int(self.slots.max()) + 1)[self.slots]
@@ -193,7 +168,7 @@ class Fit:
 
 def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
     """Fit measured micro-batches. `cost_model`: FLOPs, tokens or seconds that the run planned with."""
-    seconds, distinct = measured.seconds, np.unique(measured.steps)
+    seconds, (distinct, step_of) = measured.seconds, np.unique(measured.steps, return_inverse=True)
     if distinct.size < LEAST_STEPS or seconds.size < LEAST_MICROBATCHES:
         raise BalanceError(
             f"the record has {seconds.size} measured micro-batches in {distinct.size} steps: {LEAST_STEPS} steps of a "
@@ -226,9 +201,10 @@ def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
         ratio = coefficients[4] / coefficients[3] if coefficients[3] else exchange
         return measured.features(ratio) @ coefficients
 
-    fold_of = np.searchsorted(distinct, measured.steps) % min(distinct.size, MAX_FOLDS)
+    num_folds = min(distinct.size, MAX_FOLDS)
+    fold_of = step_of % num_folds
     ways: list[Callable[[NDArray[np.bool_]], Floats]] = [scaled, free]
-    fits = [[way(fold_of != fold) for fold in range(int(fold_of.max()) + 1)] for way in ways]
+    fits = [[way(fold_of != fold) for fold in range(num_folds)] for way in ways]
     errors: list[Floats] = []
     for of_way in fits:
         guesses = np.stack([predicted(coefficients) for coefficients in of_way])[fold_of, np.arange(seconds.size)]

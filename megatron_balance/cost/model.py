@@ -6,11 +6,7 @@ A cost model gives the time of a sample as a function of its padded length L in 
 
 or with `cp_received*L` in place of both terms of attention, if that is more. `pairs(L, w) = 2wL - w(w-1)` once `w < L`,
 and `L²` below: the causal attention of a layer with a sliding window of w tokens, in the units of `quadratic`.
-Expert-parallel work is shared by the expert-parallel group, so it is kept apart as `expert_linear`.
-
-A sample's images add the time of the vision encoder, which runs before the language model on the same rank:
-
-    image_cost(P) = image_linear*P + image_quadratic*P²        for an image of P patches
+A sample's images add the time of the vision encoder, which runs before the language model on the same rank.
 
 Invariants: costs are non-negative int64; a sum over all samples stays below 2**62 (larger ones are
 divided by a power of two, the same on every rank); a longer sample never costs less.
@@ -43,13 +39,10 @@ MAX_TOTAL_COST = 2**62
 
 @dataclass(frozen=True)
 class SampleCosts:
-    """Costs of the samples of one global batch.
+    """`[num_samples]` int64 costs of a global batch in units of `2**shift`, which keeps their sum below 2**62.
 
-    Attributes:
-        costs: `[num_samples]` int64 cost on the sample's own rank, in units of `2**shift`.
-        expert_costs: `[num_samples]` int64 cost that its expert-parallel group shares, in the same units.
-        image_costs: `[num_samples]` int64 cost of each sample's images in the encoder, in the same units.
-        shift: power of two that all costs were divided by to keep their sum below 2**62.
+    `costs` are of the sample's own rank, `expert_costs` shared by its expert-parallel group, and `image_costs` of the
+    encoder for all its images.
     """
 
     costs: NDArray[np.int64]
@@ -125,7 +118,6 @@ class CostModel:
         recompute: bool = False,
         microbatch_tokens: int = 0,
         frozen_encoder: bool = False,
-        frozen_language_model: bool = False,
         pack_tokens: int = 0,
         linear_tflops: float = 1.0,
         attention_tflops: float = 1.0,
@@ -146,7 +138,6 @@ class CostModel:
             recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
             microbatch_tokens: the fixed cost of a micro-batch, in tokens; runs use `MICROBATCH_TOKENS`.
             frozen_encoder: the vision encoder is not trained.
-            frozen_language_model: nor is the language model; with `shape.lora_rank` it never is.
             pack_tokens: tokens of a full pack. Sparse attention without fused kernels computes all pairs of a pack, so
                 that a token costs as much as the pack is long; 0 to count as if a sample were alone in its pack.
             linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s of one GPU in training.
@@ -164,7 +155,7 @@ class CostModel:
                 raise BalanceError(f"CostModel.from_shape: {name} is {value!r}: give a finite number, a rate above 0.")
         flops_of_second = Fraction(linear_tflops) * 10**12
         slowdown = Fraction(linear_tflops) / Fraction(attention_tflops)
-        extra, frozen = int(recompute), frozen_language_model or shape.lora_rank > 0
+        extra, frozen = int(recompute), shape.lora_rank > 0
         loss = shape.dsa_indexer_loss
         # Of GEMMs, and of half an attention core, whose backward pass is two and a half times its forward.
         passes = {
@@ -260,36 +251,23 @@ class CostModel:
             image_patches: `[num_samples, 2]` int64, the sum over each sample's images of their patches, and of their
                 squared patches; None for no images.
 
-        Returns:
-            SampleCosts: int64 costs, divided by a power of two so that, rounding included,
-            their sum stays below 2**62. A sample that costs anything keeps a cost of at least 1.
+        A sample that costs anything keeps a cost of at least 1.
         """
         unique, inverse = _distinct(lengths)
-        sums = np.zeros((0, 2), dtype=np.int64) if image_patches is None else image_patches
-        images = [np.unique(column, return_inverse=True) for column in sums.T]
-        # Python's integers from here on: a sum passes int64 sooner. Each: values, and the one of each sample.
-        own = self.exact_costs(unique).tolist(), inverse
-        expert = [self.expert_linear * length for length in unique.tolist()], inverse
-        of_images = [
-            ([coefficient * size for size in sizes.tolist()], of_sample)
-            for coefficient, (sizes, of_sample) in zip((self.image_linear, self.image_quadratic), images, strict=True)
-        ]
-        total = self.per_microbatch * lengths.size
-        for values, index in (own, expert, *of_images):
-            total += sum(map(operator.mul, np.bincount(index).tolist(), values))
+        # Python's integers from here on: a sum passes int64 sooner.
+        own = self.exact_costs(unique).tolist()
+        expert = [self.expert_linear * length for length in unique.tolist()]
+        sums: list[list[int]] = [] if image_patches is None else image_patches.tolist()
+        images = [self.image_linear * patches + self.image_quadratic * squares for patches, squares in sums]
+        total = self.per_microbatch * lengths.size + sum(images)
+        total += sum(map(operator.mul, np.bincount(inverse).tolist(), map(operator.add, own, expert)))
         # One bit is left for the ones that rounding up below may add.
         shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
-        def scaled(values: list[int], index: NDArray[np.int64]) -> NDArray[np.int64]:
-            kept = [max(value >> shift, 1) if value else 0 for value in values]
-            return np.array(kept, dtype=np.int64)[index]
+        def scaled(values: list[int]) -> NDArray[np.int64]:
+            return np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)
 
-        return SampleCosts(
-            costs=scaled(*own),
-            expert_costs=scaled(*expert),
-            image_costs=scaled(*of_images[0]) + scaled(*of_images[1]),
-            shift=shift,
-        )
+        return SampleCosts(scaled(own)[inverse], scaled(expert)[inverse], scaled(images), shift)
 
 
 def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -126,13 +126,9 @@ def test_training_takes_gemms_three_times_and_attention_three_and_a_half() -> No
 def test_frozen_parts_cost_less() -> None:
     assert QWEN.vision is not None
     flops = image_flops(QWEN.vision, hidden_size=QWEN.hidden_size)
-    model = CostModel.from_shape(QWEN)
     encoder = CostModel.from_shape(QWEN, frozen_encoder=True, recompute=True)
     # Forward alone, and once more the projector for the gradients of its weights.
     assert image_cost(encoder) == flops(1000) + 1000 * flops.projector
-    text = CostModel.from_shape(QWEN, frozen_language_model=True)
-    assert (3 * text.linear, text.quadratic) == (2 * model.linear, model.quadratic)
-    assert image_cost(text) == image_cost(model)
 
 
 def test_a_nested_config_has_the_same_encoder() -> None:

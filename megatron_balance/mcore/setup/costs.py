@@ -99,7 +99,7 @@ def _exchange(
     options: Options, *, topology: Topology, shape: Callable[[], ModelShape], calibration: Calibration | None
 ) -> tuple[int, str]:
     """The cost of receiving a token's keys and values, and where it comes from."""
-    if calibration is not None and calibration.cp_exchange is not None:
+    if calibration is not None and calibration.costs.cp_exchange:
         # The file is of all heads; each tensor-parallel rank receives its own.
         measured = calibration.cost_model(model_parallel_size=topology.tp_size).cp_exchange
         return measured, "measured in the run of --balance-cost"
