@@ -21,16 +21,19 @@ def run_info(topology: Topology | None = None, **changes: object) -> RunInfo:
         cost_name="flops",
         objective="step",
         policy="--balance-data --balance-by-flops",
-        origin={"device": "a test's <device>", "clock": "a made-up clock", "versions": {"torch": "2"}},
+        origin={"device": "a test", "clock": "a made-up clock", "versions": {"torch": "2"}},
     )
     return replace(info, **changes)
 
 
-def planned_step(info: RunInfo, *, iteration: int, num_samples: int) -> StepRecord:
+def planned_step(info: RunInfo, *, iteration: int, num_samples: int, most_segments: int = 1) -> StepRecord:
     """Every rank has loaded neighbours, not every so many-th sample as Megatron's sampler gives them."""
     rng = np.random.default_rng(iteration)
+    num_segments = rng.integers(0, most_segments, num_samples, endpoint=True) if most_segments > 1 else None
+    num_lengths = num_samples if num_segments is None else num_segments.sum()
     schedule = build_data_schedule(
-        np.clip(rng.lognormal(6.5, 1.1, num_samples).astype(np.int64), 16, 7900),
+        np.clip(rng.lognormal(6.5, 1.1, num_lengths).astype(np.int64), 16, 7900),
+        num_segments=num_segments,
         cost_model=info.cost_model,
         topology=info.topology,
         limits=info.limits,
@@ -49,6 +52,7 @@ def write_record(
     measured: bool = True,
     noise: float = 0.05,
     num_plans: int | None = None,
+    most_segments: int = 1,
 ) -> list[StepRecord]:
     """As a training run writes it. Every micro-batch took a nanosecond a unit of cost, but for noise.
 
@@ -56,7 +60,8 @@ def write_record(
     """
     info = info or run_info()
     plans = [
-        planned_step(info, iteration=index + 1, num_samples=num_samples) for index in range(num_plans or num_steps)
+        planned_step(info, iteration=index + 1, num_samples=num_samples, most_segments=most_segments)
+        for index in range(num_plans or num_steps)
     ]
     steps = []
     for index in range(num_steps):
