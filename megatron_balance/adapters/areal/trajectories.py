@@ -33,13 +33,13 @@ from torch.utils._pytree import tree_map_only
 from megatron_balance.adapters.kit import even_parts, row_costs
 from megatron_balance.adapters.kit.ranks import move_rows, moving_row
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime import KeySpec, SampleSchema, gather_lengths
 
 MASK = "attention_mask"
 
 Batch = dict[str, Any]
+TOKENS = CostModel.tokens()
 
 
 def divide(
@@ -71,9 +71,7 @@ def balance_batch(
     batches: Sequence[Mapping[str, Any]],
     dp_num: int,
     *,
-    cost: str | None = None,
-    model: Model | None = None,
-    ep_size: int = 1,
+    cost_model: CostModel = TOKENS,
     equal_count: bool = True,
 ) -> list[Batch]:
     """Divides the rows of padded batches among ranks and pads each rank's to its own longest.
@@ -82,9 +80,7 @@ def balance_batch(
         batches: one or more dicts of tensors `[num_rows, padded_seq_len, ...]` with `attention_mask`; each may have
             its own number of rows and its own padding.
         dp_num: data-parallel ranks. The one argument that AReaL's callers pass by position.
-        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
-        model: preset name, path of a Hugging Face config.json, or ModelShape.
-        ep_size: expert-parallel ranks.
+        cost_model: what a row costs; by default its tokens.
         equal_count: as many rows on every rank, or one fewer; False for any number, which balances better where a
             rank has two or three.
 
@@ -103,7 +99,6 @@ def balance_batch(
     """
     lengths = [[length] for batch in batches for length in row_lengths(batch)]
     rows = [row for batch in batches for row in split_rows(batch)]
-    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
     parts = divide(lengths, dp_size=dp_num, cost_model=cost_model, equal_count=equal_count)
     return [join_rows([rows[index] for index in part]) for part in parts]
 
@@ -285,9 +280,7 @@ def distributed_batch(
     batches: Sequence[Mapping[str, Any]] | None,
     *,
     group: dist.ProcessGroup,
-    cost: str | None = None,
-    model: Model | None = None,
-    ep_size: int = 1,
+    cost_model: CostModel = TOKENS,
     device: torch.device | str = "cpu",
 ) -> Batch:
     """Divides what one rank loaded among all ranks, as many batches each or one fewer, and pads each share together.
@@ -297,9 +290,7 @@ def distributed_batch(
     Args:
         batches: on the rank that loaded them; None or nothing on the others.
         group: the data-parallel ranks.
-        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
-        model: preset name, path of a Hugging Face config.json, or ModelShape.
-        ep_size: expert-parallel ranks.
+        cost_model: what a row costs; by default its tokens.
         device: where buffers and arriving tensors live; NCCL needs `cuda`.
 
     Returns:
@@ -308,7 +299,6 @@ def distributed_batch(
     Raises:
         BalanceError: as `redistribute`.
     """
-    cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
     shared = redistribute(batches or [], group=group, cost_model=cost_model, equal_count=True, device=device)
     return join_rows(shared.trajectories)
 

@@ -46,9 +46,7 @@ def move(lengths):
 
 
 FAULTS = {
-    "key": lambda rows: rows[-1].update(reward_model=torch.ones(1)),
     "dtype": lambda rows: rows[-1].update(logprobs=rows[-1]["logprobs"].double()),
-    "mask": lambda rows: rows[-1].pop("attention_mask"),
     "object": lambda rows: rows[-1].update(name=lambda: None),
     "none": lambda rows: None,
 }
@@ -78,8 +76,7 @@ def scatter(lengths, source):
 def wait_longer_than_the_group(seconds, group_seconds, source):
     """A load that takes longer than the group that moves the data waits; then the data moves in that group."""
     group = dist.new_group(timeout=timedelta(seconds=group_seconds), backend="gloo")
-    single = areal.SingleRankLoad(loads=dist.get_rank() == source)
-    calls = []
+    single, calls = areal.SingleRankLoad(loads=dist.get_rank() == source), []
 
     def load():
         calls.append(dist.get_rank())

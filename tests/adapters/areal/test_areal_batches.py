@@ -39,16 +39,11 @@ def test_every_row_comes_out_once(lengths: list[list[int]], dp_size: int) -> Non
     assert counts == {num_rows // dp_size} if num_rows % dp_size == 0 else min(counts) >= 1
 
 
-def drawn(seed: int, *, dp_size: int) -> list[dict[str, torch.Tensor]]:
+def drawn(seed: int) -> list[dict[str, torch.Tensor]]:
     """The pull request's rows: a prompt of 1 to 511 tokens and an answer, both uniform, in a padded batch a rank."""
-    generator = torch.Generator().manual_seed(seed)
-    batches = []
-    for _ in range(dp_size):
-        size = (32 // dp_size,)
-        lengths = torch.randint(1, 512, size, generator=generator)
-        lengths += torch.randint(1, 2048, size, generator=generator)
-        batches.append({"attention_mask": torch.arange(int(lengths.max())) < lengths[:, None]})
-    return batches
+    rng = np.random.default_rng(seed)
+    of_ranks = torch.from_numpy(rng.integers(1, 512, (4, 8)) + rng.integers(1, 2048, (4, 8)))
+    return [{"attention_mask": torch.arange(int(of_rank.max())) < of_rank[:, None]} for of_rank in of_ranks]
 
 
 def variation(batches, cost_model=None) -> float:
@@ -59,25 +54,19 @@ def variation(batches, cost_model=None) -> float:
 
 
 def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
-    """R44. Means over 50 batches. At dp 16 a rank has two rows: the longest with the shortest is the best there is, and
-    AReaL's own `kk`, of any number of rows a rank, has 0.0454.
-    """
+    """R44. Means over 50 batches of 32 rows on four ranks."""
     flops = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
-    loaded, by_tokens, by_flops, of_16, free = [], [], [], [], []
+    loaded, by_tokens, by_flops = [], [], []
     for seed in range(50):
-        batches = drawn(seed, dp_size=4)
+        batches = drawn(seed)
         loaded.append(variation(batches))
         balanced = areal.balance_batch(batches, 4)
         assert {len(batch["attention_mask"]) for batch in balanced} == {8}
         by_tokens.append((variation(balanced), variation(balanced, flops)))
-        by_flops.append(variation(areal.balance_batch(batches, 4, model="Qwen3-8B"), flops))
-        of_16.append(variation(areal.balance_batch(drawn(seed, dp_size=16), 16)))
-        free.append(variation(areal.balance_batch(drawn(seed, dp_size=16), 16, equal_count=False)))
+        by_flops.append(variation(areal.balance_batch(batches, 4, cost_model=flops), flops))
     assert np.mean(loaded) > 0.1
     assert np.mean(by_tokens, axis=0)[0] <= 0.0009
     assert np.mean(by_flops) <= 0.0009 < np.mean(by_tokens, axis=0)[1]
-    assert np.mean(of_16) <= 0.051
-    assert np.mean(free) <= 0.0452
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,7 @@ def test_undo_restores_the_very_functions(install: Any) -> None:
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
-    return [
-        {"attention_mask": torch.ones(1, length, dtype=torch.bool), "index": torch.tensor([index])}
-        for index, length in enumerate(lengths)
-    ]
+    return [{"attention_mask": torch.ones(1, n), "index": torch.tensor([index])} for index, n in enumerate(lengths)]
 
 
 def controller(dp_size: int) -> Any:

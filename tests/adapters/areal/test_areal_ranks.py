@@ -18,13 +18,6 @@ def check_moved(results, lengths):
     return [sum(sum(flat[index]) for index in ids) for ids in ids_per_rank]
 
 
-def same_error(results):
-    """The message of all ranks, after which the group works."""
-    (message,) = {result["error"] for result in results}
-    assert [result["ranks"] for result in results] == [4] * 4
-    return message
-
-
 @pytest.mark.parametrize("counts", [[4, 4, 4, 3], [15, 0, 0, 0], [9, 1, 7, 11]])
 def test_four_ranks_hold_any_numbers(world, counts):
     """R54, R56. AReaL raises where lists differ in length, and for 15 trajectories."""
@@ -33,33 +26,19 @@ def test_four_ranks_hold_any_numbers(world, counts):
     check_moved(world("move", lengths=lengths), lengths)
 
 
-def test_tokens_come_out_even(world):
-    """R44. One rank has all long ones: 32 trajectories of 1 to 2048 tokens, 30 times as many tokens on one rank."""
-    rng = np.random.default_rng(0)
-    lengths = [[[int(length)] for length in rng.integers(low, high, 8)] for low, high in [(1500, 2048), (1, 99)] * 2]
-    tokens = check_moved(world("move", lengths=lengths), lengths)
-    assert max(tokens) <= 1.02 * min(tokens)
-
-
 @pytest.mark.parametrize(
-    ("fault", "text"),
+    ("fault", "counts", "text"),
     [
-        ("key", "reward_model"),
-        ("dtype", "float64"),
-        ("mask", "attention_mask is a NoneType"),
-        ("object", "cannot travel between ranks"),
+        ("dtype", (2, 2, 2, 2), "float64"),
+        ("object", (2, 2, 2, 2), "cannot travel between ranks"),
+        ("none", (1, 1, 0, 1), "3 trajectories (or groups of them) for 4 data-parallel ranks"),
     ],
 )
-def test_what_is_wrong_on_one_rank_raises_on_all(world, fault, text):
-    lengths = [[[3], [4]], [[5], [6]], [[2], [7]], [[1], [9]]]
-    assert text in same_error(world("refuse", lengths=lengths, fault=fault, at_fault=2))
-
-
-def test_fewer_trajectories_than_ranks_raise_on_all(world):
-    results = world("refuse", lengths=[[[3]], [[4]], [], [[5]]], fault="none", at_fault=0)
-    message = same_error(results)
-    assert "3 trajectories" in message
-    assert "4 data-parallel ranks" in message
+def test_what_is_wrong_on_one_rank_raises_on_all(world, fault, counts, text):
+    results = world("refuse", lengths=[[[5]] * count for count in counts], fault=fault, at_fault=2)
+    (message,) = {result["error"] for result in results}
+    assert text in message
+    assert [result["ranks"] for result in results] == [4] * 4
 
 
 @pytest.mark.parametrize("source", [0, 3])
@@ -125,32 +104,19 @@ def test_the_coordinator_gives_every_head_its_share(world, method, counts, singl
     assert max(tokens) <= 1.1 * min(tokens)
 
 
-def test_a_rollout_that_fails_raises_on_every_rank(world):
+@pytest.mark.parametrize(
+    ("fault", "single", "text"),
+    [
+        ({"fails_on": 0}, True, "ConnectionError: the inference server is gone"),
+        ({"without_mask_on": 2}, False, "attention_mask is a NoneType"),
+    ],
+)
+def test_what_one_head_meets_raises_on_ranks_without_data_too(world, fault, single, text):
     results = world(
-        "coordinate",
-        lengths=lengths_of_heads(4, 4),
-        method="prepare_batch",
-        single_rank_load=True,
-        fails_on=0,
-    )
-    own, *others = [result["error"] for result in results]
-    assert own == "ConnectionError: the inference server is gone"
-    for error in others:
-        assert error.startswith("BalanceError: ")
-        assert f"it loads for all, and failed: {own}" in error
-    assert [result["ranks"] for result in results] == [4] * 4
-
-
-def test_what_one_head_finds_wrong_raises_on_ranks_without_data_too(world):
-    results = world(
-        "coordinate",
-        lengths=lengths_of_heads(4, 4),
-        method="rollout_batch",
-        single_rank_load=False,
-        without_mask_on=2,
+        "coordinate", lengths=lengths_of_heads(4, 4), method="prepare_batch", single_rank_load=single, **fault
     )
     assert [result["ranks"] for result in results] == [4] * 4
-    assert all("attention_mask" in result["error"] for result in results)
+    assert all(text in result["error"] for result in results)
 
 
 def test_the_result_is_areals_without_what_other_ranks_have(world):
