@@ -29,7 +29,7 @@ class SmallBatch:
     history_feature_name: str = "item"
 
 
-def make_batch(item_lengths, *, rank, batch_size, length_dtype=torch.int32):
+def make_batch(item_lengths, *, rank, batch_size):
     """A batch of real rows with these many items, then padding. Values count up from 10**6 a rank."""
     num_rows = len(item_lengths)
     rng = np.random.default_rng(rank)
@@ -43,7 +43,7 @@ def make_batch(item_lengths, *, rank, batch_size, length_dtype=torch.int32):
         keys=["item", "action", "context"],
         values=torch.arange(first, first + lengths.sum()),
         weights=torch.arange(first, first + lengths.sum(), dtype=torch.float64) / 2,
-        lengths=torch.from_numpy(lengths.reshape(-1)).to(length_dtype),
+        lengths=torch.from_numpy(lengths.reshape(-1)).to(torch.int32),
     )
     labels = KeyedJaggedTensor.from_lengths_sync(
         keys=["label"],
@@ -77,12 +77,12 @@ def rows_of(batch):
     return list(zip(*columns, strict=False))[: batch.actual_batch_size]
 
 
-def shuffle(item_lengths, *, batch_size, asynchronous=False, **sizes):
+def shuffle(item_lengths, *, batch_size, asynchronous=False):
     """Shuffles this rank's batch both ways: rows before and after, with what came with them."""
     rank = dist.get_rank()
     recsys.install()
     batch = make_batch(item_lengths[rank], rank=rank, batch_size=batch_size)
-    shuffler = BatchShufflerFactory.create("megatron_balance", **(sizes or {"num_heads": 4, "head_dim": 256}))
+    shuffler = BatchShufflerFactory.create("megatron_balance", num_heads=4, head_dim=256)
     outcome = {"before": rows_of(batch)}
     for way in ("all_gather", "all_to_all"):
         options = {"return_indices": True, "return_workloads": True, "use_all2all": way == "all_to_all"}
@@ -115,8 +115,6 @@ def shuffle_what_one_rank_spoils(item_lengths, *, batch_size, how):
     batch = make_batch(item_lengths[rank], rank=rank, batch_size=batch_size)
     if rank == 1 and how == "dense":
         batch.user = batch.user[:-1]
-    elif rank == 1 and how == "dtype":
-        batch.scores = batch.scores.to(torch.float32)
     elif rank == 1 and how == "rows":
         batch = make_batch(item_lengths[rank], rank=rank, batch_size=batch_size + 1)
     shuffler = BatchShufflerFactory.create("megatron_balance")

@@ -38,7 +38,7 @@ def trainer_of(*, ppo_mini_batch_size, rollout_n=1, **attributes):
     return trainer
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def adapter():
     with installed():
         yield
@@ -53,15 +53,28 @@ def balance(trainer, *, lengths=LENGTHS, uids=None, **arguments):
     return rows, metrics
 
 
+def balance_keys(trainer):
+    """As `balance`, by the v1 trainer, which orders keys."""
+    tags = [{"seq_len": int(length)} for length in LENGTHS]
+    batch, metrics = KVBatchMeta(keys=[str(row) for row in range(64)], tags=tags), {}
+    ordered = PPOTrainer._balance_batch(trainer, batch, metrics)
+    rows = np.array([int(key) for key in ordered.keys])
+    assert [tag["seq_len"] for tag in ordered.tags] == LENGTHS[rows].tolist()
+    return rows, metrics
+
+
 def slices_of(rows, *, minibatch_rows):
     """`[num_minibatches, dp_size, rows]`, as verl's ranks cut their parts."""
     return rows.reshape(DP_SIZE, -1, minibatch_rows // DP_SIZE).swapaxes(0, 1)
 
 
-@pytest.mark.usefixtures("adapter")
-@pytest.mark.parametrize("keep_minibatch", [True, False])
-def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
-    rows, metrics = balance(trainer_of(ppo_mini_batch_size=4, rollout_n=4), keep_minibatch=keep_minibatch)
+@pytest.mark.parametrize("of_trainer", ["rows, mini-batches kept", "rows", "keys"])
+def test_every_mini_batch_keeps_its_rows_and_is_balanced(of_trainer):
+    trainer = trainer_of(ppo_mini_batch_size=4, rollout_n=4)
+    if of_trainer == "keys":
+        rows, metrics = balance_keys(trainer)
+    else:
+        rows, metrics = balance(trainer, keep_minibatch=of_trainer != "rows")
     for index, of_ranks in enumerate(slices_of(rows, minibatch_rows=16)):
         assert set(of_ranks.reshape(-1)) == set(range(16 * index, 16 * index + 16))
         costs = work(LENGTHS[of_ranks])
@@ -71,13 +84,11 @@ def test_every_mini_batch_keeps_its_rows_and_is_balanced(keep_minibatch):
     assert metrics["global_seqlen/balanced_max"] < metrics["global_seqlen/max"]
 
 
-@pytest.mark.usefixtures("adapter")
 def test_the_rows_after_the_last_full_mini_batch_are_kept():
     rows, _ = balance(trainer_of(ppo_mini_batch_size=24), lengths=LENGTHS[:56])
     assert len(rows) == 56
 
 
-@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize("order", ["in a row", "interleaved"])
 def test_the_prefix_grouper_gets_whole_uids(order):
     """uids that come again are one group: with 16 uids of 4 rows and 8 uids a mini-batch, 2 a rank in each."""
@@ -91,7 +102,6 @@ def test_the_prefix_grouper_gets_whole_uids(order):
         assert {uid for part in held for uid in part} == set(range(8 * index, 8 * index + 8))
 
 
-@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize(
     ("uids", "prompts"),
     [(np.repeat(np.arange(16), 4), 6), (np.minimum(np.arange(64) // 4, 14), 16)],
@@ -101,15 +111,3 @@ def test_a_uid_that_verl_would_split_is_named(uids, prompts):
     trainer = trainer_of(ppo_mini_batch_size=prompts, rollout_n=4, use_prefix_grouper=True)
     with pytest.raises(BalanceError, match="ppo_mini_batch_size"):
         balance(trainer, uids=uids)
-
-
-@pytest.mark.usefixtures("adapter")
-def test_the_v1_trainer_orders_its_keys():
-    tags = [{"seq_len": int(length)} for length in LENGTHS]
-    batch, metrics = KVBatchMeta(keys=[str(row) for row in range(64)], tags=tags), {}
-    ordered = PPOTrainer._balance_batch(trainer_of(ppo_mini_batch_size=4, rollout_n=4), batch, metrics)
-    rows = np.array([int(key) for key in ordered.keys])
-    assert [tag["seq_len"] for tag in ordered.tags] == LENGTHS[rows].tolist()
-    for index, of_ranks in enumerate(slices_of(rows, minibatch_rows=16)):
-        assert set(of_ranks.reshape(-1)) == set(range(16 * index, 16 * index + 16))
-    assert metrics["global_seqlen/balanced_max"] < metrics["global_seqlen/max"]
