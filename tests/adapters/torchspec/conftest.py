@@ -27,6 +27,15 @@ class Host:
         args = SimpleNamespace(per_dp_rank_batch_size=micro_batch_size, max_sample_pool_size=max_sample_pool_size)
         return self.module.AsyncTrainingController.remote(args, dp_size)
 
+    def held_back(self, lengths, *, max_sample_pool_size=0):
+        """A controller of two ranks that has samples of these lengths, and waits for four dispatches of four."""
+        self.install("B", window=4)
+        controller = self.controller(dp_size=2, max_sample_pool_size=max_sample_pool_size)
+        controller.prompt_buffer.append("more")
+        controller.push_inference_results(self.results(lengths))
+        assert not controller.try_dispatch_batch()
+        return controller
+
     def results(self, lengths, *, start=0):
         """Results of inference for samples of these lengths."""
         return [

@@ -133,12 +133,6 @@ def ids(samples):
     return [sample["data_id"] for sample in samples]
 
 
-def batches_of(controller):
-    """Lengths of each dispatch of eight."""
-    lengths = [sample["input_ids"].shape[1] for sample in controller._prepare_dataset()]
-    return [lengths[start : start + 8] for start in range(0, len(lengths), 8)]
-
-
 @pytest.mark.parametrize("num_samples", [0, 7, 8, 83])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_every_sample_once_an_epoch(presorting, num_samples, micro_batch_size):
@@ -151,7 +145,8 @@ def test_every_sample_once_an_epoch(presorting, num_samples, micro_batch_size):
 def test_a_dispatch_holds_neighbours_in_length_and_larger_buckets_shuffle_within_them(presorting, bucket_batches):
     """R5."""
     lengths = np.random.default_rng(0).permutation(np.arange(1, 65)).tolist()
-    batches = [sorted(batch) for batch in batches_of(presorting(data(lengths), bucket_batches=bucket_batches))]
+    samples = presorting(data(lengths), bucket_batches=bucket_batches)._prepare_dataset()
+    batches = [sorted(s["input_ids"].shape[1] for s in samples[start : start + 8]) for start in range(0, 64, 8)]
     buckets = [{(length - 1) // (8 * bucket_batches) for length in batch} for batch in batches]
     assert all(len(bucket) == 1 for bucket in buckets)
     assert batches != sorted(batches)
