@@ -26,7 +26,7 @@ from policy_turns import POLICIES, policy_of_step
 from sft_dataset import builtin_samples
 from training_run import ALLOWANCES, ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, train
 
-from megatron_balance.cli.output import print_table
+from megatron_balance.cli.compare import print_table
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.record import StepRecord, read_record
 from megatron_balance.report import run_figures, write_page

@@ -95,6 +95,10 @@ def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file
     policies = figures_of(tmp_path, *arguments, "--cost", calibration_file)["policies"]
     assert policies["stock"]["seconds_per_step"] == pytest.approx(2 * 4e-3)
     assert policies["calibrated"]["seconds_per_step"] == pytest.approx(2e-3 + 2 * 2e-3)
+    # Each of two ranks computes half a sample and receives half of its keys and values.
+    Calibration(costs=CostModel(linear=10**12, cp_exchange=4 * 10**12)).write(calibration_file)
+    policies = figures_of(tmp_path, *arguments, "--cp-size", 2, "--cost", calibration_file)["policies"]
+    assert policies["stock"]["seconds_per_step"] == pytest.approx(2 * (0.5e-3 + 2e-3))
 
 
 def test_a_device_has_two_rates(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

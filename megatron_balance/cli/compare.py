@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cli.advice import recommend
 from megatron_balance.cli.costs import Costs
-from megatron_balance.cli.output import check_writable, print_table
-from megatron_balance.cli.policies import Policy, PolicyResult, Question
-from megatron_balance.cost.model import MICROBATCH_TOKENS
+from megatron_balance.cli.policies import Policy, PolicyResult, Question, recommend
+from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
 from megatron_balance.cost.rates import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.model.hf_config import PRESETS
-from megatron_balance.planner import Problem
-from megatron_balance.record import RunRecord, is_record, line_of, read_record, text_of
+from megatron_balance.planner import Problem, is_makespan
+from megatron_balance.record import RunInfo, RunRecord, is_record, line_of, read_record, text_of
 from megatron_balance.record.step import dealt
 from megatron_balance.topology import Limits, Topology
 
@@ -49,8 +47,6 @@ lengths, in the order of training:
 examples:
   megatron-balance compare my_corpus.idx --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
       --model Qwen3-8B --device 400
-  megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 \\
-      --model Qwen3-8B --cost seconds.json
   megatron-balance compare runs/record --model Qwen3-8B
 
 policies (their flags are printed below the table):
@@ -72,14 +68,10 @@ columns, means over the steps:
   headroom       room below the token cap in the fullest micro-batch of all steps; below 0: one sample is longer
   CP             ranks that share a token by context parallelism
 
-With --model each context-parallel rank receives the keys, values and gradients of the others, at one size and with
-dynamic CP; no overlap with attention is assumed, so this is an upper bound on its time. With --tp-size activations are
-taken to be split by sequence parallelism.
-
-FLOPs are those this package plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in
-training, no recomputation; each micro-batch counts {MICROBATCH_TOKENS} additional tokens on each context-parallel
-rank, for launches. TFLOPS of tools that count the whole attention square, or 6*parameters, differ: choose --device
-for these FLOPs, or better, use fit.
+With --model each context-parallel rank waits for the keys, values and gradients of the others as far as attention does
+not hide them. With --tp-size activations are taken to be split by sequence parallelism. FLOPs are those this package
+plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in training, no recomputation, and
+{MICROBATCH_TOKENS} tokens a micro-batch on each rank for launches.
 
 models:
 {textwrap.fill(", ".join(PRESETS), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
@@ -94,59 +86,75 @@ def count(text: str) -> int:
     return int(text)
 
 
+def output_file(text: str) -> Path:
+    """A file to write, the value of a flag: its folder is made, and the file opened, before anything is computed."""
+    path = Path(text)
+    try:
+        new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"is {text!r}: it cannot be written ({error.strerror}).") from error
+    return path
+
+
+_OPTIONS: dict[str, list[tuple[str, Any, str, str]]] = {
+    "lengths": [("--key", str, "NAME", "array, column or field of the file that holds the lengths")],
+    "batch": [
+        ("--global-batch-size", count, "N", "samples a step"),
+        ("--max-tokens-per-gpu", count, "T", "tokens a GPU may hold in a micro-batch; longer samples run alone"),
+        ("--steps", count, "K", f"global batches to plan (default: all, but at most {MAX_SAMPLES} samples)"),
+    ],
+    "ranks, as in Megatron": [
+        ("--dp-size", count, "D", "data-parallel ranks"),
+        ("--cp-size", count, "C", "context-parallel ranks (default: 1)"),
+        ("--tp-size", count, "P", "tensor-parallel ranks (default: 1)"),
+        ("--pp-size", count, "P", "pipeline stages (default: 1)"),
+        ("--ep-size", count, "E", "expert-parallel ranks (default: 1)"),
+    ],
+    "cost": [
+        ("--model", str, "MODEL", "preset name, or a Hugging Face config.json; its FLOPs are the cost"),
+        (
+            "--cost",
+            str,
+            "COST",
+            "what a sample costs: tokens, flops, or a seconds.json of megatron-balance fit (default: flops with "
+            "--model, else tokens)",
+        ),
+        (
+            "--device",
+            str,
+            "DEVICE",
+            "gives seconds: a profile of published rates, or TFLOPS that one GPU reaches in training by these FLOPs, "
+            f"LINEAR or LINEAR,ATTENTION (profiles: {', '.join(profiles())})",
+        ),
+    ],
+    "output": [
+        ("--policy", str, "NAME", "show this policy's plan: its first step"),
+        (
+            "--json",
+            output_file,
+            "OUT",
+            "write all figures, and the plan of --policy (default: the recommended), as a record",
+        ),
+    ],
+}
+"""Flags by group: name, type, metavar, help."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `compare`. One that was not given is None: a recorded run's own value stands in for it."""
     parser.epilog = _EPILOG
     parser.add_argument("lengths", metavar="LENGTHS", help="file of sample lengths, synthetic:NAME, or a record")
-    group = parser.add_argument_group("lengths")
-    group.add_argument("--key", metavar="NAME", help="array, column or field of the file that holds the lengths")
-    group.add_argument(
-        "--shuffle", nargs="?", type=int, const=0, metavar="SEED", help="shuffle the lengths first, by this seed (0)"
-    )
-    group = parser.add_argument_group("batch")
-    group.add_argument("--global-batch-size", type=count, metavar="N", help="samples a step")
-    group.add_argument(
-        "--max-tokens-per-gpu",
-        type=count,
-        metavar="T",
-        help="tokens a GPU may hold in a micro-batch; longer samples run alone",
-    )
-    group.add_argument(
-        "--steps",
-        type=count,
-        metavar="K",
-        help=f"global batches to plan (default: all, but at most {MAX_SAMPLES} samples)",
-    )
-    group = parser.add_argument_group("ranks, as in Megatron")
-    group.add_argument("--dp-size", type=count, metavar="D", help="data-parallel ranks")
-    group.add_argument("--cp-size", type=count, metavar="C", help="context-parallel ranks (default: 1)")
-    group.add_argument("--tp-size", type=count, metavar="P", help="tensor-parallel ranks (default: 1)")
-    group.add_argument("--pp-size", type=count, metavar="P", help="pipeline stages (default: 1)")
-    group.add_argument("--ep-size", type=count, metavar="E", help="expert-parallel ranks (default: 1)")
-    group = parser.add_argument_group("cost")
-    group.add_argument(
-        "--model", metavar="MODEL", help="preset name, or a Hugging Face config.json; its FLOPs are the cost"
-    )
-    group.add_argument(
-        "--cost",
-        metavar="COST",
-        help="what a sample costs: tokens, flops, or a seconds.json of megatron-balance fit (default: flops with "
-        "--model, else tokens)",
-    )
-    group.add_argument(
-        "--device",
-        metavar="DEVICE",
-        help="gives seconds: a profile of published rates, or TFLOPS that one GPU reaches in training, LINEAR or "
-        f"LINEAR,ATTENTION (profiles: {', '.join(profiles())})",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--policy", metavar="NAME", help="show this policy's plan: its first step")
-    group.add_argument(
-        "--json",
-        type=Path,
-        metavar="OUT",
-        help="write all figures, and the plan of --policy (default: the recommended), as a record",
-    )
+    for title, options in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for flag, kind, metavar, words in options:
+            group.add_argument(flag, type=kind, metavar=metavar, help=words)
+        if title == "lengths":
+            words = "shuffle the lengths first, by this seed (0)"
+            group.add_argument("--shuffle", nargs="?", type=int, const=0, metavar="SEED", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,28 +164,30 @@ def run(args: argparse.Namespace) -> int:
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = _ranks_and_cap(args, record=record)
     costs = Costs(args.cost, args.model, record, args.device)
-    question = Question(costs, topology, limits, objective="auto" if record is None else record.info.objective)
+    question = Question(costs, topology, limits)
     policies = question.policies()
     names = [policy.name for policy in policies]
     if args.policy not in (None, *names):
         raise BalanceError(f"--policy is {args.policy!r}: it must be one of {', '.join(names)}.")
-    check_writable(args.json, flag="--json")
-    batches = _batches(args, record=record, question=question)
+    batches = _batches(args, record=record, topology=topology, limits=limits)
     print(_inputs(batches, cost=costs.text(topology)))
     longest = max(int(batch.segments.max()) for batch in batches)
-    refusal = question.why_not_dynamic() if costs.name != "tokens" else None
-    for note in filter(None, (costs.extrapolation(longest), refusal and f"dynamic CP is not compared: {refusal}")):
-        print(f"Note: {note}")
+    if costs.calibration is not None and (notice := costs.calibration.extrapolation(longest)):
+        print(f"Note: {notice}")
+    refusal = costs.why_not_dynamic(replace(topology, dynamic_cp=True))
+    if refusal and costs.name != "tokens":
+        print(f"Note: dynamic CP is not compared: {refusal}")
     results = [question.plan(policy, batches) for policy in policies]
     advised, sentences = recommend(results)
     shown = [result.line(stock=results[0]) for result in results]
+    ran = [] if record is None else [step for step in record.steps if step.lengths.size][: len(batches)]
     if record is not None and topology == _at_one_size(record.info.topology):
-        as_it_ran = Policy("as it ran", flags=record.info.policy, cost_model=record.info.cost_model)
-        ran = [step for step in record.steps if step.lengths.size][: len(batches)]
+        as_it_ran = Policy("as it ran", flags=record.info.policy)
         shown.insert(1, question.judge(as_it_ran, ran).line(stock=results[0]))
-    _print_policies(shown, question=question)
-    if costs.measured_imbalance is not None:
-        print(f"Measured in the run: slowest over mean {costs.measured_imbalance:.3f}.")
+    _print_policies(shown, setting=results[0].setting, timed=costs.in_seconds)
+    measured = [step.imbalance(step.seconds) for step in ran if step.is_measured]
+    if measured:
+        print(f"Measured in the run: slowest over mean {np.mean(measured):.3f}.")
     print("Recommendation, predicted by " + ("seconds:" if costs.in_seconds else f"{costs.name}:"))
     for sentence in sentences:
         print(f"  {sentence}")
@@ -192,8 +202,7 @@ def run(args: argparse.Namespace) -> int:
         steps = (line_of(step, cost_model=chosen.setting.cost_model) for step in chosen.steps)
         advice = {"kind": "advice", "policy": advised.policy.name, "flags": advised.policy.flags, "fits": advised.fits}
         advice |= {"speedup": advised.speedup(results[0]), "sentences": sentences}
-        lines = (chosen.setting.line(), *steps, *shown, advice)
-        args.json.write_bytes(b"".join(map(text_of, lines)))
+        args.json.write_bytes(b"".join(map(text_of, (chosen.setting.line(), *steps, *shown, advice))))
         print(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     num_samples = sum(batch.lengths.size for batch in batches)
@@ -212,15 +221,17 @@ def _check(args: argparse.Namespace) -> None:
     """Wrong flags are reported before any work."""
     if args.shuffle is not None and args.shuffle < 0:
         raise BalanceError(f"--shuffle is {args.shuffle}: the seed must be 0 or more.")
-    if not is_record(Path(args.lengths)):
-        wanted = ("global_batch_size", "dp_size", "max_tokens_per_gpu")
-        missing = [f"--{name.replace('_', '-')}" for name in wanted if getattr(args, name) is None]
-        if missing:
-            raise BalanceError(f"{', '.join(missing)} missing: compare needs them, unless LENGTHS is a record.")
-        return
-    for name in ("global_batch_size", "key", "shuffle"):
-        if getattr(args, name) is not None:
-            raise BalanceError(f"--{name.replace('_', '-')} is given with a record, whose steps are fixed: drop it.")
+    recorded = is_record(Path(args.lengths))
+    others = ("key", "shuffle") if recorded else ("dp_size", "max_tokens_per_gpu")
+    wrong = [
+        f"--{name.replace('_', '-')}"
+        for name in ("global_batch_size", *others)
+        if (getattr(args, name) is None) != recorded
+    ]
+    if wrong and recorded:
+        raise BalanceError(f"{', '.join(wrong)} is given with a record, whose steps are fixed: drop it.")
+    if wrong:
+        raise BalanceError(f"{', '.join(wrong)} missing: compare needs them, unless LENGTHS is a record.")
 
 
 def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
@@ -228,8 +239,7 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
     names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if record is None:
-        topology = Topology(given.pop("dp_size"), **given, sequence_parallel=given.get("tp_size", 1) > 1)
-        return topology, Limits(args.max_tokens_per_gpu)
+        return Topology(**given, sequence_parallel=given.get("tp_size", 1) > 1), Limits(args.max_tokens_per_gpu)
     cap = args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu
     if cap is None:
         raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
@@ -240,25 +250,27 @@ def _at_one_size(topology: Topology) -> Topology:
     return topology.at_cp_size(topology.cp_size)
 
 
-def _batches(args: argparse.Namespace, *, record: RunRecord | None, question: Question) -> list[Problem]:
+def _batches(
+    args: argparse.Namespace, *, record: RunRecord | None, topology: Topology, limits: Limits
+) -> list[Problem]:
     """The global batches to plan, in the order of training; samples keep the rank that loaded them, where it is known.
 
     An incomplete last batch is left out, as Megatron's sampler does.
     """
-    dp_size = question.topology.dp_size
+    dp_size, steps = topology.dp_size, args.steps
     if record is None:
-        size, steps = args.global_batch_size, args.steps
+        size = args.global_batch_size
         lengths = _lengths(args, most=(steps or SYNTHETIC_STEPS) * size)
-        num_full = lengths.size // size
-        if num_full < (steps or 1):
+        num_steps = steps or max(lengths.size // size, 1)
+        if lengths.size < num_steps * size:
             raise BalanceError(
-                f"--global-batch-size {size} and --steps {steps or 1} need {(steps or 1) * size} lengths, but there "
-                f"are {lengths.size}: lower one of them."
+                f"--global-batch-size {size} and --steps {num_steps} need {num_steps * size} lengths, but there are "
+                f"{lengths.size}: lower one of them."
             )
-        setting, homes = question.setting(question.topology), dealt(size, dp_size=dp_size)
-        shared = {name: getattr(setting, name) for name in ("cost_model", "topology", "limits", "objective")}
+        homes, cost_model = dealt(size, dp_size=dp_size), CostModel.tokens()
         batches: list[Problem] = [
-            Problem.of(lengths[step * size :][:size], home_ranks=homes, **shared) for step in range(steps or num_full)
+            Problem.of(batch, home_ranks=homes, cost_model=cost_model, topology=topology, limits=limits)
+            for batch in lengths[: num_steps * size].reshape(num_steps, size)
         ]
     else:
         kept = record.info.topology.dp_size == dp_size
@@ -271,11 +283,11 @@ def _batches(args: argparse.Namespace, *, record: RunRecord | None, question: Qu
         ]
         if not batches:
             raise BalanceError(f"{args.lengths!r} holds no step with samples: the run has written none yet.")
-        if args.steps is not None and args.steps > len(batches):
-            raise BalanceError(f"--steps is {args.steps}: the record has {len(batches)} steps with samples.")
+        if steps is not None and steps > len(batches):
+            raise BalanceError(f"--steps is {steps}: the record has {len(batches)} steps with samples.")
     samples = np.cumsum([batch.lengths.size for batch in batches])
-    planned = args.steps or max(int((samples <= MAX_SAMPLES).sum()), 1)
-    if args.steps is None and planned < len(batches):
+    planned = steps or max(int((samples <= MAX_SAMPLES).sum()), 1)
+    if planned < len(batches) and steps is None:
         print(f"Planned are the first {planned} of {len(batches)} steps; --steps {len(batches)} for all.")
     return batches[:planned]
 
@@ -308,26 +320,31 @@ def _inputs(batches: Sequence[Problem], *, cost: str) -> str:
     )
 
 
-def _print_policies(shown: Sequence[dict[str, Any]], *, question: Question) -> None:
+_COLUMNS = {
+    "policy": "{name}",
+    "step s": "{seconds_per_step:.4g}",
+    "tokens/s/GPU": "{tokens_per_second_per_gpu:.0f}",
+    "speed": "{speedup:.2f}x",
+    "imbalance": "{imbalance:.3f}",
+    "over bound": "+{over_bound:.1%}",
+    "padding": "{padding:.1%}",
+    "headroom": "{cap_headroom:.1%}",
+    "CP": "{mean_cp_size:.1f}",
+    "micro-batches": "{num_microbatches:.1f}",
+    "plan ms": "{plan_ms:.1f}",
+}
+
+
+def _print_policies(shown: Sequence[dict[str, Any]], *, setting: RunInfo, timed: bool) -> None:
     """Print one row per policy, stock first, and the flags of each."""
-    timed, waiting = question.costs.in_seconds, question.waiting
-    columns = ["policy", *(["step s", "tokens/s/GPU"] if timed else []), "speed", "imbalance", "over bound", "padding"]
-    rows = [
-        [
-            one["name"],
-            *([f"{one['seconds_per_step']:.4g}", f"{one['tokens_per_second_per_gpu']:.0f}"] if timed else []),
-            f"{one['speedup']:.2f}x",
-            f"{one[f'{waiting}_imbalance']:.3f}",
-            f"+{one['over_bound']:.1%}",
-            f"{one['padding']:.1%}",
-            f"{one['cap_headroom']:.1%}",
-            f"{one['mean_cp_size']:.1f}",
-            f"{one['num_microbatches']:.1f}",
-            f"{one['plan_seconds'] * 1e3:.1f}",
-        ]
-        for one in shown
-    ]
-    print_table([*columns, "headroom", "CP", "micro-batches", "plan ms"], rows)
+    # The imbalance that the predicted time follows.
+    waiting = "pipeline" if is_makespan(setting.objective, topology=setting.topology) else setting.objective
+    columns = {name: text for name, text in _COLUMNS.items() if timed or name not in ("step s", "tokens/s/GPU")}
+    rows: list[list[str]] = []
+    for one in shown:
+        figures = one | {"imbalance": one[f"{waiting}_imbalance"], "plan_ms": one["plan_seconds"] * 1e3}
+        rows.append([text.format(**figures) for text in columns.values()])
+    print_table(list(columns), rows)
     print("Flags:")
     for one in shown[1:]:
         print(f"  {one['name']:<{max(len(each['name']) for each in shown)}}  {one['flags']}")
@@ -348,3 +365,11 @@ def _print_plan(result: PolicyResult) -> None:
     print(f"Step 1 under {result.policy.name}:")
     sizes = ["micro-batches x CP"] if dynamic else []
     print_table(["rank", *sizes, "micro-batches", "samples", "tokens", "longest", "cost over mean"], rows)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their column names; the first column is text, the others are numbers."""
+    cells = [list(columns), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    print("\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]]))

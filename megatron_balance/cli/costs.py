@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
@@ -34,7 +32,6 @@ from megatron_balance.cost.rates import (
     exchange_flops_per_token,
     find_profile,
     find_shape,
-    profiles,
     resolve_cost,
 )
 from megatron_balance.errors import BalanceError
@@ -74,28 +71,26 @@ class Costs:
             )
 
     @cached_property
-    def rates(self) -> tuple[float, float] | None:
-        """TFLOPS of all that is linear and of attention on `--device`."""
+    def rates(self) -> tuple[float, float, str] | None:
+        """TFLOPS of all that is linear and of attention on `--device`, and their source."""
         if self.device is None:
             return None
         try:
             rates = [float(rate) for rate in self.device.split(",")]
         except ValueError:
             profile = find_profile(self.device)
-            return profile.linear_tflops, profile.attention_tflops
+            return profile.linear_tflops, profile.attention_tflops, f"{self.device}: {profile.source}"
         if len(rates) > 2 or not all(0 < rate < float("inf") for rate in rates):
             raise BalanceError(
                 f"--device is {self.device!r}: give the TFLOPS that one GPU reaches, LINEAR or LINEAR,ATTENTION, above "
                 "0, or the name of a profile."
             )
-        return rates[0], rates[-1]
+        return rates[0], rates[-1], "--device"
 
     @property
     def attention_rate(self) -> float:
         """The rate of attention over that of all else, to two digits as the training flag would have it."""
-        if self.rates is not None:
-            return float(f"{self.rates[1] / self.rates[0]:.2g}")
-        return self.default_rate
+        return self.default_rate if self.rates is None else float(f"{self.rates[1] / self.rates[0]:.2g}")
 
     @property
     def default_rate(self) -> float:
@@ -116,20 +111,24 @@ class Costs:
         """The model of `--model`."""
         return None if self.model is None else find_shape(self.model)
 
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """The seconds.json of `--cost`."""
+        return Calibration.read(Path(self.cost)) if self.cost is not None and self.cost.endswith(".json") else None
+
     def judging(self, topology: Topology) -> CostModel:
         """The cost model that judges every plan on these ranks, with what context-parallel ranks receive."""
-        cost_model, exchange = self._cost_model(topology), self.exchange(topology)
+        cost_model, exchange = self._of_samples(topology), self.exchange(topology)
         if topology.dynamic_cp or not exchange:
             return replace(cost_model, cp_exchange=exchange)
-        if self.cost is not None and self.name == "seconds":
-            # Fitted costs are those of one rank already: each receives (c-1)/c of a sample.
+        if self.calibration is not None:  # its costs are those of one rank already: each receives (c-1)/c of a sample
             received = exchange * (topology.cp_size - 1) // topology.cp_size
             return replace(cost_model, cp_received=received, cp_exchange=0)
         return replace(cost_model, cp_exchange=exchange).at_cp_size(topology.cp_size)
 
     def planning(self, topology: Topology) -> CostModel:
         """The cost model that training plans with: with communication only under dynamic context parallelism."""
-        return self.judging(topology) if topology.dynamic_cp else replace(self._cost_model(topology), cp_exchange=0)
+        return self.judging(topology) if topology.dynamic_cp else replace(self._of_samples(topology), cp_exchange=0)
 
     def flops(self, topology: Topology) -> CostModel | None:
         """The cost model that `--balance-by-flops` plans with at one size; None where the model is unknown."""
@@ -139,17 +138,17 @@ class Costs:
             return None
         return resolve_cost("flops", model=self.shape, ep_size=topology.ep_size, attention_rate=self.attention_rate)
 
-    def _cost_model(self, topology: Topology) -> CostModel:
+    def _of_samples(self, topology: Topology) -> CostModel:
         if self.record is None or self.cost is not None or self.model is not None:
             return resolve_cost(
                 self.cost,
                 model=self.shape,
                 ep_size=topology.ep_size,
-                model_parallel_size=_sharing(topology),
+                model_parallel_size=ranks_of_sample(topology),
                 attention_rate=self.attention_rate * self.attention_factor,
             )
         info = self.record.info
-        same_ranks = self.name == "flops" or _sharing(topology) == _sharing(info.topology)
+        same_ranks = self.name == "flops" or ranks_of_sample(topology) == ranks_of_sample(info.topology)
         if self.name == "tokens" or (same_ranks and topology.ep_size == info.topology.ep_size):
             return info.cost_model
         raise BalanceError(
@@ -159,14 +158,14 @@ class Costs:
 
     def exchange(self, topology: Topology) -> int:
         """`CostModel.cp_exchange` on these ranks; 0 if it is not known, or the cost is tokens."""
-        known = 0
-        if (self.record is not None and self.model is None) or self.name == "seconds":
-            known = self._cost_model(topology).cp_exchange
+        known, tflops = 0, ASSUMED_TFLOPS if self.rates is None else self.rates[0]
+        if self.calibration is not None:  # FLOPs at the second rate are attoseconds
+            known = self.calibration.cost_model(model_parallel_size=topology.tp_size).cp_exchange
+            tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
+        elif self.record is not None and self.model is None:
+            known = self._of_samples(topology).cp_exchange
         if self.name == "tokens" or known or self.shape is None:
             return known
-        tflops = self.rates[0] if self.rates is not None else ASSUMED_TFLOPS
-        if self.name != "flops":  # FLOPs at this rate are attoseconds
-            tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
         try:
             return exchange_flops_per_token(self.shape, bytes_per_second=_link(topology)[0], tflops=tflops)
         except BalanceError:  # it has layers that pass no keys and values around a ring
@@ -187,33 +186,41 @@ class Costs:
     @property
     def in_seconds(self) -> bool:
         """Times are in seconds, not in an arbitrary unit."""
-        return self.name == "seconds" or self.rates is not None or self._scale_of_run is not None
+        return self.name == "seconds" or self.rates is not None or self._seconds_of_run is not None
 
     def scale(self, topology: Topology) -> TimeScale:
         """From the cost that judges on these ranks to time on one pipeline stage."""
-        stages, sharing = topology.pp_size, _sharing(topology)
+        per_cost = 1 / ranks_of_sample(topology)
         if self.rates is not None:
-            per_cost = 1 / (self.rates[0] * 1e12 * sharing)
-        elif self._scale_of_run is not None and self.record is not None:
-            ran_on = self.record.info.topology
-            per_cost = self._scale_of_run.per_cost * ran_on.pp_size * _sharing(ran_on) / sharing
-        else:
-            per_cost = 1 / UNITS_PER_SECOND if self.name == "seconds" else 1 / sharing
-        return TimeScale("s" if self.in_seconds else self.name, per_cost / stages)
+            per_cost /= self.rates[0] * 1e12
+        elif self._seconds_of_run is not None:
+            per_cost *= self._seconds_of_run
+        elif self.name == "seconds":
+            per_cost = 1 / UNITS_PER_SECOND
+        return TimeScale("s" if self.in_seconds else self.name, per_cost / topology.pp_size)
+
+    @cached_property
+    def _seconds_of_run(self) -> float | None:
+        """Of a unit of the judging cost, on all GPUs that shared a sample in the recorded run; None where unknown."""
+        if self.record is None or self.calibration is not None:
+            return None
+        info = self.record.info
+        cost_model = self.judging(info.topology)
+        info = replace(info, cost_model=cost_model, cost_name=self.name)
+        scale = time_scale(RunRecord(info, tuple(step.recosted(cost_model) for step in self.record.steps)))
+        return scale.per_cost * info.topology.pp_size * ranks_of_sample(info.topology) if scale.fitted else None
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
-        if self.rates is not None:
-            said = "FLOPs at {:g} TFLOPS a GPU, attention at {:g}".format(*self.rates)
-            source = "--device" if self.device not in profiles() else f"{self.device}: {profiles()[self.device].source}"
-            said += f" (r = {self.attention_rate:g}; {source})"
-        elif self._scale_of_run is not None:
-            said = "seconds that the run's micro-batches took"
-        else:
-            said = {"flops": "FLOPs", "seconds": "seconds of a run"}.get(self.name, self.name)
+        said = {"flops": "FLOPs", "seconds": "seconds of a run"}.get(self.name, self.name)
         if self.model is not None and self.name == "flops":
-            said = said.replace("FLOPs", f"FLOPs of {self.model}")
-        if not self.in_seconds:
+            said = f"FLOPs of {self.model}"
+        if self.rates is not None:
+            linear, attention, source = self.rates
+            said += f" at {linear:g} TFLOPS a GPU, attention at {attention:g} (r = {self.attention_rate:g}; {source})"
+        elif self._seconds_of_run is not None:
+            said = "seconds that the run's micro-batches took"
+        elif not self.in_seconds:
             said += " (for seconds: --device, or --cost seconds.json)"
         if self.name == "flops" and self.rates is None and self.record is None:
             said += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
@@ -222,37 +229,13 @@ class Costs:
             said += f". Context-parallel ranks receive {bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
         return said
 
-    def extrapolation(self, longest: int) -> str:
-        """A notice where sequences are longer than those that `--cost` was measured on; else empty."""
-        if self.cost is None or not self.cost.endswith(".json"):
-            return ""
-        return Calibration.read(Path(self.cost)).extrapolation(longest)
-
-    @cached_property
-    def measured_imbalance(self) -> float | None:
-        """Slowest over mean of the recorded run's measured seconds, mean of steps; None where nothing was measured."""
-        if self.record is None:
-            return None
-        steps = [step.imbalance(step.seconds) for step in self.record.steps if step.is_measured]
-        return float(np.mean(steps)) if steps else None
-
-    @cached_property
-    def _scale_of_run(self) -> TimeScale | None:
-        """From the judging cost to measured seconds, on one pipeline stage of the recorded run."""
-        if self.record is None or self.measured_imbalance is None or (self.cost and self.name == "seconds"):
-            return None
-        cost_model = self.judging(self.record.info.topology)
-        info = replace(self.record.info, cost_model=cost_model, cost_name=self.name)
-        scale = time_scale(RunRecord(info, tuple(step.recosted(cost_model) for step in self.record.steps)))
-        return scale if scale.unit == "s" else None
-
 
 def num_gpus(topology: Topology) -> int:
     """GPUs of the run. Experts are spread over those that are there already."""
     return topology.num_leaves * topology.pp_size * topology.tp_size
 
 
-def _sharing(topology: Topology) -> int:
+def ranks_of_sample(topology: Topology) -> int:
     """GPUs that do the work a cost counts, on one pipeline stage: with dynamic context-parallel sizes a leaf's."""
     return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cli.output import check_writable
+from megatron_balance.cli.compare import output_file
 from megatron_balance.cost.calibration import (
     LEAST_STEPS,
     UNITS_PER_SECOND,
@@ -51,13 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("record", type=Path, metavar="RECORD", help="folder that --balance-record of a run names")
     parser.add_argument(
-        "--out", type=Path, default=Path("seconds.json"), metavar="FILE", help="file to write (default: seconds.json)"
+        "--out", type=output_file, default="seconds.json", metavar="FILE", help="file to write (default: seconds.json)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Fit, write, and say how good the fit is."""
-    check_writable(args.out, flag="--out")
     record = read_record(args.record)
     measured = measurements(record)
     fit = fit_microbatches(measured, cost_model=record.info.cost_model)

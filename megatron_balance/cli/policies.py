@@ -1,15 +1,21 @@
-"""Plans the same global batches under each policy, and judges all of them by one cost model.
+"""Plans the same global batches under each policy, judges all of them by one cost model, and recommends one.
 
-`compare --help` describes the policies.
+`compare --help` describes the policies. What is recommended:
 
-Invariant: one cost model judges all policies; each is planned with the cost that its flags select in training. Every
-figure comes from plans of these very batches.
+    1. of the policies that are not slower than stock, those that keep every micro-batch under the token cap, where
+       there are any
+    2. of these at one context-parallel size, the one with the fewest flags within WORTH of the fastest
+    3. dynamic CP, if it gains DYNAMIC_WORTH more, or is alone in keeping under the cap
+
+Invariants: one cost model judges all policies; each is planned with the cost that its flags select in training. Every
+figure, and the speed and the cap in the advice, come from plans of these very batches by the printed flags. No policy
+changes the order of the data.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -17,12 +23,20 @@ import numpy as np
 
 from megatron_balance.cli.costs import Costs, num_gpus
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner import Problem, build_data_schedule, is_makespan, resolve_objective
+from megatron_balance.planner import Problem, build_data_schedule, resolve_objective
 from megatron_balance.record import RunInfo, StepRecord
 from megatron_balance.report.figures import PolicyFigures
 from megatron_balance.topology import Limits, Topology
 
-DYNAMIC_CP = "dynamic-cp"
+WORTH = 0.01
+"""A policy must gain at least this fraction to be worth its flags."""
+
+DYNAMIC_WORTH = 0.05
+"""Dynamic CP must gain at least this fraction over the best policy at one size, because bandwidths are assumed."""
+
+NOTABLE_FLOOR = 1.01
+"""Single-sample floors up to this multiple of a rank's even share are not mentioned."""
+
 _MEANS = ("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "num_microbatches", "mean_cp_size")
 
 
@@ -35,37 +49,33 @@ class Policy:
 
     name: str
     _: KW_ONLY
-    flags: str
-    cost_model: CostModel | None
+    flags: str = ""
+    cost_model: CostModel | None = None
     move_samples: bool = True
     dynamic_cp: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class PolicyResult:
-    """All global batches under one policy.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PolicyResult(PolicyFigures):
+    """All global batches under one policy, judged by the cost model that judges every policy.
 
     Attributes:
         policy: the policy.
-        steps: `[num_steps]` its plans.
-        judged: their figures, by the cost model that judges every policy.
-        setting: ranks and cost that the plans are judged by; with dynamic CP ranks are leaves.
+        setting: ranks and cost that its plans are judged by; with dynamic CP ranks are leaves.
     """
 
     policy: Policy
-    steps: Sequence[StepRecord]
-    judged: PolicyFigures
     setting: RunInfo
 
     @property
     def seconds(self) -> float:
         """Predicted, of all steps; in an arbitrary unit where no speed is known."""
-        return float(self.judged.times.sum())
+        return float(self.times.sum())
 
     @property
     def fits(self) -> bool:
         """No micro-batch is above the token cap."""
-        return self.judged.least_headroom >= 0
+        return self.least_headroom >= 0
 
     def speedup(self, other: PolicyResult) -> float:
         """Time of another policy over that of this one."""
@@ -76,7 +86,7 @@ class PolicyResult:
 
         Tokens are original ones, not padding.
         """
-        judged, num_tokens = self.judged, sum(int(step.lengths.sum()) for step in self.steps)
+        num_tokens = sum(int(step.lengths.sum()) for step in self.steps)
         return {
             "kind": "policy",
             "name": self.policy.name,
@@ -84,106 +94,131 @@ class PolicyResult:
             "seconds_per_step": self.seconds / len(self.steps),
             "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * num_gpus(self.setting.topology)),
             "speedup": self.speedup(stock),
-            "over_bound": judged.mean("over_bound") - 1,
-            "padding": judged.mean("padding_fraction"),
-            "cap_headroom": judged.least_headroom,
+            "over_bound": self.mean("over_bound") - 1,
+            "padding": self.mean("padding_fraction"),
+            "cap_headroom": self.least_headroom,
             "plan_seconds": float(np.mean([step.plan_seconds for step in self.steps])),
-            **{name: judged.mean(name) for name in _MEANS},
+            **{name: self.mean(name) for name in _MEANS},
         }
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is compared: costs, ranks at one size, token cap, and the objective of a recorded run, or `auto`."""
+    """What is compared: costs, ranks at one size, and the token cap."""
 
     costs: Costs
     topology: Topology
     limits: Limits
-    objective: str = "auto"
 
-    def setting(self, topology: Topology) -> RunInfo:
-        """These ranks, limits, objective and the cost that judges."""
+    def setting(self, policy: Policy, topology: Topology) -> RunInfo:
+        """A policy on these ranks, and the cost that judges."""
         return RunInfo(
             cost_model=self.costs.judging(topology),
             cost_name=self.costs.name,
             topology=topology,
             limits=self.limits,
-            objective=resolve_objective(self.objective, topology=topology),
-            policy="",
+            objective=resolve_objective("auto", topology=topology),
+            policy=f"megatron-balance compare, {policy.name}",
         )
-
-    @property
-    def waiting(self) -> str:
-        """The imbalance that the predicted time follows: the objective's, or `pipeline` if the time is a makespan."""
-        objective = resolve_objective(self.objective, topology=self.topology)
-        return "pipeline" if is_makespan(objective, topology=self.topology) else objective
-
-    @property
-    def dynamic_topology(self) -> Topology:
-        """The ranks with dynamic context parallelism."""
-        return replace(self.topology, dynamic_cp=True)
-
-    @property
-    def has_own_objective(self) -> bool:
-        """The recorded run had another objective than follows from its ranks."""
-        own, usual = (resolve_objective(name, topology=self.topology) for name in (self.objective, "auto"))
-        return own != usual
-
-    def why_not_dynamic(self) -> str | None:
-        """The reason why dynamic CP cannot be compared or trained with, or None."""
-        if self.has_own_objective:
-            return "its objective follows from the ranks, and the run had another"
-        return self.costs.why_not_dynamic(self.dynamic_topology)
 
     def policies(self) -> list[Policy]:
         """Stock, then policies by rising number of flags; dynamic CP last, on top of the best."""
-        costs, tokens = self.costs, CostModel.tokens()
-        pack = f"--use-dynamic-batch-size --max-tokens-per-gpu {self.limits.max_tokens_per_gpu}"
-        policies = [
-            Policy("stock", flags="", cost_model=None, move_samples=False),
-            Policy("packed", flags=pack, cost_model=tokens, move_samples=False),
-            Policy("balance-data", flags=f"{pack} --balance-data", cost_model=tokens),
-        ]
-        by_flops = f"{pack} --balance-data --balance-by-flops"
+        costs, tokens, dynamic = self.costs, CostModel.tokens(), replace(self.topology, dynamic_cp=True)
+        flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {self.limits.max_tokens_per_gpu}"
+        policies = [Policy("stock", move_samples=False)]
+        policies.append(Policy("packed", flags=flags, cost_model=tokens, move_samples=False))
+        flags += " --balance-data"
+        policies.append(Policy("balance-data", flags=flags, cost_model=tokens))
+        flags += " --balance-by-flops"
         if costs.attention_rate != costs.default_rate:
-            by_flops += f" --balance-attention-rate {costs.attention_rate:g}"
-        if self.has_own_objective:
-            by_flops += f" --balance-objective {self.objective}"
+            flags += f" --balance-attention-rate {costs.attention_rate:g}"
         flops = costs.flops(self.topology)
         if flops is not None:
-            policies.append(Policy("by-flops", flags=by_flops, cost_model=flops))
+            policies.append(Policy("by-flops", flags=flags, cost_model=flops))
         if costs.name == "seconds":
-            flags = f"{by_flops} --balance-cost {costs.cost or 'seconds.json'}"
+            flags += f" --balance-cost {costs.cost or 'seconds.json'}"
             policies.append(Policy("calibrated", flags=flags, cost_model=costs.planning(self.topology)))
-        if costs.name != "tokens" and self.why_not_dynamic() is None:
-            flags = f"{policies[-1].flags} --balance-context-parallel"
-            cost_model = costs.planning(self.dynamic_topology)
-            policies.append(Policy(DYNAMIC_CP, flags=flags, cost_model=cost_model, dynamic_cp=True))
+        if costs.name != "tokens" and costs.why_not_dynamic(dynamic) is None:
+            flags += " --balance-context-parallel"
+            policies.append(Policy("dynamic-cp", flags=flags, cost_model=costs.planning(dynamic), dynamic_cp=True))
         return policies
 
     def plan(self, policy: Policy, batches: Sequence[Problem]) -> PolicyResult:
         """Plan every global batch under a policy."""
-        setting = self.setting(self.dynamic_topology if policy.dynamic_cp else self.topology)
-        return self.judge(policy, [_planned(batch, policy, setting, at) for at, batch in enumerate(batches, start=1)])
+        setting = self.setting(policy, replace(self.topology, dynamic_cp=policy.dynamic_cp))
+        steps: list[StepRecord] = []
+        for iteration, batch in enumerate(batches, start=1):
+            started = time.perf_counter()
+            schedule = build_data_schedule(
+                batch.segments,
+                num_segments=batch.num_segments,
+                cost_model=policy.cost_model or setting.cost_model,
+                topology=setting.topology,
+                limits=setting.limits,
+                objective=setting.objective,
+                home_ranks=batch.home_ranks,
+                move_samples=policy.move_samples,
+            )
+            step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
+            steps.append(step.stock() if policy.cost_model is None else step)
+        return self.judge(policy, steps)
 
     def judge(self, policy: Policy, steps: Sequence[StepRecord]) -> PolicyResult:
         """The plans of a policy, judged as those of all others."""
-        setting = replace(self.setting(steps[0].topology), policy=f"megatron-balance compare, {policy.name}")
-        judged = [replace(step, limits=self.limits).recosted(setting.cost_model) for step in steps]
-        return PolicyResult(policy, steps, PolicyFigures(judged, self.costs.scale(setting.topology)), setting)
+        setting = self.setting(policy, steps[0].topology)
+        judged = [
+            replace(step, limits=self.limits, objective=setting.objective).recosted(setting.cost_model)
+            for step in steps
+        ]
+        return PolicyResult(judged, self.costs.scale(setting.topology), policy=policy, setting=setting)
 
 
-def _planned(batch: Problem, policy: Policy, setting: RunInfo, iteration: int) -> StepRecord:
-    started = time.perf_counter()
-    schedule = build_data_schedule(
-        batch.segments,
-        num_segments=batch.num_segments,
-        cost_model=policy.cost_model or setting.cost_model,
-        topology=setting.topology,
-        limits=setting.limits,
-        objective=setting.objective,
-        home_ranks=batch.home_ranks,
-        move_samples=policy.move_samples,
-    )
-    step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
-    return step.stock() if policy.cost_model is None else step
+def recommend(results: Sequence[PolicyResult]) -> tuple[PolicyResult, list[str]]:
+    """Choose a policy, and say why. `results`: stock and packed first, then by rising number of flags."""
+    stock = results[0]
+    allowed = [result for result in results if result.seconds <= stock.seconds]
+    fitting = [result for result in allowed if result.fits] or allowed
+    at_one_size = [result for result in fitting if not result.policy.dynamic_cp]
+    dynamic = [result for result in fitting if result.policy.dynamic_cp]
+    fastest = min((result.seconds for result in at_one_size), default=float("inf"))
+    if dynamic and dynamic[0].seconds < fastest * (1 - DYNAMIC_WORTH):
+        chosen = dynamic[0]
+    else:
+        chosen = next(result for result in at_one_size if result.seconds * (1 - WORTH) <= fastest)
+    return chosen, list(_reasons(chosen, results=results))
+
+
+def _reasons(chosen: PolicyResult, *, results: Sequence[PolicyResult]) -> Iterator[str]:
+    """The advice in sentences."""
+    stock, packed = results[0], results[1]
+    topology, limits = stock.setting.topology, stock.setting.limits
+    if chosen is stock:
+        yield f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
+    else:
+        against = "" if chosen is packed else f", {chosen.speedup(packed):.2f}x that of packing alone"
+        yield f"Use {chosen.policy.flags}. Expect {chosen.speedup(stock):.2f}x the speed of stock{against}."
+    held = (limits.max_tokens_per_gpu or 0) * topology.cp_size
+    lengths = np.concatenate([topology.padded_seq_len(step.segments) for step in stock.steps])
+    num_over, longest = int((lengths > held).sum()), int(lengths.max())
+    over = f"{num_over} samples are longer than the cap, the longest with {longest} tokens"
+    if num_over and chosen.fits:
+        yield f"{over}: only {chosen.policy.name} keeps every micro-batch under it."
+    elif num_over:
+        remedy = f"raise --max-tokens-per-gpu to {-(-longest // topology.cp_size)} if memory holds that"
+        remedy += f", or cut them at {held}"
+        for slower in [result for result in results if result.fits][:1]:
+            speed = slower.speedup(stock)
+            remedy += f"; {slower.policy.name} keeps under the cap, at {speed:.2f}x the speed of stock"
+        yield f"{over}, and run alone above it: {remedy}."
+    floor = max(step.single_sample_floor for step in chosen.metrics)
+    if chosen.policy.dynamic_cp:
+        best = min((result for result in results if not result.policy.dynamic_cp), key=lambda result: result.seconds)
+        gain = chosen.speedup(best)
+        yield f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS names what it excludes."
+    elif floor > NOTABLE_FLOOR:
+        yield (
+            f"One sample costs up to {floor:.2f}x a rank's even share, and no plan at one context-parallel size takes "
+            "less time than it: take more samples a step, or cut it."
+        )
+    if chosen.setting.cost_name == "tokens":
+        yield "Judged by tokens alone: with --model, --balance-by-flops is compared as well."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_balance.cli.output import check_writable
+from megatron_balance.cli.compare import output_file
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import RunRecord, read_record
 
@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", type=Path, metavar="RUN", help="folder of a record, or file of compare --json")
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+        "--out", type=output_file, default="report.html", metavar="FILE", help="the page (default: report.html)"
     )
-    output.add_argument("--trace", type=Path, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well")
+    output.add_argument(
+        "--trace", type=output_file, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well"
+    )
     show = parser.add_argument_group("what is shown")
     show.add_argument("--iterations", metavar="A:B", help="only steps A to B, B left out; either may be missing")
 
@@ -43,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
     """Write the page, and the trace if asked to."""
     from megatron_balance.report import run_figures, write_page, write_trace
 
-    check_writable(args.out, flag="--out")
-    check_writable(args.trace, flag="--trace")
     record = read_record(args.record)
     if args.iterations is not None:
         record = _cut(record, iterations=args.iterations)
