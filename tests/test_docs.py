@@ -17,13 +17,12 @@ import doctest
 import importlib
 import itertools
 import json
-import pkgutil
 import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -32,9 +31,8 @@ from make_pages import SITE_PAGES
 from recorded_runs import run_info, write_record
 
 import megatron_balance
-import megatron_balance.planner
 from megatron_balance import CostModel, ModelShape
-from megatron_balance.cli import build_parser, main
+from megatron_balance.cli import build_parser
 from megatron_balance.mcore import add_balance_args
 
 ROOT = Path(__file__).parents[1]
@@ -42,52 +40,44 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
 ADAPTERS = DOCS / "adapters.md"
+WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 NOT_RUN = {"adapters.md": 1, "quickstart.md": 2, "megatron.md": 6, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1}
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU, another system."""
 
+FENCED = r"^```(.*)\n((?:.*\n)*?)```$"
 LANGUAGES = {"python", "bash", "text", "python no-run", "bash no-run"}
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     language: str
     code: str
-    line: int
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.finditer(r"^```(.*)\n((?:.*\n)*?)```$", page.read_text(), flags=re.MULTILINE)
-    return [Block(match[1], match[2], page.read_text()[: match.start()].count("\n") + 1) for match in found]
+    return [Block(*found) for found in re.findall(FENCED, page.read_text(), flags=re.MULTILINE)]
 
 
 def without_code(page: Path) -> str:
-    return re.sub(r"^```.*\n(?:.*\n)*?```$", "", page.read_text(), flags=re.MULTILINE)
+    return re.sub(FENCED, "", page.read_text(), flags=re.MULTILINE)
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files that commands in the documentation name, small, in an empty folder that becomes the current one."""
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    np.savez(tmp_path / "lengths.npz", length=np.clip(rng.lognormal(6.5, 1.1, 600).astype(np.int64), 16, 7900))
-    info = run_info(cost_model=CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B")))
-    write_record(tmp_path / "record", info, num_steps=5, num_samples=24)
-    return tmp_path
-
-
-def commands(block: Block) -> list[list[str]]:
-    """Arguments of every `megatron-balance` in a block. Anything else in it must be a comment."""
-    lines = block.code.replace("\\\n", " ").splitlines()
-    split = [shlex.split(line, comments=True) for line in lines]
-    found = [words for words in split if words]
-    strangers = [words for words in found if words[0] != "megatron-balance"]
-    assert not strangers, f"line {block.line}: mark the block no-run, or leave out {strangers[0]}"
-    return [words[1:] for words in found]
+def printed_by(code: str, *, folder: Path) -> list[str]:
+    """Lines that the commands of a block print."""
+    printed: list[str] = []
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            assert words[0] == "megatron-balance", f"mark the block no-run, or leave out {line}"
+            command = [sys.executable, "-m", "megatron_balance", *words[1:]]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+            assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+            printed += done.stdout.splitlines()
+    return printed
 
 
 def figures_of(line: str) -> str:
@@ -95,38 +85,27 @@ def figures_of(line: str) -> str:
     return re.sub(r"(\d\.\d) \d+\.\d$", r"\1", " ".join(line.split()))
 
 
-def run_command(arguments: list[str], *, capsys: pytest.CaptureFixture[str], line: int) -> list[str]:
-    """Lines that a command prints. Only `doctor` has a process of its own: it loads Megatron and hooks it."""
-    if arguments[0] == "doctor":
-        command = [sys.executable, "-m", "megatron_balance", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        status, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        status = main(arguments)
-        out, err = capsys.readouterr()
-    assert status == 0, f"line {line}: megatron-balance {shlex.join(arguments)}\n{out}\n{err}"
-    return out.splitlines()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
-def test_code_blocks_run(page: Path, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with the files that commands in the documentation name, small."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "lengths.npz", length=np.clip(rng.lognormal(6.5, 1.1, 600).astype(np.int64), 16, 7900))
+    info = run_info(cost_model=CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B")))
+    write_record(tmp_path / "record", info, num_steps=5, num_samples=24)
     names: dict[str, object] = {"__name__": name_of(page)}
     printed: list[str] = []
-    for block in blocks(page):
-        assert block.language in LANGUAGES, f"line {block.line} is marked {block.language!r}"
-        if block.language == "python":
-            exec(compile(block.code, f"{name_of(page)} after line {block.line}", "exec"), names)
-        elif block.language == "bash":
-            printed = []
-            for arguments in commands(block):
-                printed += run_command(arguments, capsys=capsys, line=block.line)
-        elif block.language == "text":
+    for language, code in blocks(page):
+        assert language in LANGUAGES
+        if language == "python":
+            exec(compile(code, name_of(page), "exec"), names)
+        elif language == "bash":
+            printed = printed_by(code, folder=tmp_path)
+        elif language == "text":
             got = [figures_of(line) for line in printed]
-            missing = [line for line in block.code.splitlines() if figures_of(line) not in got]
-            assert not missing, "line {}: not printed today:\n{}\nbut:\n{}".format(
-                block.line, "\n".join(missing), "\n".join(printed)
-            )
+            missing = [line for line in code.splitlines() if figures_of(line) not in got]
+            assert not missing, "not printed today:\n{}\nbut:\n{}".format("\n".join(missing), "\n".join(printed))
 
 
 def test_blocks_that_do_not_run_are_few_and_known() -> None:
@@ -143,17 +122,14 @@ def test_the_adapters_page_names_what_exists() -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
-@pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
-        if re.match(r"https?://", link):
-            continue
+    """In docs/ `make docs` follows them."""
+    for link in re.findall(r"\]\(((?!https?://)[^)\s]+)\)", without_code(page)):
         path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        made = target.parent == DOCS and target.stem in SITE_PAGES
-        assert made != target.is_file(), f"{link} leads nowhere"
-        there = anchors(SITE_PAGES[target.stem]() if made else without_code(target))
-        assert not anchor or anchor in there, f"{link}: no such heading"
+        target = page.parent / path
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(without_code(target)), f"{link}: no such heading"
 
 
 def anchors(text: str) -> set[str]:
@@ -163,17 +139,12 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(r"`((?:scripts|docs|tests|benchmarks|patches|megatron_balance)/[\w./-]+)", page.read_text())
-    for name in named:
-        assert (ROOT / name).exists(), f"there is no {name}"
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page != ADAPTERS], ids=name_of)
-def test_flags_that_are_named_exist(page: Path) -> None:
+def test_files_and_flags_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(r"`((?:scripts|docs|tests|benchmarks|patches|megatron_balance)/[\w./-]+)", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
     known = set(add_balance_args(argparse.ArgumentParser())._option_string_actions)
-    named = set(re.findall(r"--(?:no-)?balance-[a-z-]*[a-z]", page.read_text()))
-    assert named <= known
+    assert page == ADAPTERS or set(re.findall(r"--(?:no-)?balance-[a-z-]*[a-z]", text)) <= known
 
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
@@ -242,7 +213,8 @@ def test_flags_page_has_every_flag_of_every_command() -> None:
 def test_plans_in_pictures_are_todays(monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib writes a title as text; its figure is in the words beside the picture too."""
     monkeypatch.syspath_prepend(str(DOCS / "pictures"))
-    dynamic_cp, planner = (importlib.import_module(name) for name in ("dynamic_cp", "planner"))
+    dynamic_cp, planner, steps = map(importlib.import_module, ("dynamic_cp", "planner", "plan_steps"))
+    assert steps.PICTURE.read_text() == steps.picture(), "stale: run python docs/pictures/plan_steps.py"
     drawn = [(dynamic_cp.PICTURE, DOCS / "dynamic-cp.md", dynamic_cp.panels())]
     for one in planner.pictures():
         drawn.append((DOCS / "pictures" / f"objective_{one.name}.svg", DOCS / "planner.md", one.panels))
@@ -254,28 +226,17 @@ def test_plans_in_pictures_are_todays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float(figures[1]) < float(figures[0])
 
 
-def test_the_steps_of_the_planner_are_drawn_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
-    steps = importlib.import_module("plan_steps")
-    assert steps.PICTURE.read_text() == steps.picture(), "stale: run python docs/pictures/plan_steps.py"
-
-
 def test_python_page_has_every_public_name() -> None:
-    named = re.findall(r"^::: megatron_balance\.([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
-    assert {name.rpartition(".")[2] for name in named} >= set(megatron_balance.__all__) - {"__version__"}
-    for name in named:
-        module, _, attribute = name.rpartition(".")
-        if not module.startswith("adapters"):  # needs the other system
-            assert hasattr(importlib.import_module(f"megatron_balance.{module}"), attribute), f"there is no {name}"
+    """That what it names exists, `make docs` finds."""
+    named = re.findall(r"^::: megatron_balance\.(?:\w+\.)*(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    assert set(named) >= set(megatron_balance.__all__) - {"__version__"}
 
 
-PLANNER = [
-    module.name
-    for module in pkgutil.walk_packages(megatron_balance.planner.__path__, prefix="megatron_balance.planner.")
-    if not module.ispkg
-]
+PACKAGE = Path(megatron_balance.__path__[0])
+WITH_EXAMPLES = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", PLANNER)
-def test_examples_in_docstrings(name: str) -> None:
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_examples_in_docstrings(path: Path) -> None:
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -48,23 +48,6 @@ HOOK = Hook(
 RELIED = Relied("up.schedules:Loader", (0, 0))
 
 
-def findings(folder: Path, changed: dict[str, str]) -> list[compare.Finding]:
-    """Findings on the sources once some are changed."""
-    seen = []
-    for name, files in (("stock", STOCK), ("changed", STOCK | changed)):
-        place = folder / name
-        for path, text in files.items():
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            (place / path).write_text(text)
-        with open_sources(place) as sources:
-            seen.append((compare.record([HOOK, RELIED], sources=sources), sources))
-    (reviewed, _), (now, sources) = seen
-    return [
-        *compare.broken([HOOK, RELIED], sources=sources),
-        *compare.differences(now, reviewed=reviewed),
-    ]
-
-
 def edited(old: str, new: str, *, path: str = "up/schedules.py") -> dict[str, str]:
     assert old in STOCK[path]
     return {path: STOCK[path].replace(old, new)}
@@ -83,27 +66,29 @@ def edited(old: str, new: str, *, path: str = "up/schedules.py") -> dict[str, st
         (edited("parts=2", "parts=3"), False, "takes parts=3 as well; parts=2 no longer"),
         (edited("def schedule", "@cached\ndef schedule"), False, "does something else"),
         ({"up/rl.py": "from up.schedules import schedule"}, False, "is bound by value in up.rl as well"),
+        # What changes nothing is not told.
+        ({}, None, ""),
+        (edited("Cuts a batch.", "Takes every other."), None, ""),
+        (edited("    # in equal parts\n", ""), None, ""),
+        (edited("(batch, *", "(batch: list, *"), None, ""),
+        (edited("[:: parts]", "[\n        ::parts\n    ]"), None, ""),
+        ({"tests/test_up.py": "from up.schedules import schedule"}, None, ""),
+        ({"up/again.py": "from up.schedules import schedule"}, None, ""),
     ],
 )
-def test_a_change_is_told(tmp_path: Path, changed: dict[str, str], broken: bool, says: str) -> None:
-    found = findings(tmp_path, changed)
-    assert any(finding.broken is broken and says in finding.says for finding in found), found
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        edited("Cuts a batch.", "Takes every other."),
-        edited("    # in equal parts\n", ""),
-        edited("(batch, *", "(batch: list, *"),
-        edited("[:: parts]", "[\n        ::parts\n    ]"),
-        {"tests/test_up.py": "from up.schedules import schedule"},
-        {"up/again.py": "from up.schedules import schedule"},
-    ],
-)
-def test_what_changes_nothing_is_not_told(tmp_path: Path, changed: dict[str, str]) -> None:
-    assert findings(tmp_path, changed) == []
+def test_a_change_is_told(tmp_path: Path, changed: dict[str, str], broken: bool | None, says: str) -> None:
+    seen = []
+    for name, files in (("stock", STOCK), ("changed", STOCK | changed)):
+        for path, text in files.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text(text)
+        with open_sources(tmp_path / name) as sources:
+            seen.append(compare.record([HOOK, RELIED], sources=sources))
+    found = [*compare.broken([HOOK, RELIED], sources=sources), *compare.differences(seen[1], reviewed=seen[0])]
+    if broken is None:
+        assert found == []
+    else:
+        assert any(finding.broken is broken and says in finding.says for finding in found), found
 
 
 def test_a_wheel_reads_as_its_folder_does(tmp_path: Path) -> None:

@@ -13,14 +13,10 @@ import megatron_balance
 ROOT = Path(__file__).parents[1]
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    return done.stdout
-
-
 def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
     code = "import sys, megatron_balance, megatron_balance.cli; print(*sorted({m.split('.')[0] for m in sys.modules}))"
-    loaded = set(run_python(code).split())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
     assert "numpy" in loaded
     assert loaded.isdisjoint({"torch", "megatron", "transformers", "rich", "pyarrow"})
 
@@ -38,8 +34,7 @@ def test_public_names_exist_and_are_few() -> None:
         "build_data_schedule",
         "calculate_fwd_flops",
     }
-    for name in megatron_balance.__all__:
-        assert hasattr(megatron_balance, name)
+    assert all(hasattr(megatron_balance, name) for name in megatron_balance.__all__)
     assert issubclass(megatron_balance.BalanceError, ValueError)
 
 
