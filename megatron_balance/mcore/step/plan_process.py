@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import weakref
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -42,20 +40,16 @@ MIN_SAMPLES = 256
 """Samples of a global batch from which on it is planned in the process. Fewer take milliseconds."""
 
 
-class PlanProcessError(BalanceError):
-    """The planning process has died, hangs or failed."""
-
-
 class PlanProcess:
     """Plans global batches, large ones in a process that the first of them starts.
 
-    It counts as hanging after a timeout, below the time that peers wait for this rank.
+    It counts as hanging after a timeout, below the time that peers wait for this rank, and is killed.
     """
 
     def __init__(self, *, timeout: timedelta, warn: Callable[[str], None] = lambda text: None) -> None:
         self._warn = warn
-        self._failed = False
         self._seconds = timeout.total_seconds()
+        self._failed = False
         self._connection: Connection[Any, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -68,45 +62,42 @@ class PlanProcess:
         """`build_data_schedule` with these keywords, for a global batch of so many samples, wherever it runs."""
         if num_samples >= MIN_SAMPLES and not self._failed:
             try:
-                return self._ask(arguments)
-            except PlanProcessError as error:
-                self._failed = True
-                self.close()
-                self._warn(f"plans: {error} Training continues: plans are made in the training process from here on.")
+                schedule, error = self._ask(arguments)
+            except (EOFError, OSError) as broken:
+                schedule, error = None, self._how_it_ended(broken)
+            if schedule is not None:
+                return schedule
+            if isinstance(error, BalanceError):  # of the arguments
+                raise error
+            self._failed = True
+            self.close()
+            self._warn(
+                f"plans: the planning process ({self.pid}) {error}\nTraining continues: plans are made in the training "
+                "process from here on."
+            )
         return build_data_schedule(**arguments)
-
-    def _ask(self, arguments: dict[str, Any]) -> DataSchedule:
-        """The answer of the process, which may be an error of `build_data_schedule`."""
-        try:
-            if self._connection is None:
-                self._start()
-            assert self._connection is not None
-            self._connection.send(arguments)
-            schedule, error = self._connection.recv()
-        except BlockingIOError as late:  # the socket's timeouts
-            raise PlanProcessError(
-                f"the planning process ({self.pid}) hangs: no answer in {self._seconds:g} s. Where it was only slow, "
-                "raise --distributed-timeout-minutes."
-            ) from late
-        except (EOFError, OSError) as broken:
-            raise PlanProcessError(self._how_it_ended(broken)) from broken
-        if isinstance(error, str):
-            raise PlanProcessError(f"the planning process ({self.pid}) failed:\n{error}")
-        if error is not None:
-            raise error
-        return schedule
 
     def close(self) -> None:
         """End the process."""
-        if self._connection is not None:
-            self._finalizer()
+        if self._connection is not None and self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
 
-    def _start(self) -> None:
-        ours, theirs = Pipe()
-        with socket.socket(fileno=os.dup(ours.fileno())) as both_directions:
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                timeval = struct.pack("@ll", int(self._seconds), int(self._seconds % 1 * 1e6))
-                both_directions.setsockopt(socket.SOL_SOCKET, option, timeval)
+    def _ask(self, arguments: dict[str, Any]) -> tuple[DataSchedule | None, BalanceError | str | None]:
+        connection, process = self._connection, self._process
+        if connection is None or process is None:
+            connection, process = self._start()
+        watchdog = threading.Timer(self._seconds, process.kill)
+        watchdog.start()
+        try:
+            connection.send(arguments)
+            return connection.recv()
+        finally:
+            watchdog.cancel()
+
+    def _start(self) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
+        self._connection, theirs = Pipe()
         # A mask set afterwards would leave a moment in which a signal to all processes ends this one.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
         try:
@@ -119,24 +110,18 @@ class PlanProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-        self._connection = ours
-        self._finalizer = weakref.finalize(self, _end, ours, self._process, os.getpid())
         close_on_undo(self.close)
+        return self._connection, self._process
 
     def _how_it_ended(self, broken: Exception) -> str:
-        if self._process is None:
-            return f"the planning process cannot be started: {broken}."
         try:
-            code = self._process.wait(_END_SECONDS)
+            code = None if self._process is None else self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"the planning process ({self.pid}) has closed its connection: {broken!r}."
+            code = None
+        if code is None:
+            return f"is out of reach: {broken!r}."
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
-        return f"the planning process ({self.pid}) has ended with {how}. Signal 9 is often the kernel's: out of memory."
-
-
-def _end(connection: Connection[Any, Any], process: subprocess.Popen[bytes], owner: int) -> None:
-    """Ends the process, where this one started it: a fork has no part in it."""
-    if os.getpid() == owner:
-        connection.close()
-        process.kill()
-        process.wait()
+        return (
+            f"has ended with {how}. Signal 9 is often the kernel's, out of memory; or there was no answer in "
+            f"{self._seconds:g} s: where it was only slow, raise --distributed-timeout-minutes."
+        )
