@@ -24,7 +24,6 @@ from benchmarks.scale.stages import StageTimes
 from megatron_balance.mcore.setup.layout import make_groups
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.runtime.replica import Replica
 
 TIMEOUT = timedelta(seconds=300)
 WARM_UP_STEPS = 3
@@ -58,7 +57,7 @@ class RankRun:
         assert dp_group is not None, "this rank is in one"
         settings = planner_settings(dp_group.size())
         planner = StepPlanner(settings, dp_group=dp_group)
-        prefetcher = StepPrefetcher(planner, replica=Replica(tensor=replica_group))
+        prefetcher = StepPrefetcher(planner, replica=replica_group)
         source = None
         if rank % self.replica_size == 0:
             source = iter([item_of(length) for length in samples.lengths()[:, dp_group.rank()].ravel().tolist()])

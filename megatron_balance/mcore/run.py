@@ -136,7 +136,7 @@ def build_run(
     )
     prefetcher = StepPrefetcher(
         planner,
-        replica=layout.replica(timeout=timeout),
+        replica=layout.replica_group(timeout=timeout),
         reads_starts=not layout.loads_data and (on_every_tensor_rank or layout.is_first_of_tensor_group),
     )
     context = evaluation = None

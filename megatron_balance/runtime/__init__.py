@@ -15,7 +15,7 @@ from megatron_balance.runtime.gather import (
     gather_sample_lengths,
     image_patches,
 )
-from megatron_balance.runtime.replica import Replica
+from megatron_balance.runtime.replica import share
 from megatron_balance.runtime.start import Meeting, agree
 from megatron_balance.samples.packing import pack_microbatch
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
@@ -27,7 +27,6 @@ __all__ = [
     "KeySpec",
     "Meeting",
     "PeerError",
-    "Replica",
     "Sample",
     "SampleSchema",
     "agree",
@@ -37,5 +36,6 @@ __all__ = [
     "image_patches",
     "pack_microbatch",
     "reroute_samples",
+    "share",
     "split_packed",
 ]

@@ -113,17 +113,6 @@ def all_gather_bytes(
     return [of_rank[:size].tobytes() for of_rank, size in zip(rows, sizes, strict=True)]
 
 
-def broadcast_text(text: str, *, group: dist.ProcessGroup, what: str) -> str:
-    """The text of the group's first rank, which is not empty, on every rank: its size, then its bytes; over gloo."""
-    data = bytearray(text.encode())
-    size = torch.tensor([len(data)])
-    with waiting_for(what, group=group):
-        dist.broadcast(size, group=group, group_src=0)
-        data = bytearray(int(size)) if group.rank() else data
-        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), group=group, group_src=0)
-    return data.decode()
-
-
 def exchange_parts(
     receive: Tensor,
     send: Tensor,

@@ -36,7 +36,7 @@ def groups_of_rank(
     os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
     layout = Layout.of_world(timeout=TIMEOUT, on_every_stage=False, on_every_tensor_rank=False)
     of_data = layout.data_group(timeout=TIMEOUT)
-    replica = layout.replica(timeout=TIMEOUT)
+    replica = layout.replica_group(timeout=TIMEOUT)
     readers = layout.groups(lambda place: None if place.tp else 0)
     of_readers = make_groups(readers, timeout=TIMEOUT)
     num_sockets = [_num_sockets()]
@@ -48,17 +48,15 @@ def groups_of_rank(
     os.environ = environment  # noqa: B003
     # As Megatron makes its own: a rank that had made fewer groups before would be waited for, or meet others.
     later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
-    groups = {"data": of_data, "firsts": replica.firsts, "tensor": replica.tensor, "readers": of_readers}
+    groups = {"data": of_data, "replica": replica, "readers": of_readers}
     groups["later"] = later
     megatron_data: Any = parallel_state.get_data_parallel_group()
-    megatron_tensor: Any = parallel_state.get_tensor_model_parallel_group()
     return {
         "data_rank": parallel_state.get_data_parallel_rank(),
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "loads": layout.loads_data,
         "leads": layout.is_first_of_replica(),
-        "megatron_tensor": dist.get_process_group_ranks(megatron_tensor),
         "megatron_data": dist.get_process_group_ranks(megatron_data),
         "more_sockets": num_more_sockets,
         "ranks_per_node": layout.ranks_per_node,

@@ -41,15 +41,14 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any]
     rows = run_ranks(num_ranks, "group_ranks:groups_of_rank", imports=(), **layout)
     readers = [rank for rank, row in enumerate(rows) if row["tensor_rank"] == 0]
     for rank, row in enumerate(rows):
-        firsts = [other for other in readers if rows[other]["data_rank"] == row["data_rank"]]
+        replica = [other for other, one in enumerate(rows) if one["data_rank"] == row["data_rank"]]
         assert row["data"] == (row["megatron_data"] if row["loads"] else None)
-        assert row["firsts"] == (firsts if rank in firsts and len(firsts) > 1 else None)
-        assert row["tensor"] == (row["megatron_tensor"] if len(row["megatron_tensor"]) > 1 else None)
+        assert row["replica"] == (replica if len(replica) > 1 else None)
         assert row["loads"] == (rank in readers and row["stage"] in (0, max(one["stage"] for one in rows)))
         assert row["readers"] == (readers if rank in readers else None)
         # One socket listens. Before 2.8 torch connects all ranks of a group when it is made.
         assert row["more_sockets"] == (1 if TORCH >= (2, 8) else num_ranks)
-        assert row["leads"] == (rank == min(firsts) and row["tensor_rank"] == 0)
+        assert row["leads"] == (rank == replica[0])
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
         assert row["ranks_per_node"] == ranks_per_node
 

@@ -17,11 +17,11 @@ from megatron_balance import BalanceError
 from megatron_balance.mcore.dynamic_cp import ContextGroups, connect
 from megatron_balance.runtime import (
     Header,
-    Replica,
     check_same_schedule,
     gather_lengths,
     gather_sample_lengths,
     reroute_samples,
+    share,
 )
 from megatron_balance.samples import Sample, SampleSchema
 
@@ -190,13 +190,13 @@ def message_after_a_later_timeout() -> tuple[str, bool] | None:
     return error, time.monotonic() - started < 30
 
 
-def share_in_replica(kinds: list[str], ranks: str) -> str:
-    """The ranks are `firsts` or `tensor` of a replica; each listens, has a problem, or a step with digest 7 or 8."""
+def share_in_replica(kinds: list[str]) -> str:
+    """Each rank of a replica listens, has a problem, or a step with digest 7 or 8."""
     kind = kinds[dist.get_rank()]
     made = (f"step {'—' * 9000}", int(kind)) if kind.isdigit() else (None, 0)
     problem = "the data ended — early" if kind == "problem" else None
     try:
-        return Replica(**{ranks: world()}).share(made[0], digest=made[1], problem=problem)
+        return share(made[0], group=world(), digest=made[1], problem=problem)
     except BalanceError as error:
         return str(error)
 

@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from megatron_balance.runtime.comm import named_ranks, waiting_for
 from megatron_balance.runtime.process import close_on_undo, local_world_size, members_per_node
-from megatron_balance.runtime.replica import Replica
 from megatron_balance.runtime.start import Meeting, gather_texts
 
 LAZY_GLOO = "megatron_balance_gloo"
@@ -123,15 +122,10 @@ class Layout:
             self.groups(lambda place: (place.tp, place.cp, place.pp) if self._loads(place) else None), timeout=timeout
         )
 
-    def replica(self, *, timeout: timedelta) -> Replica:
-        """The ranks of this model replica, in new groups; one group where each tensor-parallel rank may have data."""
-        everyone = self.on_every_tensor_rank
-        firsts = self.groups(lambda place: place.dp if everyone or place.tp == 0 else None)
-        tensor = [] if everyone else self.groups(lambda place: (place.dp, place.cp, place.pp))
-        return Replica(
-            firsts=make_groups([ranks for ranks in firsts if len(ranks) > 1], timeout=timeout),
-            tensor=make_groups([ranks for ranks in tensor if len(ranks) > 1], timeout=timeout),
-        )
+    def replica_group(self, *, timeout: timedelta) -> dist.ProcessGroup | None:
+        """A new group of the ranks of this model replica; None for one rank."""
+        replicas = self.groups(lambda place: place.dp)
+        return make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
 
     def _loads(self, place: Place) -> bool:
         if place.tp and not self.on_every_tensor_rank:

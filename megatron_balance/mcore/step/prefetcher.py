@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.balanced_step import BalancedStep
@@ -36,7 +37,7 @@ from megatron_balance.runtime.comm import PeerError
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.process import close_on_undo
-from megatron_balance.runtime.replica import Replica
+from megatron_balance.runtime.replica import share
 
 _Prepared = tuple[PullAhead, list[Any], BalancedStep]
 """A step that the thread made; where its items come from, and they, by which the step that begins recognizes it."""
@@ -87,7 +88,8 @@ def _on_device(device: int | None) -> None:
 class StepPrefetcher:
     """Turns the items of the data loader into balanced micro-batches.
 
-    With `reads_starts` this rank loads no data, and its forward step reads where sequences start. A `thread` is that of
+    `replica` are the ranks of its model replica, None for this one alone. With `reads_starts` this rank loads no data,
+    and its forward step reads where sequences start. A `thread` is that of
     another prefetcher of this rank, which meets the same ranks.
     """
 
@@ -95,12 +97,12 @@ class StepPrefetcher:
         self,
         planner: StepPlanner,
         *,
-        replica: Replica | None = None,
+        replica: dist.ProcessGroup | None = None,
         reads_starts: bool = False,
         thread: StepThread | None = None,
     ) -> None:
         self.planner = planner
-        self.replica = replica or Replica()
+        self.replica = replica
         self.reads_starts = reads_starts
         self.thread = thread or StepThread()
         self._sources = Sources()
@@ -181,7 +183,7 @@ class StepPrefetcher:
     def _received(self) -> BalancedStep:
         """The step of the ranks of the replica that load data."""
         planner = self.planner
-        step = BalancedStep.from_text(self.replica.share(), cp_rank=planner.cp_rank)
+        step = BalancedStep.from_text(share(group=self.replica), cp_rank=planner.cp_rank)
         if not self.reads_starts:
             return step
         starts = stage_microbatches(step.slots, topology=planner.topology, pin_memory=planner.pin_memory)
@@ -193,7 +195,7 @@ class StepPrefetcher:
             # Other ranks notice lost peers themselves, or are the lost ones.
             if not isinstance(made.error, PeerError):
                 with contextlib.suppress(BalanceError):
-                    self.replica.share(problem=made.problem)
+                    share(group=self.replica, problem=made.problem)
             raise made.error
-        self.replica.share(made.to_text(), digest=made.fingerprint)
+        share(made.to_text(), group=self.replica, digest=made.fingerprint)
         return made
