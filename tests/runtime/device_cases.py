@@ -16,7 +16,6 @@ Events = list[tuple[str, str]]
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen")
 
-
 DEVICE = 3
 """Of the training thread."""
 
@@ -28,6 +27,12 @@ class Device:
         self.events: Events = []
         self.training = threading.current_thread()
         device = self
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            device.note("pin")
+            pinned = tensor.clone()
+            pinned.untyped_storage().is_of_device = True  # type: ignore[attr-defined]
+            return pinned
 
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
@@ -57,24 +62,10 @@ class Device:
         torch.cuda.set_stream = lambda stream: device.note("stream")
         torch.cuda.synchronize = lambda *_: device.note("wait")
         torch.cuda.Event = Event  # type: ignore[misc, assignment]
-        torch.Tensor.pin_memory = device.pin_memory  # type: ignore[method-assign, assignment]
+        torch.Tensor.pin_memory = pin  # type: ignore[method-assign, assignment]
 
     def note(self, name: str) -> None:
         self.events.append((name, "training" if threading.current_thread() is self.training else "beside"))
-
-    @property
-    def pin_memory(self) -> Any:
-        def pin(tensor: torch.Tensor) -> torch.Tensor:
-            self.note("pin")
-            pinned = tensor.clone()
-            pinned.untyped_storage().is_of_device = True  # type: ignore[attr-defined]
-            return pinned
-
-        return pin
-
-
-def is_pinned(tensor: torch.Tensor) -> bool:
-    return getattr(tensor.untyped_storage(), "is_of_device", False)
 
 
 class Noted(Items):
@@ -107,7 +98,8 @@ def steps_on_device(*, num_steps: int, overlap: bool) -> tuple[list[Events], lis
     def forward_step(data_iterator: Any, model: Any) -> None:
         device.note("forward")
         pack = next(data_iterator)
-        packs.append({name: [is_pinned(pack[name]), str(pack[name].dtype), pack[name].dim()] for name in KEYS})
+        pinned = {name: getattr(pack[name].untyped_storage(), "is_of_device", False) for name in KEYS}
+        packs.append({name: [pinned[name], str(pack[name].dtype), pack[name].dim()] for name in KEYS})
 
     flags = () if overlap else ("--no-balance-overlap",)
     run = balanced(flags=flags, schedule=schedule, forward_step=forward_step, log_interval=1000)

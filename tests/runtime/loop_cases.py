@@ -23,8 +23,8 @@ from megatron_balance.mcore import balanced_schedule
 NUM_ITEMS = 2
 """Of a step."""
 
-LAYOUTS = {"dp": (1, 1), "tp": (2, 1), "pp": (1, 2), "pp4": (1, 4)}
-"""Tensor- and pipeline-parallel sizes."""
+LAYOUTS = {"dp": 1, "pp": 2, "pp4": 4}
+"""Pipeline-parallel sizes."""
 
 
 class Model(torch.nn.Module):
@@ -32,16 +32,13 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        settings: dict[str, Any] = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
         self.config = TransformerConfig(
-            num_layers=4,
-            hidden_size=8,
-            num_attention_heads=2,
+            **settings,
             calculate_per_token_loss=True,
             attention_dropout=0.0,
             hidden_dropout=0.0,
-            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-            pipeline_model_parallel_size=stages,
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
             pipeline_dtype=torch.float32,
         )
 
@@ -62,8 +59,7 @@ def balanced(
 ) -> Any:
     """The steps of this rank in a layout, over `schedule` in place of Megatron's."""
     parallel_state.destroy_model_parallel()
-    tp, pp = LAYOUTS[layout]
-    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(1, LAYOUTS[layout], create_gloo_process_groups=False)
     if layout == "pp4":
         flags = ("--no-balance-load-every-stage", *flags)
     settings: dict[str, Any] = {"cost": CostModel(linear=10, quadratic=1), "timeout": timedelta(minutes=2), **others}
@@ -83,10 +79,6 @@ def balanced(
         )
 
     return step
-
-
-def dp_rank() -> int:
-    return parallel_state.get_data_parallel_rank()
 
 
 def length_of(number: int) -> int:
@@ -164,7 +156,7 @@ def steps_of_loop(
         flags: of balancing.
     """
     step_of = balanced(layout, flags=("--no-balance-data", "--no-balance-by-flops", *(flags or [])))
-    first = 1000 * dp_rank()
+    first = 1000 * parallel_state.get_data_parallel_rank()
     iterators = {"a": Items(first), "b": Items(first + 500), "e": Items(first, end=4)}
     iterators |= {"f": Items(first, fail=4), "x": Items(first, fail=1), "m": Items(first, bad=2)}
     outcomes: list[Any] = []
@@ -188,70 +180,41 @@ def steps_of_rows(*, unit: str, num_steps: int) -> list[list[list[int]]]:
     return [[pack["cu_seqlens"].diff().flatten().tolist() for pack in step] for step in steps]
 
 
-def step_of_bad_data(*, kind: str) -> str:
-    """The error where this rank's loader yields what cannot be balanced."""
-    items: dict[str, dict[str, torch.Tensor]] = {
-        "not packed": {"tokens": torch.ones(1, 8, dtype=torch.int64), "loss_mask": torch.ones(1, 8)},
-        "no tokens": {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1).int()},
-    }
-    step_of = balanced()
-    try:
-        step_of(iter([items[kind]] * NUM_ITEMS))
-    except BalanceError as error:
-        return str(error)
-    raise AssertionError("a step was made")
+NOTHING = {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1).int()}
 
 
 def dummies() -> list[int]:
     """Tokens of this rank's masked micro-batches, where three samples are to fill four micro-batches."""
-    nothing = {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1).int()}
-    packs = balanced(cap=256)(iter([row(200), nothing if dist.get_rank() else row(200)]))
+    packs = balanced(cap=256)(iter([row(200), NOTHING if dist.get_rank() else row(200)]))
     return [pack["tokens"].numel() for pack in packs if not pack["loss_mask"].any()]
 
 
-def stages_that_read_other_lengths() -> str:
-    """Two pipelines of two stages; the last stage of the second reads other lengths than its first.
+def step_that_fails(*, kind: str) -> str:
+    """The error of a step.
 
-    Samples stay where they are, so that both stages of the first pipeline run the same packs: only the plan of their
-    data-parallel groups tells them that they do not make the same step.
+    Args:
+        kind: `not packed`, `no tokens`: what the loader yields. `plans differ`: numpy sorts otherwise on rank 1.
+            `stages`: two pipelines of two stages; the last stage of the second reads other lengths than its first.
+            Samples stay where they are, so that both stages of the first pipeline run the same packs: only the plan of
+            their data-parallel groups tells them that they do not make the same step.
     """
-    flags = ("--no-balance-data", "--no-balance-by-flops")
-    step_of = balanced("pp", flags=flags, cap=8, timeout=timedelta(minutes=1))
-    lengths_of_rank = {0: (4, 4, 4, 4), 1: (3, 5, 2, 6), 2: (4, 4, 4, 4), 3: (3, 6, 5, 2)}[dist.get_rank()]
-    try:
-        step_of(iter([row(length) for length in lengths_of_rank]), num_items=4)
-    except BalanceError as error:
-        return str(error)
-    return "a step"
-
-
-def ranks_that_cost_otherwise() -> str:
-    """The error where rank 1 was given another cost model."""
-    cost = CostModel(linear=10, quadratic=1 + dist.get_rank())
-    try:
-        balanced(cost=cost)(iter([row(3), row(5)]))
-    except BalanceError as error:
-        return str(error)
-    return "a step"
-
-
-def plans_differ() -> str:
-    """The error where numpy sorts otherwise on rank 1, so that it plans otherwise."""
-    step_of = balanced("dp", cap=16, timeout=timedelta(minutes=1))
+    items: list[Any] = [NOTHING] * NUM_ITEMS
+    settings: dict[str, Any] = {"timeout": timedelta(minutes=1)}
     argsort = np.argsort
-    if dist.get_rank() == 1:
+    if kind == "not packed":
+        items = [{"tokens": torch.ones(1, 8, dtype=torch.int64), "loss_mask": torch.ones(1, 8)}] * NUM_ITEMS
+    elif kind == "plans differ":
+        items = [row(9, 2, 3), row(6, 3, 1)]
+    elif kind == "stages":
+        items = [row(length) for length in ((4, 4, 4, 4), (3, 5, 2, 6), (4, 4, 4, 4), (3, 6, 5, 2))[dist.get_rank()]]
+        settings |= {"layout": "pp", "flags": ("--no-balance-data", "--no-balance-by-flops"), "cap": 8}
+    step_of = balanced(**settings)
+    if kind == "plans differ" and dist.get_rank() == 1:
         np.argsort = lambda values, *rest, **how: argsort(values, *rest, **how)[::-1]  # type: ignore[assignment]
     try:
-        step_of(iter([row(9, 2, 3), row(6, 3, 1)]))
+        step_of(iter(items), num_items=len(items))
     except BalanceError as error:
         return str(error)
     finally:
         np.argsort = argsort
-    return "a step"
-
-
-def plans_of_steps(*, num_items: int, num_steps: int) -> list[list[list[int]]]:
-    """The numbers of every micro-batch of every step, where samples move between ranks."""
-    step_of = balanced(cap=64)
-    items = Items(1000 * dp_rank())
-    return [[numbers([pack]) for pack in step_of(items, num_items=num_items)] for _ in range(num_steps)]
+    raise AssertionError("a step was made")

@@ -33,12 +33,6 @@ def meet(settings, *, seconds=20.0, problems=None, store=None, missing=(), late=
     return [heard[rank] for rank in sorted(heard)]
 
 
-def test_equal_ranks_go_on_as_often_as_they_meet():
-    store = dist.HashStore()
-    for _ in range(3):
-        assert meet([{"cap": "4096"}] * 4, store=store) == [""] * 4
-
-
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_wait_for_a_late_one_in_a_file_too(tmp_path, late):
     store = dist.FileStore(str(tmp_path / "store"), 2)
@@ -56,7 +50,8 @@ def test_what_differs_is_named_with_its_ranks_on_every_rank():
 def test_a_verdict_is_not_taken_for_that_of_the_next_meeting():
     store = dist.HashStore()
     assert all(meet([{"cap": "1"}, {"cap": "2"}], store=store))
-    assert meet([{"cap": "1"}, {"cap": "1"}], store=store) == ["", ""]
+    for _ in range(3):
+        assert meet([{"cap": "1"}, {"cap": "1"}], store=store) == ["", ""]
 
 
 def test_a_problem_on_one_rank_is_every_ranks():
@@ -64,19 +59,14 @@ def test_a_problem_on_one_rank_is_every_ranks():
     assert heard == ["rank 2: the file is not there"] * 3
 
 
-def test_a_rank_that_does_not_come_is_named():
-    started = time.monotonic()
-    heard = meet([{}, {}, {}, {}], seconds=3, missing=(1, 3))
-    assert time.monotonic() - started < 30
-    assert len(set(heard)) == 1
-    assert "ranks 1, 3 of 4 did not come" in heard[0]
-    assert "without megatron_balance" in heard[0]
-
-
-def test_without_rank_0_the_others_say_so():
-    heard = meet([{}, {}, {}], seconds=2, missing=(0,))
-    assert len(heard) == 2
-    assert all("no word from rank 0" in one for one in heard)
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [((1, 3), ("ranks 1, 3 of 4 did not come", "without megatron_balance")), ((0,), ("no word from rank 0",))],
+)
+def test_a_rank_that_does_not_come_is_named(missing, words):
+    heard = meet([{}, {}, {}, {}], seconds=3, missing=missing)
+    assert len(heard) == 4 - len(missing)
+    assert all(word in one for one in heard for word in words)
 
 
 def test_a_store_that_is_gone_is_named():
