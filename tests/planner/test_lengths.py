@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,39 +17,18 @@ from megatron_balance.lengths import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths
 LENGTHS = [512, 7, 0, 32768, 7]
 
 
-def write_npy(file: Path, lengths: list[int]) -> None:
-    np.save(file, np.array(lengths, dtype=np.int32))
-
-
-def write_npz(file: Path, lengths: list[int]) -> None:
-    np.savez(file, length=np.array(lengths), prompt=np.zeros(len(lengths), dtype=np.int64))
-
-
-def write_jsonl(file: Path, lengths: list[int]) -> None:
-    file.write_text("".join(json.dumps({"id": i, "length": n}) + "\n" for i, n in enumerate(lengths)))
-
-
-def write_csv(file: Path, lengths: list[int]) -> None:
-    file.write_text("id,length\n" + "".join(f"{i},{n}\n" for i, n in enumerate(lengths)))
-
-
-def write_txt(file: Path, lengths: list[int]) -> None:
-    file.write_text("".join(f"{n}\n" for n in lengths))
-
-
-def write_parquet(file: Path, lengths: list[int]) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+def write_parquet(file: Path, columns: dict[str, list[Any]]) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"length": lengths, "text": ["x"] * len(lengths)}), file)
+    parquet.write_table(pytest.importorskip("pyarrow").table(columns), file)
 
 
-WRITERS: dict[str, Callable[[Path, list[int]], None]] = {
-    ".npy": write_npy,
-    ".npz": write_npz,
-    ".jsonl": write_jsonl,
-    ".csv": write_csv,
-    ".txt": write_txt,
-    ".parquet": write_parquet,
+WRITERS: dict[str, Callable[[Path], object]] = {
+    ".npy": lambda file: np.save(file, np.array(LENGTHS, dtype=np.int32)),
+    ".npz": lambda file: np.savez(file, length=np.array(LENGTHS), prompt=np.zeros(len(LENGTHS), dtype=np.int64)),
+    ".jsonl": lambda file: file.write_text("".join(json.dumps({"id": 1, "length": n}) + "\n" for n in LENGTHS)),
+    ".csv": lambda file: file.write_text("id,length\n" + "".join(f"1,{n}\n" for n in LENGTHS)),
+    ".txt": lambda file: file.write_text("".join(f"{n}\n" for n in LENGTHS)),
+    ".parquet": lambda file: write_parquet(file, {"length": LENGTHS, "text": ["x"] * len(LENGTHS)}),
 }
 
 
@@ -61,7 +41,7 @@ def write(tmp_path: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_every_format_gives_the_same_lengths_in_file_order(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"lengths{suffix}"
-    WRITERS[suffix](file, LENGTHS)
+    WRITERS[suffix](file)
     lengths = read_lengths(file)
     assert lengths.dtype == np.int64
     assert lengths.tolist() == LENGTHS
@@ -172,9 +152,7 @@ def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
 
 
 def test_null_in_parquet_is_no_length(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"length": [3, None]}), tmp_path / "a.parquet")
+    write_parquet(tmp_path / "a.parquet", {"length": [3, None]})
     with pytest.raises(BalanceError, match="row 1: nan is NaN"):
         read_lengths(tmp_path / "a.parquet")
 

@@ -15,7 +15,6 @@ from megatron_balance.planner import karmarkar_karp
 
 TOKENS = CostModel.tokens()
 FLOPS = CostModel(linear=23000, quadratic=1)
-ALGORITHM_NAMES = ["auto", "karmarkar_karp"]
 
 
 def plan(lengths, *, dp_size=2, cap=100, cost_model=TOKENS, **options):
@@ -29,11 +28,8 @@ def plan(lengths, *, dp_size=2, cap=100, cost_model=TOKENS, **options):
     [
         ([3, -1], r"lengths\[1\] is -1: it must be an integer from 0"),
         ([3, 4, 2.5], r"lengths\[2\] is 2.5: it must be an integer"),
-        (np.array([3.0, 4.0]), r"lengths\[0\] is np.float64\(3.0\)|lengths\[0\] is 3.0"),
         ([3, True, 2.0], r"lengths\[1\] is True"),
-        (["7"], r"lengths\[0\] is '7'"),
         ([2**41], r"lengths\[0\] is 2199023255552: it must be an integer from 0 to 2\*\*40"),
-        ([2**70], r"lengths\[0\] is 1180591620717411303424"),
         ([[1, 2]], r"lengths has shape \(1, 2\)"),
     ],
 )
@@ -50,12 +46,8 @@ def test_wrong_lengths_are_named(lengths, message):
         ({"move_samples": False}, "move_samples is False: home_ranks must say"),
         ({"home_ranks": [0]}, "home_ranks has 1 entries: it must have one for each of 2 lengths"),
         ({"home_ranks": [0, 2]}, r"home_ranks\[1\] is 2: it must be below dp_size 2"),
-        ({"home_ranks": [0, -1]}, r"home_ranks\[1\] is -1"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
-        ({"ranks_per_node": True}, "ranks_per_node is True"),
         ({"num_segments": [1, 2]}, "num_segments sums to 3"),
-        ({"num_segments": [3, -1]}, r"num_segments\[1\] is -1"),
-        ({"num_segments": [1.0, 1.0]}, r"num_segments\[0\] is"),
         ({"groups": [0]}, "groups has 1 ids: it must have one for each of 2 samples"),
         ({"groups": [0, 1], "keep_groups": "node"}, "keep_groups is 'node': it must be one of rank, step"),
         ({"groups": np.zeros((2, 1))}, r"groups has shape \(2, 1\)"),
@@ -111,20 +103,6 @@ def test_empty_samples_are_placed_on_every_rank():
     assert [len(slots[0]) for slots in schedule.ranks] == [2] * 4
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_over_long_samples_run_alone(algorithm):
-    # Five samples of 9000 on four ranks with a cap of 8192 stop slime.
-    schedule = plan([9000] * 5 + [0, 10, 20], dp_size=4, cap=8192, algorithm=algorithm)
-    assert schedule.oversized == (0, 1, 2, 3, 4)
-    assert schedule.num_microbatches == 2
-
-
-def test_awkward_lengths_need_many_more_micro_batches_than_their_tokens_say():
-    # Three of these would fill a cap of 1000 but for two tokens, so that a third is wasted.
-    schedule = plan([334] * 600, dp_size=2, cap=1000, cost_model=FLOPS)
-    assert 150 <= schedule.num_microbatches <= 200
-
-
 class TestCheck:
     """Every invariant that a caller can break with the public fields of a schedule, broken on purpose."""
 
@@ -134,14 +112,22 @@ class TestCheck:
         with pytest.raises(AssertionError, match=f"'{invariant}'"):
             replace(schedule, **changes).check()
 
-    def test_placed_once(self):
-        more = {"lengths": np.array([7, 5, 4, 4, 120, 1]), "padded_lengths": np.array([7, 5, 4, 4, 120, 1])}
-        self.broken("placed once", **more)
-
-    def test_even_slots(self):
-        self.broken("even slots", topology=Topology(2, microbatch_multiple=7))
-        self.broken("even slots", num_microbatches=0)
-        self.broken("even slots", cost_grid=self.schedule.cost_grid[:1])
+    @pytest.mark.parametrize(
+        ("invariant", "changes"),
+        [
+            ("placed once", dict.fromkeys(("lengths", "padded_lengths"), np.array([7, 5, 4, 4, 120, 1]))),
+            ("even slots", {"topology": Topology(2, microbatch_multiple=7)}),
+            ("even slots", {"num_microbatches": 0}),
+            ("even slots", {"cost_grid": schedule.cost_grid[:1]}),
+            ("home", {"move_samples": False, "home_ranks": np.zeros(5, dtype=np.int64)}),
+            ("honest costs", {"predicted_cost": schedule.predicted_cost - 1}),
+            ("honest costs", {"cost_model": FLOPS}),
+            ("honest costs", {"lower_bound": schedule.predicted_cost + 1}),
+            ("honest costs", {"cost_grid": schedule.cost_grid + 1}),
+        ],
+    )
+    def test_a_changed_field_is_named(self, invariant, changes):
+        self.broken(invariant, **changes)
 
     @pytest.mark.parametrize("cp_size", [1, 2])
     def test_one_token_over_the_cap_is_over(self, cp_size):
@@ -155,19 +141,10 @@ class TestCheck:
         assert replace(schedule, limits=Limits(micro_batch_size=3)).check()
         self.broken("cap", schedule, limits=Limits(micro_batch_size=2))
 
-    def test_home(self):
-        self.broken("home", move_samples=False, home_ranks=np.zeros(5, dtype=np.int64))
-
     def test_groups(self):
         schedule = plan([7, 5, 4, 4], groups=[0, 1, 2, 0], cost_model=FLOPS)
         with pytest.raises(AssertionError, match=r"'groups': groups \[0\] are on more than one rank"):
             replace(schedule, groups=np.zeros(4, dtype=np.int64)).check()
-
-    def test_honest_costs(self):
-        predicted = self.schedule.predicted_cost
-        for changes in ({"predicted_cost": predicted - 1}, {"cost_model": FLOPS}, {"lower_bound": predicted + 1}):
-            self.broken("honest costs", **changes)
-        self.broken("honest costs", cost_grid=self.schedule.cost_grid + 1)
 
 
 @pytest.mark.parametrize("objective", ["step", "microbatch"])
@@ -198,15 +175,6 @@ def test_sorted_slots_make_a_step_plan_fair_in_every_micro_batch():
     assert grid.max(axis=0).sum() <= 1.3 * grid.mean(axis=0).sum()
 
 
-def test_launches_make_a_plan_of_fewer_micro_batches():
-    lengths = [1000] * 6 + [10] * 40
-    free, paid = (
-        plan(lengths, cap=2000, cost_model=CostModel(linear=1, per_microbatch=cost)).num_microbatches
-        for cost in (0, 10_000)
-    )
-    assert paid == 2 <= free
-
-
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 
@@ -231,12 +199,6 @@ def test_groups_stay_home_where_samples_do_and_where_whole_ranks_may_be_exchange
 
 
 # Segments -------------------------------------------------------------------------------------------------------------
-
-
-def test_one_segment_each_is_the_plain_plan():
-    lengths = [0, 7, 30, 99, 150, 3, 3]
-    one = plan(lengths, num_segments=[1] * len(lengths))
-    assert (one.digest(), one.predicted_cost) == (plan(lengths).digest(), plan(lengths).predicted_cost)
 
 
 def test_a_sample_without_segments_is_placed_and_over_long_is_a_matter_of_the_sum():
