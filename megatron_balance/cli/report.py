@@ -9,8 +9,7 @@ import argparse
 from pathlib import Path
 
 from megatron_balance.cli.compare import output_file
-from megatron_balance.errors import BalanceError
-from megatron_balance.record import RunRecord, read_record
+from megatron_balance.record import read_record
 
 _EPILOG = """\
 examples:
@@ -37,18 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--trace", type=output_file, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well"
     )
-    show = parser.add_argument_group("what is shown")
-    show.add_argument("--iterations", metavar="A:B", help="only steps A to B, B left out; either may be missing")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and the trace if asked to."""
     from megatron_balance.report import run_figures, write_page, write_trace
 
-    record = read_record(args.record)
-    if args.iterations is not None:
-        record = _cut(record, iterations=args.iterations)
-    figures = run_figures(record)
+    figures = run_figures(read_record(args.record))
     write_page(figures, out=args.out)
     size = args.out.stat().st_size / 1e6
     print(f"{args.out}: {len(figures.record.steps)} steps, {size:.1f} MB. Open it in a browser.")
@@ -56,18 +50,3 @@ def run(args: argparse.Namespace) -> int:
         write_trace(figures, out=args.trace)
         print(f"{args.trace}: {args.trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
     return 0
-
-
-def _cut(record: RunRecord, *, iterations: str) -> RunRecord:
-    first, colon, last = iterations.partition(":")
-    if not colon or not all(end.isdecimal() or not end for end in (first, last)):
-        raise BalanceError(f"--iterations is {iterations!r}: it must be A:B, for instance 100:200.")
-    kept = tuple(
-        step for step in record.steps if int(first or 0) <= step.iteration and (not last or step.iteration < int(last))
-    )
-    if not kept and record.steps:
-        raise BalanceError(
-            f"--iterations is {iterations!r}: the run has steps {record.steps[0].iteration} to "
-            f"{record.steps[-1].iteration}."
-        )
-    return RunRecord(record.info, kept)

@@ -134,16 +134,12 @@ def test_a_plan_before_any_training(tmp_path: Path) -> None:
     page, events = report(tmp_path, plan)
     assert "megatron-balance compare" in page
     assert len(slices(events, 0)) == 4
-    _, events = report(tmp_path, plan, "--iterations", "2:4")
-    assert [event["name"] for event in slices(events, 0)] == ["step 2", "step 3"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.json"], "'missing.json' is no record of a run, nor a file of compare --json"),
-        (["RECORD", "--iterations", "7"], "--iterations is '7': it must be A:B"),
-        (["RECORD", "--iterations", "90:"], "the run has steps 1 to 6"),
         (["RECORD/seconds_rank00000.jsonl"], "nor a file of compare --json: line 1 is damaged"),
     ],
 )
