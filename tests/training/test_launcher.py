@@ -34,45 +34,32 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_script_gets_its_arguments_and_its_own_folder(tmp_path: Path) -> None:
+def test_a_script_gets_its_arguments_its_folder_and_the_hooks(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("WORD = 'found'\n")
-    script = tmp_path / "script.py"
+    script, by_import = tmp_path / "script.py", tmp_path / "by_import.py"
     script.write_text(
         "import sys, neighbour\n"
         "from megatron.training import training\n"
         "print(__name__, sys.argv[1:], neighbour.WORD, training.get_forward_backward_func.__wrapped__.__module__)\n"
     )
-    done = launch(str(script), "--balance-data", "x")
-    assert done.returncode == 0, done.stderr
-    assert "__main__ ['--balance-data', 'x'] found megatron.core.pipeline_parallel.schedules" in done.stdout
+    by_import.write_text(f"import megatron_balance.mcore.autoinstall\n{script.read_text()}")
+    launched = launch(str(script), "--balance-data", "x")
+    command = [sys.executable, str(by_import), "--balance-data", "x"]
+    itself = subprocess.run(command, text=True, capture_output=True, timeout=300, check=False)
+    for done in (launched, itself):
+        said = "__main__ ['--balance-data', 'x'] found megatron.core.pipeline_parallel.schedules"
+        assert said in done.stdout, done.stderr
 
 
-@pytest.mark.slow
-def test_one_import_line_installs_the_hooks(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import megatron_balance.mcore.autoinstall\n"
-        "from megatron.training import training\n"
-        "print(hasattr(training.get_forward_backward_func, '__wrapped__'))\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], text=True, capture_output=True, timeout=300, check=False)
-    assert done.stdout.split()[-1] == "True", done.stderr
-
-
-def test_a_missing_script_is_named() -> None:
-    done = launch("nowhere.py", "--balance-data")
-    assert done.returncode == 2
-    assert "there is no script 'nowhere.py'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_wrong_flags_end_the_run_with_one_line(tmp_path: Path) -> None:
+def test_what_is_wrong_ends_the_run_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
-    done = launch(str(script), "--balance-by-flops", "--calculate-per-token-loss")
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("megatron_balance: --balance-by-flops is set: without")
-    assert "Traceback" not in done.stderr
+    missing = launch("nowhere.py", "--balance-data")
+    flags = launch(str(script), "--balance-by-flops", "--calculate-per-token-loss")
+    assert (missing.returncode, flags.returncode) == (2, 1)
+    assert "there is no script 'nowhere.py'" in missing.stderr
+    assert flags.stderr.strip().splitlines()[-1].startswith("megatron_balance: --balance-by-flops is set: without")
+    assert "Traceback" not in missing.stderr + flags.stderr
 
 
 @pytest.mark.slow
@@ -146,45 +133,28 @@ CHOSEN = {
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        pytest.param("--balance", CHOSEN, id="alone"),
-        pytest.param("--balance --context-parallel-size 4", CHOSEN | {"max_tokens_per_gpu": 2048}, id="cap-of-a-gpu"),
-        pytest.param("--balance --max-tokens-per-gpu 99", CHOSEN | {"max_tokens_per_gpu": 99}, id="given-cap"),
-        pytest.param("--balance --balance-context-parallel off", CHOSEN | {"balance_context_parallel": None}, id="off"),
-        pytest.param(
-            "--balance --no-balance-data", CHOSEN | {"balance_data": False, "balance_context_parallel": None}, id="stay"
-        ),
-        pytest.param(
-            "--balance --multi-latent-attention",
-            CHOSEN | {"balance_context_parallel": None},
-            id="nothing-is-against-it",
-        ),
-        pytest.param("", dict.fromkeys(CHOSEN), id="without"),
+        ("--balance", CHOSEN),
+        ("--balance --context-parallel-size 4", CHOSEN | {"max_tokens_per_gpu": 2048}),
+        ("--balance --max-tokens-per-gpu 99", CHOSEN | {"max_tokens_per_gpu": 99}),
+        ("--balance --balance-context-parallel off", CHOSEN | {"balance_context_parallel": None}),
+        ("--balance --no-balance-data", CHOSEN | {"balance_data": False, "balance_context_parallel": None}),
+        ("--balance --multi-latent-attention", CHOSEN | {"balance_context_parallel": None}),
+        ("", dict.fromkeys(CHOSEN)),
     ],
 )
 def test_one_flag_leaves_what_is_given(
     parser: argparse.ArgumentParser, given: str, expected: dict[str, object]
 ) -> None:
     rows = "--calculate-per-token-loss --micro-batch-size 2 --seq-length 4096 --transformer-impl local"
-    rows += " --spec thd_attention thd_block_spec"
-    args = parser.parse_args(f"{rows} {given}".split())
+    args = parser.parse_args(f"{rows} --spec thd_attention thd_block_spec {given}".split())
     assert {name: getattr(args, name) for name in CHOSEN} == expected
-
-
-LENGTHS = np.array([100, 900, 60, 3000, 40, 700, 80, 90])
-HOMES = np.arange(LENGTHS.size) % 4
-COST = CostModel(linear=500, quadratic=1, cp_exchange=5)
 
 
 @pytest.mark.parametrize("policy", policy_turns.POLICIES[1:])
 def test_each_policy_has_a_plan_of_its_kind(policy: str) -> None:
-    schedule = policy_turns.plan_of(
-        policy,
-        LENGTHS,
-        cost_model=COST,
-        topology=Topology(4, dynamic_cp=True),
-        limits=Limits(4096),
-        home_ranks=HOMES,
-    ).check()
-    moved = bool((schedule.destinations() != HOMES).any())
-    assert moved is (policy != "packed")
+    lengths, homes = [100, 900, 60, 3000, 40, 700, 80, 90], np.arange(8) % 4
+    given = {"topology": Topology(4, dynamic_cp=True), "limits": Limits(4096), "home_ranks": homes}
+    cost_model = CostModel(linear=500, quadratic=1, cp_exchange=5)
+    schedule = policy_turns.plan_of(policy, lengths, cost_model=cost_model, **given).check()
+    assert bool((schedule.destinations() != homes).any()) is (policy != "packed")
     assert bool(schedule.cp_size_grid.max() > 1) is (policy == "dynamic_cp")

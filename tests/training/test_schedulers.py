@@ -16,7 +16,10 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import cpu_shim
+import numpy as np
 import pytest
+import torch
 from gloo_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,13 +118,7 @@ def test_registered_by_name_where_the_map_has_names(named_seam: Any) -> None:
 def test_a_map_of_another_form_is_left_alone(seam: Any, schedulers: Any) -> None:
     seam.scheduler_map = schedulers
     assert register() is None
-    assert seam.PackingSchedulerEnum is Names
-    assert seam.scheduler_map is schedulers
-
-
-@pytest.mark.skipif(CHECKOUT is not None, reason="the checkout may have one")
-def test_a_megatron_without_the_map_is_left_alone() -> None:
-    assert register() is None
+    assert (seam.PackingSchedulerEnum, seam.scheduler_map) == (Names, schedulers)
 
 
 def plan(lengths: list[int], topology: Topology, *, least: int = 1) -> RankLists | None:
@@ -169,6 +166,7 @@ def padded(lengths: list[int], num_ranks: int) -> list[int]:
     return [length + -length % (2 * num_ranks) for length in lengths]
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 2 * CAP), min_size=12, max_size=60),
     st.sampled_from([1, 2, 3, 4]),
@@ -251,24 +249,16 @@ def test_flops_are_weighed_as_in_a_run_by_flops(monkeypatch: pytest.MonkeyPatch)
     assert seen == [CostModel.from_shape(shape, **weighed)]
 
 
-def test_more_samples_than_megatron_allows_are_refused() -> None:
+def test_what_ours_cannot_plan_is_refused_or_left_to_megatron() -> None:
     scheduler = scheduler_class(Stock)(400, 1, 1, None, max_num_seqs=3)
     assert scheduler.get_groups_and_subsamples([(i, 100) for i in range(3)]) == [[[0, 1, 2]]]
     with pytest.raises(BalanceError, match="holds 4 samples and --thd-max-packed-sequences allows 3"):
         scheduler.get_groups_and_subsamples([(i, 100) for i in range(4)])
-
-
-def test_megatron_plans_what_ours_cannot_and_says_so() -> None:
     samples = [(i, 400) for i in range(3)]
     with pytest.warns(UserWarning, match="samples are too few or too long: Megatron plans this batch"):
         assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples(samples)[1] is samples
-
-
-def test_without_balance_data_the_plan_of_sizes_is_megatrons() -> None:
-    samples = [(0, 16)]
-    assert (
-        scheduler_class(StockDynamic, dynamic_cp=True)(CAP, 1, 2, None).get_groups_and_subsamples(samples)[1] is samples
-    )
+    without_balance_data = scheduler_class(StockDynamic, dynamic_cp=True)(CAP, 1, 2, None)
+    assert without_balance_data.get_groups_and_subsamples(samples)[1] is samples
 
 
 def test_stages_and_experts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,18 +272,75 @@ def test_stages_and_experts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch
     check_contract(groups, lengths=lengths, topology=topology)
 
 
+LONGEST = (500, 60)
+"""Of each rank's samples: what the first rank loads is far longer than what the second does."""
+
+
+def schedule(name: str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """What a rank trains on by a scheduler of the Megatron on the path."""
+    from megatron.core.datasets import data_schedule
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    unset = ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage", "mtp_num_layers")
+    config = SimpleNamespace(
+        **dict.fromkeys([*unset, "mtp_standalone", "pipeline_model_parallel_layout"]),
+        max_seqlen_per_dp_cp_rank=2 * CAP,
+        sequence_packing_scheduler=name,
+        pipeline_model_parallel_size=1,
+    )
+    # Megatron's own takes the batch dimension off in place.
+    items = RerunDataIterator(iter([dict(sample) for sample in samples]))
+    iterator, num_microbatches, *sums = data_schedule.wrap_data_iterator(items, config, len(samples))
+    kept: list[list[int]] = []
+    tokens_of: list[int] = []
+    for _ in range(num_microbatches):
+        batch = data_schedule.get_batch_on_this_rank_for_sequence_packing(iterator)
+        tokens, labels, loss_mask, _, position_ids, packed, _ = batch
+        starts = packed.cu_seqlens_q.tolist()
+        tokens_of.append(starts[-1])
+        for start, end in zip(starts[:-1], starts[1:], strict=True):
+            if loss_mask[0, start:end].any():
+                kept.append(tokens[0, start:end].tolist())
+                assert torch.equal(labels[0, start:end], tokens[0, start:end] + 1)
+                assert position_ids[0, start:end].tolist() == list(range(end - start))
+    return {"num_microbatches": num_microbatches, "samples": kept, "tokens": tokens_of, "sums": sums}
+
+
+def both_schedulers(*, prepacked: bool) -> dict[str, Any]:
+    """What this rank loaded, and what it trains on by Megatron's scheduler and by ours."""
+    cpu_shim.enable_cpu()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    rank = parallel_state.get_data_parallel_rank()
+    samples: list[dict[str, torch.Tensor]] = []
+    for number, length in enumerate(np.random.default_rng(rank).integers(8, LONGEST[rank], 12).tolist()):
+        row = {"tokens": 1000 * (1 + number + 12 * rank) + torch.arange(length)}
+        row |= {"labels": row["tokens"] + 1, "loss_mask": torch.ones(length), "position_ids": torch.arange(length)}
+        given = ("cu_seqlens",) if prepacked else ("original_seq_len", "padded_seq_len")
+        samples.append(row | dict.fromkeys(given, torch.tensor([0] * prepacked + [length], dtype=torch.int32)))
+    registration = register()
+    assert registration is not None, "this Megatron has no scheduler_map"
+    result: dict[str, Any] = {"loaded": [sample["tokens"].tolist() for sample in samples]}
+    result |= {name: schedule(name, samples) for name in ("dp_balanced", NAME)}
+    registration.undo()
+    with pytest.raises(KeyError):  # Megatron knows the name no longer
+        schedule(NAME, samples)
+    return result
+
+
 @pytest.mark.checkout
 @pytest.mark.parametrize("prepacked", [True, False], ids=["rows", "samples-with-lengths"])
 def test_on_a_checkout(monkeypatch: pytest.MonkeyPatch, prepacked: bool) -> None:
     """Megatron's wrap_data_iterator and get_batch of a checkout, on two ranks."""
     monkeypatch.syspath_prepend(CHECKOUT)
-    ranks = run_ranks(NUM_RANKS, "packing_rank:both_schedulers", prepacked=prepacked)
+    ranks = run_ranks(NUM_RANKS, "test_schedulers:both_schedulers", prepacked=prepacked)
     for name in ("dp_balanced", NAME):
         results = [rank[name] for rank in ranks]
         assert len({result["num_microbatches"] for result in results}) == 1
         kept = sorted(sample for result in results for sample in result["samples"])
         assert kept == sorted(sample for rank in ranks for sample in rank["loaded"])  # every sample once, unchanged
-        assert all(tokens <= 512 for result in results for tokens in result["tokens"])
+        assert all(tokens <= 2 * CAP for result in results for tokens in result["tokens"])
     loads = {name: [sum(rank[name]["tokens"]) for rank in ranks] for name in ("dp_balanced", NAME)}
     assert max(loads[NAME]) < max(loads["dp_balanced"])
     sums = [rank[NAME]["sums"] for rank in ranks]
