@@ -25,7 +25,7 @@ from megatron.training import get_args
 from stand_ins import change_rows
 from thd_attention import Norm, ThdAttention, thd_get_partitioned_indices, thd_layer_spec
 from torch import Tensor
-from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
+from torch.nn.functional import conv1d, silu, softplus
 from watched_steps import Watch
 
 
@@ -90,7 +90,7 @@ class CpuBackend(LocalSpecProvider):
         return Norm
 
     def core_attention(self) -> type:
-        return SinkAttention
+        return ThdAttention
 
 
 def _self_attention(config: Any, backend: Any) -> Any:
@@ -100,7 +100,6 @@ def _self_attention(config: Any, backend: Any) -> Any:
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
     attention = thd_layer_spec(spec).submodules.self_attention
-    attention.submodules.core_attention = SinkAttention
     for name in ("q_layernorm", "k_layernorm"):
         if config.qk_layernorm:
             setattr(attention.submodules, name, Norm)
@@ -130,33 +129,6 @@ class ReplicatedLinear(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return super().forward(x), None
-
-
-class SinkAttention(ThdAttention):
-    """`ThdAttention` with one learnable logit a head in the softmax's denominator (`--softmax-type learnable`)."""
-
-    def __init__(self, config: Any, *positional: Any, **keywords: Any) -> None:
-        super().__init__(config, *positional, **keywords)
-        self.softmax_offset = None
-        if config.softmax_type == "learnable":
-            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
-
-    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        if self.softmax_offset is None:
-            return super()._attend_block(query, key, value, mask)
-        num_queries, num_keys = query.shape[2], key.shape[2]
-        if mask is None:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-        # One more key, of zeros, has the sink's logit and a value of zeros.
-        bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-        sink = self.softmax_offset[:, None, None].expand(-1, num_queries, 1)
-        bias = torch.cat([bias.expand(len(sink), -1, -1), sink], dim=-1)
-        key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
-        grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=bias[None], scale=self.softmax_scale, enable_gqa=grouped
-        )
 
 
 # The kernels.
@@ -305,7 +277,7 @@ def hybrid_layers() -> Any:
         "TEColumnParallelLinear": ColumnParallelLinear,
         "TELayerNormColumnParallelLinear": NormColumnParallelLinear,
         "TERowParallelLinear": RowParallelLinear,
-        "TEDotProductAttention": SinkAttention,
+        "TEDotProductAttention": ThdAttention,
     }
     experts = functools.partial(
         moe_module_specs.get_moe_module_spec, use_te=False, moe_grouped_gemm=False, num_experts=8

@@ -30,7 +30,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from training_run import (
@@ -160,19 +159,14 @@ def train_forked(
     flags: Sequence[str],
     *,
     num_ranks: int,
-    timeout_seconds: float,
     module: str = "record_steps",
-    environment: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
-    watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
-    grace_seconds: float = 0.0,
-    dead: Collection[int] = (),
+    **keywords: Any,
 ) -> Recorded:
     """As `training_run.train`, in forks of this process; the output is that of rank 0.
 
-    Each rank runs the `main` of `module`; `leave_out` names common flags to do without, and `watch` is called again and
-    again while ranks run, with process id → rank. Once a rank has failed the others, all but the `dead`, have
-    `grace_seconds` to end by themselves, and are killed then.
+    Each rank runs the `main` of `module`; `leave_out` names common flags to do without, and `keywords` are those of
+    `run_forked`.
     """
     common = (flag for flag in f"{CPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split() if flag not in leave_out)
     started = time.monotonic()
@@ -180,12 +174,8 @@ def train_forked(
         lambda: importlib.import_module(module).main(),
         folder=record,
         num_ranks=num_ranks,
-        timeout_seconds=timeout_seconds,
         arguments=[f"{module}.py", str(record), *common, *flags],
-        environment=environment or {},
-        watch=watch,
-        grace_seconds=grace_seconds,
-        dead=dead,
+        **keywords,
     )
     output, ranks = _log(record, 0).read_text(errors="replace"), read_records(record, num_ranks=num_ranks)
     return Recorded(ranks, output, cpu_seconds=cpu_seconds, seconds=time.monotonic() - started)
@@ -198,12 +188,16 @@ def run_forked(
     num_ranks: int,
     timeout_seconds: float,
     arguments: Sequence[str] = (),
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str] | None = None,
     watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
     grace_seconds: float = 0.0,
     dead: Collection[int] = (),
 ) -> float:
-    """Run `main` on ranks that write logs into `folder`, as `train_forked` says; CPU seconds of all."""
+    """Run `main` on ranks that write logs into `folder`; CPU seconds of all.
+
+    `watch` is called again and again while ranks run, with process id → rank. Once a rank has failed the others, all
+    but the `dead`, have `grace_seconds` to end by themselves, and are killed then.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     started, port = time.monotonic(), free_port()
     running: dict[int, int] = {}
@@ -211,7 +205,7 @@ def run_forked(
     cpu_seconds = 0.0
     try:
         for rank in range(num_ranks):
-            of_rank = {**environment, **rank_environment(rank, num_ranks=num_ranks, port=port)}
+            of_rank = {**(environment or {}), **rank_environment(rank, num_ranks=num_ranks, port=port)}
             log = _log(folder, rank)
             pid = fork_rank(main, arguments=arguments, environment=of_rank, log=log, leave=_leave_at_once)
             running[pid] = rank

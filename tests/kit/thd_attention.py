@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -69,7 +69,10 @@ class Norm:
 
 
 class ThdAttention(MegatronModule):
-    """Causal attention within each sequence of a packed micro-batch, with a sliding window where the layer has one."""
+    """Causal attention within each sequence of a packed micro-batch, in a sliding window where the layer has one.
+
+    Under `--softmax-type learnable` each head has a logit of its own in the softmax's denominator.
+    """
 
     def __init__(
         self,
@@ -89,6 +92,10 @@ class ThdAttention(MegatronModule):
         # Tokens a query sees, itself included; Megatron's left bound leaves it out and is -1 for none.
         self.window = config.window_size[0] + 1 if windowed else 0
         self.softmax_scale = softmax_scale
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
@@ -126,28 +133,23 @@ class ThdAttention(MegatronModule):
         num_queries, num_keys = query.shape[2], key.shape[2]
         if num_queries == 0:
             return query
-        if not self.window and (num_queries == num_keys or query.shape[3] == value.shape[3]):
-            return self._attend_block(query, key, value)
-        positions = torch.arange(num_keys, device=query.device)
-        distance = positions[num_keys - num_queries :, None] - positions
-        mask = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
-        return self._attend_block(query, key, value, mask)
-
-    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`[b, n, s, d]` of queries against `[b, g, k, d]` of keys and values: `[b, n, s, d]`; no mask: causal."""
-        if mask is None and query.shape[2] != key.shape[2]:
-            heads = query.shape[1] // key.shape[1]
+        heads, mask = query.shape[1] // key.shape[1], None
+        plain = not self.window and self.softmax_offset is None
+        if plain and num_queries < num_keys and query.shape[3] == value.shape[3]:
             key, value = key.repeat_interleave(heads, dim=1), value.repeat_interleave(heads, dim=1)
             return _AttendLast.apply(query, key, value, self.softmax_scale)  # type: ignore[no-any-return]
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        if not plain or num_queries < num_keys:
+            positions = torch.arange(num_keys, device=query.device)
+            distance = positions[num_keys - num_queries :, None] - positions
+            mask = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
+        if mask is not None and self.softmax_offset is not None:
+            # One more key, of zeros, has the sink's logit and a value of zeros.
+            bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+            sink = self.softmax_offset[:, None, None].expand(-1, num_queries, 1)
+            mask = torch.cat([bias.expand(len(sink), -1, -1), sink], dim=-1)[None]
+            key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": heads > 1}
+        return scaled_dot_product_attention(query, key, value, scale=self.softmax_scale, **options)
 
     def _attend_context_parallel(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup

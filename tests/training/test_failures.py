@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from kept_runs import KeptRuns, Run
-from table import BY_FLOPS, DYNAMIC_CP, FAMILY_ROWS, NUM_STEPS, RECORDED, ROWS, Row, StandIns
+from table import BY_FLOPS, DYNAMIC_CP, FAMILY_ROWS, NUM_STEPS, RECORDED, ROWS, Row, StandIns, fp8
 from test_matrix import run_of, samples
 
 from megatron_balance.record import read_record
@@ -135,6 +135,7 @@ FAULTS = {
         slow=False,
         row=FAMILIES["Qwen3-VL"],
     ),
+    "a-quantisation-recipe-of-ones-own": Fault(fp8("custom"), "--fp8-recipe is custom"),
     "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
     "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),
     "the-loader-raises-beside-a-rank-that-reads-nothing": Fault(

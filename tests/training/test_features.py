@@ -84,12 +84,8 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: Kep
 
 
 @group("DP2")
-def test_without_a_flag_nothing_is_said(train: KeptRuns) -> None:
+def test_what_a_log_says_how_often(train: KeptRuns) -> None:
     assert "megatron_balance:" not in run_of(train, row_of("DP2", "by-flops"), balanced=False).log(0)
-
-
-@group("DP2")
-def test_samples_over_the_cap_are_said_once(train: KeptRuns) -> None:
     assert run_of(train, row_of("DP2", "over-long")).log(0).count("longer than a micro-batch may be") == 1
 
 
@@ -146,24 +142,15 @@ def test_a_forward_step_that_reads_tokens_on_every_stage_is_told_the_flag(train:
     assert re.search(r"asks for 'tokens' on a pipeline stage .* Set --balance-load-every-stage", ours.log(1))
 
 
-@pytest.mark.slow
-def test_a_quantisation_recipe_of_ones_own_is_refused(train: KeptRuns) -> None:
-    row = row_of("DP2", "by-flops")
-    custom = (("stand_ins:precision_settings", {"settings": {"fp8": "hybrid", "fp8_recipe": "custom"}}),)
-    ours = train(f"{row.stock} {BY_FLOPS}", stand_ins=custom, fails=True)
-    assert "--fp8-recipe is custom" in ours.log(0)
-
-
-LOOPS = {
-    "DP2": ({}, 2),
-    "TP2": ({"tp_size": 2}, 4),
-    "PP2": ({"pp_size": 2}, 4),
-}
-
-
-@pytest.mark.parametrize("layout", ["DP2", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LOOPS)[1:])])
-def test_a_hand_written_loop(train: KeptRuns, layout: str) -> None:
-    settings, num_ranks = LOOPS[layout]
+@pytest.mark.parametrize(
+    ("settings", "num_ranks"),
+    [
+        pytest.param({}, 2, id="DP2"),
+        pytest.param({"tp_size": 2}, 4, id="TP2", marks=pytest.mark.slow),
+        pytest.param({"pp_size": 2}, 4, id="PP2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hand_written_loop(train: KeptRuns, settings: dict[str, int], num_ranks: int) -> None:
     stock, ours = (
         train(
             "",
