@@ -140,6 +140,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_flags_that_are_named_exist(page: Path) -> None:
+    """R55, R58: the example for AReaL is one."""
     text = page.read_text()
     named = re.findall(r"`((?:scripts|docs|tests|benchmarks|patches|megatron_balance)/[\w./-]+)", text)
     assert [name for name in named if not (ROOT / name).exists()] == []

@@ -14,9 +14,8 @@ them in turn. The trainer pads them to the longest, and all ranks wait for the s
     B  also, they are chosen among `window` dispatches' worth of the pool (`DispatchWindow`)
     C  also, the data set is sorted into dispatches of similar lengths beforehand (`bucketed_order`)
 
-Each includes the one before it. Samples of C do not come back exactly in its order: inference runs several batches at
-once, may fail on some, and the rest of an epoch stays in the pool until the next; each of these shifts all dispatches
-that follow. With a window the dispatches form again around the oldest sample; with `window=1` they do not.
+Each includes the one before it. Samples of C do not come back exactly in its order, since inference runs several
+batches at once and may fail on some. With a window the dispatches form again around the oldest sample.
 
 `try_dispatch_batch`, with a window before it:
 

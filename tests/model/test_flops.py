@@ -209,6 +209,7 @@ def test_a_window_without_a_left_bound_is_none() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_polynomial_is_the_sum_over_layers_and_sequences(name: str) -> None:
+    """R41: a workload by the polynomial is the exact one."""
     shape, seqlens = ModelShape.preset(name), [0, 1, 127, 128, 129, 5000]
     flops = fwd_flops(shape)
     expected = 0

@@ -156,32 +156,18 @@ def single_rank_hooks(max_wait_hours: float) -> list[Hook]:
 
         return wrapper
 
-    waits = "one rank rolls out, and NCCL's time-out does not end the wait of the others"
-    rows = [
-        (f"{_COORDINATOR}.rollout_batch", "self workflow group_size", rolled_out_by_one, waits),
-        (f"{_COORDINATOR}.prepare_batch", "self workflow group_size", rolled_out_by_one, waits),
-        (
-            f"{_TRAINER}._create_dataloader",
-            "self dataset dataset_config rank world_size",
-            _loaded_by_one,
-            "the rank that rolls out has the whole data loader, the others an idle one",
-        ),
-        (
-            f"{_TRAINER}._init_rollout",
-            "self rollout_config is_eval",
-            _with_whole_capacity,
-            "the rank that rolls out has the capacity of all",
-        ),
-    ]
+    rows: dict[str, tuple[Callable[[Function], Function], str]] = {
+        f"{_COORDINATOR}.rollout_batch": (rolled_out_by_one, "self workflow group_size"),
+        f"{_COORDINATOR}.prepare_batch": (rolled_out_by_one, "self workflow group_size"),
+        f"{_TRAINER}._create_dataloader": (_loaded_by_one, "self dataset dataset_config rank world_size"),
+        f"{_TRAINER}._init_rollout": (_with_whole_capacity, "self rollout_config is_eval"),
+    }
+    why = "single_rank_load: one rank rolls out, with the data loader and the capacity of all; the others wait for it"
     return [
         Hook(
-            target=target,
-            parameters=tuple(parameters.split()),
-            wrap=wrap,
-            why=f"single_rank_load: {why}",
-            until="AReaL has single_rank_load",
+            target=target, wrap=wrap, parameters=tuple(parameters.split()), why=why, until="AReaL has single_rank_load"
         )
-        for target, parameters, wrap, why in rows
+        for target, (wrap, parameters) in rows.items()
     ]
 
 

@@ -47,26 +47,13 @@ def agreed_microbatches(
     """Packs this rank's rows into the fewest micro-batches under a cap, as many as on every rank of a group.
 
     Each rank packs its own rows, since ranks that share rows (tensor, context and pipeline parallelism) must cut them
-    alike. All ranks then take the largest number, and those that had fewer pack again.
+    alike. All ranks then take the largest number, and those that had fewer pack again. There are `least` micro-batches
+    or more, a multiple of `multiple`; `rows_per_unit` neighbouring rows stay together. With `mountain` cheap ones are
+    at both ends, where a pipeline waits; else the costliest is first. `flag` is the host's name of `max_tokens`, and
+    `device` has the buffers of the group's collective.
 
-    Args:
-        lengths: `[num_rows]` tokens of this rank's rows.
-        max_tokens: tokens of a micro-batch at most.
-        cost_model: what a row costs.
-        least: micro-batches at least.
-        multiple: their number is a multiple of it.
-        rows_per_unit: neighbouring rows that stay together.
-        mountain: cheap micro-batches at both ends, where a pipeline waits; else the costliest first.
-        flag: the host's name of `max_tokens`, for messages.
-        group: the ranks that need the same number; None for this rank alone.
-        device: where the collective's buffers live: `cuda` for NCCL.
-
-    Returns:
-        For every micro-batch the positions of its rows, ascending; none is empty.
-
-    Raises:
-        BalanceError: on every rank of the group, naming the ranks that cannot go on: a row over the cap, fewer rows
-            than micro-batches; or ranks have different limits or costs.
+    Returns for every micro-batch the positions of its rows, ascending; none is empty. Where one rank cannot go on, or
+    limits or costs differ, every rank of the group raises a BalanceError.
     """
     rows = np.asarray(lengths, dtype=np.int64)
     limits = repr((max_tokens, least, multiple, rows_per_unit, cost_model))
@@ -148,18 +135,10 @@ def move_rows(
     schema: SampleSchema | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Sample]:
-    """Sends every row to its rank; every rank of the group calls it.
+    """The rows that this rank gets, ascending, after every rank of the group has called it with its own.
 
-    Args:
-        rows: this rank's, made by `moving_row`.
-        ranks: `[num_rows]` rank that gets each row of all ranks.
-        gathered: of `gather_lengths` with the rows' ragged keys, whatever its lengths mean.
-        group: the ranks.
-        schema: of the rows, where it is not the one that was gathered.
-        device: where rows and buffers live.
-
-    Returns:
-        The rows that this rank gets, ascending.
+    `rows` are made by `moving_row`; `ranks` has the rank of each row of all ranks; `gathered` is of `gather_lengths`
+    with the rows' ragged keys, whatever its lengths mean, and `schema` that of the rows where it was not gathered.
     """
     ones = np.ones_like(gathered.home_ranks)
     schema = schema or gathered.schema

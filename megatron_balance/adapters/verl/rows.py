@@ -70,12 +70,7 @@ def order_rows(
 ) -> RowOrder:
     """Gives every rank equal work in every mini-batch, with cheap rows at both ends, where a pipeline waits for them.
 
-    Args:
-        lengths: `[num_rows]` tokens.
-        num_ranks: data-parallel ranks.
-        cost_model: what a row costs.
-        minibatches: row indices of each mini-batch, all rows once; None where the batch is one.
-        units: `[num_rows]` unit of each row; rows of a unit stay together.
+    `minibatches` are row indices, all rows once; None where the batch is one. Rows of a unit of `units` stay together.
     """
     loads = row_costs(lengths, cost_model=cost_model)
     units = np.arange(lengths.size) if units is None else units

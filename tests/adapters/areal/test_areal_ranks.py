@@ -120,6 +120,7 @@ def test_what_one_head_meets_raises_on_ranks_without_data_too(world, fault, sing
 
 
 def test_the_result_is_areals_without_what_other_ranks_have(world):
+    """R46: of AReaL's own type, with a list of dicts."""
     lengths = [[[3, 5]], [[2], [9]], [[7]], [[1, 1, 1]]]
     ids = [0, 100, 101, 200, 300]
     results = world("redistribute_as_areal_does", lengths=lengths)

@@ -1,8 +1,12 @@
 """The adapter kit: steps of a rollout batch, even parts, micro-batches packed alike on every rank, rows that move."""
 
+import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +45,7 @@ def test_a_global_batch_size_that_cannot_be_is_named(size):
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=30), st.integers(1, 6))
 @example([59, 37, 37, 33, 30, 30, 21, 18, 13], 3)
 def test_every_item_in_one_part_and_none_empty(costs, num_parts):
+    """R51: one function spreads items, for every host."""
     num_parts, worst = min(num_parts, len(costs)), {}
     for equal_count in (True, False):
         parts = even_parts(costs, num_parts=num_parts, equal_count=equal_count)
@@ -112,6 +117,7 @@ def exchange():
 
 
 def test_rows_of_every_shape_arrive_once_in_order():
+    """R31: CI runs what moves the rows of recsys-examples."""
     for rank, moved in enumerate(run_ranks(3, "test_kit:exchange")):
         coming = np.flatnonzero(rank == RANKS).tolist()
         assert moved == [([[7 * row] * 2] * NUM_PAIRS[row], [row % 2 > 0, row > 2, True]) for row in coming]
@@ -156,3 +162,20 @@ def test_importing_an_adapter_loads_neither_torch_nor_its_host(name):
     code = f"import sys, megatron_balance.adapters.{name} as one; print(one.is_installed(), {hosts} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "set()"]
+
+
+@pytest.mark.parametrize("name", ["slime", "torchspec", "verl", "areal"])
+def test_every_option_of_install_is_documented(name):
+    """R47, R52, R53."""
+    install = importlib.import_module(f"megatron_balance.adapters.{name}").install
+    assert all(f"        {option}: " in install.__doc__ for option in inspect.signature(install).parameters)
+
+
+def test_tests_print_nothing_and_import_at_the_top():
+    """R48, R50."""
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assert not [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"], path
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+        inside = [node for function in functions for node in ast.walk(function)]
+        assert not [node for node in inside if isinstance(node, ast.Import | ast.ImportFrom)], path
