@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import CASES
 from device_cases import DEVICE
-from gloo_ranks import run_ranks
 
 NUM_STEPS = 5
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
-def ran(request: pytest.FixtureRequest) -> tuple[bool, list[Any], list[Any]]:
-    [(steps, packs)] = run_ranks(1, "steps_on_device", imports=CASES, num_steps=NUM_STEPS, overlap=request.param)
+def ran(request: pytest.FixtureRequest, run_cases: Any) -> tuple[bool, list[Any], list[Any]]:
+    [(steps, packs)] = run_cases(1, "steps_on_device", num_steps=NUM_STEPS, overlap=request.param)
     return request.param, steps, packs
 
 

@@ -6,8 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from conftest import CASES
-from gloo_ranks import run_ranks
 from loop_cases import NUM_ITEMS, length_of
 
 
@@ -38,10 +36,10 @@ DRAWN = ["".join(random.Random(seed).choices("aab", k=12)) for seed in range(5)]
         *(("pp4", f"{loop} {'-' * len(loop)} {'-' * len(loop)} {loop}") for loop in ("nnnn", "aabaaa", "aaraa")),
     ],
 )
-def test_every_step_has_the_next_items_of_its_iterator(layout: str, loops: str) -> None:
+def test_every_step_has_the_next_items_of_its_iterator(run_cases: Any, layout: str, loops: str) -> None:
     """Also where iterators change, end, come back, or Megatron runs a step again."""
     of_ranks = loops.split()
-    outcomes = run_ranks(len(of_ranks), "steps_of_loop", imports=CASES, loops=of_ranks, layout=layout)
+    outcomes = run_cases(len(of_ranks), "steps_of_loop", loops=of_ranks, layout=layout)
     assert [ran for ran, _, _ in outcomes] == expected(of_ranks, layout=layout)
 
 
@@ -59,9 +57,9 @@ def test_every_step_has_the_next_items_of_its_iterator(layout: str, loops: str) 
         ("pp4", "aaa --- --- fff", "the disk is gone"),
     ],
 )
-def test_an_error_of_one_rank_s_data_ends_every_rank(layout: str, loops: str, says: str) -> None:
+def test_an_error_of_one_rank_s_data_ends_every_rank(run_cases: Any, layout: str, loops: str, says: str) -> None:
     of_ranks = loops.split()
-    outcomes = run_ranks(len(of_ranks), "steps_of_loop", imports=CASES, loops=of_ranks, layout=layout)
+    outcomes = run_cases(len(of_ranks), "steps_of_loop", loops=of_ranks, layout=layout)
     for (ran, _, _), wanted in zip(outcomes, expected(of_ranks, layout=layout), strict=True):
         assert says in ran[-1]
         assert ran[:-1] == wanted[: len(ran) - 1]
@@ -98,8 +96,10 @@ def test_a_row_of_several_sequences_moves_in_pieces_or_whole(world2: Any, unit: 
         pytest.param(4, "stages", "the data of this step differs within a model replica", id="stages"),
     ],
 )
-def test_a_step_that_cannot_be_made_is_refused_on_every_rank(num_ranks: int, kind: str, says: str) -> None:
-    assert all(says in error for error in run_ranks(num_ranks, "step_that_fails", imports=CASES, kind=kind))
+def test_a_step_that_cannot_be_made_is_refused_on_every_rank(
+    run_cases: Any, num_ranks: int, kind: str, says: str
+) -> None:
+    assert all(says in error for error in run_cases(num_ranks, "step_that_fails", kind=kind))
 
 
 def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(world2: Any) -> None:
