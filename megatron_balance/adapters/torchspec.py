@@ -258,18 +258,12 @@ def _data_lengths(samples: Sequence[Any]) -> list[int]:
     """Lengths of a data set: tokens where every sample has them, characters where tokenization is deferred."""
     for name in ("input_ids", "seq_len", "formatted_prompt"):
         if all(isinstance(sample, Mapping) and sample.get(name) is not None for sample in samples):
-            return [_length(sample[name]) for sample in samples]
+            values = [sample[name] for sample in samples]
+            return [one if isinstance(one, int) else int(getattr(one, "shape", [len(one)])[-1]) for one in values]
     raise BalanceError(
         "approach C needs the lengths of the data set, and its samples have neither input_ids, nor seq_len, nor "
         "formatted_prompt: load it with load_conversation_dataset, or use approach B."
     )
-
-
-def _length(value: Any) -> int:
-    if isinstance(value, int):
-        return value
-    shape = getattr(value, "shape", None)
-    return len(value) if shape is None else int(shape[-1])
 
 
 def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int = 0) -> list[list[int]]:

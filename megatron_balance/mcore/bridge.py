@@ -63,9 +63,14 @@ def install_bridge(
     """
     install_core()
     settings = BridgeSettings(max_tokens_per_gpu, cost, tuple(flags))
-    version = f"megatron-bridge {_version()}"
+    try:
+        from megatron.bridge.package_info import __version__
+    except ModuleNotFoundError as error:
+        raise BalanceError("megatron-bridge is not installed: pip install megatron-bridge.") from error
+    remedy = f"install megatron-bridge=={SUPPORTED_VERSIONS[-1]}.*"
+    version = tested_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)
     if bridge_installation.settings is None:
-        patches = install_hooks(BRIDGE_HOOKS, version=version)
+        patches = install_hooks(BRIDGE_HOOKS, version=f"megatron-bridge {version}")
         bridge_installation.install(settings, hook=CurrentRun)  # undone last, after the hooks
         bridge_installation.add(patches)
     return bridge_installation.install(settings, hook=CurrentRun)
@@ -197,13 +202,3 @@ def _balanced(run: BalancedForwardBackward, schedule: Callable[..., Any]) -> Cal
         return schedule(**arguments | {"data_iterator": packs})
 
     return functools.partial(run, on_packs)
-
-
-def _version() -> str:
-    """The version of Megatron-Bridge in this environment, if the tests run on it."""
-    try:
-        from megatron.bridge.package_info import __version__
-    except ModuleNotFoundError as error:
-        raise BalanceError("megatron-bridge is not installed: pip install megatron-bridge.") from error
-    remedy = f"install megatron-bridge=={SUPPORTED_VERSIONS[-1]}.*"
-    return tested_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)

@@ -8,8 +8,7 @@ A rollout may take longer than the time-out of a process group, so ranks do not 
 one of their own, over gloo, whose time-out is a parameter.
 
 Invariants: `load` runs on one rank. Where it fails every rank raises: that rank its own error, the others one that
-quotes it. Batches never run out because an epoch ended. Evaluation stays on every rank, and nothing changes where there
-is one data-parallel rank (or a single controller, which is one).
+quotes it. Evaluation stays on every rank, and nothing changes where there is one data-parallel rank.
 """
 
 from __future__ import annotations

@@ -106,9 +106,14 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None, command
     parser = argparse.ArgumentParser(
         prog=f"python -m {command or adapter}", add_help=module is None, allow_abbrev=False
     )
-    options = [
-        _add_flag(parser, parameter, prefix=prefix) for parameter in inspect.signature(install).parameters.values()
-    ]
+    options = inspect.signature(install).parameters
+    for name, parameter in options.items():
+        flag, default = f"--{prefix}{name.replace('_', '-')}", parameter.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, dest=name, action="store_true")
+        else:
+            kind = str if default is None else type(default)
+            parser.add_argument(flag, dest=name, type=kind, default=default, help=f"by default {default}")
     if module is None:
         parser.add_argument("-m", dest="as_module", action="store_true", help="the target is a module, not a file")
         parser.add_argument("target", help="script or module to run")
@@ -132,13 +137,3 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None, command
             runpy.run_path(target, run_name="__main__")
     except BalanceError as error:
         raise SystemExit(f"megatron_balance: {error}") from error
-
-
-def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, *, prefix: str) -> str:
-    flag, default = f"--{prefix}{parameter.name.replace('_', '-')}", parameter.default
-    if isinstance(default, bool):
-        parser.add_argument(flag, dest=parameter.name, action="store_true")
-    else:
-        kind = str if default is None else type(default)
-        parser.add_argument(flag, dest=parameter.name, type=kind, default=default, help=f"by default {default}")
-    return parameter.name

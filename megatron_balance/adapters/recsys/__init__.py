@@ -74,23 +74,17 @@ def _hooks() -> list[Hook]:
 
         return get_workloads
 
-    kept = "an explicit mask of padding, weights and shapes kept, indices that describe the order"
-    flops = "int32 lengths wrap, and attention is counted once a head too often"
     of_task = "self seqlen num_heads head_dim"
-    rows: list[tuple[str, str, Callable[..., Any], str]] = [
-        (
-            f"{_SHUFFLER}.shuffle",
-            "self batch pg_group return_indices return_workloads use_all2all",
-            shuffler.shuffle,
-            kept,
-        ),
-        (f"{_SHUFFLER}.start_shuffle_async", "self batch pg_group", shuffler.start_shuffle_async, kept),
-        (f"{_SHUFFLER}.finish_shuffle", "self batch handle pg_group use_all2all", shuffler.finish_shuffle, kept),
-        (f"{_TASKS}:HSTUAttentionTask.get_workloads", of_task, flops_of("hstu"), flops),
-        (f"{_TASKS}:SelfAttentionTask.get_workloads", of_task, flops_of("sid_gr"), flops),
-    ]
+    rows: dict[str, tuple[str, Callable[..., Any]]] = {
+        f"{_SHUFFLER}.shuffle": ("self batch pg_group return_indices return_workloads use_all2all", shuffler.shuffle),
+        f"{_SHUFFLER}.start_shuffle_async": ("self batch pg_group", shuffler.start_shuffle_async),
+        f"{_SHUFFLER}.finish_shuffle": ("self batch handle pg_group use_all2all", shuffler.finish_shuffle),
+        f"{_TASKS}:HSTUAttentionTask.get_workloads": (of_task, flops_of("hstu")),
+        f"{_TASKS}:SelfAttentionTask.get_workloads": (of_task, flops_of("sid_gr")),
+    }
+    why = "padding has a mask, weights and shapes are kept, indices describe the order; int32 lengths do not wrap"
     until = "upstream's own tests of its balancers pass"
     return [
         Hook(target=target, parameters=tuple(parameters.split()), wrap=lambda _, new=new: new, why=why, until=until)
-        for target, parameters, new, why in rows
+        for target, (parameters, new) in rows.items()
     ]

@@ -1,14 +1,11 @@
 """The shuffler's methods with upstream's signatures: `shuffle`, or its two halves around the model's forward pass.
 
-    1. the shuffler computes the cost of each row, int64: FLOPs of one layer, forward and backward
-    2. all ranks learn the workloads and lengths of all real rows
-    3. every rank gets nearly the same workload, and as many rows or one fewer
-    4. the rows move as samples of this package, with all their columns in one exchange
-    5. the batch is put together again, real rows ascending, padding last
+All ranks learn the workloads (FLOPs of one layer) and lengths of all real rows, plan alike, and move rows as samples of
+this package, all columns in one exchange. Every rank gets nearly the same workload, and as many rows or one fewer.
 
 A row has an entry in a column for each value of a key of a KeyedJaggedTensor, another for its weight, and its share of
-each dense tensor, of whatever shape. Step 3 may run in the shuffler's thread while the model computes; collectives run
-on the calling thread alone. The handle between the halves holds everything, so that several batches may be under way.
+each dense tensor, of whatever shape. The shuffler's thread plans while the model computes; collectives run on the
+calling thread alone. The handle between the halves holds everything, so that several batches may be under way.
 
 Upstream's convention for an incomplete batch: rows from `actual_batch_size` on are padding, at the end, with no values
 in any key; after a shuffle, dense tensors hold the real rows alone and keys hold all. Padding is known from

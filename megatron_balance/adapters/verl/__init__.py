@@ -12,9 +12,7 @@ Importing this package loads neither torch nor verl, and patches nothing.
 verl binds functions by value: a trainer imported between `install()` and `undo()` keeps its hook. So every hook reads
 the settings on each call, and calls verl's own function where there are none.
 
-verl's factor of tokens beside squared tokens, 24576, is that of a 7B model of hidden size 4096 for every model. Here
-it comes from the model: forward and backward FLOPs per token over those per squared token, as `CostModel.from_shape`
-counts them (Qwen2.5-0.5B 19689, Qwen3-8B 43992, Qwen3-30B-A3B 13261, Qwen2.5-72B 93460).
+verl's factor of tokens beside squared tokens, 24576, is that of one 7B model; here it comes from the model.
 """
 
 from __future__ import annotations

@@ -41,34 +41,21 @@ _call: ContextVar[_Call | None] = ContextVar("_call", default=None)
 """The innermost call of this thread: verl may make one while it dispatches another."""
 
 
-@dataclass(frozen=True)
-class BalancedMethod:
-    """A method of a worker group, which remembers the order of its rows while it runs. Can be pickled."""
-
-    method: Function
-    method_name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's result."""
-        outer = _call.set(_Call(self.method_name))
-        try:
-            return self.method(*args, **kwargs)
-        finally:
-            _call.reset(outer)
+def _remembered(method: Function, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """The method's result; the order of its rows is remembered while it runs."""
+    outer = _call.set(_Call(method_name))
+    try:
+        return method(*args, **kwargs)
+    finally:
+        _call.reset(outer)
 
 
-@dataclass(frozen=True)
-class BalancedCollect:
-    """Wraps the method's collect function: rows are put back in order after it. Can be pickled."""
-
-    collect_fn: Function
-
-    def __call__(self, worker_group: Any, output: Any) -> Any:
-        """verl's collected output, in the caller's order."""
-        output, call = self.collect_fn(worker_group, output), _call.get()
-        if call is None or call.order is None:
-            return output
-        return in_order(output, order=call.order, method_name=call.method_name)
+def _collected(collect_fn: Function, worker_group: Any, output: Any) -> Any:
+    """verl's collected output, in the caller's order."""
+    output, call = collect_fn(worker_group, output), _call.get()
+    if call is None or call.order is None:
+        return output
+    return in_order(output, order=call.order, method_name=call.method_name)
 
 
 class OrderedFuture(DataProtoFuture):
@@ -127,9 +114,9 @@ def bind_balanced(bind: Function, *, before: Callable[[], None]) -> Function:
         blocking: bool,
     ) -> Any:
         before()
-        collect = BalancedCollect(collect_fn)
+        collect = functools.partial(_collected, collect_fn)  # it is pickled
         method = bind(worker_group, method_name, dispatch_fn, collect, execute_fn, blocking)
-        return BalancedMethod(method, method_name)
+        return functools.partial(_remembered, method, method_name)
 
     return while_active(bind, balanced)
 

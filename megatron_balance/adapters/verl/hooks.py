@@ -3,10 +3,8 @@
 verl's modules bind functions by value. Modules that are loaded are hooked at once. The trainers load later than the
 plug-in: they are hooked when the first worker group is made, in the one process that has a trainer.
 
-The trainers' own `_balance_batch` balances mini-batches and then sorts each rank's rows over all of them, so that
-they mix again; it counts a mini-batch in prompts where the actor counts it in rows, and takes a uid that occurs again
-for another group. Here no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows
-keeps its rows, since ranks meet after each; with the prefix grouper rows of one uid stay neighbours on one rank.
+Invariants: no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows keeps its rows,
+since ranks meet after each; with the prefix grouper rows of one uid stay neighbours on one rank.
 """
 
 from __future__ import annotations
@@ -44,17 +42,12 @@ WORKER_GROUP = "verl.single_controller.ray.base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
 V1_TRAINER = "verl.trainer.ppo.v1.trainer_base"
 TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
-ENGINES = ("verl.workers.engine.utils",)
-
-Names = tuple[str, ...]
-
-_ROWS_IN_ORDER = "verl has a hook for the order of rows"
 
 
 def hooks() -> tuple[Hook, ...]:
     """The table of hooks for the modules that are loaded."""
 
-    def balancing(name: str, parameters: str, balanced: Function, *, why: str, until: str, modules: Names = ()) -> Hook:
+    def balancing(name: str, parameters: str, balanced: Function, modules: tuple[str, ...], why: str) -> Hook:
         # A module that was loaded while the adapter was installed before has a hook already, and keeps it.
         loaded = (other for other in modules if other in sys.modules)
         return Hook(
@@ -62,7 +55,7 @@ def hooks() -> tuple[Hook, ...]:
             parameters=tuple(parameters.split()),
             wrap=lambda stock: while_active(stock, balanced),
             why=why,
-            until=until,
+            until="verl takes such a function, and the factor from the model",
             bound_in=(BALANCING, *(one for one in loaded if not is_hook(getattr(sys.modules[one], name, None)))),
         )
 
@@ -72,26 +65,23 @@ def hooks() -> tuple[Hook, ...]:
             "calculate_workload",
             "seqlen_list",
             _calculate_workload,
-            why="its factor is that of one 7B model, and its sums overflow in its input's dtype",
-            until="verl takes the factor from the model",
-            modules=TRAINERS,
+            TRAINERS,
+            "its factor is that of one 7B model, and its sums overflow in its input's dtype",
         ),
         balancing(
             "get_seqlen_balanced_partitions",
             "seqlen_list k_partitions equal_size",
             _get_partitions,
-            why="largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
-            until="verl takes a partition function",
-            modules=TRAINERS,
+            TRAINERS,
+            "largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
         ),
         balancing(
             "rearrange_micro_batches",
             "batch max_token_len dp_group num_batches_divided_by same_micro_num_in_dp min_num_micro_batch "
             "use_dynamic_bsz_balance force_group_size",
             _rearrange_micro_batches,
-            why="it raises the count until largest differencing happens to fit the cap",
-            until="verl takes a packing function",
-            modules=ENGINES,
+            ("verl.workers.engine.utils",),
+            "it raises the count until largest differencing happens to fit the cap",
         ),
         *(
             Hook(
@@ -99,7 +89,7 @@ def hooks() -> tuple[Hook, ...]:
                 parameters=("chunks", "args", "kwargs"),
                 wrap=functools.partial(split_balanced, pads=pads),
                 why="the only place that sees all arguments of a call before they are cut",
-                until=_ROWS_IN_ORDER,
+                until="verl has a hook for the order of rows",
             )
             for name, pads in splits
         ),
@@ -108,7 +98,7 @@ def hooks() -> tuple[Hook, ...]:
             parameters=("self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"),
             wrap=functools.partial(bind_balanced, before=hook_trainers),
             why="it joins dispatch and collect of one call, between which the order is kept",
-            until=_ROWS_IN_ORDER,
+            until="verl has a hook for the order of rows",
         ),
     )
 

@@ -18,8 +18,6 @@ from megatron_balance.errors import BalanceError
 
 VARIABLE = "MEGATRON_BALANCE_VERL"
 
-_SWITCH = {"yes": True, "no": False}
-
 
 def read_options(text: str) -> dict[str, Any]:
     """The arguments of `install()`, from `key=value` pairs with spaces between them, or `1` for the defaults."""
@@ -29,7 +27,7 @@ def read_options(text: str) -> dict[str, Any]:
         if key in ("model", "cost") and value:
             options[key] = value
         elif key == "dispatch" and value:
-            options[key] = _SWITCH[value] if value in _SWITCH else tuple(value.split(","))
+            options[key] = value == "yes" if value in ("yes", "no") else tuple(value.split(","))
         else:
             raise BalanceError(
                 f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE, "
