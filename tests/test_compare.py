@@ -19,6 +19,7 @@ from recorded_runs import run_info, write_record
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost import MICROBATCH_TOKENS, Calibration
+from megatron_balance.lengths import read_lengths
 from megatron_balance.mcore import add_balance_args
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
@@ -154,17 +155,8 @@ def test_the_imbalance_is_that_of_the_ranks_objective(
 
 def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lengths(tmp_path, 10, 10, 150, 10, 10, 10, 10, 10)
-    arguments = [
-        file,
-        "--global-batch-size",
-        4,
-        "--dp-size",
-        2,
-        "--max-tokens-per-gpu",
-        100,
-        "--policy",
-        "balance-data",
-    ]
+    arguments = [file, "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 100]
+    arguments += ["--policy", "balance-data"]
     assert figures_of(tmp_path, *arguments)["policies"]["balance-data"]["cap_headroom"] == pytest.approx(-0.5)
     # Fault: the page said another headroom of the same plan.
     assert main(["report", str(tmp_path / "compare.jsonl"), "--out", str(tmp_path / "page.html")]) == 0
@@ -176,60 +168,26 @@ def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pyt
     assert "raise --max-tokens-per-gpu to 150" in printed
 
 
-def test_what_is_advised_is_one_of_the_policies(lengths_file: Path, tmp_path: Path) -> None:
-    content = figures_of(tmp_path, lengths_file, *BATCH, "--model", "Qwen3-8B")
-    advice = content["advice"]
-    chosen = content["policies"][advice["policy"]]
-    assert (advice["flags"], advice["speedup"]) == (chosen["flags"], chosen["speedup"])
-    assert advice["speedup"] > 1.1
-    assert f"{advice['speedup']:.2f}x the speed of stock" in advice["sentences"][0]
-    equal = write_lengths(tmp_path, *[4096] * 64)
-    arguments = [equal, "--global-batch-size", 32, "--dp-size", 4, "--max-tokens-per-gpu", 4096]
-    advice = figures_of(tmp_path, *arguments, "--model", "Qwen3-8B")["advice"]
+def test_equal_lengths_need_no_flag(tmp_path: Path) -> None:
+    """Fault: a gain of 1 % was enough to advise another order of the data."""
+    arguments = [write_lengths(tmp_path, *[4096] * 64), "--global-batch-size", 32, "--dp-size", 4]
+    advice = figures_of(tmp_path, *arguments, "--max-tokens-per-gpu", 4096, "--model", "Qwen3-8B")["advice"]
     assert (advice["policy"], advice["flags"], advice["speedup"]) == ("stock", "", 1.0)
 
 
-SIZES = ["--global-batch-size", 64, "--dp-size", 4, "--cp-size", 2, "--max-tokens-per-gpu", 4096, "--model", "Qwen3-8B"]
-
-
-def leaf_cost(lengths: np.ndarray, *, exchange: int) -> int:
-    schedule = build_data_schedule(
-        lengths,
-        cost_model=replace(FLOPS, cp_exchange=exchange),
-        topology=Topology(4, cp_size=2, dynamic_cp=True),
-        limits=Limits(4096),
-    )
-    return schedule.predicted_cost << schedule.cost_shift
-
-
-def rank_cost(lengths: np.ndarray, *, exchange: int) -> float:
-    """The slowest rank of two GPUs under by-flops, on each of them: half of its samples, and what it waits for."""
-    topology = Topology(4, cp_size=2)
-
-    def shared(length: int) -> int:
-        return FLOPS.linear * length + max(FLOPS.quadratic * length**2, exchange * length)
-
-    schedule = build_data_schedule(
-        lengths, cost_model=FLOPS, topology=topology, limits=Limits(4096), home_ranks=np.arange(64) % 4
-    )
-    padded = topology.padded_seq_len(lengths).tolist()
-    return max(
-        sum(FLOPS.per_microbatch + sum(shared(padded[sample]) / 2 for sample in ids) for ids in slots)
-        for slots in schedule.ranks
-    )
-
-
-def test_dynamic_sizes_are_judged_like_one_size(lengths_file: Path, tmp_path: Path) -> None:
-    policies = figures_of(tmp_path, lengths_file, *SIZES, "--device", 400)["policies"]
-    lengths = np.load(lengths_file)
-    batches = [lengths[64 * step :][:64] for step in range(lengths.size // 64)]
+def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file: Path, tmp_path: Path) -> None:
+    sizes = ["--global-batch-size", 64, "--dp-size", 4, "--cp-size", 2, "--max-tokens-per-gpu", 4096]
+    policies = figures_of(tmp_path, lengths_file, *sizes, "--model", "Qwen3-8B", "--device", 400)["policies"]
     # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s and 450 GB/s.
     nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2
-    exchange = round(nbytes * 400e12 / 450e9)
-    dynamic = [leaf_cost(batch, exchange=exchange) for batch in batches]
-    gain = policies["dynamic-cp"]["speedup"] / policies["by-flops"]["speedup"]
-    assert gain == pytest.approx(sum(rank_cost(batch, exchange=exchange) for batch in batches) / sum(dynamic))
-    assert policies["dynamic-cp"]["seconds_per_step"] == pytest.approx(np.mean(dynamic) / 400e12)
+    model = replace(FLOPS, cp_exchange=round(nbytes * 400e12 / 450e9))
+    topology = Topology(4, cp_size=2, dynamic_cp=True)
+    schedules = [
+        build_data_schedule(batch, cost_model=model, topology=topology, limits=Limits(4096))
+        for batch in np.load(lengths_file)[:384].reshape(6, 64)
+    ]
+    expected = np.mean([schedule.predicted_cost << schedule.cost_shift for schedule in schedules]) / 400e12
+    assert policies["dynamic-cp"]["seconds_per_step"] == pytest.approx(expected)
     assert policies["by-flops"]["mean_cp_size"] == 2 > policies["dynamic-cp"]["mean_cp_size"]
 
 
@@ -303,33 +261,21 @@ def test_an_index_that_megatron_wrote(tmp_path: Path) -> None:
     builder = indexed.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
     sentences = [[5], [7, 2], [1024], [3, 3, 3]]
     for document in sentences:
-        tokens = torch.arange(sum(document))
-        builder.add_document(tokens, document)
+        builder.add_document(torch.arange(sum(document)), document)
     builder.finalize(str(tmp_path / "corpus.idx"))
-    content = figures_of(
-        tmp_path, tmp_path / "corpus.idx", "--global-batch-size", 2, "--dp-size", 2, "--max-tokens-per-gpu", 2048
-    )
-    lengths = [length for step in content["steps"] for length in step["segment_lengths"]]
-    assert lengths == [sum(document) for document in sentences] == [5, 9, 1024, 9]
+    assert read_lengths(tmp_path / "corpus.idx").tolist() == [5, 9, 1024, 9]
 
 
-def test_a_model_on_the_command_line_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Faults: checks of fields that vanished; a vision tower that was dropped without a word."""
+@pytest.mark.parametrize("wrong", [{"hidden_size": 64.5}, {"num_attention_heads": "4"}, {"num_hidden_layers": 0}])
+def test_a_model_on_the_command_line_is_checked(
+    wrong: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault: checks of fields that vanished."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    sizes |= {"intermediate_size": 128, "model_type": "llama"}
-    arguments = ["synthetic:gsm8k_sft:8", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 2048]
     file = tmp_path / "config.json"
-    for wrong in ({"hidden_size": 64.5}, {"num_attention_heads": "4"}, {"num_hidden_layers": 0}):
-        file.write_text(json.dumps(sizes | wrong))
-        assert compare(*arguments, "--model", file) == 2
-        assert re.search("num_layers|hidden_size|wrong kind", capsys.readouterr().err)
-    tower: dict[str, Any] = {"text_config": sizes, "vision_config": {"depth": 2}}
-    file.write_text(json.dumps({"model_type": "qwen3_5_moe", **tower}))
-    assert compare(*arguments, "--model", file) == 2
-    assert "spatial_merge_size" in capsys.readouterr().err
-    file.write_text(json.dumps({"model_type": "of_no_family", **tower}))
-    with pytest.warns(UserWarning, match="tower of model_type 'of_no_family' is not counted"):
-        assert compare(*arguments, "--model", file) == 0
+    file.write_text(json.dumps(sizes | {"intermediate_size": 128, "model_type": "llama"} | wrong))
+    assert compare("synthetic:gsm8k_sft", *BATCH, "--model", file) == 2
+    assert re.search("num_layers|hidden_size|wrong kind", capsys.readouterr().err)
 
 
 def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
@@ -372,11 +318,8 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["synthetic:nothing", *BATCH], "No synthetic lengths are named 'nothing'; there are alpaca_eval"),
         (["synthetic:gsm8k_sft:many", *BATCH], "it must be synthetic:NAME, :NAME:N or :NAME:N:SEED"),
         (["synthetic:gsm8k_sft:10", *BATCH], "need 64 lengths, but there are 10"),
-        (["synthetic:gsm8k_sft", *BATCH, "--cost", "flops"], "the model is missing (--model)"),
-        (["synthetic:gsm8k_sft", *BATCH, "--model", "Nobody-1B"], "the model (--model) is 'Nobody-1B'"),
         (["synthetic:gsm8k_sft", *BATCH, "--shuffle", "-1"], "--shuffle is -1"),
         (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "six"], "--dp-size is six: it must be an integer of at least 1"),
         (["synthetic:gsm8k_sft"], "--global-batch-size"),
@@ -388,7 +331,6 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "-1"], "--device is '-1'"),
         (["synthetic:gsm8k_sft", *BATCH, "--key", "length"], "which has no columns: drop --key"),
         (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "0"], "--dp-size is 0"),
-        (["tests"], "'tests' is no record of a run"),
         (["RECORD", "--global-batch-size", "8"], "steps are fixed"),
         (["RECORD", "--key", "n"], "--key is given with a record"),
         (["RECORD", "--steps", "9"], "the record has 1 steps"),
