@@ -29,10 +29,7 @@ class BalancedEvaluation:
     def __init__(self, training: StepPrefetcher, *, limits: Limits, state: LoopState) -> None:
         self.last_step: BalancedStep | None = None
         self._prefetcher = StepPrefetcher(
-            training.planner.of_evaluation(limits),
-            replica=training.replica,
-            reads_starts=training.reads_starts,
-            thread=training.thread,
+            training.planner.of_evaluation(limits), replica=training.replica, thread=training.thread
         )
         self._state = state
         self._steps_left = 0

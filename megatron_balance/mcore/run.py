@@ -124,9 +124,7 @@ def build_run(
     if settings is None:
         return None
     topology, timeout = settings.topology, settings.timeout
-    layout = Layout.of_world(
-        timeout=timeout, on_every_stage=settings.loads_on_every_stage, on_every_tensor_rank=on_every_tensor_rank
-    )
+    layout = Layout.of_world(timeout=timeout, on_every_tensor_rank=on_every_tensor_rank)
     planner = StepPlanner(
         settings,
         dp_group=layout.data_group(timeout=timeout),
@@ -134,11 +132,7 @@ def build_run(
         cp_rank=layout.own.cp,
         ranks_per_node=layout.ranks_per_node,
     )
-    prefetcher = StepPrefetcher(
-        planner,
-        replica=layout.replica_group(timeout=timeout),
-        reads_starts=not layout.loads_data and (on_every_tensor_rank or layout.is_first_of_tensor_group),
-    )
+    prefetcher = StepPrefetcher(planner, replica=layout.replica_group(timeout=timeout))
     context = evaluation = None
     if topology.dynamic_cp:
         sizes, for_routers = topology.dynamic_cp_sizes, settings.counts_router_tokens
@@ -206,5 +200,4 @@ def _compared(settings: Settings, *, options: Options) -> dict[str, str]:
     said |= {name: str(options.get(name)) for name in MEGATRON_SETTINGS}
     said["balanced evaluation"] = str(settings.eval_limits is not None)
     said |= {"topology": str(settings.topology), "cost model": str(settings.costs.model)}
-    said["data on every pipeline stage"] = str(settings.loads_on_every_stage)
     return said

@@ -160,18 +160,6 @@ def data_at_the_ends(watch: Watch) -> None:
     pretrain_sft.datasets_provider = datasets_provider
 
 
-def reads_on_every_stage(watch: Watch, *, key: str) -> None:
-    """A forward step that reads this key of its item wherever it runs."""
-    stock = pretrain_sft.forward_step
-
-    def forward_step(data_iterator: Any, model: Any) -> Any:
-        item = next(data_iterator)
-        assert item[key].numel()
-        return stock(iter([item]), model)
-
-    pretrain_sft.forward_step = forward_step
-
-
 def struck(watch: Watch, *, step: int, number: int = signal.SIGKILL) -> None:
     """A rank gets a signal as a step begins."""
 

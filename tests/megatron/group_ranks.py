@@ -34,7 +34,7 @@ def groups_of_rank(
 
     environment = os.environ
     os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
-    layout = Layout.of_world(timeout=TIMEOUT, on_every_stage=False, on_every_tensor_rank=False)
+    layout = Layout.of_world(timeout=TIMEOUT, on_every_tensor_rank=False)
     of_data = layout.data_group(timeout=TIMEOUT)
     replica = layout.replica_group(timeout=TIMEOUT)
     readers = layout.groups(lambda place: None if place.tp else 0)

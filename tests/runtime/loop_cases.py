@@ -60,8 +60,6 @@ def balanced(
     """The steps of this rank in a layout, over `schedule` in place of Megatron's."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, LAYOUTS[layout], create_gloo_process_groups=False)
-    if layout == "pp4":
-        flags = ("--no-balance-load-every-stage", *flags)
     settings: dict[str, Any] = {"cost": CostModel(linear=10, quadratic=1), "timeout": timedelta(minutes=2), **others}
     model = Model()
     ours = balanced_schedule(schedule, model=model, max_tokens_per_gpu=cap, flags=flags, **settings)

@@ -129,17 +129,9 @@ def test_a_run_that_only_evaluates(train: KeptRuns) -> None:
 
 @group("PP3")
 def test_stages_in_between_read_nothing(train: KeptRuns) -> None:
-    ours = run_of(train, row_of("PP3", "data-at-the-ends"))
+    ours = run_of(train, row_of("PP3", "no-data-in-between"))
     reads = [bool(rows[0]["reads"]) for rows in ours.of_kind("end")]
     assert reads == [True, False, True]
-
-
-@pytest.mark.slow
-def test_a_forward_step_that_reads_tokens_on_every_stage_is_told_the_flag(train: KeptRuns) -> None:
-    row = row_of("PP3", "data-at-the-ends")
-    reads = (("stand_ins:reads_on_every_stage", {"key": "tokens"}),)
-    ours = train(f"{row.stock} {row.balance}", num_ranks=3, stand_ins=reads, fails=True)
-    assert re.search(r"asks for 'tokens' on a pipeline stage .* Set --balance-load-every-stage", ours.log(1))
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,8 @@ REFUSED = {
         "reset_attention_mask/reset_position_ids !sft/dataloader_inter_document_masking": "it separates documents by a "
         "mask or by positions, and the data has no cu_seqlens to balance by; "
         "set --dataloader-inter-document-masking in its place (from 0.19)",
-        f"{_IN_STAGES} balance_load_every_stage": f"{_EARLY_STAGES}; drop the flag, set "
-        "--pipeline-model-parallel-size 2, or train on --sft data",
         f"{_IN_STAGES} mtp_num_layers pipeline_model_parallel_layout": f"{_EARLY_STAGES}, "
-        "and every stage must load, since a layout may put multi-token prediction on any; leave the layout out, or set "
+        "and a layout may put multi-token prediction, which reads tokens, on any; leave the layout out, or set "
         "--pipeline-model-parallel-size 2",
         "inprocess_restart": "process groups and threads of this package do not survive a restart within the process; "
         "restart processes (torchrun --max-restarts)",

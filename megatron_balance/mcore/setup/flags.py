@@ -134,12 +134,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "Without either flag: where Megatron divides sums as well, so not under --sft, where it averages means.",
     )
     add(
-        "--balance-load-every-stage",
-        action=on_or_off,
-        help="Load data on every pipeline stage, or on the first and last alone. Without either flag on every stage, "
-        "unless Megatron's own get_batch reads packed data: --sft or --dataloader-inter-document-masking.",
-    )
-    add(
         "--no-balance-overlap",
         action="store_false",
         dest="balance_overlap",

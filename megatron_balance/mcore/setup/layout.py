@@ -47,17 +47,15 @@ class Place(NamedTuple):
 class Layout:
     """The places of all ranks by their number in the world, as one of them, `rank`, knows them.
 
-    Without `on_every_stage` pipeline stages between the first and the last load no data; with `on_every_tensor_rank`
-    each rank of a tensor-parallel group may load data, not the first one alone.
+    With `on_every_tensor_rank` each rank of a tensor-parallel group may load data, not the first one alone.
     """
 
     rank: int
     places: Sequence[Place]
-    on_every_stage: bool
     on_every_tensor_rank: bool
 
     @classmethod
-    def of_world(cls, *, timeout: timedelta, on_every_stage: bool, on_every_tensor_rank: bool) -> Layout:
+    def of_world(cls, *, timeout: timedelta, on_every_tensor_rank: bool) -> Layout:
         """The layout of Megatron's parallel state; every rank of the world calls it.
 
         Raises:
@@ -77,7 +75,7 @@ class Layout:
             texts = gather_texts(json.dumps(place), meeting=meeting, topic="process groups")
             places = [Place(*json.loads(text)) for text in texts]
         rank = 0 if meeting is None else meeting.rank
-        return cls(rank, places, on_every_stage=on_every_stage, on_every_tensor_rank=on_every_tensor_rank)
+        return cls(rank, places, on_every_tensor_rank)
 
     @property
     def own(self) -> Place:
@@ -91,7 +89,7 @@ class Layout:
 
     @property
     def loads_data(self) -> bool:
-        """True if this rank loads and exchanges samples."""
+        """True if this rank exchanges the samples of an iterator, where the loop gives it one."""
         return self._loads(self.own)
 
     @property
@@ -117,7 +115,7 @@ class Layout:
         return sorted(found.values())
 
     def data_group(self, *, timeout: timedelta) -> dist.ProcessGroup | None:
-        """A new group of the data-parallel ranks that load data; None on a rank that loads none."""
+        """A new group of the data-parallel ranks that may load data; None on a rank that loads none."""
         return make_groups(
             self.groups(lambda place: (place.tp, place.cp, place.pp) if self._loads(place) else None), timeout=timeout
         )
@@ -128,13 +126,7 @@ class Layout:
         return make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
 
     def _loads(self, place: Place) -> bool:
-        if place.tp and not self.on_every_tensor_rank:
-            return False
-        return self.on_every_stage or place.pp in (0, self._last_stage)
-
-    @functools.cached_property
-    def _last_stage(self) -> int:
-        return max(place.pp for place in self.places)
+        return place.tp == 0 or self.on_every_tensor_rank
 
 
 def make_groups(

@@ -6,8 +6,6 @@ Options are Megatron's and the balance flags by name, as rules see them (`option
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,7 +48,6 @@ class Settings:
     micro_batch_size: int = 1
     first_sample: int | None = None
     counts_router_tokens: bool = False
-    loads_on_every_stage: bool = True
     policy: str = ""
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
@@ -89,7 +86,6 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         micro_batch_size=rows,
         first_sample=options["consumed_train_samples"] if options.get("dataloader_type") == "single" else None,
         counts_router_tokens=_routers_count_tokens(options),
-        loads_on_every_stage=_loads_on_every_stage(options),
         policy=policy_of(options),
         resumes=bool(options.get("load") and options.get("iteration")),
         says=says,
@@ -160,27 +156,6 @@ def topology_of(options: Options) -> Topology:
         dynamic_cp=limit is not None,
         max_cp_size=None if limit == ALL_RANKS else limit,
     )
-
-
-def _loads_on_every_stage(options: Options) -> bool:
-    """`--balance-load-every-stage`, or what is safe where it is not given.
-
-    Stages between the first and the last need no more than the starts of sequences if the forward step asks for no
-    more. Megatron's own `get_batch` does not: in pretrain_gpt.py and pretrain_hybrid.py, from 0.18, it returns
-    `cu_seqlens`, `cu_seqlens_padded` and `max_seqlen` there and None for the rest, under `--sft` and
-    `--dataloader-inter-document-masking`. Another script may read tokens or labels on every stage (rotary positions of
-    images, routing by token). `get_batch` of 0.17 and of the dev branch reads the keys of every micro-batch itself.
-    """
-    if options.get("mtp_num_layers") and options.get("pipeline_model_parallel_layout"):
-        return True  # a layout may put the layers of multi-token prediction, which read tokens, on any stage
-    if options["balance_load_every_stage"] is not None:
-        return bool(options["balance_load_every_stage"])
-    if not (options.get("sft") or options.get("dataloader_inter_document_masking")):
-        return True
-    utils: Any = importlib.import_module("megatron.training.utils")
-    function = getattr(utils, "get_batch_on_this_tp_rank", None)
-    # That which takes the iterator, and not the micro-batch, reads all keys.
-    return function is not None and "data_iterator" in inspect.signature(function).parameters
 
 
 def _routers_count_tokens(options: Options) -> bool:

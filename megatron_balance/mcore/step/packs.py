@@ -5,21 +5,18 @@ parallelism a sample is sent to every leaf that shares it: the s leaves that sha
 identically, with sequences padded for s, and each computes its part. Leaves of one replica may run different numbers of
 micro-batches, and every rank of the replica knows those of all.
 
-Pipeline stages that load no data get the starts of sequences alone. Between the first stage and the last, Megatron's
-own `get_batch` (pretrain_gpt.py and pretrain_hybrid.py, from 0.18) takes `cu_seqlens`, `cu_seqlens_padded` and
-`max_seqlen` from a micro-batch and returns None for all other keys.
+Pipeline stages without an iterator get the starts of sequences alone: `cu_seqlens`, `cu_seqlens_padded` and
+`max_seqlen` are all that attention reads between the first stage and the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.alignment import filled_tokens
 from megatron_balance.mcore.step.balanced_step import Microbatch, Slots
 from megatron_balance.planner import DataSchedule
@@ -96,22 +93,11 @@ def checksum(parts: Sequence[Microbatch] | Sequence[Sample]) -> int:
     return total
 
 
-class StageMicrobatch(dict[str, Tensor]):
-    """Starts of the sequences of a micro-batch. Reading any other key is an error, since its values are not here."""
-
-    def __missing__(self, key: Any) -> NoReturn:
-        raise BalanceError(
-            f"The forward step asks for '{key}' on a pipeline stage between the first and the last, which loads no "
-            f"data: it has {', '.join(self)}. Set --balance-load-every-stage, or read the others on the first and last "
-            "stage alone, as Megatron's own get_batch does."
-        )
-
-
 def stage_microbatches(slots: Slots, *, topology: Topology, pin_memory: bool) -> list[Microbatch]:
-    """The micro-batches of a stage that loads no data."""
+    """The micro-batches of a stage without an iterator."""
     microbatches: list[Microbatch] = []
     for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True):
         multiple = topology.at_cp_size(size).token_multiple
         as_packed = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=multiple)
         microbatches.append(sequence_starts(lengths, as_packed=as_packed, cp_size=size))
-    return [StageMicrobatch(starts) for starts in (pinned(microbatches) if pin_memory else microbatches)]
+    return pinned(microbatches) if pin_memory else microbatches

@@ -1,8 +1,8 @@
 """Makes a step's data as it begins or, in a thread, while the step before it runs; the replica's other ranks get it.
 
 The ranks that load data are the first of every tensor-parallel group, in every context-parallel rank and in those
-pipeline stages that need it: each makes steps with its own data-parallel group (`planner.py`). As the step begins, they
-pass it on to the other ranks of their model replica (`runtime/replica.py`).
+pipeline stages where the loop has an iterator: each makes steps with its own data-parallel group (`planner.py`). As the
+step begins, they pass it on to the other ranks of their model replica (`runtime/replica.py`).
 
 The thread pulls and makes the next step once the same iterator was passed twice in a row on every data-parallel rank: a
 loop that passes a new iterator each step is never read ahead. What was made is used if its items are the same objects
@@ -88,9 +88,8 @@ def _on_device(device: int | None) -> None:
 class StepPrefetcher:
     """Turns the items of the data loader into balanced micro-batches.
 
-    `replica` are the ranks of its model replica, None for this one alone. With `reads_starts` this rank loads no data,
-    and its forward step reads where sequences start. A `thread` is that of
-    another prefetcher of this rank, which meets the same ranks.
+    `replica` are the ranks of its model replica, None for this one alone. A `thread` is that of another prefetcher of
+    this rank, which meets the same ranks.
     """
 
     def __init__(
@@ -98,12 +97,10 @@ class StepPrefetcher:
         planner: StepPlanner,
         *,
         replica: dist.ProcessGroup | None = None,
-        reads_starts: bool = False,
         thread: StepThread | None = None,
     ) -> None:
         self.planner = planner
         self.replica = replica
-        self.reads_starts = reads_starts
         self.thread = thread or StepThread()
         self._sources = Sources()
         self._newest: PullAhead | None = None
@@ -184,7 +181,7 @@ class StepPrefetcher:
         """The step of the ranks of the replica that load data."""
         planner = self.planner
         step = BalancedStep.from_text(share(group=self.replica), cp_rank=planner.cp_rank)
-        if not self.reads_starts:
+        if not planner.loads_data:  # the first of its tensor-parallel group reads for it
             return step
         starts = stage_microbatches(step.slots, topology=planner.topology, pin_memory=planner.pin_memory)
         return replace(step, microbatches=starts)
