@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,35 @@ from megatron_balance.lengths import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths
 LENGTHS = [512, 7, 0, 32768, 7]
 
 
-def write_parquet(file: Path, columns: dict[str, list[Any]]) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pytest.importorskip("pyarrow").table(columns), file)
-
-
-WRITERS: dict[str, Callable[[Path], object]] = {
-    ".npy": lambda file: np.save(file, np.array(LENGTHS, dtype=np.int32)),
-    ".npz": lambda file: np.savez(file, length=np.array(LENGTHS), prompt=np.zeros(len(LENGTHS), dtype=np.int64)),
-    ".jsonl": lambda file: file.write_text("".join(json.dumps({"id": 1, "length": n}) + "\n" for n in LENGTHS)),
-    ".csv": lambda file: file.write_text("id,length\n" + "".join(f"1,{n}\n" for n in LENGTHS)),
-    ".txt": lambda file: file.write_text("".join(f"{n}\n" for n in LENGTHS)),
-    ".parquet": lambda file: write_parquet(file, {"length": LENGTHS, "text": ["x"] * len(LENGTHS)}),
-}
-
-
-def write(tmp_path: Path, name: str, text: str) -> Path:
-    file = tmp_path / name
-    file.write_text(text, encoding="utf-8")
+def write(file: Path, content: Any) -> Path:
+    """Text, bytes, an array or several by name; a list is the column `length` of a parquet table."""
+    if isinstance(content, str):
+        file.write_text(content, encoding="utf-8")
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    elif isinstance(content, np.ndarray):
+        np.save(file, content)
+    elif isinstance(content, dict):
+        np.savez(file, **content)
+    else:
+        table = pytest.importorskip("pyarrow").table({"length": content, "text": ["x"] * len(content)})
+        pytest.importorskip("pyarrow.parquet").write_table(table, file)
     return file
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
+CONTENTS: dict[str, Any] = {
+    ".npy": np.array(LENGTHS, dtype=np.int32),
+    ".npz": {"length": np.array(LENGTHS), "prompt": np.zeros(len(LENGTHS), dtype=np.int64)},
+    ".jsonl": "".join(json.dumps({"id": 1, "length": n}) + "\n" for n in LENGTHS),
+    ".csv": "id,length\n" + "".join(f"1,{n}\n" for n in LENGTHS),
+    ".txt": "".join(f"{n}\n" for n in LENGTHS),
+    ".parquet": LENGTHS,
+}
+
+
+@pytest.mark.parametrize("suffix", CONTENTS)
 def test_every_format_gives_the_same_lengths_in_file_order(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"lengths{suffix}"
-    WRITERS[suffix](file)
+    file = write(tmp_path / f"lengths{suffix}", CONTENTS[suffix])
     lengths = read_lengths(file)
     assert lengths.dtype == np.int64
     assert lengths.tolist() == LENGTHS
@@ -60,7 +63,7 @@ def test_every_format_gives_the_same_lengths_in_file_order(tmp_path: Path, suffi
     ],
 )
 def test_accepted_spellings(tmp_path: Path, name: str, text: str) -> None:
-    assert read_lengths(write(tmp_path, name, text)).tolist() == [512, 7]
+    assert read_lengths(write(tmp_path / name, text)).tolist() == [512, 7]
 
 
 def test_key_chooses_array_column_and_field(tmp_path: Path) -> None:
@@ -72,89 +75,8 @@ def test_key_chooses_array_column_and_field(tmp_path: Path) -> None:
     with pytest.raises(BalanceError, match=r"no array 'length' \(--key\); it has prompt, response"):
         read_lengths(tmp_path / "a.npz", key="length")
     assert read_lengths(tmp_path / "a.npz", key="response").tolist() == [3, 4]
-    assert read_lengths(write(tmp_path, "a.csv", "prompt,response\n1,3\n2,4\n"), key="response").tolist() == [3, 4]
-    assert read_lengths(write(tmp_path, "a.jsonl", '{"r": 3, "length": 1}\n'), key="r").tolist() == [3]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.txt", "512\n-3\n", ["a.txt, line 2", "-3 is negative", "0 or more"]),
-        ("a.txt", "nan\n", ["line 1", "nan is NaN"]),
-        ("a.txt", "7\nseven\n", ["line 2", "seven is not a number"]),
-        ("a.txt", f"{MAX_LENGTH + 1}\n", ["is above 2147483647"]),
-        ("a.txt", "\n \n", ["a.txt holds no lengths", "at least one sample"]),
-        ("a.jsonl", "7\n{broken\n", ["line 2 is not JSON"]),
-        ("a.jsonl", "7\ntrue\n", ["line 2", "True is not a number"]),
-        ("a.jsonl", "[1, 2]\n", ["line 1", "is not a number"]),
-        ("a.jsonl", "NaN\n", ["nan is NaN"]),
-        ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens'", "fields: tokens", "--key"]),
-        ("a.csv", "length\n", ["a.csv holds no lengths"]),
-        ("a.csv", "id,n\n1,2\n", ["2 columns: id, n", "--key"]),
-        ("a.csv", "1,2\n3,4\n", ["2 columns and no header"]),
-        ("a.csv", "id,length\n1,5\n2\n", ["line 3 has 1 columns"]),
-        ("a.csv", "id,length\n1,\n", ["line 2", "is not a number"]),
-        ("a.dat", "1\n", ["unknown suffix '.dat'", ".npy", ".parquet"]),
-        ("a.npy", "no array", ["is not an .npy array"]),
-        ("a.npz", "no archive", ["is not an .npz archive"]),
-        ("a.parquet", "no table", ["is not a parquet file"]),
-    ],
-)
-def test_a_wrong_file_is_named_with_place_value_and_remedy(
-    tmp_path: Path, name: str, text: str, said: list[str]
-) -> None:
-    if name.endswith(".parquet"):
-        pytest.importorskip("pyarrow")
-    with pytest.raises(BalanceError) as caught:
-        read_lengths(write(tmp_path, name, text))
-    for part in [name, *said]:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("array", "said"),
-    [
-        (np.array([3, -1]), "index 1: -1 is negative"),
-        (np.array([3.0, np.nan]), "index 1: nan is NaN"),
-        (np.array([2.5]), "index 0: 2.5 is not an integer"),
-        (np.array([2**63], dtype=np.uint64), "is above 2147483647"),
-        (np.array([], dtype=np.int64), "holds no lengths"),
-        (np.ones((2, 3), dtype=np.int64), "shape [2, 3]"),
-        (np.array(["3"]), "lengths are integers"),
-        (np.array([3, None], dtype=object), "is not an .npy array"),
-    ],
-)
-def test_a_wrong_array_is_named(tmp_path: Path, array: np.ndarray, said: str) -> None:
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(BalanceError, match=r"a\.npy") as caught:
-        read_lengths(tmp_path / "a.npy")
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.npy", "a.idx"])
-def test_a_key_without_names_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(BalanceError, match=r"leave out --key|no header line; add one"):
-        read_lengths(write(tmp_path, name, "1\n"), key="length")
-
-
-def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
-    with pytest.raises(BalanceError, match="does not exist"):
-        read_lengths(tmp_path / "none.npy")
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(BalanceError, match="is not a file"):
-        read_lengths(tmp_path / "folder.csv")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
-    with pytest.raises(BalanceError, match="is not UTF-8 text"):
-        read_lengths(tmp_path / "latin.txt")
-    np.savez(tmp_path / "b.npz", length=np.array([1]))
-    with pytest.raises(BalanceError, match=r"name it \.npz"):
-        read_lengths((tmp_path / "b.npz").rename(tmp_path / "b.npy"))
-
-
-def test_null_in_parquet_is_no_length(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", {"length": [3, None]})
-    with pytest.raises(BalanceError, match="row 1: nan is NaN"):
-        read_lengths(tmp_path / "a.parquet")
+    assert read_lengths(write(tmp_path / "a.csv", "prompt,response\n1,3\n2,4\n"), key="response").tolist() == [3, 4]
+    assert read_lengths(write(tmp_path / "a.jsonl", '{"r": 3, "length": 1}\n'), key="r").tolist() == [3]
 
 
 def index_of(sequences: list[int], bounds: list[int], *, version: int = 1) -> bytes:
@@ -171,22 +93,72 @@ def test_documents_of_an_index_are_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("name", "content", "said"),
     [
-        (b"", "does not begin with MMIDIDX"),
-        (index_of([3, 4], [0, 2])[:-1], "is cut off"),
-        (index_of([3, 4], [0, 2], version=2), "of version 2"),
-        (index_of([3, 4], [0, 3]), "are not those of its sequences"),
-        (index_of([3, 4], [0, 2, 1, 2]), "are not those of its sequences"),
-        (index_of([3, -4], [0, 2]), "is negative"),
-        (index_of([], [0]), "holds no lengths"),
-        (index_of([1], [0, 1])[:18] + struct.pack("<QQ", 2**62, 2**62), "is cut off"),
+        ("a.txt", "512\n-3\n", ["a.txt, line 2", "-3 is negative", "0 or more"]),
+        ("a.txt", "nan\n", ["line 1", "nan is NaN"]),
+        ("a.txt", "7\nseven\n", ["line 2", "seven is not a number"]),
+        ("a.txt", f"{MAX_LENGTH + 1}\n", ["is above 2147483647"]),
+        ("a.txt", "\n \n", ["a.txt holds no lengths", "at least one sample"]),
+        ("a.txt", b"caf\xe9\n", ["is not UTF-8 text"]),
+        ("a.jsonl", "7\n{broken\n", ["line 2 is not JSON"]),
+        ("a.jsonl", "7\ntrue\n", ["line 2", "True is not a number"]),
+        ("a.jsonl", "[1, 2]\n", ["line 1", "is not a number"]),
+        ("a.jsonl", "NaN\n", ["nan is NaN"]),
+        ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens'", "fields: tokens", "--key"]),
+        ("a.csv", "length\n", ["a.csv holds no lengths"]),
+        ("a.csv", "id,n\n1,2\n", ["2 columns: id, n", "--key"]),
+        ("a.csv", "1,2\n3,4\n", ["2 columns and no header"]),
+        ("a.csv", "id,length\n1,5\n2\n", ["line 3 has 1 columns"]),
+        ("a.csv", "id,length\n1,\n", ["line 2", "is not a number"]),
+        ("a.dat", "1\n", ["unknown suffix '.dat'", ".npy", ".parquet"]),
+        ("a.npy", "no array", ["is not an .npy array"]),
+        ("a.npy", np.array([3, -1]), ["index 1: -1 is negative"]),
+        ("a.npy", np.array([3.0, np.nan]), ["index 1: nan is NaN"]),
+        ("a.npy", np.array([2.5]), ["index 0: 2.5 is not an integer"]),
+        ("a.npy", np.array([2**63], dtype=np.uint64), ["is above 2147483647"]),
+        ("a.npy", np.array([], dtype=np.int64), ["holds no lengths"]),
+        ("a.npy", np.ones((2, 3), dtype=np.int64), ["shape [2, 3]"]),
+        ("a.npy", np.array(["3"]), ["lengths are integers"]),
+        ("a.npz", "no archive", ["is not an .npz archive"]),
+        ("a.parquet", "no table", ["is not a parquet file"]),
+        ("a.parquet", [3, None], ["row 1: nan is NaN"]),
+        ("a.idx", b"", ["does not begin with MMIDIDX"]),
+        ("a.idx", index_of([3, 4], [0, 2])[:-1], ["is cut off"]),
+        ("a.idx", index_of([3, 4], [0, 2], version=2), ["of version 2"]),
+        ("a.idx", index_of([3, 4], [0, 3]), ["are not those of its sequences"]),
+        ("a.idx", index_of([3, 4], [0, 2, 1, 2]), ["are not those of its sequences"]),
+        ("a.idx", index_of([3, -4], [0, 2]), ["is negative"]),
+        ("a.idx", index_of([], [0]), ["holds no lengths"]),
+        ("a.idx", index_of([1], [0, 1])[:18] + struct.pack("<QQ", 2**62, 2**62), ["is cut off"]),
     ],
 )
-def test_a_wrong_index_is_named(tmp_path: Path, content: bytes, said: str) -> None:
-    (tmp_path / "a.idx").write_bytes(content)
-    with pytest.raises(BalanceError, match=said):
-        read_lengths(tmp_path / "a.idx")
+def test_a_wrong_file_is_named_with_place_value_and_remedy(
+    tmp_path: Path, name: str, content: Any, said: list[str]
+) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(BalanceError) as caught:
+        read_lengths(write(tmp_path / name, content))
+    for part in [name, *said]:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.npy", "a.idx"])
+def test_a_key_without_names_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BalanceError, match=r"leave out --key|no header line; add one"):
+        read_lengths(write(tmp_path / name, "1\n"), key="length")
+
+
+def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
+    with pytest.raises(BalanceError, match="does not exist"):
+        read_lengths(tmp_path / "none.npy")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(BalanceError, match="is not a file"):
+        read_lengths(tmp_path / "folder.csv")
+    archive = write(tmp_path / "b.npz", {"length": np.array([1])})
+    with pytest.raises(BalanceError, match=r"name it \.npz"):
+        read_lengths(archive.rename(tmp_path / "b.npy"))
 
 
 @pytest.mark.parametrize("name", SYNTHETIC_LENGTHS)
