@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
 from megatron_balance.cost import (
     ATTENTION_RATES,
-    BETWEEN_NODES,
     MAX_TOTAL_COST,
     MICROBATCH_TOKENS,
-    WITHIN_NODE,
     Calibration,
     default_attention_rate,
     exchange_flops_per_token,
@@ -47,12 +45,6 @@ def test_a_sample_by_hand() -> None:
     assert model(10) == 5 * 10 + 2 * 100 + 11 + 7 * 2 * 34
     assert model(4) == 5 * 4 + 2 * 16 + 11 + 7 * 16
     assert model.sample_costs(np.array([10])).expert_costs.tolist() == [30]
-
-
-def test_no_samples_and_no_tokens() -> None:
-    model = CostModel(linear=1, per_sequence=4)
-    assert model.sample_costs(np.array([], dtype=np.int64)).costs.size == 0
-    assert model.sample_costs(np.array([0, 0])).costs.tolist() == [4, 4]
 
 
 @given(models, st.integers(0, 20000))
@@ -226,11 +218,6 @@ def microbatches(*, num: int, seed: int) -> np.ndarray:
     return np.array(rows)
 
 
-def test_exact_measurements_give_the_coefficients_back() -> None:
-    features = microbatches(num=60, seed=0)
-    np.testing.assert_allclose(fit_seconds(features, seconds=features @ TRUTH), TRUTH, rtol=1e-6)
-
-
 def test_measurements_that_something_disturbed_hardly_move_the_fit() -> None:
     features = microbatches(num=200, seed=1)
     rng = np.random.default_rng(2)
@@ -271,25 +258,6 @@ def test_parallel_ranks_share_tokens_but_not_launches() -> None:
     assert (shared.per_microbatch, shared.per_sequence) == (whole.per_microbatch, whole.per_sequence)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("not json", "cannot be read"),
-        ("[]", "does not say"),
-        (json.dumps({"format": "megatron_balance calibration 1", "linear": "fast"}), "damaged"),
-        (json.dumps({"format": "megatron_balance calibration 1", "linear": 1, "windows": [3]}), "damaged"),
-        (json.dumps({"format": "megatron_balance calibration 1", "linear": 1, "cp_exchange": -1}), "cp_exchange is -1"),
-    ],
-)
-def test_a_file_that_is_no_calibration_is_named(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "calibration.json"
-    path.write_text(content)
-    with pytest.raises(BalanceError, match=message):
-        Calibration.read(path)
-    with pytest.raises(BalanceError, match=r"missing\.json"):
-        Calibration.read(tmp_path / "missing.json")
-
-
 # Costs by name, and of communication ---------------------------------------------------------------------------------
 
 
@@ -318,14 +286,6 @@ def test_latent_attention_sends_uncompressed_heads() -> None:
     shape = ModelShape.preset("DeepSeek-V3")
     layers = len(shape.decoder_layers()) + len(shape.mtp_layers())
     assert received(shape) == 3 * layers * 128 * (128 + 64 + 128) * 2
-
-
-def test_the_exchange_beside_the_work_on_a_token() -> None:
-    """About 1 % of a token's linear cost within a node, 8 % between nodes: what dynamic context parallelism expects."""
-    shape = ModelShape.preset("Qwen3-8B")
-    linear = CostModel.from_shape(shape).linear
-    assert exchange_flops_per_token(shape, bytes_per_second=WITHIN_NODE) / linear == pytest.approx(0.0087, rel=0.02)
-    assert exchange_flops_per_token(shape, bytes_per_second=BETWEEN_NODES) / linear == pytest.approx(0.078, rel=0.02)
 
 
 def test_what_has_no_exchange_is_refused() -> None:

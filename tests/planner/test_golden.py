@@ -1,8 +1,8 @@
 """Golden bars: the quality of plans against bounds and optima that share no code with the planner.
 
 golden.json holds for each cell the bar and beside it what was seen when the bar was set, on the public sets and on
-their fits (`python tests/kit/plan_cells.py` prints these anew), and the optima of small batches that
-`python tests/planner/solve_optima.py` proved. A bar may fall; who raises one says in the commit what it buys.
+their fits (`python tests/kit/plan_cells.py` prints these anew), and the optima of small batches, proved once by a
+constraint solver. A bar may fall; who raises one says in the commit what it buys.
 """
 
 import json

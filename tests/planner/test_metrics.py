@@ -55,20 +55,6 @@ def test_micro_batches_are_counted_where_there_is_no_token_cap():
     assert metrics.cap_headroom is None
 
 
-def test_a_token_plan_is_judged_by_flops():
-    rng = np.random.default_rng(0)
-    lengths = np.clip(np.exp(rng.normal(7.5, 1.2, 128)).astype(np.int64), 64, 32768)
-    flops = CostModel(linear=2000, quadratic=1)
-    options = {"topology": Topology(8), "limits": Limits(32768)}
-    by_tokens = build_data_schedule(lengths, cost_model=TOKENS, **options)
-    by_flops = build_data_schedule(lengths, cost_model=flops, **options)
-    judged = schedule_metrics(by_tokens, cost_model=flops)
-    assert judged.step_imbalance > schedule_metrics(by_flops).step_imbalance
-    assert judged.lower_bound == schedule_metrics(by_flops).lower_bound
-    stock = [[[sample] for sample in range(rank, 128, 8)] for rank in range(8)]
-    assert judge(stock, lengths, cost_model=flops, **options).over_bound > judged.over_bound
-
-
 SIZED = CostModel(linear=1000, quadratic=1, cp_exchange=800)
 
 
@@ -124,16 +110,6 @@ def test_imbalances_of_sizes_of_their_own_are_those_of_its_leaves(ranks):
         even = [-(-int(sums.sum()) // schedule.cost_grid.size)] * schedule.num_microbatches
         even_time = makespan(even, stages=2)
         assert metrics.pipeline_imbalance == schedule.predicted_cost / even_time
-    sizes = {
-        sample: size
-        for ids_of, sizes_of in zip(schedule.ranks, schedule.cp_sizes, strict=True)
-        for ids, size in zip(ids_of, sizes_of, strict=True)
-        for sample in ids
-    }
-    assert metrics.mean_cp_size == pytest.approx(
-        sum(sizes[sample] * length for sample, length in enumerate(lengths.tolist())) / lengths.sum()
-    )
-    assert sum(tokens for _, tokens in metrics.tokens_by_cp_size) == lengths.sum()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Every schedule keeps every invariant: lengths, images, segments, groups, topologies, objectives, modes are drawn."""
+"""Every schedule keeps every invariant: lengths, images, segments, groups, topologies, objectives, modes are drawn.
+
+`DataSchedule.check` asserts them; test_schedule.py and test_dynamic_cp.py break each, and `check` notices.
+"""
 
 import numpy as np
 import pytest
@@ -17,42 +20,6 @@ COST_MODELS = [
     # Costs beyond int64 before they are scaled.
     CostModel(quadratic=10**14, per_microbatch=10**13, expert_linear=10**18),
 ]
-
-
-def check_invariants(schedule):
-    """Asserts the invariants that DataSchedule documents, one by one, with plain loops."""
-    num_samples, topology = len(schedule.lengths), schedule.topology
-    padded = [int(tokens) for tokens in topology.padded_seq_len(schedule.lengths)]
-    slots = [ids for rank in schedule.ranks for ids in rank]
-
-    # placed once
-    assert sorted(sample for ids in slots for sample in ids) == list(range(num_samples))
-    # even slots
-    assert len(schedule.ranks) == topology.dp_size
-    assert {len(rank) for rank in schedule.ranks} == {schedule.num_microbatches}
-    assert schedule.num_microbatches > 0
-    assert schedule.num_microbatches % topology.microbatch_multiple == 0
-    # cap
-    cap = schedule.limits.max_tokens_per_microbatch(topology)
-    for ids in slots:
-        if len(ids) > 1 and cap is not None:
-            assert sum(padded[sample] for sample in ids) <= cap
-            assert all(padded[sample] <= cap for sample in ids)
-        if len(ids) > 1 and cap is None:
-            assert len(ids) <= schedule.limits.micro_batch_size
-    # no empty slot
-    if schedule.move_samples and schedule.groups is None:
-        assert num_samples < len(slots) or all(slots)
-    else:
-        for rank in schedule.ranks:
-            assert sum(map(len, rank)) < len(rank) or all(rank)
-    # ascending
-    assert all(list(ids) == sorted(ids) for ids in slots)
-    # home
-    if not schedule.move_samples:
-        homes = schedule.home_ranks.tolist()
-        assert all(homes[s] == r for r, rank in enumerate(schedule.ranks) for ids in rank for s in ids)
-    assert schedule.check() is schedule
 
 
 @st.composite
@@ -149,11 +116,8 @@ def test_every_layout_keeps_every_invariant(ranks, objective, with_images):
 
 def check_plan(lengths, options):
     """Plans, and asserts that the plan is valid, honest, and the same when made again."""
-    schedule = build_data_schedule(lengths, **options)
-    check_invariants(schedule)
+    schedule = build_data_schedule(lengths, **options).check()
     assert build_data_schedule(lengths, **options).digest() == schedule.digest()
-
-    # honest costs
     batch = Batch.of(schedule, patches=options.get("image_patches"))
     if not schedule.cost_shift:
         assert batch.time(schedule.ranks) == schedule.predicted_cost
