@@ -13,6 +13,7 @@ its forward step reads (`samples/attention_keys.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -102,9 +103,7 @@ def with_balanced_evaluation(evaluate: Function) -> Function:
         call = signature.bind(*positional, **keywords)
         state = call.arguments["state"]
         run = _run_of(state, model=call.arguments["model"])
-        if run is None or run.evaluation is None:
-            return evaluate(*positional, **keywords)
-        with run.evaluation.running(state.cfg.validation.eval_iters):
+        with contextlib.nullcontext() if run is None else run.evaluating(state.cfg.validation.eval_iters):
             return evaluate(*positional, **keywords)
 
     return wrapper
@@ -117,7 +116,7 @@ def with_evaluation_schedule(get_forward_backward_func: Function) -> Function:
     def wrapper(*positional: Any, **keywords: Any) -> Function:
         schedule = get_forward_backward_func(*positional, **keywords)
         run = current()
-        return schedule if run is None or run.evaluation is None else _balanced(run, schedule)
+        return schedule if run is None or not run.evaluates else _balanced(run, schedule)
 
     return wrapper
 

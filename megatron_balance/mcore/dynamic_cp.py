@@ -25,8 +25,8 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -35,70 +35,21 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.layout import Layout, Place, make_groups
+from megatron_balance.mcore.setup.training_loop import holding
+from megatron_balance.topology import Topology
 
 
-@dataclass(frozen=True)
-class ContextGroups:
-    """The groups of this rank by size, of which it lacks those that its leaf is in no whole group of.
-
-    `static_size` is `--context-parallel-size`. `with_tensor` has the same groups with all their tensor-parallel ranks,
-    over which routers sum; none where no router has a loss of its own.
-    """
-
-    by_size: Mapping[int, dist.ProcessGroup]
-    static_size: int
-    with_tensor: Mapping[int, dist.ProcessGroup] = field(default_factory=dict[int, dist.ProcessGroup])
-
-    def of_attention(self, size: int) -> dist.ProcessGroup | None:
-        """The group for attention kernels; None for one rank, where attention exchanges nothing."""
-        return None if size == 1 else self.by_size[size]
-
-
-def make_context_groups(
-    sizes: Sequence[int], *, layout: Layout, timeout: timedelta, for_routers: bool = False
-) -> ContextGroups:
-    """Make the groups of these sizes, also those that MoE routers sum over. Every rank of the world calls it."""
-    from megatron.core import parallel_state
-
-    own: Any = parallel_state.get_context_parallel_group()
-    static_size, backend = own.size(), dist.get_backend(own)
-    num_leaves = len(layout.groups(lambda place: (place.dp, place.cp)))
-
-    def make(static: dist.ProcessGroup, *, over_tensor_ranks: bool) -> dict[int, dist.ProcessGroup]:
-        by_size = {static_size: static}
-        for size in sizes:
-
-            def key(place: Place, size: int = size) -> Hashable | None:
-                block = (place.dp * static_size + place.cp) // size
-                lane = place.pp, None if over_tensor_ranks else place.tp
-                return (*lane, block) if (block + 1) * size <= num_leaves else None
-
-            group = None if size == static_size else make_groups(layout.groups(key), timeout=timeout, backend=backend)
-            if group is not None:
-                by_size[size] = group
-        return by_size
-
-    by_size = make(own, over_tensor_ranks=False)
-    with_tensor: Mapping[int, dist.ProcessGroup] = {}
-    if for_routers:
-        with_tensor = by_size
-        if any(place.tp for place in layout.places):
-            shared: Any = parallel_state.get_tensor_and_context_parallel_group()
-            with_tensor = make(shared, over_tensor_ranks=True)
-    return ContextGroups(by_size, static_size=static_size, with_tensor=with_tensor)
-
-
-def connect(groups: ContextGroups) -> int:
+def connect(by_size: Mapping[int, dist.ProcessGroup]) -> int:
     """Exchange a number with both neighbours in each group, before the first step: the bytes of device memory taken.
 
     Transformer Engine sends keys and values around a ring of more than two ranks in messages of their own, for each
     of which NCCL connects a pair of ranks when it first talks (context_parallel.py:124-133 of 2.18): in the middle of a
     run, when memory is full. The order of calls is that of its ring, even ranks first.
     """
-    on_gpu = any(dist.get_backend(group) == "nccl" for group in groups.by_size.values())
+    on_gpu = any(dist.get_backend(group) == "nccl" for group in by_size.values())
     device = "cuda" if on_gpu else "cpu"
     free = torch.cuda.mem_get_info()[0] if on_gpu else 0
-    for size, group in sorted(groups.by_size.items()):
+    for size, group in sorted(by_size.items()):
         if size == 1:
             continue
         rank, numbers = group.rank(), torch.zeros(2, device=device)
@@ -112,14 +63,37 @@ def connect(groups: ContextGroups) -> int:
 
 
 class MicrobatchContext:
-    """Switches this rank between context-parallel groups.
+    """Switches this rank between context-parallel groups, of which every rank of the world makes all.
+
+    `by_size` lacks the sizes that this rank's leaf is in no whole group of. MoE routers with a loss of their own
+    (`for_routers`) sum over the same groups with all their tensor-parallel ranks.
 
     Transformer Engine's attention switches to the group in PackedSeqParams, and keeps it if they have none, as in
     evaluation. It creates its stream for context parallelism only if `--context-parallel-size` is above 1.
     """
 
-    def __init__(self, groups: ContextGroups) -> None:
-        self.groups = groups
+    def __init__(self, topology: Topology, *, layout: Layout, timeout: timedelta, for_routers: bool) -> None:
+        from megatron.core import parallel_state
+
+        def groups(static: Any, *, over_tensor_ranks: bool) -> dict[int, dist.ProcessGroup]:
+            by_size = {topology.cp_size: static}
+            for size in topology.dynamic_cp_sizes:
+
+                def key(place: Place, size: int = size) -> Hashable | None:
+                    block = (place.dp * topology.cp_size + place.cp) // size
+                    lane = place.pp, None if over_tensor_ranks else place.tp
+                    return (*lane, block) if (block + 1) * size <= topology.num_leaves else None
+
+                if size != topology.cp_size:
+                    group = make_groups(layout.groups(key), timeout=timeout, backend=dist.get_backend(static))
+                    by_size |= {} if group is None else {size: group}
+            return by_size
+
+        self.by_size = groups(parallel_state.get_context_parallel_group(), over_tensor_ranks=False)
+        self._static_size = topology.cp_size
+        self._of_routers: Mapping[int, dist.ProcessGroup] = self.by_size if for_routers else {}
+        if for_routers and topology.tp_size > 1:
+            self._of_routers = groups(parallel_state.get_tensor_and_context_parallel_group(), over_tensor_ranks=True)
         self._engine_class = _engine_class()
         if self._engine_class is not None and self._engine_class.cp_stream is None:
             self._engine_class.cp_stream = torch.cuda.Stream()
@@ -128,7 +102,7 @@ class MicrobatchContext:
         """Set every attention module of Transformer Engine back to the static group."""
         if self._engine_class is None:
             return
-        group = self.groups.of_attention(self.groups.static_size)
+        group = self._of_attention(self._static_size)
         ranks = None if group is None else dist.get_process_group_ranks(group)
         for chunk in model if isinstance(model, list) else [model]:
             for module in chunk.modules():
@@ -152,48 +126,38 @@ class MicrobatchContext:
 
         return output, loss_of_group
 
-    @contextlib.contextmanager
-    def rotary_group(self, attention: Any, packed_seq_params: Any) -> Iterator[None]:
+    def rotary_group(self, attention: Any, packed_seq_params: Any) -> AbstractContextManager[None]:
         """Compute an attention module's rotary angles for the group of these params, if they have one."""
         size = getattr(packed_seq_params, "local_cp_size", None)
-        stock = attention.pg_collection
-        if size is not None and size != stock.cp.size():
-            view = copy.copy(stock)  # modules share theirs
-            view.cp = self.groups.by_size[size]
-            attention.pg_collection = view
-        try:
-            yield
-        finally:
-            attention.pg_collection = stock
+        if size in (None, self._static_size):
+            return contextlib.nullcontext()
+        view = copy.copy(attention.pg_collection)  # modules share theirs
+        view.cp = self.by_size[size]
+        return holding(attention, pg_collection=view)
 
     @contextlib.contextmanager
     def router_group(self, layer: Any, packed_seq_params: Any) -> Iterator[None]:
         """Sum the router losses of a transformer layer, if it has any, over the group of these params."""
         router = getattr(getattr(layer, "mlp", None), "router", None)
         size = getattr(packed_seq_params, "local_cp_size", None)
-        if router is None or size in (None, self.groups.static_size) or not self.groups.with_tensor:
+        if router is None or size in (None, self._static_size) or not self._of_routers:
             yield
             return
-        stock, own = router.tp_cp_group, self.groups.with_tensor[size]
-        router.tp_cp_group = own
-        try:
+        stock, own = router.tp_cp_group, self._of_routers[size]
+        with holding(router, tp_cp_group=own):
             yield
-        finally:
-            router.tp_cp_group = stock
-            _log_over(stock, instead_of=own)
+        _log_over(stock, instead_of=own)
 
-    @contextlib.contextmanager
-    def _parallel_state(self, size: int) -> Iterator[None]:
+    def _parallel_state(self, size: int) -> AbstractContextManager[None]:
         from megatron.core import parallel_state
 
-        group = self.groups.by_size[size]
-        stock = parallel_state._CONTEXT_PARALLEL_GROUP, parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS
-        parallel_state._CONTEXT_PARALLEL_GROUP = group
-        parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(group)
-        try:
-            yield
-        finally:
-            parallel_state._CONTEXT_PARALLEL_GROUP, parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = stock
+        group = self.by_size[size]
+        ranks = dist.get_process_group_ranks(group)
+        return holding(parallel_state, _CONTEXT_PARALLEL_GROUP=group, _CONTEXT_PARALLEL_GLOBAL_RANKS=ranks)
+
+    def _of_attention(self, size: int) -> dist.ProcessGroup | None:
+        """The group for attention kernels; None for one rank, where attention exchanges nothing."""
+        return None if size == 1 else self.by_size[size]
 
     @contextlib.contextmanager
     def _packed_params(self, size: int, *, model: Any) -> Iterator[None]:
@@ -206,7 +170,7 @@ class MicrobatchContext:
                     f"{type(module).__name__} was called without packed_seq_params, which carry the context-parallel "
                     "size of a micro-batch: pass them by keyword, or train without --balance-context-parallel."
                 )
-            params.cp_group, params.local_cp_size = self.groups.of_attention(size), size
+            params.cp_group, params.local_cp_size = self._of_attention(size), size
 
         inner: Any = unwrap_model(model)
         handle = inner.register_forward_pre_hook(stamp, with_kwargs=True)
@@ -223,9 +187,9 @@ class MicrobatchContext:
         before = None if before is None else before.clone()
         yield
         counted = getattr(training, "_seqlen_stats_in_iteration", None)
-        if counted is not None and size != self.groups.static_size:
+        if counted is not None and size != self._static_size:
             start = 0 if before is None else before
-            counted.copy_(start + (counted - start) * (self.groups.static_size / size))
+            counted.copy_(start + (counted - start) * (self._static_size / size))
 
 
 def _engine_class() -> Any:

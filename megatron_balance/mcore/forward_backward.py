@@ -4,8 +4,13 @@ The wrapper pulls the items that the step would have read, balances them, and ca
 iterator and another number of micro-batches. `get_num_microbatches()` is unchanged: the learning rate, consumed samples
 and resuming depend on what was loaded.
 
+Evaluation: Megatron sums the losses and tokens of micro-batches and divides the sums, which no packing changes. Under
+`--sft` it averages the means of micro-batches, over micro-batches, ranks and iterations, so that another packing is
+another number. Balanced evaluation has Megatron divide sums in every case.
+
 Invariants: Megatron's state that is changed for a step is restored after it, also when it fails; a forward-only call is
-Megatron's own, unless it is a step of an evaluation that is balanced (`evaluation.py`).
+Megatron's own, unless it is a step of an evaluation that is balanced; steps of training and of evaluation are made one
+at a time: the next training step may be in preparation when an evaluation begins.
 """
 
 from __future__ import annotations
@@ -15,15 +20,17 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from megatron_balance.mcore.dynamic_cp import MicrobatchContext
-from megatron_balance.mcore.evaluation import BalancedEvaluation
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect
 from megatron_balance.mcore.model_keywords import RouterPadding, called_with_packs, packed_params_of
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
+from megatron_balance.mcore.setup.layout import Layout
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.setup.training_loop import LoopState, RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch
 from megatron_balance.runtime.comm import annotate_peer_loss, with_step_context
@@ -31,47 +38,106 @@ from megatron_balance.runtime.comm import annotate_peer_loss, with_step_context
 Schedule = Callable[..., Any]
 
 
-@dataclass(eq=False)
 class BalancedForwardBackward:
     """Replaces the result of `get_forward_backward_func` while a run balances.
 
-    Attributes:
-        last_step: the data of the newest step, for logs and tests.
-        in_step: Megatron's schedule runs balanced micro-batches now.
-        pipeline_shapes: of the messages of this step; None where Megatron's stages exchange them.
+    Every rank of the world makes one, and with it all process groups of the run. `last_step` is the data of the newest
+    step, for logs and tests; `in_step` while Megatron's schedule runs balanced micro-batches; `pipeline_shapes` are
+    those of its messages, None where Megatron's stages exchange them.
     """
 
-    prefetcher: StepPrefetcher
-    _: KW_ONLY
-    state: LoopState
-    loads_data: bool
-    overlap: bool
-    log: RunLog
-    observer: Watch | None
-    router_padding: RouterPadding | None = None
-    context: MicrobatchContext | None = None
-    unpads: bool = False
-    evaluation: BalancedEvaluation | None = None
-    last_step: BalancedStep | None = field(default=None, init=False)
-    in_step: bool = field(default=False, init=False)
-    pipeline_shapes: PipelineShapes | None = field(default=None, init=False)
+    def __init__(self, settings: Settings, *, layout: Layout, state: LoopState, log: RunLog) -> None:
+        topology, timeout = settings.topology, settings.timeout
+        self.state = state
+        self.last_step: BalancedStep | None = None
+        self.in_step = False
+        self.pipeline_shapes: PipelineShapes | None = None
+        self._settings, self._log = settings, log
+        self._loads_data = layout.loads_data
+        planner = StepPlanner(
+            settings,
+            dp_group=layout.data_group(timeout=timeout),
+            dp_rank=layout.own.dp,
+            cp_rank=layout.own.cp,
+            ranks_per_node=layout.ranks_per_node,
+        )
+        replica = layout.replica_group(timeout=timeout)
+        self._training = training = StepPrefetcher(planner, replica=replica)
+        self._evaluation: StepPrefetcher | None = None
+        self._eval_steps_left = 0
+        if settings.eval_limits is not None:
+            of_evaluation = planner.of_evaluation(settings.eval_limits)
+            self._evaluation = StepPrefetcher(of_evaluation, replica=replica, thread=training.thread)
+        self.context: MicrobatchContext | None = None
+        if topology.dynamic_cp:
+            self.context = MicrobatchContext(
+                topology, layout=layout, timeout=timeout, for_routers=settings.counts_router_tokens
+            )
+            if taken := connect(self.context.by_size):
+                log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
+        self.observer = Watch(settings, layout=layout, planner=planner, log=log) if layout.loads_data else None
+        self._padding = RouterPadding(topology, layout.own) if settings.counts_router_tokens else None
+
+    @property
+    def evaluates(self) -> bool:
+        """True if evaluation is balanced too."""
+        return self._evaluation is not None
+
+    @contextlib.contextmanager
+    def evaluating(self, num_steps: int) -> Iterator[None]:
+        """Balance the forward-only steps in this context, Megatron's `evaluate` of so many, where the run does."""
+        if self._evaluation is None:
+            yield
+            return
+        self._eval_steps_left = num_steps
+        try:
+            with self.state.with_args(sft=False):
+                yield
+        finally:
+            self._eval_steps_left = 0
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
         """Run one step of Megatron's schedule, with what `train_step` or `evaluate` passes it, all by keyword."""
-        with annotate_peer_loss(f"iteration {self.state.iteration}"):
+        iteration = self.state.iteration
+        with annotate_peer_loss(f"iteration {iteration}"):
             if not arguments.get("forward_only"):
-                return self._step(schedule, **arguments)
-            if self.evaluation is None or not self.evaluation.balances(arguments):
+                following = f"iteration {iteration + 1}" if self.state.has_next_step else None
+                return self._step(
+                    self._training, schedule, arguments, name=f"iteration {iteration}", following=following
+                )
+            if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
                 return schedule(**arguments)
+            self._eval_steps_left -= 1
+            name = f"evaluation after iteration {iteration}"
             with self.state.with_args(sft=self.state.is_sft):
-                return self._evaluation_step(schedule, self.evaluation, **arguments)
+                losses = self._step(
+                    self._evaluation, schedule, arguments, name=name, following=name if self._eval_steps_left else None
+                )
+            # A mean depends on packing: a schedule must return a sum and its tokens.
+            for loss, value in (losses[0] if losses else {}).items():
+                if value.numel() != 2:
+                    raise BalanceError(
+                        f"The loss function reports {loss!r} as {value.numel()} numbers in evaluation: a balanced one "
+                        "needs the sum over tokens and their number. Return both, or set --no-balance-evaluation."
+                    )
+            return losses
 
-    def _step(self, schedule: Schedule, **arguments: Any) -> Any:
+    def _step(
+        self,
+        prefetcher: StepPrefetcher,
+        schedule: Schedule,
+        arguments: dict[str, Any],
+        *,
+        name: str,
+        following: str | None,
+    ) -> Any:
+        """Run a step, while the next one is prepared if there is one."""
         source, number = self._source(arguments), arguments["num_microbatches"]
-        with with_step_context(f"iteration {self.state.iteration}"):
-            step = self.prefetcher.balance(source, num_microbatches=number)
-        if num_left := self.prefetcher.num_left:
-            self.log.warn_once(
+        observer = self.observer if prefetcher is self._training else None
+        with with_step_context(name):
+            step = prefetcher.balance(source, num_microbatches=number)
+        if num_left := prefetcher.num_left:
+            self._log.warn_once(
                 f"another iterator came while {num_left} items pulled ahead from the last one waited: they are "
                 "handed out when that one comes again. If the new one reads the same loader through a wrapper of its "
                 "own, it continues after them: wrap the loader once, or set --no-balance-overlap.",
@@ -79,31 +145,22 @@ class BalancedForwardBackward:
             )
         self.last_step = step
         if step.schedule is not None:
-            self.log.warn_of_oversized(step.schedule)
-        if self.observer is not None:
-            self.observer.begin(step, iteration=self.state.iteration)
-        if self.overlap and self.state.has_next_step:
-            self.prefetcher.prepare(source, num_microbatches=number, name=f"iteration {self.state.iteration + 1}")
+            self._log.warn_of_oversized(step.schedule)
+        if observer is not None:
+            observer.begin(step, iteration=self.state.iteration)
+        if self._settings.overlap and following is not None:
+            prefetcher.prepare(source, num_microbatches=number, name=following)
         try:
-            return self._run(schedule, step, arguments, observer=self.observer)
+            return self._run(schedule, step, arguments, observer=observer)
         finally:
-            if self.observer is not None:
-                self.observer.end()
-
-    def _evaluation_step(self, schedule: Schedule, evaluation: BalancedEvaluation, **arguments: Any) -> Any:
-        name = f"evaluation after iteration {self.state.iteration}"
-        with with_step_context(name):
-            source, number = self._source(arguments), arguments["num_microbatches"]
-            step = evaluation.step(source, num_microbatches=number, overlap=self.overlap, name=name)
-        losses = self._run(schedule, step, arguments, observer=None)
-        evaluation.check_sums(losses)
-        return losses
+            if observer is not None:
+                observer.end()
 
     def _source(self, arguments: dict[str, Any]) -> Iterator[Any] | None:
         """The iterator to pull from: chunks of a virtual pipeline all read the same rows."""
         iterators = arguments["data_iterator"]
         candidates = iterators if isinstance(iterators, list) else [iterators]
-        return next((it for it in candidates if it is not None), None) if self.loads_data else None
+        return next((it for it in candidates if it is not None), None) if self._loads_data else None
 
     def _run(self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: Watch | None) -> Any:
         """Megatron's schedule on the micro-batches of a step."""
@@ -121,8 +178,7 @@ class BalancedForwardBackward:
                 arguments["forward_step_func"], step, model=model, observer=observer
             ),
         }
-        topology = self.prefetcher.planner.topology
-        self.pipeline_shapes = planned_shapes(step.slots, topology=topology, arguments=arguments)
+        self.pipeline_shapes = planned_shapes(step.slots, topology=self._settings.topology, arguments=arguments)
         self.in_step = True
         try:
             with variable_seq_lengths(model):
@@ -137,9 +193,9 @@ class BalancedForwardBackward:
         self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
     ) -> Schedule:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
-        padding, slots = self.router_padding, step.slots
+        padding, slots = self._padding, step.slots
         masks = [] if padding is None else padding.masks(slots, model=model)
-        starts = packed_params_of(slots, topology=self.prefetcher.planner.topology) if self.unpads else []
+        starts = packed_params_of(slots, topology=self._settings.topology) if self._settings.unpad is not None else []
         slot_of: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
 
         @functools.wraps(forward_step_func)

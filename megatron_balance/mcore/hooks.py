@@ -73,11 +73,9 @@ def evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) ->
     """Balance the forward-only steps of an evaluation, where the run does."""
     from megatron.training import get_args
 
-    if run.evaluation is None:
-        return evaluate(*positional, **keywords)
     args: Any = get_args()
     given = inspect.signature(evaluate).bind(*positional, **keywords).arguments.get("eval_iters")
-    with run.evaluation.running(args.eval_iters if given is None else given):
+    with run.evaluating(args.eval_iters if given is None else given):
         return evaluate(*positional, **keywords)
 
 

@@ -19,12 +19,11 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import core_installation, install_core
-from megatron_balance.mcore.run import build_run, serving
+from megatron_balance.mcore.run import CurrentRun, build_run, run_of
 from megatron_balance.mcore.setup.flags import fill_in, parse_flags
 from megatron_balance.mcore.setup.training_loop import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import close_all
 
 Schedule = Callable[..., Any]
 
@@ -102,14 +101,14 @@ class BalancedSchedule:
         Every rank calls it after the same step. Hooks that `install` put in place stay.
         """
         core_installation.undo()
-        close_all()
+        CurrentRun().undo()
 
     def __call__(self, **arguments: Any) -> Any:
         """Run one step, or an evaluation (`forward_only`). Arguments and result are those of Megatron's schedule."""
-        with serving(self._run):
-            result = self._run(self._schedule, **arguments)
-            if not arguments.get("forward_only"):
-                self._run.state.num_done += 1
+        run_of(self, lambda: self._run)  # for hooks
+        result = self._run(self._schedule, **arguments)
+        if not arguments.get("forward_only"):
+            self._run.state.num_done += 1
         return result
 
 

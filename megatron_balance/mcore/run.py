@@ -9,8 +9,7 @@ groups in the same order, those of other ranks among them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -19,18 +18,12 @@ import torch.distributed as dist
 import megatron_balance
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect, make_context_groups
-from megatron_balance.mcore.evaluation import BalancedEvaluation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.model_keywords import RouterPadding
 from megatron_balance.mcore.options import Options, nothing_balances, stock_notice, why_stock
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import Layout, meeting_of_world, problem_of_bound_device
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.mcore.setup.training_loop import LoopState, RunLog
-from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.watch import Watch
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import close_all
 from megatron_balance.runtime.start import agree
@@ -80,17 +73,6 @@ def run_of_megatron() -> BalancedForwardBackward | None:
     return run_of(args, build)
 
 
-@contextlib.contextmanager
-def serving(run: BalancedForwardBackward) -> Iterator[None]:
-    """Have hooks act for this run in this context, in place of the one that was built last."""
-    global _built
-    outer, _built = _built, (None, run)
-    try:
-        yield
-    finally:
-        _built = outer
-
-
 class CurrentRun:
     """The run as an entry of an `Installation`, which removes it."""
 
@@ -123,37 +105,8 @@ def build_run(
     settings = _agreed_settings(options, shape=shape, cost=cost, log=log)
     if settings is None:
         return None
-    topology, timeout = settings.topology, settings.timeout
-    layout = Layout.of_world(timeout=timeout, on_every_tensor_rank=on_every_tensor_rank)
-    planner = StepPlanner(
-        settings,
-        dp_group=layout.data_group(timeout=timeout),
-        dp_rank=layout.own.dp,
-        cp_rank=layout.own.cp,
-        ranks_per_node=layout.ranks_per_node,
-    )
-    prefetcher = StepPrefetcher(planner, replica=layout.replica_group(timeout=timeout))
-    context = evaluation = None
-    if topology.dynamic_cp:
-        sizes, for_routers = topology.dynamic_cp_sizes, settings.counts_router_tokens
-        groups = make_context_groups(sizes, layout=layout, timeout=timeout, for_routers=for_routers)
-        if taken := connect(groups):
-            log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
-        context = MicrobatchContext(groups)
-    if settings.eval_limits is not None:
-        evaluation = BalancedEvaluation(prefetcher, limits=settings.eval_limits, state=state)
-    return BalancedForwardBackward(
-        prefetcher,
-        state=state,
-        loads_data=layout.loads_data,
-        overlap=settings.overlap,
-        log=log,
-        observer=Watch(settings, layout=layout, planner=planner, log=log) if layout.loads_data else None,
-        router_padding=RouterPadding(topology, layout.own) if settings.counts_router_tokens else None,
-        context=context,
-        unpads=settings.unpad is not None,
-        evaluation=evaluation,
-    )
+    layout = Layout.of_world(timeout=settings.timeout, on_every_tensor_rank=on_every_tensor_rank)
+    return BalancedForwardBackward(settings, layout=layout, state=state, log=log)
 
 
 def _agreed_settings(
@@ -199,5 +152,4 @@ def _compared(settings: Settings, *, options: Options) -> dict[str, str]:
     said |= {name: "off" if options[name] is None else "on" for name in ("balance_record", "balance_cost")}
     said |= {name: str(options.get(name)) for name in MEGATRON_SETTINGS}
     said["balanced evaluation"] = str(settings.eval_limits is not None)
-    said |= {"topology": str(settings.topology), "cost model": str(settings.costs.model)}
-    return said
+    return said | {"topology": str(settings.topology), "cost model": str(settings.costs.model)}

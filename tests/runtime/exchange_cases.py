@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import BalanceError
-from megatron_balance.mcore.dynamic_cp import ContextGroups, connect
+from megatron_balance.mcore.dynamic_cp import connect
 from megatron_balance.runtime import (
     Header,
     check_same_schedule,
@@ -284,7 +284,7 @@ def neighbours_that_talk() -> list[tuple[str, int, int]]:
 
     dist.isend, dist.irecv = noted("send", stock[0]), noted("receive", stock[1])
     try:
-        connect(ContextGroups(groups, static_size=1))
+        connect(groups)
     finally:
         dist.isend, dist.irecv = stock
     return said

@@ -5,9 +5,23 @@ from __future__ import annotations
 import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_balance.planner import DataSchedule
+
+
+@contextlib.contextmanager
+def holding(target: Any, **values: Any) -> Iterator[None]:
+    """Have attributes of an object hold these values in this context."""
+    stock = {name: getattr(target, name, None) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in stock.items():
+            setattr(target, name, value)
 
 
 class LoopState:
@@ -34,16 +48,9 @@ class LoopState:
         """
         return self._num_steps is None or self.iteration < self._num_steps
 
-    @contextlib.contextmanager
-    def with_args(self, **values: Any) -> Iterator[None]:
+    def with_args(self, **values: Any) -> AbstractContextManager[None]:
         """Have Megatron's arguments hold these values in this context; other loops do not read them."""
-        args = {} if self._args is None else vars(self._args)
-        stock = {name: args.get(name) for name in values}
-        args.update(values)
-        try:
-            yield
-        finally:
-            args.update(stock)
+        return contextlib.nullcontext() if self._args is None else holding(self._args, **values)
 
 
 class RunLog:

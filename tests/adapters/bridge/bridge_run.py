@@ -79,6 +79,7 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._trained: Any = None
         self.of_run: dict[str, Any] = {"evaluations": [], "balanced_evaluations": 0}
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -86,6 +87,7 @@ class Recorder(Callback):
         row = {name.replace(" ", "_"): float(value) for name, value in context.loss_dict.items()}
         run = self._run()
         if run is not None:
+            self._trained = run.last_step
             schedule = run.last_step.schedule
             row |= {"lengths": schedule.lengths.tolist(), "imbalance": schedule.cost_grid.sum(1).tolist()}
             row |= {"ranks": [[list(slot) for slot in slots] for slots in schedule.ranks]}
@@ -94,7 +96,7 @@ class Recorder(Callback):
     def on_eval_end(self, context: CallbackContext) -> None:
         self.of_run["evaluations"].append([float(value) for value in (context.total_loss_dict or {}).values()])
         run = self._run()
-        self.of_run["balanced_evaluations"] += run is not None and run.evaluation.last_step is not None
+        self.of_run["balanced_evaluations"] += run is not None and run.last_step is not self._trained
 
     @staticmethod
     def _run() -> Any:
