@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,7 @@ def _predicted(index: int, *, plans: dict[int, StepRecord], calibration: Calibra
     else:  # stock, of the samples of another step with this global batch
         first = index - index % len(POLICIES)
         step = next(plans[i] for i in range(first, first + len(POLICIES)) if i in plans).stock()
-    step = step.recosted(calibration.cost_model())
-    costs = step.cost_grid * 2.0**step.cost_shift / UNITS_PER_SECOND
+    costs = replace(step, cost_model=calibration.cost_model()).costs / UNITS_PER_SECOND
     return float(costs.sum(axis=1).max()), step.imbalance(costs)
 
 

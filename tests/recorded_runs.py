@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.record import RecordWriter, RunInfo, StepRecord
 
 COST_MODEL = CostModel(linear=2000, quadratic=1)
 
@@ -66,12 +66,11 @@ def write_record(
     steps = []
     for index in range(num_steps):
         step = replace(plans[index % len(plans)], iteration=index + 1)
-        factors = 1 + noise * np.random.default_rng(index).uniform(-1, 1, step.cost_grid.shape)
-        steps.append(replace(step, seconds=(step.cost_grid * 2.0**step.cost_shift * 1e-9 * factors).astype(np.float32)))
-    writer = PlanWriter(folder, info=info)
-    of_ranks = [SecondsWriter(folder, dp_rank=rank) for rank in range(len(steps[0].cost_grid) if measured else 0)]
+        factors = 1 + noise * np.random.default_rng(index).uniform(-1, 1, step.costs.shape)
+        steps.append(replace(step, seconds=(step.costs * 1e-9 * factors).astype(np.float32)))
+    ranks = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(len(steps[0].costs))]
     for step in steps:
-        writer.add(step)
-        for rank, seconds in enumerate(of_ranks):
-            seconds.add(step.iteration, seconds=step.seconds[rank][step.cp_size_grid[rank] > 0])
+        ranks[0].add_step(step)
+        for rank, seconds in enumerate(step.seconds if measured else ()):
+            ranks[rank].add_seconds(step.iteration, seconds=seconds[step.cp_size_grid[rank] > 0])
     return steps

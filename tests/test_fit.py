@@ -11,7 +11,7 @@ import pytest
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
-from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.record import RecordWriter, RunInfo, StepRecord
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
 TRUTH = {"per_microbatch": 3e-3, "per_sequence": 2e-4, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
@@ -31,20 +31,19 @@ def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: flo
         origin={"attention_rate": RATE},
     )
     rng = np.random.default_rng(7)
-    plans = PlanWriter(folder, info=info)
     num_rows = topology.num_leaves if topology.dynamic_cp else topology.dp_size
-    writers = [SecondsWriter(folder, dp_rank=rank) for rank in range(num_rows)]
+    writers = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(num_rows)]
     for iteration in range(1, num_steps + 1):
         lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, longest)
         schedule = build_data_schedule(lengths, cost_model=FLOPS, topology=topology, limits=info.limits)
-        plans.add(StepRecord.of_schedule(schedule, iteration=iteration))
+        writers[0].add_step(StepRecord.of_schedule(schedule, iteration=iteration))
         for rank, writer in enumerate(writers):
             sizes = schedule.cp_sizes[rank] if topology.dynamic_cp else [1] * schedule.num_microbatches
             seconds = [
                 seconds_of(lengths[list(slot)], topology=topology, size=size) * max(rng.normal(1, noise), 0.1)
                 for slot, size in zip(schedule.ranks[rank], sizes, strict=True)
             ]
-            writer.add(iteration, seconds=np.array(seconds))
+            writer.add_seconds(iteration, seconds=np.array(seconds))
     return folder
 
 

@@ -199,10 +199,11 @@ def run(args: argparse.Namespace) -> int:
         chosen = results[names.index(args.policy)]
         _print_plan(chosen)
     if args.json is not None:
-        steps = (line_of(step, cost_model=chosen.setting.cost_model) for step in chosen.steps)
         advice = {"kind": "advice", "policy": advised.policy.name, "flags": advised.policy.flags, "fits": advised.fits}
         advice |= {"speedup": advised.speedup(results[0]), "sentences": sentences}
-        args.json.write_bytes(b"".join(map(text_of, (chosen.setting.line(), *steps, *shown, advice))))
+        args.json.write_bytes(
+            b"".join(map(text_of, (chosen.setting.line(), *map(line_of, chosen.steps), *shown, advice)))
+        )
         print(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     num_samples = sum(batch.lengths.size for batch in batches)
@@ -353,7 +354,7 @@ def _print_policies(shown: Sequence[dict[str, Any]], *, setting: RunInfo, timed:
 def _print_plan(result: PolicyResult) -> None:
     """Print the ranks of the first step; with dynamic CP how many of a rank's micro-batches have each size."""
     step = result.steps[0]
-    costs, dynamic = step.cost_grid.sum(axis=1), step.topology.dynamic_cp
+    costs, dynamic = step.costs.sum(axis=1), step.topology.dynamic_cp
     rows: list[list[str]] = []
     for rank, slots in enumerate(step.samples()):
         held = step.lengths[[sample for slot in slots for sample in slot]]

@@ -207,7 +207,7 @@ class Costs:
         info = self.record.info
         cost_model = self.judging(info.topology)
         info = replace(info, cost_model=cost_model, cost_name=self.name)
-        scale = time_scale(RunRecord(info, tuple(step.recosted(cost_model) for step in self.record.steps)))
+        scale = time_scale(RunRecord(info, tuple(replace(step, cost_model=cost_model) for step in self.record.steps)))
         return scale.per_cost * info.topology.pp_size * ranks_of_sample(info.topology) if scale.fitted else None
 
     def text(self, topology: Topology) -> str:

@@ -128,7 +128,7 @@ def measurements(record: RunRecord) -> Measurements:
     num_slots = 0
     for step in record.steps:
         part = _of_step(step, info=record.info, first_slot=num_slots)
-        num_slots += step.cost_grid.size
+        num_slots += step.cp_size_grid.size
         if part.seconds.size:
             parts.append(part)
     if len(parts) > LEAST_STEPS and parts[0].steps[0] == 1:
@@ -143,7 +143,7 @@ def measurements(record: RunRecord) -> Measurements:
 
 
 def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurements:
-    topology, cost_model, grid = info.topology, info.cost_model, step.cost_grid
+    topology, cost_model, grid = info.topology, info.cost_model, step.cp_size_grid
     # Where all have one size its ranks' costs are fitted together (`_num_ranks`).
     sizes = np.maximum(step.cp_size_grid, 1) if topology.dynamic_cp else np.ones(grid.shape, dtype=np.int64)
     slots = step.slot_of if step.num_segments is None else np.repeat(step.slot_of, step.num_segments)

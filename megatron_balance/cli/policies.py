@@ -167,7 +167,7 @@ class Question:
         """The plans of a policy, judged as those of all others."""
         setting = self.setting(policy, steps[0].topology)
         judged = [
-            replace(step, limits=self.limits, objective=setting.objective).recosted(setting.cost_model)
+            replace(step, limits=self.limits, objective=setting.objective, cost_model=setting.cost_model)
             for step in steps
         ]
         return PolicyResult(judged, self.costs.scale(setting.topology), policy=policy, setting=setting)

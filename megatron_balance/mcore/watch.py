@@ -46,7 +46,7 @@ from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import Figures, log_line, mean_figures
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.planner import resolve_objective
-from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord
+from megatron_balance.record import RecordWriter, RunInfo, StepRecord
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
 MAX_UNREAD_STEPS = 8
@@ -128,8 +128,7 @@ class Watch:
         self._memory = (0, 0, 0)
         self._num_steps = self._most_tokens = self._newest_recorded = 0
         self._memory_said = False
-        self._plans: PlanWriter | None = None
-        self._seconds: SecondsWriter | None = None
+        self._record: RecordWriter | None = None
         if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
             self._write(self._open, remedy="; name a folder that every node can write to")
         planner.report = self._report
@@ -146,7 +145,8 @@ class Watch:
         if self._times:
             self._timer = StepTimer(on_gpu=self._on_gpu)
             self._unread.append((step, iteration, self._timer))
-        if self._plans is not None and step.schedule is not None and iteration != self._newest_recorded:
+        writer = self._record if self._prints else None
+        if writer is not None and step.schedule is not None and iteration != self._newest_recorded:
             self._newest_recorded = iteration
             record = StepRecord.of_schedule(
                 step.schedule,
@@ -155,7 +155,7 @@ class Watch:
                 exchange_seconds=step.figures["exchange_seconds"],
                 exposed_seconds=step.exposed_seconds,
             )
-            self._write(functools.partial(self._plans.add, record))
+            self._write(functools.partial(writer.add_step, record))
         if self._prints and self._settings.log_interval and step.schedule is not None:
             self._objective = step.schedule.objective
             self._shapes.update(step.slots.num_tokens)
@@ -195,38 +195,34 @@ class Watch:
             self._nanoseconds[step.number] = max(int(seconds.sum() * 1e9), 1)
             if len(self._nanoseconds) > MAX_UNREAD_STEPS:
                 del self._nanoseconds[min(self._nanoseconds)]
-            if self._seconds is not None:
+            if self._record is not None:
                 known = len(seconds) == step.num_microbatches  # not under a virtual pipeline
                 of_each = seconds if known else np.full(step.num_microbatches, np.nan)
-                self._write(functools.partial(self._seconds.add, iteration, seconds=of_each))
+                self._write(functools.partial(self._record.add_seconds, iteration, seconds=of_each))
 
     def _open(self) -> None:
         """Open this rank's part of the record."""
-        settings, planner = self._settings, self._planner
-        folder = Path(settings.record or "")
+        settings, planner, costs, info = self._settings, self._planner, self._settings.costs, None
+        if self._prints:
+            rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
+            info = RunInfo(
+                topology=settings.topology,
+                limits=settings.limits,
+                cost_model=costs.model,
+                cost_name=costs.name,
+                objective=resolve_objective(settings.objective, topology=settings.topology),
+                policy=settings.policy,
+                origin=environment(device_kind()) | rate,
+            )
         part = planner.leaf if settings.topology.dynamic_cp else planner.dp_rank
-        self._seconds = SecondsWriter(folder, dp_rank=part, resume=settings.resumes)
-        if not self._prints:
-            return
-        costs = settings.costs
-        rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
-        info = RunInfo(
-            topology=settings.topology,
-            limits=settings.limits,
-            cost_model=costs.model,
-            cost_name=costs.name,
-            objective=resolve_objective(settings.objective, topology=settings.topology),
-            policy=settings.policy,
-            origin=environment(device_kind()) | rate,
-        )
-        self._plans = PlanWriter(folder, info=info, resume=settings.resumes)
+        self._record = RecordWriter(Path(settings.record or ""), rank=part, info=info, resume=settings.resumes)
 
     def _write(self, write: Callable[[], None], *, remedy: str = "") -> None:
         """Write to the record; a disk that fails ends the record, not training."""
         try:
             write()
         except OSError as error:
-            self._plans = self._seconds = None
+            self._record = None
             folder = self._settings.record  # every rank that writes has a disk of its own to fill
             RunLog(enabled=True).warn_once(
                 f"--balance-record {folder}: {error}. Training continues without the record{remedy}."

@@ -1,10 +1,9 @@
 """The record of a run: plans and measured seconds of every step, written while it trains and read for reports."""
 
 from megatron_balance.record.run_record import (
-    PlanWriter,
+    RecordWriter,
     RunInfo,
     RunRecord,
-    SecondsWriter,
     is_record,
     line_of,
     read_record,
@@ -13,10 +12,9 @@ from megatron_balance.record.run_record import (
 from megatron_balance.record.step import StepRecord
 
 __all__ = [
-    "PlanWriter",
+    "RecordWriter",
     "RunInfo",
     "RunRecord",
-    "SecondsWriter",
     "StepRecord",
     "is_record",
     "line_of",

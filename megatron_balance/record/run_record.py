@@ -1,7 +1,7 @@
 """Writes and reads the record of a run: JSON lines, each an object with a `kind`.
 
     run             ranks, limits, cost model, objective, what it ran on; the first line
-    step            lengths of a step, slots of its samples, predicted costs, time spent planning
+    step            lengths of a step, slots of its samples, ranks that share each micro-batch, time spent planning
     seconds         seconds of one data-parallel rank's micro-batches in one step
     policy, advice  figures of a comparison, which `compare --json` adds
 
@@ -11,7 +11,7 @@ communication. `compare --json FILE` writes one file. With dynamic context-paral
 
 Invariants: a line is handed to the system whole before the next step, without a thread or a message, so that a killed
 process loses at most its last one; a last line without its end is not read. A later line for the same step replaces an
-earlier one.
+earlier one, and where a run was resumed on other ranks, what was recorded before that is not read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,16 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import Problem, as_integers, resolve_objective
+from megatron_balance.planner import Images, Problem, as_integers, resolve_objective
 from megatron_balance.record.step import StepRecord, unmeasured
 from megatron_balance.topology import Limits, Topology
 
-FORMAT = "megatron_balance record 2"
+FORMAT = "megatron_balance record 3"
 """The format named in the first line; the number rises when its meaning changes."""
 
 PLAN = "plan.jsonl"
 """The file of a record's folder that one rank writes."""
 
-
-_MAX_COST_SHIFT = 1024
 _TIMES = ("plan_seconds", "exchange_seconds", "exposed_seconds")
 
 _MAX_LINE = 2**26
@@ -106,64 +105,44 @@ class RunRecord:
     steps: tuple[StepRecord, ...]
 
 
-def line_of(step: StepRecord, *, cost_model: CostModel) -> dict[str, Any]:
-    """A step without its measurements, as JSON. `cost_model`: the run's; a step with the same one leaves it out."""
-    line: dict[str, Any] = {"kind": "step", "iteration": step.iteration, "num_microbatches": step.num_microbatches}
-    line["segment_lengths"] = step.segments.tolist()
-    if step.num_segments is not None and (step.num_segments != 1).any():
-        line["num_segments"] = step.num_segments.tolist()
-    homes = np.zeros_like(step.slot_of) if step.home_ranks is None else step.home_ranks
-    line |= {"slot_of": step.slot_of.tolist(), "home_ranks": homes.tolist()}
-    line |= {"cost_grid": step.cost_grid.ravel().tolist(), "cost_shift": step.cost_shift}
-    if step.topology.dynamic_cp:
-        line["cp_sizes"] = step.cp_size_grid.ravel().tolist()
-    if step.cost_model != cost_model:
-        line["cost_model"] = asdict(step.cost_model)
-    return line | {name: getattr(step, name) for name in _TIMES}
+def line_of(step: StepRecord) -> dict[str, Any]:
+    """A step without its measurements, as JSON."""
+    arrays = {"segment_lengths": step.segments, "num_segments": step.num_segments, "home_ranks": step.home_ranks}
+    arrays |= {"slot_of": step.slot_of, "cp_sizes": step.cp_size_grid.ravel()}
+    if step.images is not None:
+        arrays["image_sums"] = step.images.sums.ravel()
+    line: dict[str, Any] = {name: array.tolist() for name, array in arrays.items() if array is not None}
+    return {"kind": "step", "iteration": step.iteration, **line, **{name: getattr(step, name) for name in _TIMES}}
 
 
 def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     """The step that `line_of` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
-    topology, numbers = info.topology, {name: line[name] for name in ("iteration", "num_microbatches", "cost_shift")}
-    for name, value in numbers.items():
-        if type(value) is not int or value < {"num_microbatches": 1}.get(name, 0):
-            raise ValueError(f"{name} is {value!r}")
+    topology, iteration, given = info.topology, line["iteration"], {"slot_of": line["slot_of"]}
+    given |= {name: line[name] for name in ("cp_sizes", "image_sums") if name in line}
+    for name, values in given.items():
+        if not isinstance(values, list):
+            raise ValueError(f"{name} is {values!r}: it must be a list of integers")
+    arrays = {name: as_integers(values, name=name) for name, values in given.items()}
     problem = Problem.of(
         line["segment_lengths"],
         num_segments=line.get("num_segments"),
-        home_ranks=line["home_ranks"],
-        cost_model=cost_model_of(line["cost_model"]) if "cost_model" in line else info.cost_model,
+        image_patches=Images(arrays["image_sums"].reshape(-1, 2)) if "image_sums" in arrays else None,
+        home_ranks=line.get("home_ranks"),
+        cost_model=info.cost_model,
         topology=topology,
         limits=info.limits,
         objective=info.objective,
     )
-    num_rows = topology.num_leaves if topology.dynamic_cp else topology.dp_size
-    shape = (num_rows, numbers["num_microbatches"])
-
-    def integers(name: str, *, size: int, bits: int = 40) -> NDArray[np.int64]:
-        values = as_integers(line[name], name=name, bits=bits)
-        if values.size != size:
-            raise ValueError(f"{name} has {values.size} entries; there must be {size}")
-        return values
-
-    grid = integers("cost_grid", size=shape[0] * shape[1], bits=61).reshape(shape)
-    slot_of = integers("slot_of", size=problem.lengths.size)
-    if slot_of.max(initial=0) >= grid.size:
-        raise ValueError(f"slot_of goes to {slot_of.max()}; it must be at most {grid.size - 1}")
-    if ("cp_sizes" in line) != topology.dynamic_cp:
-        raise ValueError(f"it has {'' if 'cp_sizes' in line else 'no '}cp_sizes")
-    sizes = np.full(shape, topology.cp_size, dtype=np.int64)
-    if topology.dynamic_cp:
-        sizes = integers("cp_sizes", size=grid.size).reshape(shape)
-        _check_cp_sizes(sizes, slot_of=slot_of, topology=topology)
+    slot_of = arrays["slot_of"]
+    sizes = arrays["cp_sizes"].reshape(topology.num_leaves if topology.dynamic_cp else topology.dp_size, -1)
+    if slot_of.size != problem.lengths.size or slot_of.max(initial=0) >= sizes.size:
+        raise ValueError(f"slot_of must be {problem.lengths.size} integers from 0 to {sizes.size - 1}")
+    _check_cp_sizes(sizes, slot_of=slot_of, topology=topology)
     times: dict[str, Any] = {name: float(line[name]) for name in _TIMES}
-    if numbers["cost_shift"] > _MAX_COST_SHIFT or not all(0 <= value < float("inf") for value in times.values()):
-        raise ValueError(f"cost_shift is {numbers['cost_shift']}, the times are {times}")
-    samples = {field.name: getattr(problem, field.name) for field in fields(Problem)}
-    if not np.any(problem.home_ranks):
-        samples["home_ranks"] = None  # they were not known
-    placed = {"slot_of": slot_of, "cp_size_grid": sizes, "cost_grid": grid, "seconds": unmeasured(sizes)}
-    return StepRecord(**samples, **numbers, **placed, **times)
+    if type(iteration) is not int or not all(0 <= value < math.inf for value in (iteration, *times.values())):
+        raise ValueError(f"iteration is {iteration!r}, the times are {times}")
+    placed = {"slot_of": slot_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
+    return StepRecord(**vars(problem), **placed, iteration=iteration, **times)
 
 
 def cost_model_of(coefficients: Mapping[str, Any]) -> CostModel:
@@ -175,8 +154,11 @@ def cost_model_of(coefficients: Mapping[str, Any]) -> CostModel:
 def _check_cp_sizes(sizes: NDArray[np.int64], *, slot_of: NDArray[np.int64], topology: Topology) -> None:
     """Each group is whole: aligned leaves that share a slot; no leaf lacks a slot before its last."""
     num_slots, there = sizes.shape[1], sizes > 0
-    if not np.isin(sizes, (0, *topology.dynamic_cp_sizes)).all() or (there[:, 1:] > there[:, :-1]).any():
-        raise ValueError(f"cp_sizes has a size that is none of {topology.dynamic_cp_sizes}, or a gap")
+    allowed = (0, *topology.dynamic_cp_sizes) if topology.dynamic_cp else (topology.cp_size,)
+    if not sizes.size or not np.isin(sizes, allowed).all() or (there[:, 1:] > there[:, :-1]).any():
+        raise ValueError(f"cp_sizes has a size that is none of {allowed}, or a gap")
+    if not topology.dynamic_cp:
+        return
     for size in topology.dynamic_cp_sizes:
         members = np.add.reduceat(sizes == size, np.arange(0, len(sizes), size), axis=0, dtype=np.int64)
         if not np.isin(members, (0, size)).all():
@@ -189,15 +171,22 @@ def _check_cp_sizes(sizes: NDArray[np.int64], *, slot_of: NDArray[np.int64], top
 def read_record(path: Path) -> RunRecord:
     """Read a run back from its folder, also one that was killed or still runs, or a file of `compare --json`."""
     files = [path / PLAN, *sorted(path.glob("seconds_rank*.jsonl"))] if path.is_dir() else [path]
+    none = f"{str(path)!r} is no record of a run, nor a file of compare --json"
     info: RunInfo | None = None
     steps: dict[int, StepRecord] = {}
     for file in files:
-        for number, text in _lines(file, of=path):
+        try:
+            lines = file.read_bytes().split(b"\n")[:-1]  # the last has no end, or is empty
+        except OSError as error:
+            raise BalanceError(f"{none}: {error.strerror}.") from error
+        for number, text in enumerate(lines, start=1):
             try:
                 line = json.loads(text)
                 kind = line["kind"]
                 if kind == "run":
-                    info = RunInfo.of_line(line)
+                    before, info = info, RunInfo.of_line(line)
+                    if before is not None and before.topology != info.topology:
+                        steps.clear()
                 elif info is None:
                     raise ValueError("the first line is not that of a run")
                 elif kind == "step":
@@ -208,12 +197,10 @@ def read_record(path: Path) -> RunRecord:
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 said = f"line {number} is damaged ({type(error).__name__}: {error})"
                 if info is None:
-                    raise BalanceError(
-                        f"{str(path)!r} is no record of a run, nor a file of compare --json: {said}."
-                    ) from error
+                    raise BalanceError(f"{none}: {said}.") from error
                 raise BalanceError(f"{str(file)!r}, {said}: remove the line to read the others.") from error
     if info is None:
-        raise BalanceError(f"{str(path)!r} is no record of a run, nor a file of compare --json: it holds no line.")
+        raise BalanceError(f"{none}: it holds no line.")
     return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
 
 
@@ -226,19 +213,6 @@ def is_record(path: Path) -> bool:
             return file.read(64).startswith(f'{{"kind": "run", "format": "{FORMAT[:-1]}'.encode())
     except OSError:
         return False
-
-
-def _lines(file: Path, *, of: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1 and lines that have an end."""
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.endswith(b"\n"):
-                    yield number, line
-    except OSError as error:
-        raise BalanceError(
-            f"{str(of)!r} is no record of a run, nor a file of compare --json: {error.strerror}."
-        ) from error
 
 
 def _take_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -> None:
@@ -264,74 +238,40 @@ def text_of(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
-class _Lines:
-    """Appends lines to a file; with `resume` after the last whole line that is there, else anew."""
+class RecordWriter:
+    """Writes one rank's part of a record: its measured seconds, and with `info` the plans of all ranks.
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b" if resume else "wb", buffering=0)
-        if resume:
-            # A killed run may have left the beginning of a line.
-            start = self._file.seek(max(self._file.seek(0, os.SEEK_END) - _MAX_LINE, 0))
-            self._file.truncate(start + self._file.readall().rfind(b"\n") + 1)
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line."""
-        text = memoryview(text_of(line))
-        while text:
-            text = text[self._file.write(text) :]
-
-
-class PlanWriter:
-    """Writes the plans of a run into the folder of its record; with `resume` after the steps that are there."""
-
-    def __init__(self, folder: Path, *, info: RunInfo, resume: bool = False) -> None:
-        if resume:
-            _set_aside(folder, info=info)
-        self._lines = _Lines(folder / PLAN, resume=resume)
-        self._cost_model = info.cost_model
-        self._lines.append(info.line())
-
-    def add(self, step: StepRecord) -> None:
-        """Write one step."""
-        self._lines.append(line_of(step, cost_model=self._cost_model))
-
-
-def _set_aside(folder: Path, *, info: RunInfo) -> None:
-    """Move the record of the same run on other ranks, before it was resumed, to a record of its own: `earlier_N`.
-
-    A record is of one topology. Other ranks open their files with their first step, after this.
+    With `resume` lines follow those that are there, else files begin anew.
     """
-    path = folder / PLAN
-    if not path.exists():
-        return
-    with path.open("rb") as lines:
-        try:
-            if RunInfo.of_line(json.loads(lines.readline())).topology == info.topology:
-                return
-        except (LookupError, TypeError, ValueError):
-            pass  # of another version, or cut off
-    aside = folder / f"earlier_{len(list(folder.glob('earlier_*')))}"
-    aside.mkdir()
-    for moved in [path, *folder.glob("seconds_rank*.jsonl")]:
-        moved.rename(aside / moved.name)
 
-
-class SecondsWriter:
-    """Writes the measured seconds of one data-parallel rank's micro-batches, with dynamic sizes of one leaf's."""
-
-    def __init__(self, folder: Path, *, dp_rank: int, resume: bool = False) -> None:
-        self._path = folder / f"seconds_rank{dp_rank:05d}.jsonl"
-        self._rank = dp_rank
-        self._resume = resume
-        self._lines: _Lines | None = None
+    def __init__(self, folder: Path, *, rank: int, info: RunInfo | None = None, resume: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            self._path.unlink(missing_ok=True)
+        self._rank = rank
+        self._seconds = _open(folder / f"seconds_rank{rank:05d}.jsonl", resume=resume)
+        if info is not None:
+            self._plans = _open(folder / PLAN, resume=resume)
+            _append(self._plans, info.line())
 
-    def add(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
+    def add_step(self, step: StepRecord) -> None:
+        """Write the plan of one step."""
+        _append(self._plans, line_of(step))
+
+    def add_seconds(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
         """Write one step: `[num_microbatches]` seconds, to nine digits; NaN where a micro-batch was not measured."""
-        if self._lines is None:  # the first rank may move earlier files away until the first step has run
-            self._lines = _Lines(self._path, resume=self._resume)
         values = [None if math.isnan(value) else float(f"{value:.9g}") for value in seconds.tolist()]
-        self._lines.append({"kind": "seconds", "iteration": iteration, "rank": self._rank, "seconds": values})
+        _append(self._seconds, {"kind": "seconds", "iteration": iteration, "rank": self._rank, "seconds": values})
+
+
+def _open(path: Path, *, resume: bool) -> FileIO:
+    """A file without a buffer; one that is resumed ends with the last whole line that a killed run left."""
+    file = path.open("a+b" if resume else "wb", buffering=0)
+    if resume:
+        start = file.seek(max(file.seek(0, os.SEEK_END) - _MAX_LINE, 0))
+        file.truncate(start + file.readall().rfind(b"\n") + 1)
+    return file
+
+
+def _append(file: FileIO, line: Mapping[str, Any]) -> None:
+    text = memoryview(text_of(line))
+    while text:
+        text = text[file.write(text) :]

@@ -6,12 +6,12 @@ Invariant: steps that are compared hold the same samples, and are judged by the 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.model import CostModel
 from megatron_balance.planner import (
     DataSchedule,
     Problem,
@@ -27,8 +27,8 @@ from megatron_balance.planner import (
 class StepRecord(Problem):
     """One step: its samples and ranks (Problem), where samples ran, and how long that took.
 
-    `slot_of`, `num_microbatches`, `cp_size_grid`, `cost_grid` and `cost_shift` are as in a DataSchedule: with dynamic
-    context-parallel sizes rows are leaves. Samples need not lie as in a valid schedule (stock).
+    `slot_of` and `cp_size_grid` are as in a DataSchedule: with dynamic context-parallel sizes rows are leaves. Samples
+    need not lie as in a valid schedule (stock).
 
     Attributes:
         iteration: Megatron's count of it, from 1.
@@ -38,11 +38,8 @@ class StepRecord(Problem):
     """
 
     iteration: int
-    num_microbatches: int
     slot_of: NDArray[np.int64]
     cp_size_grid: NDArray[np.int64]
-    cost_grid: NDArray[np.int64]
-    cost_shift: int
     seconds: NDArray[np.float64]
     plan_seconds: float = 0.0
     exchange_seconds: float = 0.0
@@ -51,15 +48,20 @@ class StepRecord(Problem):
     @classmethod
     def of_schedule(cls, schedule: DataSchedule, *, iteration: int, **seconds: Any) -> StepRecord:
         """A step as it was planned, not measured yet. `seconds`: those spent, by attribute."""
-        placed = (*(field.name for field in fields(Problem)), "slot_of", "num_microbatches", "cost_grid", "cost_shift")
-        sizes = schedule.cp_size_grid
-        return cls(
-            **{name: getattr(schedule, name) for name in placed},
-            cp_size_grid=sizes,
-            iteration=iteration,
-            seconds=unmeasured(sizes),
-            **seconds,
-        )
+        problem = {field.name: getattr(schedule, field.name) for field in fields(Problem)}
+        placed = {"slot_of": schedule.slot_of, "cp_size_grid": schedule.cp_size_grid}
+        return cls(**problem, **placed, iteration=iteration, seconds=unmeasured(schedule.cp_size_grid), **seconds)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Slots of a rank, or the most of a leaf."""
+        return self.cp_size_grid.shape[1]
+
+    @cached_property
+    def costs(self) -> NDArray[np.float64]:
+        """`[num_rows, num_microbatches]` as `DataSchedule.cost_grid`, in units of the cost model."""
+        batch = batch_of(self)
+        return batch.cost_grid(self.slot_of, self.cp_size_grid).astype(np.float64) * float(1 << batch.shift)
 
     @property
     def is_measured(self) -> bool:
@@ -72,11 +74,11 @@ class StepRecord(Problem):
 
         Its seconds contain no waiting; those of the other ranks do.
         """
-        groups = self.cost_grid.reshape(-1, waiting(self.objective, topology=self.topology).span, self.num_microbatches)
-        own = (groups == groups.max(axis=1, keepdims=True)).reshape(self.cost_grid.shape)
+        groups = self.costs.reshape(-1, waiting(self.objective, topology=self.topology).span, self.num_microbatches)
+        own = (groups == groups.max(axis=1, keepdims=True)).reshape(self.costs.shape)
         return own & (self.seconds > 0)
 
-    def imbalance(self, grid: NDArray[np.float64] | NDArray[np.int64]) -> float:
+    def imbalance(self, grid: NDArray[np.float64]) -> float:
         """`slowest_over_mean` of costs or measured seconds, by the objective of the step."""
         return slowest_over_mean(grid, objective=self.objective, topology=self.topology)
 
@@ -93,15 +95,9 @@ class StepRecord(Problem):
     def samples(self) -> list[list[list[int]]]:
         """Sample ids of each slot, `[row][slot]`, ascending; the same for all leaves that share it."""
         ids: list[int] = np.argsort(self.slot_of, kind="stable").tolist()
-        ends: list[int] = np.cumsum(np.bincount(self.slot_of, minlength=self.cost_grid.size)).tolist()
+        ends: list[int] = np.cumsum(np.bincount(self.slot_of, minlength=self.cp_size_grid.size)).tolist()
         held = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         return [[held[place] for place in row] for row in self.places().tolist()]
-
-    def recosted(self, cost_model: CostModel) -> StepRecord:
-        """The same step with costs by another cost model; measurements stay."""
-        judged = replace(self, cost_model=cost_model)
-        batch = batch_of(judged)
-        return replace(judged, cost_grid=batch.cost_grid(self.slot_of, self.cp_size_grid), cost_shift=batch.shift)
 
     def stock(self) -> StepRecord:
         """The same samples under Megatron's own sampler: every rank runs those that it loaded, in that order.
@@ -117,11 +113,11 @@ class StepRecord(Problem):
         position[order] = np.arange(homes.size) - np.repeat(np.cumsum(counts) - counts, counts)
         num_microbatches = max(int(-(-counts.max() // per_slot)), 1)
         sizes = np.full((dp_size, num_microbatches), topology.cp_size, dtype=np.int64)
-        placed = replace(
+        return replace(
             self,
             topology=topology.at_cp_size(topology.cp_size),
+            cost_model=self.cost_model.at_cp_size(topology.cp_size) if topology.dynamic_cp else self.cost_model,
             slot_of=homes * num_microbatches + position // per_slot,
-            num_microbatches=num_microbatches,
             home_ranks=homes,
             cp_size_grid=sizes,
             seconds=unmeasured(sizes),
@@ -129,8 +125,6 @@ class StepRecord(Problem):
             exchange_seconds=0.0,
             exposed_seconds=0.0,
         )
-        model = self.cost_model
-        return placed.recosted(model.at_cp_size(topology.cp_size) if topology.dynamic_cp else model)
 
 
 def dealt(num_samples: int, *, dp_size: int) -> NDArray[np.int64]:

@@ -66,8 +66,8 @@ def time_scale(record: RunRecord) -> TimeScale:
 
 def _own_seconds(step: StepRecord) -> Floats:
     """`[2, n]` costs and seconds of the micro-batches that waited for no other rank."""
-    chosen = step.is_slowest & (step.cost_grid > 0)
-    return np.stack([step.cost_grid[chosen].astype(float) * 2.0**step.cost_shift, step.seconds[chosen]])
+    chosen = step.is_slowest & (step.costs > 0)
+    return np.stack([step.costs[chosen], step.seconds[chosen]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class PolicyFigures:
     @cached_property
     def imbalance(self) -> Floats:
         """`[num_steps]` slowest over mean, by the objective."""
-        return np.array([step.imbalance(step.cost_grid) for step in self.steps])
+        return np.array([step.imbalance(step.costs) for step in self.steps])
 
     @cached_property
     def times(self) -> Floats:
@@ -188,7 +188,7 @@ class RunFigures:
         """One step under a policy, or `measured`."""
         policy = self.policies.get(name, self.planned)
         step, rows, total = policy.steps[index], policy.rows_of_rank, float(policy.times[index])
-        durations = step.cost_grid.astype(float) * (2.0**step.cost_shift * policy.scale.per_cost / rows)
+        durations = step.costs * (policy.scale.per_cost / rows)
         if name == "measured":
             durations, total = step.seconds, 0.0
         durations = np.repeat(durations, rows, axis=0)

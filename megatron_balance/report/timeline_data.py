@@ -39,7 +39,7 @@ def timeline_data(figures: RunFigures) -> tuple[str, str]:
     """The timelines of selected steps as JSON within `MAX_BYTES`, and the selection of steps and ranks in words."""
     chosen: dict[int, str] = {}
     size, num_steps = 0, len(figures.record.steps)
-    num_rows = drawn = len(figures.planned.steps[0].cost_grid)
+    num_rows = drawn = len(figures.planned.steps[0].cp_size_grid)
     for index, label in _by_interest(figures).items():
         step = _step(index, label=label, figures=figures)
         text = json.dumps(step, separators=(",", ":"))

@@ -37,7 +37,7 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
     dynamic, unit = figures.info.topology.dynamic_cp, figures.scale.unit
     yield _name("process_name", pid=_STEPS, name="steps")
     yield _name("process_name", pid=_RANKS, name=f"data-{' and context-' if dynamic else ''}parallel ranks")
-    for rank in range(len(figures.planned.steps[0].cost_grid)):
+    for rank in range(len(figures.planned.steps[0].cp_size_grid)):
         yield _name("thread_name", pid=_RANKS, tid=rank, name=f"rank {rank}")
     microseconds = 1e6 if unit == "s" else 1e6 / (float(figures.planned.times.mean()) or 1e6)
     begin = 0.0
@@ -66,7 +66,7 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
                 "samples": samples,
                 "lengths": [lengths[sample] for sample in samples],
                 **({"cp_size": int(line.sizes[rank, slot])} if dynamic else {}),
-                "cost": int(step.cost_grid[rank, slot]) << step.cost_shift,
+                "cost": int(step.costs[rank, slot]),
                 f"predicted_{unit}": float(predicted.durations[rank, slot]),
                 "measured_s": float(step.seconds[rank, slot]) if measured else None,
             }

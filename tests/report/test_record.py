@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from recorded_runs import planned_step, run_info, write_record
 
-from megatron_balance import CostModel, Topology
-from megatron_balance.record import PlanWriter, RunInfo, SecondsWriter, StepRecord, read_record
+from megatron_balance import CostModel, Topology, build_data_schedule
+from megatron_balance.record import RecordWriter, RunInfo, StepRecord, read_record
 
 INFO = run_info(
     Topology(4, cp_size=2, pp_size=2),
@@ -25,13 +25,15 @@ DYNAMIC = run_info(Topology(3, cp_size=2, dynamic_cp=True))
 
 def write_steps(folder: Path, info: RunInfo, *, first: int, num_steps: int, resume: bool) -> None:
     """As a run started at step `first` writes them; its seconds are all `first`, which tells runs apart."""
-    plans = PlanWriter(folder, info=info, resume=resume)
-    ranks = [SecondsWriter(folder, dp_rank=rank, resume=resume) for rank in range(info.topology.dp_size)]
+    ranks = [
+        RecordWriter(folder, rank=rank, info=None if rank else info, resume=resume)
+        for rank in range(info.topology.dp_size)
+    ]
     for iteration in range(first, first + num_steps):
         step = planned_step(info, iteration=iteration, num_samples=20 + iteration)
-        plans.add(replace(step, plan_seconds=float(first)))
+        ranks[0].add_step(replace(step, plan_seconds=float(first)))
         for rank in ranks:
-            rank.add(iteration, seconds=np.full(step.num_microbatches, float(first)))
+            rank.add_seconds(iteration, seconds=np.full(step.num_microbatches, float(first)))
 
 
 def assert_same(ours: StepRecord, theirs: StepRecord) -> None:
@@ -52,14 +54,26 @@ def test_what_was_written_reads_back(tmp_path: Path, info: RunInfo) -> None:
         assert_same(ours, theirs)
 
 
+def test_images_count_when_a_record_is_read(tmp_path: Path) -> None:
+    info = run_info(cost_model=CostModel(linear=1, image_linear=5, image_quadratic=1))
+    given = {"cost_model": info.cost_model, "topology": info.topology, "limits": info.limits}
+    schedule = build_data_schedule([100, 200, 300, 400], image_patches=[[], [16], [4, 64], [1]], **given)
+    writer = RecordWriter(tmp_path, rank=0, info=info)
+    writer.add_step(StepRecord.of_schedule(schedule, iteration=1))
+    (step,) = read_record(tmp_path).steps
+    np.testing.assert_array_equal(step.costs, schedule.cost_grid)
+    assert step.costs.sum() == 1000 + 5 * 85 + 16**2 + 4**2 + 64**2 + 1
+
+
 def test_a_killed_run_loses_at_most_its_last_line(tmp_path: Path) -> None:
     """SIGKILL in the middle of writing, many times: every step that `add` returned for is read back."""
     script = (
-        "import sys; from test_record import INFO, PlanWriter, planned_step, replace\n"
+        "import sys; from test_record import INFO, RecordWriter, planned_step, replace\n"
         "from pathlib import Path\n"
-        "writer, step = PlanWriter(Path(sys.argv[1]), info=INFO), planned_step(INFO, iteration=1, num_samples=20)\n"
+        "writer = RecordWriter(Path(sys.argv[1]), rank=0, info=INFO)\n"
+        "step = planned_step(INFO, iteration=1, num_samples=20)\n"
         "for iteration in range(1, 10**9):\n"
-        "    writer.add(replace(step, iteration=iteration)); print(iteration, flush=True)\n"
+        "    writer.add_step(replace(step, iteration=iteration)); print(iteration, flush=True)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for attempt, until in enumerate((1, 7, 30)):
@@ -84,9 +98,11 @@ def test_the_beginning_of_a_line_is_left_out_and_written_over(tmp_path: Path) ->
     record = read_record(tmp_path)
     assert [step.iteration for step in record.steps] == [1, 2, 3]
     assert_same(record.steps[-1], steps[2])
-    PlanWriter(tmp_path, info=INFO, resume=True).add(steps[3])
-    for rank in range(len(steps[3].seconds)):
-        SecondsWriter(tmp_path, dp_rank=rank, resume=True).add(4, seconds=steps[3].seconds[rank])
+    for rank, seconds in enumerate(steps[3].seconds):
+        writer = RecordWriter(tmp_path, rank=rank, info=None if rank else INFO, resume=True)
+        writer.add_seconds(4, seconds=seconds)
+        if rank == 0:
+            writer.add_step(steps[3])
     assert_same(read_record(tmp_path).steps[3], steps[3])
     (tmp_path / "seconds_rank00002.jsonl").unlink()
     assert [np.isnan(rank).all() for rank in read_record(tmp_path).steps[1].seconds] == [False, False, True, False]
@@ -103,12 +119,11 @@ def test_a_resumed_run_goes_on_with_the_record_and_a_new_one_replaces_it(tmp_pat
     assert [step.iteration for step in read_record(tmp_path).steps] == [1, 2]
 
 
-def test_what_other_ranks_recorded_before_a_resume_is_a_record_of_its_own(tmp_path: Path) -> None:
+def test_what_other_ranks_recorded_before_a_resume_is_not_read(tmp_path: Path) -> None:
     two = run_info(Topology(2, cp_size=2, pp_size=2))
-    for first, info in ((1, INFO), (3, INFO), (5, two), (7, two)):
+    for first, info in ((1, INFO), (3, INFO), (4, two), (6, two)):
         write_steps(tmp_path, info, first=first, num_steps=2, resume=True)
-    for folder, info, iterations in ((tmp_path, two, [5, 6, 7, 8]), (tmp_path / "earlier_0", INFO, [1, 2, 3, 4])):
-        record = read_record(folder)
-        assert record.info == info
-        assert [step.iteration for step in record.steps] == iterations
-        assert not any(np.isnan(step.seconds).any() for step in record.steps)
+    record = read_record(tmp_path)
+    assert record.info == two
+    assert [step.iteration for step in record.steps] == [4, 5, 6, 7]
+    assert [step.seconds[0, 0] for step in record.steps] == [4, 4, 6, 6]

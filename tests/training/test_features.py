@@ -57,7 +57,7 @@ class TestOneRecordedRun:
             r"megatron_balance: iteration (\d+) \| step \| max/mean of rank time: planned ([\d.]+)", run.log(0)
         )
         assert [int(iteration) for iteration, _ in said] == list(range(1, NUM_STEPS + 1))
-        costs = [step.cost_grid.sum(axis=1) for step in read_record(run.folder / "record").steps]
+        costs = [step.costs.sum(axis=1) for step in read_record(run.folder / "record").steps]
         assert [float(value) for _, value in said] == [pytest.approx(of.max() / of.mean(), abs=1e-4) for of in costs]
 
     def test_it_is_fitted_and_the_next_run_plans_by_seconds(self, run: Run, train: KeptRuns, tmp_path: Path) -> None:
