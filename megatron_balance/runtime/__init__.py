@@ -7,7 +7,7 @@ only tensors are sent.
 
 from megatron_balance.runtime.comm import PeerError
 from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.failure import check_same_schedule
+from megatron_balance.runtime.failure import check_same_schedule, share
 from megatron_balance.runtime.gather import (
     GatheredLengths,
     Header,
@@ -15,7 +15,6 @@ from megatron_balance.runtime.gather import (
     gather_sample_lengths,
     image_patches,
 )
-from megatron_balance.runtime.replica import share
 from megatron_balance.runtime.start import Meeting, agree
 from megatron_balance.samples.packing import pack_microbatch
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema

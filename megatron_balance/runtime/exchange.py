@@ -25,24 +25,6 @@ from megatron_balance.samples.sample import KeySpec, Sample, aligned
 Ids = NDArray[np.int64]
 
 
-class HostBuffers:
-    """The buffers of one rank, as large as the largest step so far.
-
-    Large blocks of fresh memory cost a page fault every 4 KiB, which takes three times as long as the copy into them.
-    torch keeps the memory of GPUs by itself.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, name: str, *, nbytes: int, device: torch.device | str) -> Tensor:
-        """A buffer, uint8 `[nbytes]`: the memory that was returned for this name before, whose content is lost."""
-        if name not in self._kept or self._kept[name].numel() < nbytes:
-            self._kept.pop(name, None)  # before the larger one is made
-            self._kept[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._kept[name][:nbytes]
-
-
 def reroute_samples(
     samples: Sequence[Sample],
     *,
@@ -51,7 +33,6 @@ def reroute_samples(
     group: dist.ProcessGroup,
     sample_ids: Ids | None = None,
     device: torch.device | str = "cpu",
-    buffers: HostBuffers | None = None,
 ) -> dict[int, Sample]:
     """Send every sample to its destination.
 
@@ -68,7 +49,6 @@ def reroute_samples(
         sample_ids: int64 `[num_copies]`, rising, the sample that goes to each of as many destinations, where samples go
             to several ranks or to none; the same on all ranks, and no two copies to one rank.
         device: where samples and buffers live, on all ranks: `cuda` for NCCL.
-        buffers: for exchanges between CPUs. What arrived in one step is then lost with the next: pack it before.
 
     Returns:
         Sample id → sample, for this rank's ids in rising order.
@@ -100,7 +80,7 @@ def reroute_samples(
         raise BalanceError(f"reroute_samples got samples of {given} tokens and entries; those gathered had {expected}.")
 
     def own(ids: Ids) -> list[Sample]:
-        return [samples[sample_id - gathered.offset] for sample_id in ids.tolist()]
+        return [samples[index] for index in np.searchsorted(at_home, ids).tolist()]
 
     moves = homes != destinations
     staying = sample_ids[(homes == rank) & ~moves]
@@ -110,9 +90,9 @@ def reroute_samples(
         coming = _ids_by_rank(sample_ids, ranks=homes, mask=moves & (destinations == rank))
         send_sizes = {to: _nbytes(ids, gathered=gathered) for to, ids in leaving.items()}
         receive_sizes = {home: _nbytes(ids, gathered=gathered) for home, ids in coming.items()}
-        take = (buffers or HostBuffers()).take
-        send = take("send", nbytes=sum(send_sizes.values()), device=device)
-        receive = take("receive", nbytes=sum(receive_sizes.values()), device=device)
+        send, receive = (
+            torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device) for sizes in (send_sizes, receive_sizes)
+        )
         for to, part in zip(send_sizes, send.split([*send_sizes.values()]), strict=True):
             _write(part, samples=own(leaving[to]), ids=leaving[to], gathered=gathered)
         exchange_parts(

@@ -1,4 +1,4 @@
-"""Raises an error of one rank on every rank of its group.
+"""Errors of one rank, and differences between ranks, raised on every rank of a group.
 
 A rank that raised alone would leave the others waiting in a collective. So an error is caught, its text is sent in the
 next collective, and then every rank raises a BalanceError that names the rank and the error; where it happened, the
@@ -8,30 +8,37 @@ original is its cause.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import (
-    MAX_RANKS_NAMED,
     UNKNOWN,
+    all_gather_bytes,
     all_gather_row,
     joined,
-    named_ranks,
     ranks_by_value,
+    waiting_for,
 )
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OTHER_PLANS = (
+MAX_NAMED = 5
+"""Problems or settings that one error names."""
+
+_OTHER_PLANS = (
     "{others} planned another schedule than {first}: the planner saw other lengths, other flags or another numpy there."
+)
+_OTHER_DATA = (
+    "the data of this step differs within a model replica: in the data-parallel group of {others} other samples were "
+    "read than in that of {first}. Every pipeline stage and context-parallel rank must read the same data, in one "
+    "order."
 )
 
 
@@ -61,6 +68,37 @@ def attempt(work: Callable[P, T], *positional: P.args, **keywords: P.kwargs) -> 
         return Failure(error)
 
 
+def disagreement(
+    problems: Sequence[str | None], settings: Sequence[Mapping[str, str]], *, group: dist.ProcessGroup | None = None
+) -> str:
+    """The reason why ranks cannot go on together, by the problem and the settings of each; empty where they can."""
+    said = ranks_by_value(problems, group=group).items()
+    if failed := [f"{ranks} cannot go on: {problem}" for problem, ranks in said if problem is not None]:
+        return " | ".join(failed[:MAX_NAMED])
+    if differ := differences(settings, group=group):
+        return (
+            f"Ranks were started differently: {differ}. Give every rank the same command line and the same "
+            "installation."
+        )
+    return ""
+
+
+def differences(settings: Sequence[Mapping[str, str]], *, group: dist.ProcessGroup | None = None) -> str:
+    """Differences between ranks, as text: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
+
+    A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
+    """
+    phrases: dict[bool, list[str]] = {True: [], False: []}
+    for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
+        ranks = ranks_by_value((of_rank.get(name, "not set") for of_rank in settings), group=group)
+        if len(ranks) > 1:
+            phrase = f"{name} is " + " and ".join(f"{value} on {on}" for value, on in ranks.items())
+            phrases[all(name in of_rank for of_rank in settings)].append(phrase)
+    found = phrases[True] or phrases[False]
+    more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return "; ".join(found[:MAX_NAMED]) + more
+
+
 def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
     """Check that all ranks computed the same schedule, in ⌈log₂(group size)⌉ rounds of small messages.
 
@@ -72,26 +110,62 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
     Raises:
         BalanceError: on every rank, naming the ranks that differ from the first.
     """
-    what = "the plans of all ranks (compare)"
-    alike, _ = joined(digest, fine=True, group=group, what=what, device=device)
-    if not alike:
-        digests = all_gather_row(np.array([digest], dtype=np.int64), group=group, device=device, what=what)[:, 0]
-        raise differing(digests.tolist(), group=group, text=OTHER_PLANS)
+    _agree(digest, group=group, what="the plans of all ranks (compare)", differ=_OTHER_PLANS, device=device)
 
 
-def differing(digests: Sequence[int], *, group: dist.ProcessGroup, text: str) -> BalanceError:
-    """The error of all ranks, of which some have another digest than the `first` that has one: the `others`."""
-    names = dist.get_process_group_ranks(group)
-    first = next(rank for rank, digest in enumerate(digests) if digest != UNKNOWN)
-    others = [names[rank] for rank, digest in enumerate(digests) if digest not in (UNKNOWN, digests[first])]
-    return BalanceError(text.format(others=named_ranks(others), first=named_ranks([names[first]])))
+def share(
+    text: str | None = None, *, group: dist.ProcessGroup | None, digest: int = 0, problem: str | None = None
+) -> str:
+    """Gives all ranks of a model replica the step that those of them made which load data; all call it.
+
+    Args:
+        text: of the step that this rank made; None where it loads no data, or has a problem.
+        group: the ranks of the replica, over gloo, of which the first loads data; None for one rank.
+        digest: of what must be equal on all ranks that made it, in [0, 2**63).
+        problem: error of this rank, raised on every rank of the replica; None without one.
+
+    Returns:
+        The text of this rank; where it loads no data, that of the first rank.
+
+    Raises:
+        BalanceError: on every rank: a problem on one of them, or different plans.
+    """
+    if group is None:
+        if text is None:
+            raise BalanceError(problem or "the one rank of a model replica loads no data.")
+        return text
+    what = "the plan of this model replica"
+    known = UNKNOWN if text is None else digest
+    complete = _agree(known, group=group, what=what, differ=_OTHER_DATA, problem=problem)
+    sent = bytearray((text or "").encode())
+    if not complete:
+        size = torch.tensor([len(sent)])
+        with waiting_for(what, group=group):
+            dist.broadcast(size, group=group, group_src=0)
+            sent = bytearray(int(size)) if group.rank() else sent
+            dist.broadcast(torch.frombuffer(sent, dtype=torch.uint8), group=group, group_src=0)
+    return text or sent.decode()
 
 
-def cannot_go_on(failed: NDArray[np.bool_], *, texts: Sequence[bytes], group: dist.ProcessGroup) -> BalanceError:
-    """The error of all ranks: who `[group_size]` failed, and why."""
-    names = dist.get_process_group_ranks(group)
-    who = named_ranks([names[rank] for rank in np.flatnonzero(failed)])
-    problems = [text.decode() if bad else None for text, bad in zip(texts, failed, strict=True)]
-    said = ranks_by_value(problems, group=group).items()
-    each = [f"{ranks}: {problem}" for problem, ranks in said if problem is not None]
-    return BalanceError(f"{who} cannot go on. " + " | ".join(each[:MAX_RANKS_NAMED]))
+def _agree(
+    digest: int,
+    *,
+    group: dist.ProcessGroup,
+    what: str,
+    differ: str,
+    problem: str | None = None,
+    device: torch.device | str = "cpu",
+) -> bool:
+    """True if every rank has a digest; where two differ, or a rank has a problem, all raise."""
+    alike, complete = joined(digest, fine=problem is None, group=group, what=what, device=device)
+    if alike:
+        return complete
+    said = (problem or "").encode()
+    rows = all_gather_row(np.array([len(said), digest]), group=group, what=what, device=device)
+    if rows[:, 0].any():
+        texts = all_gather_bytes(said, sizes=rows[:, 0], group=group, what=what, device=device)
+        raise BalanceError(" | ".join(dict.fromkeys(text.decode() for text in texts if text)))
+    ranks = ranks_by_value(rows[:, 1].tolist(), group=group)
+    ranks.pop(UNKNOWN, None)
+    first, *others = ranks.values()
+    raise BalanceError(differ.format(first=first, others=" and ".join(others)))

@@ -1,22 +1,24 @@
 """Gathers the lengths of all samples on every rank, and checks that all ranks can continue.
 
-A rank must not raise an error in its own data alone: its peers would wait for ever. So the error is sent in the header,
-and every rank raises it. Ranks that gather for different steps are detected here too.
+A rank must not raise an error in its own data alone: its peers would wait for ever. So every rank states its problem,
+its settings and its schema, and sends a hash of that; where two hashes differ, all ranks read all statements, and adopt
+the one schema or raise one error. Ranks that gather for different steps are detected here too.
 
-The values of a rank are the lengths of its samples. Where any of them has several sequences, they are the number of
-sequences of each sample and then the lengths of all sequences: more values than samples, which distinguishes the two.
-Where samples have ragged keys, the entries of each of these keys follow, and where images count, the sums of their
-patches, sample after sample.
+The values of a rank are the lengths of its sequences, ~length where a sequence continues the sample before it. Where
+samples have ragged keys, the entries of each of these keys follow, and where images count, the sums of their patches,
+sample after sample.
 
 Collectives: one all_gather of a row of `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default). A second one
-carries the other values where some rank has more. One more carries schemas or error texts, where some rank has no
-samples or is at fault. All ranks decide on these from the same header.
+carries the other values where some rank has more, and one more the statements where they differ. All ranks decide on
+these from the same header.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,19 +28,17 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import patches_of_grids
 from megatron_balance.runtime.comm import all_gather_bytes, all_gather_row, ranks_by_value
-from megatron_balance.runtime.failure import cannot_go_on
+from megatron_balance.runtime.failure import MAX_NAMED, disagreement
 from megatron_balance.samples.sample import Sample, SampleSchema
 
-FAILED, FINGERPRINT, STEP, NEW_SOURCE, SCHEMA_HASH, DETAIL_NBYTES, NUM_SAMPLES, NUM_VALUES, REPORTED = range(9)
-NUM_REPORTED = 4
-"""Numbers of a rank that travel along and decide nothing: memory of its device (3) and the time of a step."""
+STEP, STATEMENT, STATEMENT_NBYTES, NUM_SEQUENCES, NUM_VALUES, REPORTED = range(6)
+NUM_REPORTED = 5
+"""Numbers of a rank that travel along: whether its iterator is new, memory of its device (3), the time of a step."""
 
 HEADER_FIELDS = REPORTED + NUM_REPORTED
 ROW_MULTIPLE = 64  # int64: 512 bytes
 INLINE_LENGTHS = 2 * ROW_MULTIPLE - HEADER_FIELDS
 """Values of a rank that the first gather of a run has room for: with its header they fill 1 KiB."""
-
-NO_SCHEMA = -1  # hashes are not negative
 
 GRID_KEYS = ("image_grid_thw", "video_grid_thw")
 PIXEL_KEYS = ("pixel_values", "images", "imgs")
@@ -49,17 +49,15 @@ class Header:
     """What a rank sends with its lengths in a run of steps.
 
     Attributes:
-        fingerprint: a hash of flags and versions, in [0, 2**63), that must be equal on all ranks.
+        settings: name → value, which must be equal on all ranks.
         step: that the samples are for, counted by the caller; equal on all ranks.
-        new_source: whether they come from another source than this rank's last ones.
         reported: `[NUM_REPORTED]` numbers for the other ranks.
         row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
             `next_row_values` of the last gather that all of them completed.
     """
 
-    fingerprint: int = 0
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
     step: int = 0
-    new_source: bool = False
     reported: Sequence[int] = (0,) * NUM_REPORTED
     row_values: int = INLINE_LENGTHS
 
@@ -75,12 +73,9 @@ class GatheredLengths:
     Attributes:
         lengths: int64 `[num_samples]`, tokens (`original_seq_len`), in the order (rank, local index).
         home_ranks: int64 `[num_samples]`, the rank in the group that loaded the sample.
-        num_samples_per_rank: int64 `[dp_size]`.
-        offset: id of this rank's first sample.
         schema: of all samples; None where no rank has any.
         num_segments: int64 `[num_samples]`, sequences of each sample, at least 1.
         segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
-        new_source: True if some rank's samples come from another source than its last ones.
         next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
         reported: int64 `[dp_size, NUM_REPORTED]`, the numbers that each rank sent along.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order.
@@ -89,12 +84,9 @@ class GatheredLengths:
 
     lengths: NDArray[np.int64]
     home_ranks: NDArray[np.int64]
-    num_samples_per_rank: NDArray[np.int64]
-    offset: int
     schema: SampleSchema | None
     num_segments: NDArray[np.int64]
     segment_lengths: NDArray[np.int64]
-    new_source: bool
     next_row_values: int
     reported: NDArray[np.int64]
     ragged_lengths: NDArray[np.int64]
@@ -130,7 +122,7 @@ def gather_sample_lengths(
 
     Raises:
         BalanceError: on every rank, naming the ranks: a problem on some rank, samples that differ on one rank or
-            between ranks, different fingerprints.
+            between ranks, different settings.
         OutOfStepError: on every rank: different steps.
     """
     schema = None
@@ -179,79 +171,63 @@ def gather_lengths(
         header: as above.
         device: as above.
     """
-    lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
-    counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
     num_ragged = 0 if schema is None else schema.num_ragged
-    values = lengths[:0]
+    sequences = values = np.zeros(0, dtype=np.int64)
     if problem is None:
+        lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
+        counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
+        sequences, first = ~lengths, np.cumsum(counts) - counts
+        sequences[first] = lengths[first]
         columns = [np.array(ragged_lengths, dtype=np.int64).reshape(len(counts), num_ragged)]
         columns += [] if image_patches is None else [image_patches]
-        several = len(lengths) != len(counts)
-        values = np.concatenate([counts[: several * len(counts)], lengths, np.hstack(columns).ravel()])
+        values = np.concatenate([sequences, np.hstack(columns).ravel()])
 
-    detail = problem.encode() if problem is not None else b"" if schema is None else schema.to_bytes()
-    room = header.row_values
+    said = [problem, {**header.settings}, None if schema is None else schema.to_text()]
+    statement, room = json.dumps(said).encode(), header.row_values
     row = np.zeros(HEADER_FIELDS + room, dtype=np.int64)
-    row[[FAILED, NEW_SOURCE]] = problem is not None, header.new_source
-    row[[FINGERPRINT, STEP]] = header.fingerprint, header.step
-    row[SCHEMA_HASH] = NO_SCHEMA if schema is None else schema.hash()
-    row[[DETAIL_NBYTES, NUM_SAMPLES, NUM_VALUES]] = len(detail), len(counts) * (problem is None), len(values)
+    row[STEP] = header.step
+    row[STATEMENT] = int.from_bytes(hashlib.sha256(statement).digest()[:8], "little", signed=True)
+    row[STATEMENT_NBYTES:REPORTED] = len(statement), len(sequences), len(values)
     row[REPORTED:HEADER_FIELDS] = header.reported
     row[HEADER_FIELDS : HEADER_FIELDS + len(values)] = values[:room]
     headers = all_gather_row(row, group=group, device=device, what="the lengths of all ranks' samples (gather)")
-
-    if len({*headers[:, FINGERPRINT].tolist()}) > 1:
-        seen = _seen([f"{value:#x}" for value in headers[:, FINGERPRINT].tolist()], group=group)
-        raise BalanceError(
-            f"Ranks were started with different balance settings or versions (fingerprints {seen}): "
-            "give every rank the same command line and the same installation."
-        )
-    if len({*headers[:, STEP].tolist()}) > 1:
+    steps = ranks_by_value(headers[:, STEP].tolist(), group=group)
+    if len(steps) > 1:
+        of_ranks = "; ".join(f"{step} on {ranks}" for step, ranks in steps.items())
         raise OutOfStepError(
-            "Ranks make different steps of this run at the same time, counted from 0: "
-            f"{_seen(headers[:, STEP].tolist(), group=group)}. To some of them came "
-            "another iterator than the one that their next step was prepared from, and not to all. Pass a new iterator "
-            "on every rank or on none, or set --no-balance-overlap."
+            f"Ranks make different steps of this run at the same time, counted from 0: {of_ranks}. To some of them "
+            "came another iterator than the one that their next step was prepared from, and not to all. Pass a new "
+            "iterator on every rank or on none, or set --no-balance-overlap."
         )
-    failed, hashes = headers[:, FAILED] != 0, headers[:, SCHEMA_HASH]
-    if failed.any() or len({*hashes.tolist()}) > 1:
+    if len({*headers[:, STATEMENT].tolist()}) > 1 or problem is not None:
         what = "the schemas or errors of all ranks (gather)"
-        details = all_gather_bytes(detail, sizes=headers[:, DETAIL_NBYTES], group=group, device=device, what=what)
-        if failed.any():
-            raise cannot_go_on(failed, texts=details, group=group)
-        schema = _agreed_schema(details, group=group)
+        sizes = headers[:, STATEMENT_NBYTES]
+        texts = all_gather_bytes(statement, sizes=sizes, group=group, device=device, what=what)
+        schema = _agreed_schema(texts, group=group)
 
-    num_values, num_samples = headers[:, NUM_VALUES], headers[:, NUM_SAMPLES]
-    padded = headers[:, HEADER_FIELDS:]
-    most = int(num_values.max())
+    padded, most = headers[:, HEADER_FIELDS:], int(headers[:, NUM_VALUES].max())
     if most > room:
         rest = np.zeros(most - room, dtype=np.int64)
         rest[: max(len(values) - room, 0)] = values[room:]
         more = all_gather_row(rest, group=group, device=device, what="the remaining lengths (gather)")
         padded = np.concatenate([padded, more], axis=1)
 
+    num_sequences, place = headers[:, NUM_SEQUENCES, None], np.arange(padded.shape[1])
+    is_sequence = place < num_sequences
+    sequences = padded[is_sequence]
+    starts = np.flatnonzero(sequences >= 0)
+    segment_lengths = np.where(sequences < 0, ~sequences, sequences)
     num_ragged = 0 if schema is None else schema.num_ragged
     num_columns = num_ragged + (0 if image_patches is None else 2)
-    all_counts, all_lengths, beside = zip(
-        *(
-            _read(row[:stop], num_samples=num, num_columns=num_columns)
-            for row, stop, num in zip(padded, num_values.tolist(), num_samples.tolist(), strict=True)
-        ),
-        strict=True,
-    )
-    segments, segment_lengths, table = map(np.concatenate, (all_counts, all_lengths, beside))
-    starts = np.cumsum(segments) - segments
+    table = padded[~is_sequence & (place < headers[:, NUM_VALUES, None])].reshape(len(starts), num_columns)
     # Room for a quarter more than the rank with the most values has: from step to step numbers rarely vary by more.
     next_row = -(-(HEADER_FIELDS + most * 5 // 4) // ROW_MULTIPLE) * ROW_MULTIPLE
     return GatheredLengths(
         lengths=np.add.reduceat(segment_lengths, starts) if len(starts) else segment_lengths,
-        home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_samples),
-        num_samples_per_rank=num_samples,
-        offset=int(num_samples[: group.rank()].sum()),
+        home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_sequences[:, 0])[starts],
         schema=schema,
-        num_segments=segments,
+        num_segments=np.diff(starts, append=len(sequences)),
         segment_lengths=segment_lengths,
-        new_source=bool(headers[:, NEW_SOURCE].any()),
         reported=headers[:, REPORTED:HEADER_FIELDS],
         next_row_values=max(INLINE_LENGTHS, next_row - HEADER_FIELDS),
         ragged_lengths=table[:, :num_ragged],
@@ -259,32 +235,19 @@ def gather_lengths(
     )
 
 
-def _read(
-    values: NDArray[np.int64], *, num_samples: int, num_columns: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of one rank: sequences of each sample, lengths of all sequences, and `[num_samples, num_columns]` beside them."""
-    end = len(values) - num_samples * num_columns
-    start = num_samples if end > num_samples else 0
-    lengths = values[start:end]
-    return values[:start] if start else np.ones_like(lengths), lengths, values[end:].reshape(num_samples, num_columns)
-
-
-def _agreed_schema(details: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:
-    """The one schema of the ranks that have one; raises where there are two."""
+def _agreed_schema(statements: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:
+    """The one schema of the ranks that have one; raises where there are two, or ranks cannot go on."""
+    problems, settings, schemas = zip(*map(json.loads, statements), strict=True)
+    if reason := disagreement(problems, settings, group=group):
+        raise BalanceError(reason)
     (first, first_ranks), *others = (
-        (SampleSchema.from_bytes(detail), ranks)
-        for detail, ranks in ranks_by_value(details, group=group).items()
-        if detail
+        (SampleSchema.from_text(text), ranks)
+        for text, ranks in ranks_by_value(schemas, group=group).items()
+        if text is not None
     )
-    phrases = [f"on {ranks} " + ", ".join(schema.differences(first)) for schema, ranks in others]
-    if phrases:
-        raise BalanceError(f"Samples differ from those of {first_ranks}: " + "; ".join(phrases[:8]) + ".")
+    if phrases := [f"on {ranks} " + ", ".join(schema.differences(first)) for schema, ranks in others]:
+        raise BalanceError(f"Samples differ from those of {first_ranks}: " + "; ".join(phrases[:MAX_NAMED]) + ".")
     return first
-
-
-def _seen(values: Sequence[int | str], *, group: dist.ProcessGroup) -> str:
-    """Each value and the ranks that have it."""
-    return "; ".join(f"{value} on {ranks}" for value, ranks in ranks_by_value(values, group=group).items())
 
 
 def image_patches(samples: Sequence[Sample], *, patch_values: int) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.comm import named_ranks, ranks_by_value, waiting_for
+from megatron_balance.runtime.comm import named_ranks, waiting_for
+from megatron_balance.runtime.failure import disagreement
 
 ROOT = "megatron_balance"
 SLICE = timedelta(seconds=1)  # a wait is cut into these: between two of them Ctrl-C is heard
@@ -28,8 +29,6 @@ READ_SECONDS = 10.0
 
 JUDGING_SHARE = 0.9
 """Part of the timeout after which rank 0 no longer waits, so that the others still get the names of missing ranks."""
-
-MAX_SETTINGS_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,7 @@ def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem:
     """
 
     def judge(texts: list[str]) -> tuple[str, list[str]]:
-        problems, of_ranks = zip(*map(json.loads, texts), strict=True)
-        named = [f"{ranks}: {said}" for said, ranks in ranks_by_value(problems).items() if said is not None]
-        return " | ".join(named[:MAX_SETTINGS_NAMED]) or differences(of_ranks), []
+        return disagreement(*zip(*map(json.loads, texts), strict=True)), []
 
     _meet(json.dumps([problem, {**settings}]), meeting=meeting, topic=topic, judge=judge)
 
@@ -102,27 +99,6 @@ def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]
     if problem:
         raise BalanceError(problem)
     return answer
-
-
-def differences(settings: Sequence[Mapping[str, str]]) -> str:
-    """Differences between ranks, as text: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
-
-    A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
-    """
-    phrases: dict[bool, list[str]] = {True: [], False: []}
-    for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
-        ranks = ranks_by_value(of_rank.get(name, "not set") for of_rank in settings)
-        if len(ranks) > 1:
-            phrase = f"{name} is " + " and ".join(f"{value} on {on}" for value, on in ranks.items())
-            phrases[all(name in of_rank for of_rank in settings)].append(phrase)
-    found = phrases[True] or phrases[False]
-    if not found:
-        return ""
-    more = f"; and {len(found) - MAX_SETTINGS_NAMED} more" if len(found) > MAX_SETTINGS_NAMED else ""
-    return (
-        f"Ranks were started differently: {'; '.join(found[:MAX_SETTINGS_NAMED])}{more}. Give every rank the same "
-        "command line and the same installation."
-    )
 
 
 def _came(store: Store, key: str, *, until: float) -> bool:

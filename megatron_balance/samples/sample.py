@@ -6,7 +6,6 @@ bytes, so that no sizes are sent with the samples.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,24 +209,19 @@ class SampleSchema:
             if here != there:
                 yield f"{name!r} is {here or 'missing'} where the other has {there or 'no such key'}"
 
-    def hash(self) -> int:
-        """A number below 2**63 that is equal where the schemas are."""
-        return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:8], "big") >> 1
-
-    def to_bytes(self) -> bytes:
-        """JSON, so that a peer's bytes are read and never executed."""
-        rows = [[key.name, key.dtype_name, key.shape, key.kind] for key in self.keys]
-        return json.dumps(rows, separators=(",", ":")).encode()
+    def to_text(self) -> str:
+        """JSON, so that a peer's text is read and never executed."""
+        return json.dumps([[key.name, key.dtype_name, key.shape, key.kind] for key in self.keys])
 
     @staticmethod
-    def from_bytes(data: bytes) -> SampleSchema:
-        """The inverse of `to_bytes`.
+    def from_text(text: str) -> SampleSchema:
+        """The inverse of `to_text`.
 
         Raises:
             BalanceError: a dtype that this torch does not have.
         """
         keys: list[KeySpec] = []
-        for name, dtype_name, shape, kind in json.loads(data):
+        for name, dtype_name, shape, kind in json.loads(text):
             dtype = getattr(torch, dtype_name, None)
             if not isinstance(dtype, torch.dtype):
                 raise BalanceError(f"Key {name!r} has dtype {dtype_name!r}, which torch {torch.__version__} lacks.")

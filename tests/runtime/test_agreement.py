@@ -56,7 +56,7 @@ def test_a_verdict_is_not_taken_for_that_of_the_next_meeting():
 
 def test_a_problem_on_one_rank_is_every_ranks():
     heard = meet([{}, {}, {}], problems={2: "the file is not there"})
-    assert heard == ["rank 2: the file is not there"] * 3
+    assert heard == ["rank 2 cannot go on: the file is not there"] * 3
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,9 @@ def test_different_schemas_raise_on_every_rank(world4: Any, kind: str, phrase: s
 @pytest.mark.parametrize(
     ("kind", "phrase"),
     [
-        ("problem", "rank 1 cannot go on. rank 1: the file ended — early"),
-        ("mixed", "rank 1 cannot go on. rank 1: Sample 1 differs from sample 0"),
-        ("fingerprint", "0x0 on rank 0; 0xbeef on rank 1"),
+        ("problem", "rank 1 cannot go on: the file ended — early"),
+        ("mixed", "rank 1 cannot go on: Sample 1 differs from sample 0"),
+        ("settings", "cap is not set on rank 0 and 8 on rank 1"),
     ],
 )
 def test_a_problem_on_one_rank_raises_on_every_rank(world2: Any, kind: str, phrase: str) -> None:

@@ -6,7 +6,6 @@ Needs torch, which an adapter may be imported without.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -56,8 +55,7 @@ def agreed_microbatches(
     limits or costs differ, every rank of the group raises a BalanceError.
     """
     rows = np.asarray(lengths, dtype=np.int64)
-    limits = repr((max_tokens, least, multiple, rows_per_unit, cost_model))
-    fingerprint = int.from_bytes(hashlib.sha256(limits.encode()).digest()[:8], "little") >> 1
+    header = Header({"limits": repr((max_tokens, least, multiple, rows_per_unit, cost_model))})
     while True:
         slots, problem = [], None
         try:
@@ -69,7 +67,7 @@ def agreed_microbatches(
         if group is None:
             break
         counts = gather_lengths(
-            [len(slots)], group=group, schema=_COUNTS, problem=problem, header=Header(fingerprint), device=device
+            [len(slots)], group=group, schema=_COUNTS, problem=problem, header=header, device=device
         ).lengths
         least = int(counts.max())
         if (counts == least).all():

@@ -70,7 +70,7 @@ def shuffle(
     returned = [finish_shuffle(self, batch, pending)]
     if return_indices or return_workloads:
         gathered, size, dp_size = pending.gathered, batch.batch_size, pending.group.size()
-        within_rank = np.concatenate([np.arange(count) for count in gathered.num_samples_per_rank])
+        within_rank = np.concatenate([np.arange(count) for count in np.bincount(gathered.home_ranks)])
         positions = gathered.home_ranks * size + within_rank
         indices = _indices(positions, ranks=pending.plan.result(), dp_size=dp_size, batch_size=size)
         of_rows = np.zeros(dp_size * size, dtype=np.int64)

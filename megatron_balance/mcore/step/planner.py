@@ -13,7 +13,6 @@ packed; the plan depends on gathered lengths and flags alone; no step is returne
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,7 +29,7 @@ from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.source import Fetched, SampleOrigin, split_items
 from megatron_balance.planner import DataSchedule, Images
-from megatron_balance.runtime.exchange import HostBuffers, reroute_samples
+from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, check_same_schedule
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
@@ -50,7 +49,7 @@ def warn_of(text: str) -> None:
 
 
 def _no_report(number: int) -> Sequence[int]:
-    return (0,) * NUM_REPORTED
+    return (0,) * (NUM_REPORTED - 1)
 
 
 class StepPlanner:
@@ -87,20 +86,21 @@ class StepPlanner:
         # Plans with dynamic context-parallel sizes take no images.
         counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
         self._patch_values = settings.costs.patch_values if counts_images else None
-        self._buffers = HostBuffers()
         self._plans = PlanProcess(timeout=settings.timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
         # Called with the number of a step: what goes to the other data-parallel ranks with the lengths of its samples.
         self.report: Callable[[int], Sequence[int]] = _no_report
         # Ranks that were started with different flags or versions would plan differently: they find out here.
-        text = f"{megatron_balance.__version__} {settings}"
-        self._fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+        self._compared = {
+            "version of megatron_balance": megatron_balance.__version__,
+            **{k: str(v) for k, v in vars(settings).items()},
+        }
 
     def of_evaluation(self, limits: Limits) -> StepPlanner:
         """Makes the steps of evaluation, over the same group: never at the same time as those of training."""
         other = copy.copy(self)
         other.limits, other.report, other._origin = limits, _no_report, None
-        other._fingerprint ^= 1
+        other._compared = self._compared | {"evaluates": "yes"}
         return other
 
     @property
@@ -138,7 +138,7 @@ class StepPlanner:
                 group=group,
                 problem=None if failure is None else failure.problem,
                 patch_values=self._patch_values,
-                header=Header(self._fingerprint, number, new_iterator, self.report(number), self._row_values),
+                header=Header(self._compared, number, (new_iterator, *self.report(number)), self._row_values),
             )
         except BalanceError as agreed:
             raise agreed from failure.error if failure else agreed.__cause__
@@ -163,7 +163,6 @@ class StepPlanner:
             destinations=destinations,
             gathered=gathered,
             group=group,
-            buffers=self._buffers,
         )
         slots = replica[self.cp_rank if dynamic else 0]
         packs = pack(
@@ -183,10 +182,10 @@ class StepPlanner:
             figures,
             microbatches=packs,
             schedule=schedule,
-            reported=gathered.reported,
+            reported=gathered.reported[:, 1:],
             # Leaves of a replica run different packs, made from what all of them loaded.
             fingerprint=(digest ^ checksum(samples if dynamic else packs)) & (2**63 - 1),
-            new_iterator=gathered.new_source,
+            new_iterator=bool(gathered.reported[:, 0].any()),
             number=number,
         )
 

@@ -2,7 +2,7 @@
 
 The ranks that load data are the first of every tensor-parallel group, in every context-parallel rank and in those
 pipeline stages where the loop has an iterator: each makes steps with its own data-parallel group (`planner.py`). As the
-step begins, they pass it on to the other ranks of their model replica (`runtime/replica.py`).
+step begins, they pass it on to the other ranks of their model replica (`runtime/failure.py`).
 
 The thread pulls and makes the next step once the same iterator was passed twice in a row on every data-parallel rank: a
 loop that passes a new iterator each step is never read ahead. What was made is used if its items are the same objects
@@ -34,10 +34,9 @@ from megatron_balance.mcore.step.packs import stage_microbatches
 from megatron_balance.mcore.step.planner import StepPlanner, warn_of
 from megatron_balance.mcore.step.source import PullAhead, Sources, pull
 from megatron_balance.runtime.comm import PeerError
-from megatron_balance.runtime.failure import Failure, attempt
+from megatron_balance.runtime.failure import Failure, attempt, share
 from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.process import close_on_undo
-from megatron_balance.runtime.replica import share
 
 _Prepared = tuple[PullAhead, list[Any], BalancedStep]
 """A step that the thread made; where its items come from, and they, by which the step that begins recognizes it."""

@@ -69,7 +69,7 @@ def test_a_load_that_fails_raises_on_all_and_the_next_one_works(world):
         else:
             assert first == (
                 "BalanceError",
-                "rank 1 cannot go on. rank 1: it loads for all, and failed: KeyError: 'prompt 0'",
+                "rank 1 cannot go on: it loads for all, and failed: KeyError: 'prompt 0'",
             )
             assert second[0] == "BalanceError"
             assert third == []

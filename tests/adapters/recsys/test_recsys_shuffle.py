@@ -102,8 +102,8 @@ def test_in_two_halves_with_two_batches_under_way(ranks):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("dense", "rank 1 cannot go on. rank 1: user has shape [3, 3]"),
-        ("float", "rank 1 cannot go on. rank 1: get_workloads gave torch.float32"),
+        ("dense", "rank 1 cannot go on: user has shape [3, 3]"),
+        ("float", "rank 1 cannot go on: get_workloads gave torch.float32"),
         ("rows", "'rows of a batch' is float32 [5, 0] where the other has float32 [4, 0]"),
     ],
 )
