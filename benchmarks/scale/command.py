@@ -101,7 +101,7 @@ def _of_worlds(figures: Mapping[str, Any]) -> str:
             f"{world['sent_nbytes'] / 1024:.0f}",
             f"{world['num_peers']:.1f}",
             world["more_sockets"],
-            f"{world['more_private_bytes'] / 2**20:.1f}",
+            f"{world['more_anonymous_bytes'] / 2**20:.1f}",
             f"{world['groups_seconds']:.2f}",
         )
         for world in figures["worlds"]

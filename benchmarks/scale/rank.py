@@ -97,15 +97,18 @@ class RankRun:
 
 
 def held() -> dict[str, int]:
-    """Open files, sockets among them, threads and private bytes of this process."""
+    """Open files, sockets among them, threads and anonymous bytes of this process.
+
+    Private bytes would also count what a fork shares with the others until a reference count is written.
+    """
     files = [os.readlink(entry) for entry in _links(Path("/proc/self/fd"))]
     memory = Path("/proc/self/smaps_rollup").read_text()
-    private = sum(int(kib) for kib in re.findall(r"^Private_\w+: +(\d+) kB", memory, flags=re.MULTILINE))
+    [anonymous] = re.findall(r"^Anonymous: +(\d+) kB", memory, flags=re.MULTILINE)
     return {
         "num_files": len(files),
         "num_sockets": sum(file.startswith("socket:") for file in files),
         "num_threads": len(os.listdir("/proc/self/task")),
-        "private_bytes": 1024 * private,
+        "anonymous_bytes": 1024 * int(anonymous),
     }
 
 

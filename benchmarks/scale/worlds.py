@@ -94,5 +94,5 @@ def summary(ranks: Sequence[Any], *, world: World) -> dict[str, Any]:
         "num_peers": statistics.fmean(num for rank in readers for num in rank["num_peers"]),
         "groups_seconds": max(rank["groups_seconds"] for rank in ranks),
         "more_sockets": max(rank["more"]["num_sockets"] for rank in ranks),
-        "more_private_bytes": statistics.fmean(rank["more"]["private_bytes"] for rank in ranks),
+        "more_anonymous_bytes": statistics.fmean(rank["more"]["anonymous_bytes"] for rank in ranks),
     }
