@@ -6,14 +6,14 @@ configs.json has a row for each type: the keys that are read, and the weights of
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_balance import BalanceError, ModelShape
+from megatron_balance import BalanceError, CostModel, ModelShape
 from megatron_balance.model import FAMILIES, PRESETS, ROWS, num_parameters
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text(encoding="utf-8"))
@@ -48,30 +48,13 @@ def test_a_known_type_has_the_weights_of_transformers_model(model_type: str) -> 
     assert num_parameters(shape) == pytest.approx(parameters, rel=4e-4)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS["read"])
-def test_a_known_type_under_another_name_gives_the_same_fields(model_type: str) -> None:
-    config, _ = CONFIGS["read"][model_type]
-    fixed_by_its_class = (
-        "attn_output_gate",
-        "gated_mlp",
-        "hidden_act",
-        "every_layer_windowed",
-        "use_sliding_window",
-        "num_shared_experts",
-    )
-    filled = {key: value for key, value in FAMILIES[model_type].items() if key in fixed_by_its_class} | config
-    renamed, (warning,) = read(filled | {"model_type": "a_new_name"})
-    assert renamed == ModelShape.from_hf_config(config)
-    assert "'a_new_name' is not known" in warning
-    assert "hidden_size" in warning
-    assert f"{num_parameters(renamed) / 1e9:.2f} billion" in warning
-
-
 @pytest.mark.parametrize("model_type", CONFIGS["generic"])
 def test_an_unknown_type_is_read_by_its_keys_with_a_warning(model_type: str) -> None:
     config, parameters = CONFIGS["generic"][model_type]
     shape, warned = read(config)
     assert f"{model_type!r} is not known" in warned[0]
+    assert "hidden_size" in warned[0]
+    assert f"{num_parameters(shape) / 1e9:.2f} billion" in warned[0]
     assert num_parameters(shape) == pytest.approx(parameters, rel=0.01)
 
 
@@ -254,16 +237,42 @@ def test_names_are_case_insensitive_and_an_unknown_one_lists_them() -> None:
         ModelShape.preset("gpt5")
 
 
-def test_the_layers_of_presets_are_the_real_patterns() -> None:
-    def kinds(name: str, first: int) -> list[Any]:
-        return [(layer.mixer, layer.mlp, layer.window) for layer in ModelShape.preset(name).decoder_layers()[:first]]
+# docs/models.md, which says what is read, refused and preset -----------------------------------------
 
-    linear, full = ("gated_delta_net", "moe", 0), ("attention", "moe", 0)
-    assert kinds("Qwen3.5-35B-A3B", 4) == kinds("Qwen3-Next-80B-A3B", 4) == [linear] * 3 + [full]
-    assert kinds("gpt-oss-120b", 3) == [("attention", "moe", 128), full, ("attention", "moe", 128)]
-    assert kinds("DeepSeek-V3.2", 4) == [("dsa", "dense", 0)] * 3 + [("dsa", "moe", 0)]
-    assert kinds("Nemotron-3-Nano-30B-A3B", 3) == [("mamba", None, 0), (None, "moe", 0), ("mamba", None, 0)]
-    # num_nextn_predict_layers is a choice of the run.
-    assert ModelShape.preset("DeepSeek-V3").mtp_num_layers == 0
-    sparse = {"dsa_indexer_n_heads": 0, "dsa_indexer_head_dim": 0, "dsa_indexer_topk": 0}
-    assert replace(ModelShape.preset("DeepSeek-V3.2"), **sparse) == ModelShape.preset("DeepSeek-V3")
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+
+
+def names(after: str, before: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", PAGE.split(after)[1].split(before)[0])
+
+
+def rows(heading: str) -> list[list[str]]:
+    table = PAGE.split(heading)[1].split("\n\n")[0]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
+    ]
+
+
+def test_every_family_has_a_cost_by_its_preset() -> None:
+    for family, _, preset in rows("\n| family"):
+        assert CostModel.from_shape(ModelShape.preset(preset)).linear > 0, family
+    kinds = {layer.mixer for *_, preset in rows("\n| family") for layer in ModelShape.preset(preset).decoder_layers()}
+    assert kinds == {"attention", "mla", "dsa", "gated_delta_net", "mamba", None}
+
+
+def test_known_and_refused_types_are_those_of_the_reader() -> None:
+    assert names("configs.json`).", "Another type") == sorted(FAMILIES)
+    for refused in names("record.", "So is any file"):
+        with pytest.raises(BalanceError, match="FLOPs are not known"):
+            ModelShape.from_hf_config({**PRESETS["Qwen3-8B"], "model_type": refused})
+    for key in names("one of these keys:", "## Presets"):
+        with pytest.raises(BalanceError, match="FLOPs are not known"):
+            ModelShape.from_hf_config({**PRESETS["Qwen3-8B"], "model_type": "new", key: 1})
+
+
+def test_presets_are_those_of_the_package() -> None:
+    for (name, read, published, source), (expected, row) in zip(rows("\n| preset"), ROWS.items(), strict=True):
+        tied = row["config"].get("tie_word_embeddings", False)
+        assert (name, source) == (expected, row["source"])
+        assert read == f"{num_parameters(ModelShape.preset(name), tied=tied) / 1e9:.2f}"
+        assert published == f"{row['parameters'] / 1e9:.2f}, {row['published']}"
