@@ -26,7 +26,6 @@ DOCUMENTS = "--dataloader-inter-document-masking --pipeline-model-parallel-size 
 ALLGATHER = "--moe-token-dispatcher-type allgather --num-experts 4"
 
 REFUSED = [
-    "--perform-rl-step --rl-use-sequence-packing",
     "--tp-comm-overlap",
     "--use-ring-exchange-p2p --pipeline-model-parallel-size 2",
     "--pipeline-model-parallel-comm-backend ucc --pipeline-model-parallel-size 2",
@@ -36,7 +35,6 @@ REFUSED = [
     "--expert-tensor-parallel-num-weight-shards 2",
     "--fake-process-group",
     f"{ALLGATHER} --expert-model-parallel-size 2",
-    f"{ALLGATHER} --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
     f"{ALLGATHER} --tensor-model-parallel-size 2 --context-parallel-size 3 --expert-model-parallel-size 2",
     f"--moe-flex-dispatcher-backend hybridep {FLEX}",
     f"--moe-flex-dispatcher-backend ncclep {FLEX}",
@@ -44,15 +42,12 @@ REFUSED = [
     f"--moe-expert-rank-capacity-factor 1.5 {EXPERTS}",
     f"--moe-paged-stash {EXPERTS}",
     f"--moe-router-load-balancing-type sinkhorn {EXPERTS}",
-    f"--moe-router-load-balancing-type quantile_balancing {EXPERTS}",
     f"--moe-enable-routing-replay {EXPERTS}",
     f"--overlap-moe-expert-parallel-comm {EXPERTS}",
     "--window-size 64,0 --context-parallel-size 2",
     "--attention-backend unfused",
-    "--attention-backend local",
     "--transformer-impl local --seq-length 8",
     "--softmax-type learnable --context-parallel-size 2",
-    "--softmax-type off-by-one --context-parallel-size 2 --cp-comm-type all_gather",
     f"--softmax-type learnable {SIZED}",
     "--qk-clip",
     "--log-max-attention-logit",
@@ -108,7 +103,6 @@ REFUSED = [
     "--balance-context-parallel",
     "--balance-context-parallel --no-balance-data --use-dynamic-batch-size --max-tokens-per-gpu 4096",
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",
-    "--max-tokens-per-gpu -5 --use-dynamic-batch-size",
     f"--balance-shape-bucket 0 {PACKED}",
     f"--balance-evaluation {SIZED}",
 ]

@@ -17,7 +17,6 @@ from megatron_balance import BalanceError
 from megatron_balance.mcore.dynamic_cp import connect
 from megatron_balance.runtime import (
     Header,
-    check_same_schedule,
     gather_lengths,
     gather_sample_lengths,
     reroute_samples,
@@ -150,16 +149,21 @@ def reroute(
 
 
 def reroute_random(count: int) -> int:
-    """Exchanges of drawn lengths, sequences and destinations: the samples that arrived here."""
+    """Exchanges of drawn lengths, sequences and destinations: the samples that arrived here.
+
+    Among them one without samples, one without tokens, and one in which nothing moves.
+    """
     num_ranks, arrived = world().size(), 0
     for seed in range(count):
         rng = np.random.default_rng(seed)
         lengths: list[list[Any]] = [[] for _ in range(num_ranks)]
         for of_rank in lengths:
-            for _ in range(int(rng.integers(0, 7))):
-                sequences = rng.integers(0, 40, size=rng.integers(1, 4)).tolist()
+            for _ in range(int(rng.integers(0, 7)) if seed else 0):
+                sequences = rng.integers(0, 1 if seed == 1 else 40, size=rng.integers(1, 4)).tolist()
                 of_rank.append(sequences if len(sequences) > 1 else sequences[0])
         destinations = rng.integers(0, num_ranks, size=sum(map(len, lengths))).tolist()
+        if seed == 2:
+            destinations = [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
         builder = ("ragged", "every_dtype", "small")[seed % 3]
         arrived += len(reroute(lengths, destinations, builder=builder, seed=seed) or ())
     return arrived
@@ -200,48 +204,26 @@ def share_in_replica(kinds: list[str]) -> str:
         return str(error)
 
 
-def schemas_differ(kind: str) -> str:
-    """Rank 1's samples are of another kind."""
-    group = world()
-    tokens, loss_mask = torch.zeros(3, dtype=torch.int64), torch.ones(3)
-    per_token = {"tokens": tokens, "loss_mask": loss_mask}
-    if group.rank() == 1:
-        per_token = {
-            "dtype": {"tokens": tokens, "loss_mask": loss_mask.double()},
-            "key": {"tokens": tokens, "loss_mask": loss_mask, "advantages": loss_mask},
-            "shape": {"tokens": tokens, "loss_mask": loss_mask[:, None]},
-        }[kind]
-    samples = [Sample(per_token)] if group.rank() != 0 or kind != "key" else []
-    return expect_error(lambda: gather_sample_lengths(samples, group=group))
-
-
-def one_rank_has_a_problem(kind: str) -> str:
-    """Rank 1 cannot go on, or was started otherwise."""
-    group = world()
-    sample = Sample({"tokens": torch.zeros(3, dtype=torch.int64)})
-    schema = SampleSchema.of(sample)
-    if group.rank() != 1:
-        return expect_error(lambda: gather_lengths([3], group=group, schema=schema))
-    other = Sample({"tokens": torch.zeros(3, dtype=torch.int32)})
-    calls: dict[str, Callable[[], Any]] = {
-        "problem": lambda: gather_lengths([3], group=group, schema=schema, problem="the file ended — early"),
-        "mixed": lambda: gather_sample_lengths([sample, other], group=group),
-        "settings": lambda: gather_lengths([3], group=group, schema=schema, header=Header({"cap": "8"})),
+def one_rank_differs(kind: str) -> str:
+    """The error of this rank where rank 1 has samples of another kind, cannot go on, or was started otherwise."""
+    group, usual = world(), {"tokens": torch.zeros(3, dtype=torch.int64), "loss_mask": torch.ones(3)}
+    others = {
+        "dtype": [usual | {"loss_mask": torch.ones(3).double()}],
+        "shape": [usual | {"loss_mask": torch.ones(3, 1)}],
+        "key": [usual | {"advantages": torch.ones(3)}],
+        "mixed": [usual, usual | {"tokens": torch.zeros(3, dtype=torch.int32)}],
     }
-    return expect_error(calls[kind])
-
-
-def schedules_differ() -> str:
-    check_same_schedule(2**63 - 1, group=world())
-    digest = 5 if dist.get_rank() in (1, 3) else 6
-    return expect_error(lambda: check_same_schedule(digest, group=world()))
-
-
-def no_rank_has_samples() -> bool:
-    gathered = gather_lengths([], group=world())
-    assert gathered.schema is None
-    assert gathered.lengths.shape == (0,)
-    return reroute_samples([], destinations=np.zeros(0, dtype=np.int64), gathered=gathered, group=world()) == {}
+    reports: dict[str, dict[str, Any]] = {
+        "problem": {"problem": "the file ended — early"},
+        "settings": {"header": Header({"cap": "8"})},
+    }
+    differs = group.rank() == 1
+    if kind in reports:
+        schema = SampleSchema.of(Sample(usual))
+        said = reports[kind] if differs else {}
+        return expect_error(lambda: gather_lengths([3], group=group, schema=schema, **said))
+    rows = others[kind] if differs else [usual] * (kind != "key" or group.rank() > 0)
+    return expect_error(lambda: gather_sample_lengths([Sample(row) for row in rows], group=group))
 
 
 def wrong_arguments() -> list[str]:
