@@ -217,20 +217,17 @@ def is_record(path: Path) -> bool:
 
 def _take_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -> None:
     """Puts the seconds of a rank into their step; a step that is not there, or has other slots, is left alone."""
-    seconds: NDArray[np.float64] = np.array(
-        [np.nan if value is None else value for value in line["seconds"]], dtype=float
-    )
+    seconds = np.array([np.nan if value is None else value for value in line["seconds"]], dtype=float)
     if seconds.ndim != 1 or np.isinf(seconds).any() or (seconds < 0).any():
         raise ValueError("seconds are infinite, or below 0")
     rank, iteration = line["rank"], line["iteration"]
     if type(rank) is not int or type(iteration) is not int or rank < 0:
         raise ValueError(f"rank is {rank!r}, iteration {iteration!r}")
     step = steps.get(iteration)
-    if step is None or rank >= len(step.seconds):
-        return
-    num_slots = int((step.cp_size_grid[rank] > 0).sum())
-    if seconds.size == num_slots:
-        step.seconds[rank, :num_slots] = seconds
+    if step is not None and rank < len(step.seconds):
+        there = step.cp_size_grid[rank] > 0
+        if seconds.size == there.sum():
+            step.seconds[rank, there] = seconds
 
 
 def text_of(line: Mapping[str, Any]) -> bytes:

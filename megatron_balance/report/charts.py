@@ -25,7 +25,7 @@ COLOURS = {
     "measured": "#0f9d68",
     "neutral": "#8c959f",
 }
-TITLES = {"stock": "stock, predicted", "planned": "planned"}
+TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measured"}
 """Name of a policy in charts and tables."""
 
 MAX_POINTS = 1500
@@ -50,10 +50,8 @@ def charts_of(figures: RunFigures) -> list[Chart]:
 
 def _imbalance(figures: RunFigures) -> Chart:
     lines = {name: (TITLES[name], policy.imbalance) for name, policy in figures.policies.items()}
-    if figures.is_measured:
-        lines["measured"] = ("measured", figures.measured_imbalance)
     text = ", ".join(f"{label} {np.nanmean(values):.3f}" for label, values in lines.values())
-    in_slots = figures.info.objective == "microbatch"
+    in_slots = figures.record.info.objective == "microbatch"
     slowest = "The slowest rank's time in each micro-batch, summed," if in_slots else "The busiest rank's time"
     return Chart(
         "imbalance",
@@ -96,7 +94,7 @@ def _over_steps(
 
 def _lengths(figures: RunFigures) -> Chart:
     """Parts of the sequences and of the cost, by the run's first cost model, up to each length."""
-    info = figures.info
+    info = figures.record.info
     lengths, counts = np.unique(np.concatenate([step.segments for step in figures.record.steps]), return_counts=True)
     costs = counts * np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
     total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(costs)
@@ -139,10 +137,10 @@ def _fit(figures: RunFigures) -> Chart:
     caption = f"Off by {figures.median_error:.1%} (median) over {num_points:,} micro-batches. "
     caption += (
         "One factor, from cost to seconds, was fitted to this run; the rest is the cost model's error and noise."
-        if figures.scale.fitted
+        if figures.planned.scale.fitted
         else "Predictions are in seconds already; nothing was fitted to this run."
     )
-    if figures.info.objective == "microbatch":
+    if figures.record.info.objective == "microbatch":
         caption += " Where ranks wait for one another inside a micro-batch, only the costliest of them is compared."
     return Chart("fit", "Does the cost model predict the time?", caption, figure)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,24 +31,17 @@ from numpy.typing import NDArray
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import ScheduleMetrics, is_makespan, waiting
-from megatron_balance.record import RunInfo, RunRecord, StepRecord
+from megatron_balance.record import RunRecord, StepRecord
 
 Floats = NDArray[np.float64]
 
 _UNITS = {"tokens": "tokens", "flops": "FLOP"}
 
 
-@dataclass(frozen=True)
-class TimeScale:
-    """The factor from costs to the unit of the time axis, on one pipeline stage.
+class TimeScale(NamedTuple):
+    """From costs to the unit of the time axis, on one pipeline stage; `fitted` to measured seconds, or not."""
 
-    Attributes:
-        unit: `s`, `tokens` or `FLOP`.
-        per_cost: units per unit of the run's cost model.
-        fitted: `per_cost` was fitted to measured seconds.
-    """
-
-    unit: str
+    unit: str  # s, tokens or FLOP
     per_cost: float
     fitted: bool = False
 
@@ -72,17 +66,19 @@ def _own_seconds(step: StepRecord) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class PolicyFigures:
-    """One policy over all steps.
+    """All steps under one policy, as predicted or as measured.
 
     Attributes:
         steps: `[num_steps]` with the slots of this policy, and the costs that judge it.
         scale: from costs to time.
         rows_of_rank: leaves that a row is drawn as: above 1 for one size beside a plan with dynamic sizes.
+        measured: times are those measured, NaN where a step was not.
     """
 
     steps: Sequence[StepRecord]
     scale: TimeScale
     rows_of_rank: int = 1
+    measured: bool = False
 
     @cached_property
     def metrics(self) -> tuple[ScheduleMetrics, ...]:
@@ -101,15 +97,32 @@ class PolicyFigures:
     @cached_property
     def imbalance(self) -> Floats:
         """`[num_steps]` slowest over mean, by the objective."""
-        return np.array([step.imbalance(step.costs) for step in self.steps])
+        return np.array([step.imbalance(step.seconds if self.measured else step.costs) for step in self.steps])
 
     @cached_property
     def times(self) -> Floats:
-        """`[num_steps]` predicted step times. A makespan is of costs that are spread over the stages already."""
+        """`[num_steps]` times of the steps. A makespan is of costs that are spread over the stages already."""
+        if self.measured:
+            return np.array([step.seconds.sum(axis=1).max() for step in self.steps])
         topology, per_cost = self.steps[0].topology, self.scale.per_cost / self.rows_of_rank
         if is_makespan(self.steps[0].objective, topology=topology):
             per_cost *= topology.pp_size
         return np.array([step.predicted_cost * per_cost for step in self.metrics])
+
+    def timeline(self, index: int) -> Timeline:
+        """One step."""
+        step, rows = self.steps[index], self.rows_of_rank
+        durations = step.seconds if self.measured else step.costs * (self.scale.per_cost / rows)
+        span = waiting(step.objective, topology=step.topology).span
+        slowest = durations.reshape(-1, span, step.num_microbatches).max(axis=1)
+        ends = np.cumsum(slowest, axis=1)
+        return Timeline(
+            starts=np.repeat(ends - slowest, span * rows, axis=0),
+            durations=np.repeat(durations, rows, axis=0),
+            total=max(0.0 if self.measured else float(self.times[index]), float(ends[:, -1].max())),
+            samples=[row for row in step.samples() for _ in range(rows)],
+            sizes=np.repeat(step.cp_size_grid, rows, axis=0),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,12 +142,6 @@ class Timeline:
     samples: list[list[list[int]]]
     sizes: NDArray[np.int64]
 
-    @property
-    def idle_fraction(self) -> float:
-        """Waiting time as a fraction of all ranks' time."""
-        all_time = self.total * len(self.durations)
-        return 1 - float(self.durations.sum()) / all_time if all_time else 0.0
-
 
 @dataclass(frozen=True, eq=False)
 class RunFigures:
@@ -142,20 +149,12 @@ class RunFigures:
 
     Attributes:
         record: the run; each of its steps holds a sample.
-        policies: `stock`, the same samples under Megatron's own sampler; `planned`, as the run planned them.
-        measured_imbalance: `[num_steps]`, NaN where a step was not measured.
-        measured_seconds: `[num_steps]` of the busiest rank's micro-batches, likewise.
+        policies: `stock`, the same samples under Megatron's own sampler; `planned`, as the run planned them;
+            `measured`, where any step was.
     """
 
     record: RunRecord
     policies: Mapping[str, PolicyFigures]
-    measured_imbalance: Floats
-    measured_seconds: Floats
-
-    @property
-    def info(self) -> RunInfo:
-        """The properties that all steps share."""
-        return self.record.info
 
     @property
     def planned(self) -> PolicyFigures:
@@ -163,45 +162,22 @@ class RunFigures:
         return self.policies["planned"]
 
     @property
-    def scale(self) -> TimeScale:
-        """From costs to time."""
-        return self.planned.scale
-
-    @property
-    def is_measured(self) -> bool:
-        """True if any step was measured."""
-        return not bool(np.isnan(self.measured_imbalance).all())
+    def latest(self) -> Floats:
+        """`[num_steps]` imbalance measured, or where it was not, planned."""
+        planned, last = self.planned.imbalance, list(self.policies.values())[-1].imbalance
+        return np.where(np.isnan(last), planned, last)
 
     @cached_property
     def predictions(self) -> Floats:
         """`[2, n]` predicted and measured seconds of the micro-batches that waited for no other rank."""
         pairs = [_own_seconds(step) for step in self.record.steps if step.is_measured]
-        return np.concatenate([np.zeros((2, 0)), *pairs], axis=1) * [[self.scale.per_cost], [1]]
+        return np.concatenate([np.zeros((2, 0)), *pairs], axis=1) * [[self.planned.scale.per_cost], [1]]
 
     @property
     def median_error(self) -> float:
         """Of the predictions, relative."""
         predicted, measured = self.predictions
         return float(np.median(np.abs(predicted / measured - 1)))
-
-    def timeline(self, name: str, index: int) -> Timeline:
-        """One step under a policy, or `measured`."""
-        policy = self.policies.get(name, self.planned)
-        step, rows, total = policy.steps[index], policy.rows_of_rank, float(policy.times[index])
-        durations = step.costs * (policy.scale.per_cost / rows)
-        if name == "measured":
-            durations, total = step.seconds, 0.0
-        durations = np.repeat(durations, rows, axis=0)
-        span = waiting(self.info.objective, topology=self.info.topology).span
-        slowest = durations.reshape(-1, span, step.num_microbatches).max(axis=1)
-        ends = np.cumsum(slowest, axis=1)
-        return Timeline(
-            starts=np.repeat(ends - slowest, span, axis=0),
-            durations=durations,
-            total=max(total, float(ends[:, -1].max())),
-            samples=[row for row in step.samples() for _ in range(rows)],
-            sizes=np.repeat(step.cp_size_grid, rows, axis=0),
-        )
 
 
 def run_figures(record: RunRecord) -> RunFigures:
@@ -211,12 +187,10 @@ def run_figures(record: RunRecord) -> RunFigures:
         raise BalanceError("the run holds no step with samples: the first is written when it has run.")
     record, topology = RunRecord(record.info, kept), record.info.topology
     scale, rows = time_scale(record), topology.cp_size if topology.dynamic_cp else 1
-    return RunFigures(
-        record=record,
-        policies={
-            "stock": PolicyFigures([step.stock() for step in kept], scale, rows),
-            "planned": PolicyFigures(kept, scale),
-        },
-        measured_imbalance=np.array([step.imbalance(step.seconds) if step.is_measured else np.nan for step in kept]),
-        measured_seconds=np.array([float(step.seconds.sum(axis=1).max()) for step in kept]),
-    )
+    policies = {
+        "stock": PolicyFigures([step.stock() for step in kept], scale, rows),
+        "planned": PolicyFigures(kept, scale),
+    }
+    if any(step.is_measured for step in kept):
+        policies["measured"] = PolicyFigures(kept, TimeScale("s", 1), measured=True)
+    return RunFigures(record, policies)

@@ -51,11 +51,11 @@ def write_page(figures: RunFigures, *, out: Path) -> None:
     stock, planned = figures.policies["stock"], figures.planned
     page = environment.from_string(_asset("page.html")).render(
         figures=figures,
-        info=figures.info,
+        info=figures.record.info,
         stock=stock,
         planned=planned,
         speed_up=float(stock.times.sum() / planned.times.sum()) if planned.times.any() else 1.0,
-        columns=[*(TITLES[name] for name in figures.policies), *(["measured"] if figures.is_measured else [])],
+        columns=[TITLES[name] for name in figures.policies],
         rows=_rows(figures),
         floor=max(step.single_sample_floor for step in planned.metrics),
         nanmean=np.nanmean,
@@ -85,21 +85,18 @@ def amount(value: float, *, unit: str) -> str:
 def _rows(figures: RunFigures) -> list[list[str]]:
     """The table: the name of a figure, its value under each policy, and measured."""
     rows: list[list[str]] = []
-    last = 1 if figures.is_measured else 0
 
-    def add(name: str, value: Callable[[PolicyFigures], str], *, measured: str = NONE) -> None:
-        rows.append([name, *map(value, figures.policies.values()), *[measured] * last])
+    def add(name: str, value: Callable[[PolicyFigures], str], *, predicted: bool = True) -> None:
+        """A row; `predicted`: of predictions alone."""
+        rows.append([name, *(NONE if predicted and one.measured else value(one) for one in figures.policies.values())])
 
-    seconds, measured = figures.measured_seconds, figures.measured_imbalance[~np.isnan(figures.measured_imbalance)]
-    for name, of_steps in (("imbalance (slowest / mean), mean", np.mean), ("imbalance, worst step", np.max)):
-        value = f"{of_steps(measured):.3f}" if measured.size else NONE
-        add(name, lambda one, of_steps=of_steps: f"{of_steps(one.imbalance):.3f}", measured=value)
-    took = amount(float(np.nanmean(seconds)), unit="s") if measured.size else NONE
-    add("step, mean", lambda one: amount(float(one.times.mean()), unit=one.scale.unit), measured=took)
+    add("imbalance (slowest / mean), mean", lambda one: f"{np.nanmean(one.imbalance):.3f}", predicted=False)
+    add("imbalance, worst step", lambda one: f"{np.nanmax(one.imbalance):.3f}", predicted=False)
+    add("step, mean", lambda one: amount(float(np.nanmean(one.times)), unit=one.scale.unit), predicted=False)
     add("above the lower bound, mean", lambda one: f"{one.mean('over_bound') - 1:+.2%}")
     add("micro-batches of a rank, mean", lambda one: f"{one.mean('num_microbatches'):.1f}")
     add("padding, mean", lambda one: f"{one.mean('padding_fraction'):.2%}")
-    if figures.info.limits.max_tokens_per_gpu is not None:
+    if figures.record.info.limits.max_tokens_per_gpu is not None:
         add("room under the token cap, least", lambda one: f"{one.least_headroom:.1%}")
     add("moved tokens, of all, mean", _moved_part)
     for name, what in (("plan", "planning"), ("exchange", "moving samples"), ("exposed", "waiting for both")):

@@ -54,14 +54,13 @@ def timeline_data(figures: RunFigures) -> tuple[str, str]:
         note += f"At least {drawn} of {num_rows:,} ranks are drawn: the busiest of each timeline, and others evenly. "
     first = order.index(next(iter(chosen)))
     steps = ",".join(chosen[index] for index in order)
-    return f'{{"unit":{json.dumps(figures.scale.unit)},"first":{first},"steps":[{steps}]}}', note
+    return f'{{"unit":{json.dumps(figures.planned.scale.unit)},"first":{first},"steps":[{steps}]}}', note
 
 
 def _by_interest(figures: RunFigures) -> dict[int, str]:
     """Labels of steps by index, by falling interest; the page opens with the first."""
-    measured = figures.measured_imbalance
-    order = np.argsort(np.where(np.isnan(measured), figures.planned.imbalance, measured), kind="stable")
-    word, last = "measured" if figures.is_measured else "planned", order.size - 1
+    order = np.argsort(figures.latest, kind="stable")
+    word, last = list(figures.policies)[-1], order.size - 1
     median = int(order[last // 2])
     labels = {median: f"median {word} imbalance"}
     # A step with several labels keeps the first: the worst step is labelled so even if it is the last.
@@ -74,10 +73,8 @@ def _by_interest(figures: RunFigures) -> dict[int, str]:
 
 def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
     step = figures.record.steps[index]
-    names = [*figures.policies, *(["measured"] if step.is_measured else [])]
-    lines = {name: figures.timeline(name, index) for name in names}
-    imbalance = {name: float(policy.imbalance[index]) for name, policy in figures.policies.items()}
-    imbalance["measured"] = float(figures.measured_imbalance[index])
+    shown = {name: one for name, one in figures.policies.items() if step.is_measured or not one.measured}
+    lines = {name: one.timeline(index) for name, one in shown.items()}
     ranks = _drawn_ranks(lines)
     tick = max(line.total for line in lines.values()) / RESOLUTION or 1.0
     panels: list[dict[str, Any]] = []
@@ -90,13 +87,13 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
                 "colour": COLOURS[name],
                 "slots": line.starts.shape[1],
                 "total": round(line.total / tick),
-                "idle": round(line.idle_fraction, 4),
-                "imbalance": round(imbalance[name], 4),
+                "idle": round(1 - float(line.durations.sum()) / ((line.total or 1.0) * len(line.durations)), 4),
+                "imbalance": round(float(shown[name].imbalance[index]), 4),
                 "starts": _ticks(line.starts[ranks], tick=tick),
                 "ends": _ticks((line.starts + line.durations)[ranks], tick=tick),
                 "counts": [len(ids) for ids in drawn],
                 "ids": [sample for ids in drawn for sample in ids],
-                "sizes": line.sizes[ranks].ravel().tolist() if figures.info.topology.dynamic_cp else [],
+                "sizes": line.sizes[ranks].ravel().tolist() if figures.record.info.topology.dynamic_cp else [],
             }
         )
     return {

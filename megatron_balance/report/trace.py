@@ -23,8 +23,8 @@ _STEPS, _RANKS = 0, 1
 
 def write_trace(figures: RunFigures, *, out: Path) -> None:
     """Write the trace of a run, one event a line."""
-    unit = figures.scale.unit
-    about = {"policy": figures.info.policy, "objective": figures.info.objective}
+    unit, info = figures.planned.scale.unit, figures.record.info
+    about = {"policy": info.policy, "objective": info.objective}
     about["time"] = "seconds" if unit == "s" else f"{unit}; the mean step is drawn as one second"
     with out.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
@@ -34,7 +34,7 @@ def write_trace(figures: RunFigures, *, out: Path) -> None:
 
 
 def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
-    dynamic, unit = figures.info.topology.dynamic_cp, figures.scale.unit
+    dynamic, unit = figures.record.info.topology.dynamic_cp, figures.planned.scale.unit
     yield _name("process_name", pid=_STEPS, name="steps")
     yield _name("process_name", pid=_RANKS, name=f"data-{' and context-' if dynamic else ''}parallel ranks")
     for rank in range(len(figures.planned.steps[0].cp_size_grid)):
@@ -42,11 +42,11 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
     microseconds = 1e6 if unit == "s" else 1e6 / (float(figures.planned.times.mean()) or 1e6)
     begin = 0.0
     for index, step in enumerate(figures.record.steps):
-        measured, predicted = step.is_measured, figures.timeline("planned", index)
-        line = figures.timeline("measured", index) if measured else predicted
+        measured, predicted = step.is_measured, figures.planned.timeline(index)
+        line = figures.policies["measured"].timeline(index) if measured else predicted
         times = {
             "planned_imbalance": float(figures.planned.imbalance[index]),
-            "measured_imbalance": float(figures.measured_imbalance[index]) if measured else None,
+            "measured_imbalance": float(figures.latest[index]) if measured else None,
             "plan_ms": step.plan_seconds * 1e3,
             "exchange_ms": step.exchange_seconds * 1e3,
             "exposed_ms": step.exposed_seconds * 1e3,
