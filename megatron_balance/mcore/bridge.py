@@ -26,7 +26,6 @@ from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import install_core, tested_version
 from megatron_balance.mcore.loop import run_of_model
 from megatron_balance.mcore.run import CurrentRun, current, run_of
-from megatron_balance.mcore.setup.training_loop import LoopState
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.samples.packing import with_attention_keys
 
@@ -172,7 +171,6 @@ def _built(config: Any, *, model: Any) -> BalancedForwardBackward | None:
         model,
         flags=[*no_overlap, "--max-tokens-per-gpu", str(settings.max_tokens_per_gpu), *settings.flags],
         cost=settings.cost,
-        state=LoopState(num_steps=config.train.train_iters),
         eval_iters=config.validation.eval_iters or 0,
         lora_rank=getattr(config.peft, "dim", 0),
         train_iters=config.train.train_iters,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,22 +42,24 @@ Schedule = Callable[..., Any]
 class BalancedForwardBackward:
     """Replaces the result of `get_forward_backward_func` while a run balances.
 
-    Every rank of the world makes one, and with it all process groups of the run. `last_step` is the data of the newest
+    Every rank of the world makes one, and with it all process groups of the run; `args` are those of Megatron's own
+    loop. `last_step` is the data of the newest
     step, for logs and tests; `in_step` while Megatron's schedule runs balanced micro-batches; `pipeline_shapes` are
     those of its messages, None where Megatron's stages exchange them.
     """
 
-    def __init__(self, settings: Settings, *, layout: Layout, state: LoopState, log: RunLog) -> None:
+    def __init__(self, settings: Settings, *, log: RunLog, args: Namespace | None) -> None:
         topology, timeout = settings.topology, settings.timeout
-        self.state = state
+        self.state = LoopState(settings.num_steps, args)
         self.last_step: BalancedStep | None = None
         self.in_step = False
         self.pipeline_shapes: PipelineShapes | None = None
         self._settings, self._log = settings, log
-        self._loads_data = layout.loads_data
+        layout = Layout.of_world(timeout=timeout)
         planner = StepPlanner(
             settings,
-            dp_group=layout.data_group(timeout=timeout),
+            # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
+            dp_group=layout.data_group(timeout=timeout, on_every_tensor_rank=args is None),
             dp_rank=layout.own.dp,
             cp_rank=layout.own.cp,
             ranks_per_node=layout.ranks_per_node,
@@ -75,7 +78,7 @@ class BalancedForwardBackward:
             )
             if taken := connect(self.context.by_size):
                 log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
-        self.observer = Watch(settings, layout=layout, planner=planner, log=log) if layout.loads_data else None
+        self.observer = Watch(settings, layout=layout, planner=planner, log=log) if planner.loads_data else None
         self._padding = RouterPadding(topology, layout.own) if settings.counts_router_tokens else None
 
     @property
@@ -160,7 +163,7 @@ class BalancedForwardBackward:
         """The iterator to pull from: chunks of a virtual pipeline all read the same rows."""
         iterators = arguments["data_iterator"]
         candidates = iterators if isinstance(iterators, list) else [iterators]
-        return next((it for it in candidates if it is not None), None) if self._loads_data else None
+        return next((it for it in candidates if it is not None), None) if self._training.planner.loads_data else None
 
     def _run(self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: Watch | None) -> Any:
         """Megatron's schedule on the micro-batches of a step."""

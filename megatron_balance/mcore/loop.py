@@ -21,7 +21,6 @@ from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import core_installation, install_core
 from megatron_balance.mcore.run import CurrentRun, build_run, run_of
 from megatron_balance.mcore.setup.flags import fill_in, parse_flags
-from megatron_balance.mcore.setup.training_loop import LoopState
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.model.shape import ModelShape
 
@@ -69,12 +68,10 @@ def balanced_schedule(
         BalanceError: on every rank: a setting that balancing does not go with, or ranks that differ.
     """
     install_core()
-    state = LoopState(num_steps=num_steps)
     run = run_of_model(
         model,
         flags=["--max-tokens-per-gpu", str(max_tokens_per_gpu), *flags],
         cost=cost,
-        state=state,
         train_iters=num_steps,
         log_interval=log_interval,
         distributed_timeout_minutes=timeout / timedelta(minutes=1),
@@ -117,7 +114,6 @@ def run_of_model(
     *,
     flags: Sequence[str],
     cost: CostModel | ModelShape | None,
-    state: LoopState,
     eval_iters: int = 0,
     lora_rank: int = 0,
     **known: Any,
@@ -180,7 +176,7 @@ def run_of_model(
         return replace(read, lora_rank=lora_rank)
 
     given = cost if isinstance(cost, CostModel) else None
-    return build_run(options, shape=shape, cost=given, state=state, on_every_tensor_rank=True)
+    return build_run(options, shape=shape, cost=given)
 
 
 def _of_modules(chunk: Any, *, inner: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ groups in the same order, those of other ranks among them.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -21,9 +22,9 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.options import Options, nothing_balances, stock_notice, why_stock
 from megatron_balance.mcore.setup.flags import refuse
-from megatron_balance.mcore.setup.layout import Layout, meeting_of_world, problem_of_bound_device
+from megatron_balance.mcore.setup.layout import meeting_of_world, problem_of_bound_device
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
-from megatron_balance.mcore.setup.training_loop import LoopState, RunLog
+from megatron_balance.mcore.setup.training_loop import RunLog
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import close_all
 from megatron_balance.runtime.start import agree
@@ -67,8 +68,7 @@ def run_of_megatron() -> BalancedForwardBackward | None:
     def build() -> BalancedForwardBackward | None:
         if not hasattr(args, "balance_data"):
             return None
-        state = LoopState(num_steps=args.train_iters, args=args)
-        return build_run(vars(args), shape=lambda: ModelShape.from_megatron_args(args), state=state)
+        return build_run(vars(args), shape=lambda: ModelShape.from_megatron_args(args), args=args)
 
     return run_of(args, build)
 
@@ -84,35 +84,16 @@ class CurrentRun:
 
 
 def build_run(
-    options: Options,
-    *,
-    shape: Callable[[], ModelShape],
-    state: LoopState,
-    cost: CostModel | None = None,
-    on_every_tensor_rank: bool = False,
+    options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None = None, args: Namespace | None = None
 ) -> BalancedForwardBackward | None:
     """The balanced run of any loop, or None where it stays stock; every rank of the world calls it.
 
-    Args:
-        options: as for `settings_of`, as are `shape` and `cost`.
-        state: of the loop.
-        on_every_tensor_rank: each rank of a tensor-parallel group may be given an iterator, not the first one alone.
+    Options, `shape` and `cost` are as for `settings_of`; `args` are those of Megatron's own loop.
 
     Raises:
         BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.
     """
     log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
-    settings = _agreed_settings(options, shape=shape, cost=cost, log=log)
-    if settings is None:
-        return None
-    layout = Layout.of_world(timeout=settings.timeout, on_every_tensor_rank=on_every_tensor_rank)
-    return BalancedForwardBackward(settings, layout=layout, state=state, log=log)
-
-
-def _agreed_settings(
-    options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None, log: RunLog
-) -> Settings | None:
-    """The settings of the run, or None where it stays stock; arguments and errors as for `build_run`."""
     settings: Settings | None = None
     reason = problem = None
     try:
@@ -134,12 +115,13 @@ def _agreed_settings(
         raise BalanceError(problem)
     if reason is not None:
         log.warn_once(stock_notice(options, reason=reason))
-    if settings is not None:
-        for line in settings.says:
-            log.say(line)
-        for line in settings.warns:
-            log.warn_once(line)
-    return settings
+    if settings is None:
+        return None
+    for line in settings.says:
+        log.say(line)
+    for line in settings.warns:
+        log.warn_once(line)
+    return BalancedForwardBackward(settings, log=log, args=args)
 
 
 def _compared(settings: Settings, *, options: Options) -> dict[str, str]:

@@ -117,7 +117,7 @@ class Watch:
     def __init__(self, settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> None:
         self._settings, self._planner, self._log = settings, planner, log
         self._prints = dist.get_rank() == 0
-        self._times = layout.is_first_of_tensor_group
+        self._times = layout.own.tp == 0
         self._on_gpu = device_kind() == "cuda"
         self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None

@@ -45,17 +45,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all ranks by their number in the world, as one of them, `rank`, knows them.
-
-    With `on_every_tensor_rank` each rank of a tensor-parallel group may load data, not the first one alone.
-    """
+    """The places of all ranks by their number in the world, as one of them, `rank`, knows them."""
 
     rank: int
     places: Sequence[Place]
-    on_every_tensor_rank: bool
 
     @classmethod
-    def of_world(cls, *, timeout: timedelta, on_every_tensor_rank: bool) -> Layout:
+    def of_world(cls, *, timeout: timedelta) -> Layout:
         """The layout of Megatron's parallel state; every rank of the world calls it.
 
         Raises:
@@ -74,23 +70,12 @@ class Layout:
         if meeting is not None:
             texts = gather_texts(json.dumps(place), meeting=meeting, topic="process groups")
             places = [Place(*json.loads(text)) for text in texts]
-        rank = 0 if meeting is None else meeting.rank
-        return cls(rank, places, on_every_tensor_rank)
+        return cls(0 if meeting is None else meeting.rank, places)
 
     @property
     def own(self) -> Place:
         """The place of this rank."""
         return self.places[self.rank]
-
-    @property
-    def is_first_of_tensor_group(self) -> bool:
-        """True if this rank reads micro-batches for its tensor-parallel group, and is measured."""
-        return self.own.tp == 0
-
-    @property
-    def loads_data(self) -> bool:
-        """True if this rank exchanges the samples of an iterator, where the loop gives it one."""
-        return self._loads(self.own)
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -114,19 +99,21 @@ class Layout:
                 found.setdefault(of_place, []).append(rank)
         return sorted(found.values())
 
-    def data_group(self, *, timeout: timedelta) -> dist.ProcessGroup | None:
-        """A new group of the data-parallel ranks that may load data; None on a rank that loads none."""
-        return make_groups(
-            self.groups(lambda place: (place.tp, place.cp, place.pp) if self._loads(place) else None), timeout=timeout
-        )
+    def data_group(self, *, timeout: timedelta, on_every_tensor_rank: bool) -> dist.ProcessGroup | None:
+        """A new group of the data-parallel ranks that may load data; None on a rank that loads none.
+
+        Of a tensor-parallel group each rank may, or the first one alone.
+        """
+
+        def lane(place: Place) -> Hashable | None:
+            return (place.tp, place.cp, place.pp) if on_every_tensor_rank or place.tp == 0 else None
+
+        return make_groups(self.groups(lane), timeout=timeout)
 
     def replica_group(self, *, timeout: timedelta) -> dist.ProcessGroup | None:
         """A new group of the ranks of this model replica; None for one rank."""
         replicas = self.groups(lambda place: place.dp)
         return make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
-
-    def _loads(self, place: Place) -> bool:
-        return place.tp == 0 or self.on_every_tensor_rank
 
 
 def make_groups(

@@ -46,6 +46,7 @@ class Settings:
     timeout: timedelta = timedelta(minutes=10)
     log_interval: int = 0
     micro_batch_size: int = 1
+    num_steps: int | None = None
     first_sample: int | None = None
     counts_router_tokens: bool = False
     policy: str = ""
@@ -84,6 +85,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         timeout=timeout_of(options),
         log_interval=options.get("log_interval") or 0,
         micro_batch_size=rows,
+        num_steps=options.get("train_iters"),
         first_sample=options["consumed_train_samples"] if options.get("dataloader_type") == "single" else None,
         counts_router_tokens=_routers_count_tokens(options),
         policy=policy_of(options),

@@ -27,7 +27,7 @@ def holding(target: Any, **values: Any) -> Iterator[None]:
 class LoopState:
     """The steps of a loop: Megatron's own counts them in its arguments, `args`; for any other, `num_done` does."""
 
-    def __init__(self, *, num_steps: int | None, args: Namespace | None = None) -> None:
+    def __init__(self, num_steps: int | None, args: Namespace | None) -> None:
         self.num_done = 0
         self.is_sft = bool(getattr(args, "sft", False))
         self._num_steps, self._args = num_steps, args
