@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from recorded_runs import run_info
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
-from megatron_balance.record import RecordWriter, RunInfo, StepRecord
+from megatron_balance.record import RecordWriter, StepRecord
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
 TRUTH = {"per_microbatch": 3e-3, "per_sequence": 2e-4, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
@@ -21,15 +22,7 @@ RATE = 0.7
 
 def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: float = 0.0, longest: int = 4000) -> Path:
     """A run whose micro-batches take TRUTH, planned for real; every rank computes its part of shared samples."""
-    info = RunInfo(
-        topology=topology,
-        limits=Limits(4096),
-        cost_model=FLOPS,
-        cost_name="flops",
-        objective="step",
-        policy="by FLOPs",
-        origin={"attention_rate": RATE},
-    )
+    info = run_info(topology, limits=Limits(4096), cost_model=FLOPS, origin={"attention_rate": RATE})
     rng = np.random.default_rng(7)
     num_rows = topology.num_leaves if topology.dynamic_cp else topology.dp_size
     writers = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(num_rows)]

@@ -127,29 +127,6 @@ def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
     assert kinds == ["measured"] * 7 + ["predicted"] * 2
 
 
-def test_a_plan_before_any_training(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.jsonl"
-    batch = ["--global-batch-size", "48", "--dp-size", "4", "--max-tokens-per-gpu", "8192", "--policy", "balance-data"]
-    assert main(["compare", "synthetic:gsm8k_sft:192", *batch, "--json", str(plan)]) == 0
-    page, events = report(tmp_path, plan)
-    assert "megatron-balance compare" in page
-    assert len(slices(events, 0)) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.json"], "'missing.json' is no record of a run, nor a file of compare --json"),
-        (["RECORD/seconds_rank00000.jsonl"], "nor a file of compare --json: line 1 is damaged"),
-    ],
-)
-def test_errors_in_one_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = tmp_path / "record"
-    write_record(record)
-    words = [word.replace("RECORD", str(record)) for word in arguments]
-    assert main(["report", *words, "--out", str(tmp_path / "page.html")]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_what_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "missing.json", "--out", str(tmp_path / "page.html")]) == 2
+    assert "'missing.json' is no record of a run, nor a file of compare --json" in capsys.readouterr().err
