@@ -1,12 +1,10 @@
-"""Our plans as packing schedulers of Megatron, where it has a registry of them (main and dev, 0.20).
+"""Our plans in Megatron's packing schedulers, where it has a registry of them (main and dev, 0.20).
 
-    config.sequence_packing_scheduler = "megatron_balance"     # then Megatron's wrap_data_iterator chooses it
     pretrain_gpt.py … --dynamic-context-parallel --max-seqlen-per-dp-cp-rank N --balance-data
 
-Megatron's schedulers fetch, gather lengths, ask `get_groups_and_subsamples` for a plan, move samples and pack them.
-Ours are subclasses that override this method; others, such as verl, call the method themselves. One is added beside
-`DpBalancedScheduler`. The other takes the place of dev's `DefaultDynamicCPScheduler`, under its name, since dev accepts
-no other with dynamic context parallelism; without `--balance-data` it returns Megatron's own plan.
+Megatron's schedulers fetch, gather lengths, ask `get_groups_and_subsamples` for a plan, move samples and pack them. A
+subclass that makes the plan takes the place of each in the registry, under its name, since configurations accept no
+other. Without `--balance-data` it returns Megatron's own plan.
 
 A plan holds a list of sample ids for every rank in every micro-batch. Ranks with the same list share it by context
 parallelism. Executors rely on:
@@ -17,16 +15,13 @@ parallelism. Executors rely on:
     no dummies      every rank has a sample in every micro-batch, and their number is a multiple of microbatch_multiple
     cap             a rank of a group holds at most the cap; a sample that is longer on all ranks runs alone
 
-A batch with too few samples for that, or under DP×CP that is no power of two with one too long for half of the ranks,
-gets Megatron's own plan.
+A batch with too few samples for that, with more in a micro-batch than `--thd-max-packed-sequences`, or under DP×CP that
+is no power of two with one too long for half of the ranks, gets Megatron's own plan.
 """
 
 from __future__ import annotations
 
-import enum
-import functools
 import importlib
-import importlib.util
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -41,14 +36,9 @@ from megatron_balance.mcore.setup.settings import costs_of_args, topology_of
 from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 
-NAME = "megatron_balance"
-"""The value of `sequence_packing_scheduler` that chooses the balanced schedule."""
-
-REPLACED = "default_dynamic_cp"
-"""The name in `scheduler_map` that `--dynamic-context-parallel` chooses."""
-
 SEAM = "megatron.core.datasets.data_schedule"
-_AS_OLD = "megatron.core.datasets.data_schedule_utils"  # as scheduler_map
+DYNAMIC_CP = {"dp_balanced": False, "default_dynamic_cp": True}
+"""Names in the registry whose plans are ours: whether a micro-batch has a context-parallel size of its own."""
 
 RankLists = list[list[list[int]]]
 """`[num_microbatches][dp_size * cp_size]` lists of sample ids, of ranks `dp_rank * cp_size + cp_rank`."""
@@ -60,48 +50,29 @@ def scheduler_class(base: type[Any], *, dynamic_cp: bool = False) -> type[Any]:
     class PackingScheduler(base):
         """Plans one global batch; Megatron creates one for every step, and runs it by its own `run`."""
 
-        @functools.wraps(base.__init__)
-        def __init__(self, *positional: Any, **keywords: Any) -> None:
-            super().__init__(*positional, **keywords)
-            self.topology = Topology(
-                self.dp_size,
-                cp_size=self.cp_size,
-                microbatch_multiple=self.microbatch_group_size_per_vp_stage or 1,
-                dynamic_cp=dynamic_cp,
-            )
-
-        def run(
-            self, data_iterator: Any, num_microbatches: int, dp_group: Any, tp_group: Any, pp_group: Any, *rest: Any
-        ) -> Any:
-            self.topology = replace(self.topology, pp_size=pp_group.size())
-            if dynamic_cp:
-                *_, config = rest
-                chunks = config.virtual_pipeline_model_parallel_size or 1
-                experts = getattr(config, "expert_model_parallel_size", 1)
-                self.topology = replace(self.topology, vpp_size=chunks, ep_size=experts)
-            return super().run(data_iterator, num_microbatches, dp_group, tp_group, pp_group, *rest)
-
         def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> RankLists:
-            cost_model = _cost_model(self.topology)
-            if cost_model is None:
+            args = _args()
+            if not getattr(args, "balance_data", False):
                 return super().get_groups_and_subsamples(sample_id_seqlens)
+            # Lengths come padded.
+            topology = replace(
+                topology_of(vars(args)), dynamic_cp=dynamic_cp, sequence_parallel=False, token_alignment=1
+            )
             lists = plan_rank_lists(
                 sample_id_seqlens,
-                cost_model=cost_model,
-                topology=self.topology,
+                cost_model=costs_of_args(args, topology=topology, balance_by_flops=True).model,
+                topology=topology,
                 max_tokens_per_gpu=self.max_seqlen_per_dp_cp_rank,
                 min_cp_size=self.min_cp_size if dynamic_cp else self.cp_size,
             )
-            if lists is None:
-                warnings.warn(f"{NAME}: samples are too few or too long: Megatron plans this batch.", stacklevel=2)
-                return super().get_groups_and_subsamples(sample_id_seqlens)
-            most = max((len(ids) for of_ranks in lists for ids in of_ranks), default=0)
-            allowed = getattr(self, "max_num_seqs", None)
-            if allowed is not None and most > allowed:
-                raise BalanceError(
-                    f"A micro-batch holds {most} samples and --thd-max-packed-sequences allows {allowed}, which {NAME} "
-                    f"does not plan for: raise it, or {'drop --balance-data' if dynamic_cp else 'choose dp_balanced'}."
+            most = getattr(self, "max_num_seqs", None)
+            if lists is None or (most is not None and max(map(len, chain(*lists)), default=0) > most):
+                warnings.warn(
+                    "megatron_balance: samples are too few, too long or too many for a micro-batch: Megatron plans "
+                    "this batch.",
+                    stacklevel=2,
                 )
+                return super().get_groups_and_subsamples(sample_id_seqlens)
             return lists
 
     return PackingScheduler
@@ -194,78 +165,44 @@ def _filled(schedule: DataSchedule) -> RankLists:
 
 
 class Registration:
-    """Entries in Megatron's `scheduler_map`, and in its enumeration of their names where it has one."""
+    """Our schedulers in Megatron's `scheduler_map`."""
 
-    def __init__(self, module: Any, entries: dict[Any, Any], *, names: Any) -> None:
-        self._module, self._before = module, _registered(module)
-        module.scheduler_map.update(entries)
-        if names is not None:
-            module.PackingSchedulerEnum = names
-        self._ours = _registered(module)
+    def __init__(self, schedulers: dict[Any, type[Any]], *, ours: dict[Any, type[Any]]) -> None:
+        self._schedulers, self._ours = schedulers, ours
+        self._stock = {key: schedulers[key] for key in ours}
+        schedulers.update(ours)
 
     def undo(self) -> None:
         """Restore Megatron.
 
         Raises:
-            BalanceError: someone else has changed the map or the enumeration since; nothing is changed then.
+            BalanceError: someone else has changed one of them since; nothing is changed then.
         """
-        if _registered(self._module) != self._ours:
-            raise BalanceError(f"The schedulers of {SEAM} were replaced after {NAME} was added: undo that first.")
-        schedulers, names = self._before
-        self._module.scheduler_map.clear()
-        self._module.scheduler_map.update(schedulers)
-        if names is not None:
-            self._module.PackingSchedulerEnum = names
-
-
-def _registered(module: Any) -> tuple[dict[Any, Any], Any]:
-    return dict(module.scheduler_map), getattr(module, "PackingSchedulerEnum", None)
+        if any(self._schedulers.get(key) is not scheduler for key, scheduler in self._ours.items()):
+            raise BalanceError(f"The schedulers of {SEAM} were replaced after ours were put there: undo that first.")
+        self._schedulers.update(self._stock)
 
 
 def register() -> Registration | None:
-    """Add the schedulers where this Megatron has a `scheduler_map` of a known form; None where it has none.
+    """Put our schedulers in the place of those of Megatron's `scheduler_map`; None where it has none of these names.
 
-    Main looks a name up in an enumeration and its member in the map; dev keys the map by names. Training with the
-    balance flags does not need it: an unknown form is left unchanged.
+    Main keys the map by members of an enumeration, dev by their names.
     """
-    module = importlib.import_module(SEAM) if importlib.util.find_spec(_AS_OLD) is not None else None
-    schedulers = getattr(module, "scheduler_map", None)
-    if not isinstance(schedulers, dict):
-        return None
-    base, names = getattr(module, "DpBalancedScheduler", None), getattr(module, "PackingSchedulerEnum", None)
-    entries: dict[Any, Any] = {}
-    larger: Any = None
-    if base is not None and names is None and all(isinstance(key, str) for key in schedulers):
-        entries[NAME] = scheduler_class(base)
-    elif base is not None and isinstance(names, enum.EnumMeta) and all(member in schedulers for member in list(names)):
-        # An enumeration cannot grow: a larger one replaces it. Members of the old one stay keys of the map.
-        members: list[Any] = list(names)
-        values = {member.name: member.value for member in members}
-        larger = enum.Enum(names.__name__, {**values, NAME.upper(): NAME})
-        entries = {larger[member.name]: schedulers[member] for member in members}
-        entries[larger[NAME.upper()]] = scheduler_class(base)
-    if isinstance(stock := schedulers.get(REPLACED), type):
-        entries[REPLACED] = scheduler_class(stock, dynamic_cp=True)
-    return Registration(module, entries, names=larger) if entries else None
+    schedulers = getattr(importlib.import_module(SEAM), "scheduler_map", None) or {}
+    names = {key: getattr(key, "value", key) for key in schedulers}
+    ours = {
+        key: scheduler_class(schedulers[key], dynamic_cp=DYNAMIC_CP[name])
+        for key, name in names.items()
+        if name in DYNAMIC_CP
+    }
+    return Registration(schedulers, ours=ours) if ours else None
 
 
-def _cost_model(topology: Topology) -> CostModel | None:
-    """FLOPs, or the seconds of `--balance-cost`; tokens without Megatron's arguments, which all ranks have or none.
-
-    With dynamic context-parallel sizes what ranks receive counts too, and without `--balance-data` there are no costs.
-    """
+def _args() -> Any:
+    """Megatron's arguments; None in a loop without them, on every rank."""
     try:
         from megatron.training.global_vars import get_args
 
-        args: Any = get_args()
+        return get_args()
     except (ModuleNotFoundError, AssertionError):  # the second says that there are none
-        args = None
-    if topology.dynamic_cp:
-        if not getattr(args, "balance_data", False):
-            return None
-        topology = replace(topology_of(vars(args)), dynamic_cp=True)
-    elif args is None:
-        return CostModel.tokens()
-    else:
-        topology = replace(topology, ep_size=args.expert_model_parallel_size)
-    return costs_of_args(args, topology=topology, balance_by_flops=True).model
+        return None

@@ -27,14 +27,7 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost import default_attention_rate
 from megatron_balance.mcore import packing_scheduler
-from megatron_balance.mcore.packing_scheduler import (
-    NAME,
-    REPLACED,
-    RankLists,
-    plan_rank_lists,
-    register,
-    scheduler_class,
-)
+from megatron_balance.mcore.packing_scheduler import RankLists, plan_rank_lists, register, scheduler_class
 
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT")
 NUM_RANKS = 2
@@ -44,6 +37,7 @@ COST = CostModel(linear=1000, quadratic=1, cp_exchange=30, per_microbatch=500)
 
 class Names(enum.Enum):
     DP_BALANCED = "dp_balanced"
+    DEFAULT_DYNAMIC_CP = "default_dynamic_cp"
 
 
 class Stock:
@@ -64,61 +58,53 @@ class StockDynamic(Stock):
         super().__init__(*positional)
         self.min_cp_size = min_cp_size
 
-    def run(self, data_iterator: Any, *_: Any) -> Any:
-        return self.get_groups_and_subsamples(data_iterator)
+
+def run_args(*, balance_data: bool = True, **changed: Any) -> argparse.Namespace:
+    """Megatron's arguments of a small model on two data-parallel ranks."""
+    model = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 64, "num_experts": None}
+    sizes = dict.fromkeys(("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"), 1)
+    ranks = {f"{kind}_parallel_size": size for kind, size in sizes.items()} | {"data_parallel_size": 2}
+    unset = ("sequence_parallel", "use_megatron_fsdp", "use_torch_fsdp2", "microbatch_group_size_per_vp_stage")
+    return argparse.Namespace(
+        **model | ranks | dict.fromkeys([*unset, "recompute_granularity"]) | changed, balance_data=balance_data
+    )
 
 
 @pytest.fixture
-def seam(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module with Megatron's map and enumeration, where Megatron's own would be."""
+def args_are(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes these the arguments of the run."""
+    from megatron.training import global_vars
+
+    return lambda **changed: monkeypatch.setattr(global_vars, "get_args", lambda: run_args(**changed))
+
+
+@pytest.mark.parametrize("of_key", [lambda name: name, lambda name: name.name.lower()], ids=["main", "dev"])
+def test_put_in_the_place_of_megatrons_own_and_taken_out_again(monkeypatch: pytest.MonkeyPatch, of_key: Any) -> None:
+    """Main keys its map by members of an enumeration, dev by names."""
     module: Any = types.ModuleType(packing_scheduler.SEAM)
-    module.PackingSchedulerEnum, module.DpBalancedScheduler = Names, Stock
-    module.scheduler_map = {Names.DP_BALANCED: Stock}
+    before = {of_key(Names.DP_BALANCED): Stock, of_key(Names.DEFAULT_DYNAMIC_CP): StockDynamic, "another": Stock}
+    module.scheduler_map = dict(before)
     monkeypatch.setitem(sys.modules, packing_scheduler.SEAM, module)
-    monkeypatch.setattr(packing_scheduler.importlib.util, "find_spec", lambda name: name)
-    return module
-
-
-@pytest.fixture
-def named_seam(seam: Any) -> Any:
-    """A map that has names in place of the enumeration, as on dev."""
-    del seam.PackingSchedulerEnum
-    seam.scheduler_map = {"dp_balanced": Stock, REPLACED: StockDynamic}
-    return seam
-
-
-def test_registered_beside_megatrons_own_and_taken_out_again(seam: Any) -> None:
     registration = register()
     assert registration is not None
-    ours, stock = (seam.scheduler_map[seam.PackingSchedulerEnum[name.upper()]] for name in (NAME, "dp_balanced"))
-    assert issubclass(ours, Stock)
-    assert stock is seam.scheduler_map[Names.DP_BALANCED] is Stock  # for those who imported the enumeration before
-    larger, seam.PackingSchedulerEnum = seam.PackingSchedulerEnum, Names
+    ours = dict(module.scheduler_map)
+    assert list(ours) == list(before)
+    assert [issubclass(ours[key], stock) and ours[key] is not stock for key, stock in before.items()] == [1, 1, 0]
+    module.scheduler_map["dp_balanced" if "dp_balanced" in before else Names.DP_BALANCED] = Stock
     with pytest.raises(BalanceError, match="were replaced after"):
         registration.undo()
-    seam.PackingSchedulerEnum = larger
+    module.scheduler_map.update(ours)
     registration.undo()
-    assert seam.PackingSchedulerEnum is Names
-    assert seam.scheduler_map == {Names.DP_BALANCED: Stock}
+    assert module.scheduler_map == before
 
 
-def test_registered_by_name_where_the_map_has_names(named_seam: Any) -> None:
-    before = dict(named_seam.scheduler_map)
-    registration = register()
-    assert registration is not None
-    assert set(named_seam.scheduler_map) == {*before, NAME}
-    ours = named_seam.scheduler_map[REPLACED]
-    assert issubclass(ours, StockDynamic)
-    assert ours is not StockDynamic
-    registration.undo()
-    assert named_seam.scheduler_map == before
-
-
-@pytest.mark.parametrize("schedulers", [{"dp_balanced": Stock}, {}, None, {1: Stock}])
-def test_a_map_of_another_form_is_left_alone(seam: Any, schedulers: Any) -> None:
-    seam.scheduler_map = schedulers
+@pytest.mark.parametrize("schedulers", [{}, None, {1: Stock}])
+def test_a_map_of_another_form_is_left_alone(monkeypatch: pytest.MonkeyPatch, schedulers: Any) -> None:
+    module: Any = types.ModuleType(packing_scheduler.SEAM)
+    module.scheduler_map = schedulers
+    monkeypatch.setitem(sys.modules, packing_scheduler.SEAM, module)
     assert register() is None
-    assert (seam.PackingSchedulerEnum, seam.scheduler_map) == (Names, schedulers)
+    assert module.scheduler_map is schedulers
 
 
 def plan(lengths: list[int], topology: Topology, *, least: int = 1) -> RankLists | None:
@@ -229,13 +215,8 @@ def test_no_dummies_cost_nothing_where_each_rank_has_several_samples() -> None:
     assert max(work) <= schedule.predicted_cost
 
 
-def test_flops_are_weighed_as_in_a_run_by_flops(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training import global_vars
-
-    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 64}
-    ranks = {"expert_model_parallel_size": 1, "context_parallel_size": 1, "recompute_granularity": None}
-    args = argparse.Namespace(**sizes, **ranks, num_experts=None)
-    monkeypatch.setattr(global_vars, "get_args", lambda: args)
+def test_flops_are_weighed_as_in_a_run_by_flops(args_are: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    args_are()
     seen: list[CostModel] = []
 
     def build(lengths: Any, *, cost_model: CostModel, **rest: Any) -> Any:
@@ -244,30 +225,38 @@ def test_flops_are_weighed_as_in_a_run_by_flops(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(packing_scheduler, "build_data_schedule", build)
     assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples([(0, 300), (1, 100)]) == [[[0], [1]]]
-    shape = ModelShape.from_megatron_args(args)
+    shape = ModelShape.from_megatron_args(run_args())
     weighed = {"attention_tflops": default_attention_rate(has_experts=False, fp8=False), "microbatch_tokens": 128}
     assert seen == [CostModel.from_shape(shape, **weighed)]
 
 
-def test_what_ours_cannot_plan_is_refused_or_left_to_megatron() -> None:
+def test_what_ours_cannot_plan_is_left_to_megatron(args_are: Any) -> None:
+    args_are(data_parallel_size=1)
     scheduler = scheduler_class(Stock)(400, 1, 1, None, max_num_seqs=3)
     assert scheduler.get_groups_and_subsamples([(i, 100) for i in range(3)]) == [[[0, 1, 2]]]
-    with pytest.raises(BalanceError, match="holds 4 samples and --thd-max-packed-sequences allows 3"):
-        scheduler.get_groups_and_subsamples([(i, 100) for i in range(4)])
-    samples = [(i, 400) for i in range(3)]
-    with pytest.warns(UserWarning, match="samples are too few or too long: Megatron plans this batch"):
-        assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples(samples)[1] is samples
-    without_balance_data = scheduler_class(StockDynamic, dynamic_cp=True)(CAP, 1, 2, None)
-    assert without_balance_data.get_groups_and_subsamples(samples)[1] is samples
+    many, few = [(i, 100) for i in range(4)], [(i, 400) for i in range(3)]
+    with pytest.warns(UserWarning, match="too many for a micro-batch: Megatron plans this batch"):
+        assert scheduler.get_groups_and_subsamples(many)[1] is many
+    args_are()
+    with pytest.warns(UserWarning, match="samples are too few"):
+        assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples(few)[1] is few
+    args_are(balance_data=False)
+    assert scheduler_class(Stock)(400, 1, 1, None).get_groups_and_subsamples(many)[1] is many
 
 
-def test_stages_and_experts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing_scheduler, "_cost_model", lambda topology: COST)
-    scheduler = scheduler_class(StockDynamic, dynamic_cp=True)(CAP, 1, 4, 2)
-    config = SimpleNamespace(virtual_pipeline_model_parallel_size=3, expert_model_parallel_size=2)
+def test_stages_and_experts_are_those_of_the_run(args_are: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"data_parallel_size": 4, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
+    args_are(**sizes, expert_model_parallel_size=2, microbatch_group_size_per_vp_stage=2)
+    seen: list[Topology] = []
+
+    def planned(*given: Any, topology: Topology, **rest: Any) -> Any:
+        seen.append(topology)
+        return plan_rank_lists(*given, topology=topology, **rest)
+
+    monkeypatch.setattr(packing_scheduler, "plan_rank_lists", planned)
     lengths = dict.fromkeys(range(24), 64)
-    groups = scheduler.run([*lengths.items()], 24, None, None, SimpleNamespace(size=lambda: 2), None, None, config)
-    topology = scheduler.topology
+    groups = scheduler_class(StockDynamic, dynamic_cp=True)(CAP, 1, 4, 2).get_groups_and_subsamples([*lengths.items()])
+    [topology] = seen
     assert (topology.pp_size, topology.vpp_size, topology.ep_size, topology.microbatch_multiple) == (2, 3, 2, 2)
     check_contract(groups, lengths=lengths, topology=topology)
 
@@ -276,8 +265,8 @@ LONGEST = (500, 60)
 """Of each rank's samples: what the first rank loads is far longer than what the second does."""
 
 
-def schedule(name: str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """What a rank trains on by a scheduler of the Megatron on the path."""
+def schedule(samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """What a rank trains on by `dp_balanced` of the Megatron on the path."""
     from megatron.core.datasets import data_schedule
     from megatron.core.rerun_state_machine import RerunDataIterator
 
@@ -285,7 +274,7 @@ def schedule(name: str, samples: list[dict[str, torch.Tensor]]) -> dict[str, Any
     config = SimpleNamespace(
         **dict.fromkeys([*unset, "mtp_standalone", "pipeline_model_parallel_layout"]),
         max_seqlen_per_dp_cp_rank=2 * CAP,
-        sequence_packing_scheduler=name,
+        sequence_packing_scheduler="dp_balanced",
         pipeline_model_parallel_size=1,
     )
     # Megatron's own takes the batch dimension off in place.
@@ -319,13 +308,16 @@ def both_schedulers(*, prepacked: bool) -> dict[str, Any]:
         row |= {"labels": row["tokens"] + 1, "loss_mask": torch.ones(length), "position_ids": torch.arange(length)}
         given = ("cu_seqlens",) if prepacked else ("original_seq_len", "padded_seq_len")
         samples.append(row | dict.fromkeys(given, torch.tensor([0] * prepacked + [length], dtype=torch.int32)))
+    result: dict[str, Any] = {"loaded": [sample["tokens"].tolist() for sample in samples], "stock": schedule(samples)}
     registration = register()
     assert registration is not None, "this Megatron has no scheduler_map"
-    result: dict[str, Any] = {"loaded": [sample["tokens"].tolist() for sample in samples]}
-    result |= {name: schedule(name, samples) for name in ("dp_balanced", NAME)}
+    assert schedule(samples) == result["stock"], "without --balance-data"
+    from megatron.training import global_vars
+
+    global_vars._GLOBAL_ARGS = run_args()
+    result["ours"] = schedule(samples)
     registration.undo()
-    with pytest.raises(KeyError):  # Megatron knows the name no longer
-        schedule(NAME, samples)
+    assert schedule(samples) == result["stock"]
     return result
 
 
@@ -335,14 +327,14 @@ def test_on_a_checkout(monkeypatch: pytest.MonkeyPatch, prepacked: bool) -> None
     """Megatron's wrap_data_iterator and get_batch of a checkout, on two ranks."""
     monkeypatch.syspath_prepend(CHECKOUT)
     ranks = run_ranks(NUM_RANKS, "test_schedulers:both_schedulers", prepacked=prepacked)
-    for name in ("dp_balanced", NAME):
+    for name in ("stock", "ours"):
         results = [rank[name] for rank in ranks]
         assert len({result["num_microbatches"] for result in results}) == 1
         kept = sorted(sample for result in results for sample in result["samples"])
         assert kept == sorted(sample for rank in ranks for sample in rank["loaded"])  # every sample once, unchanged
         assert all(tokens <= 2 * CAP for result in results for tokens in result["tokens"])
-    loads = {name: [sum(rank[name]["tokens"]) for rank in ranks] for name in ("dp_balanced", NAME)}
-    assert max(loads[NAME]) < max(loads["dp_balanced"])
-    sums = [rank[NAME]["sums"] for rank in ranks]
+    loads = {name: [sum(rank[name]["tokens"]) for rank in ranks] for name in ("stock", "ours")}
+    assert max(loads["ours"]) < max(loads["stock"])
+    sums = [rank["ours"]["sums"] for rank in ranks]
     lengths = [len(sample) for rank in ranks for sample in rank["loaded"]]
     assert sums == [[sum(lengths), sum(length**2 for length in lengths)]] * NUM_RANKS
