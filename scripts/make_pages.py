@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from megatron_balance.cli import build_parser
-from megatron_balance.mcore.options import RULES
+from megatron_balance.mcore.options import CAUTIONS, OF_FLAGS, RULES, UNTRIED, Rule
 from megatron_balance.mcore.setup.flags import add_balance_args
 
 _FLAGS = """\
@@ -22,13 +22,13 @@ They go among Megatron's own flags, in any order. Without one of them a run is s
 _OPTIONS = """\
 # Megatron's options
 
-Made when the site is built, from `megatron_balance/mcore/options`.
+Made when the site is built, from `megatron_balance/mcore/options`. Where conditions stand side by side, all must hold;
+`/` is any of them.
 
 In a run with `--balance-data` or `--use-dynamic-batch-size`, on Megatron 0.17 to 0.19 and its main and dev branches:
 
 - what is **refused** ends the run right after parsing, or before its first step, with an error that names the option,
   the value and the remedy;
-- under **stock**, Megatron's own scheduler and executor run, and the log says so once;
 - a **caution** is printed once, and the run balances; so is what no test has run **on a GPU**.
 
 Every other option of Megatron trains and balances as it is: `scripts/drift/irrelevant_options.txt` lists those that
@@ -42,7 +42,7 @@ def flags_page() -> str:
     lines += [
         "What is refused, before anything is initialised:",
         "",
-        *(f"- {rule.words}: {rule.says}" for rule in RULES if rule.subject == "Balance flags"),
+        *(f"- {_where(rule)}: {rule.says}" for rule in RULES if rule.subject == OF_FLAGS),
         "",
     ]
     lines += ["What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
@@ -84,11 +84,15 @@ def options_page() -> str:
     """What becomes of Megatron's options that a rule names."""
     lines = [_OPTIONS]
     for subject, rules in itertools.groupby(RULES, key=lambda rule: rule.subject):
-        if subject != "Balance flags":
-            title = subject if subject in ("Stock", "Cautions", "Not tried on a GPU") else f"Refused: {subject.lower()}"
+        if subject != OF_FLAGS:
+            title = subject if subject in (CAUTIONS, UNTRIED) else f"Refused: {subject.lower()}"
             lines += [f"## {title}", "", "| where | says |", "|---|---|"]
-            lines += [f"| {_cell(rule.words)} | {_cell(rule.says)} |" for rule in rules] + [""]
+            lines += [f"| {_cell(_where(rule))} | {_cell(rule.says)} |" for rule in rules] + [""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _where(rule: Rule) -> str:
+    return ", ".join(term.words for term in rule.terms)
 
 
 def _cell(text: str) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_balance.mcore.hooks import install
     from megatron_balance.mcore.loop import balanced_schedule
     from megatron_balance.mcore.model_keywords import packed_seq_params
-    from megatron_balance.mcore.options import cautions, why_stock
+    from megatron_balance.mcore.options import cautions
 
 __all__ = [
     "add_balance_args",
@@ -24,7 +24,6 @@ __all__ = [
     "install",
     "install_bridge",
     "packed_seq_params",
-    "why_stock",
 ]
 
 _HOMES = {
@@ -33,7 +32,6 @@ _HOMES = {
     "install": "hooks",
     "install_bridge": "bridge",
     "packed_seq_params": "model_keywords",
-    "why_stock": "options",
 }
 """Modules that are loaded when a name is asked for: most load torch, or Megatron."""
 

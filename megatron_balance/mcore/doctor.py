@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options import (
-    cautions,
-    executor_runs_our_plan,
-    nothing_balances,
-    problems,
-    stock_notice,
-    why_stock,
-)
+from megatron_balance.mcore.options import cautions, executor_runs_our_plan, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.settings import costs_of_args, policy_of
 
@@ -133,11 +126,8 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         yield Finding(True, "no flag asks for balancing: the run is stock; add --balance-data to balance it")
         return
     broken = [Finding(False, problem) for problem in refused]
-    reason = why_stock(args)
-    if reason is not None and executor_runs_our_plan(options):
-        yield Finding(True, stock_notice(options, reason=reason))
-    elif reason is not None:
-        broken.append(Finding(False, f"the run would stay stock: {reason}"))
+    if executor_runs_our_plan(options):
+        yield Finding(True, "Megatron's own packing scheduler runs this package's plan")
     yield from (Finding(True, caution) for caution in cautions(args))
     # A checkpoint's own arguments are read when the run begins.
     if not broken and not args.use_checkpoint_args:

@@ -62,7 +62,7 @@ def balanced_schedule(
         timeout: of this package's collectives.
 
     Returns:
-        A `BalancedSchedule`; `forward_backward_func` itself where the run must stay stock, with a warning.
+        A `BalancedSchedule`; `forward_backward_func` itself where `flags` turn balancing off.
 
     Raises:
         BalanceError: on every rank: a setting that balancing does not go with, or ranks that differ.

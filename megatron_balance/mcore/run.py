@@ -20,7 +20,7 @@ import megatron_balance
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.options import Options, nothing_balances, stock_notice, why_stock
+from megatron_balance.mcore.options import Options, executor_runs_our_plan, nothing_balances
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import meeting_of_world, problem_of_bound_device
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
@@ -95,11 +95,10 @@ def build_run(
     """
     log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
     settings: Settings | None = None
-    reason = problem = None
+    problem, elsewhere = None, executor_runs_our_plan(options)
     try:
         refuse(options)
-        reason = why_stock(options)
-        if reason is None and not nothing_balances(options):
+        if not (elsewhere or nothing_balances(options)):
             problem = problem_of_bound_device()
             settings = settings_of(options, shape=shape, cost=cost) if problem is None else None
     except BalanceError as error:
@@ -107,14 +106,14 @@ def build_run(
     meeting = meeting_of_world(timeout=timeout_of(options))
     if meeting is not None:
         # A stock run sends only that it is stock.
-        said = {"balancing": f"off ({reason or 'no balance flag'})"}
+        said = {"balancing": "in Megatron's own scheduler" if elsewhere else "off (no balance flag)"}
         if settings is not None:
             said = _compared(settings, options=options)
         agree(said, meeting=meeting, topic="balance flags and versions", problem=problem)
     if problem is not None:
         raise BalanceError(problem)
-    if reason is not None:
-        log.warn_once(stock_notice(options, reason=reason))
+    if elsewhere:
+        log.say("Megatron's own packing scheduler runs this package's plan.")
     if settings is None:
         return None
     for line in settings.says:

@@ -85,7 +85,7 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
             "--use-dynamic-batch-size --max-tokens-per-gpu 0",
             ["--max-tokens-per-gpu is 0", "--calculate-per-token-loss is"],
         ),
-        (f"{BALANCED} --cuda-graph-impl local", ["the run would stay stock: --cuda-graph-impl is local"]),
+        (f"{BALANCED} --cuda-graph-impl local", ["--cuda-graph-impl is local: CUDA graphs replay"]),
         (f"{BALANCED} --balance-by-flop", ["--balance-by-flop is no flag of Megatron or this package"]),
         (f"{BALANCED} --balance-objective fastest", ["Megatron's parser refuses: argument --balance-objective"]),
         (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),

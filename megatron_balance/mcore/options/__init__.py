@@ -1,6 +1,6 @@
-"""Judges Megatron's options: refuses some, leaves a run stock for some, warns of some; all others are harmless.
+"""Judges Megatron's options beside the balance flags: refuses some, warns of some; all others are harmless.
 
-Rules (`rules.py`) are applied right after parsing, before anything is initialised, and again on validated arguments,
+Rules (`rules.txt`) are applied right after parsing, before anything is initialised, and again on validated arguments,
 which checkpoints and Megatron's validation may have changed; all ranks agree on the findings. The condition of a rule
 is text: terms between spaces, all of which must hold.
 
@@ -9,7 +9,7 @@ is text: terms between spaces, all of which must hold.
 | `name`, `a/b` | the option, or one of these, has a value that is neither empty nor false |
 | `!name`, `!a/b` | it has none, or none of them has one |
 | `name=x,y`, `name!=x,y` | its value is one of these, or none of these; a list counts by its entries |
-| `name>1`, `a/b>1`, `name<1` | it is a number above, one of these is, or it is below or not given |
+| `name>1`, `name<1` | its value, or the largest of a list, is a number above or below; 0 where it is not given |
 | `engine<2.10` | layers are Transformer Engine's, and the release installed is older |
 | `core<0.19` | the release of Megatron Core installed is older |
 | `:name` | a condition of `_NAMED` holds |
@@ -22,18 +22,21 @@ from __future__ import annotations
 import contextlib
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
+from importlib.resources import files
 from typing import Any, NamedTuple
-
-from megatron_balance.mcore.options.rules import BALANCE_FLAGS, CAUTIONS, REFUSED, STOCK, UNTRIED
 
 Options = Mapping[str, Any]
 """Megatron's options and the balance flags by the names under which argparse stores them, parsed or validated."""
 
+OF_FLAGS, DYNAMIC_CP = "Balance flags", "Context parallelism of each micro-batch"
+CAUTIONS, UNTRIED = "Cautions", "Not tried on a GPU"
+"""Subjects of rules that are no refusals."""
+
 
 class Term(NamedTuple):
-    """One term: the options that it is about, it in words, and when it holds."""
+    """One term: the options that it is about, it as pages show it, and when it holds."""
 
     names: tuple[str, ...]
     words: str
@@ -47,62 +50,32 @@ class Rule(NamedTuple):
     terms: tuple[Term, ...]
     says: str
 
-    @property
-    def words(self) -> str:
-        """The condition in words."""
-        return ", ".join(term.words for term in self.terms)
-
-    @property
-    def names(self) -> set[str]:
-        """Megatron's options that it is about."""
-        ours = ("balance_", "use_dynamic_batch_size", "max_tokens_per_gpu")
-        return {name for term in self.terms for name in term.names if not name.startswith(ours)}
-
 
 def problems(options: Options) -> list[str]:
     """All refusals of these options, parsed or validated; empty where they work together."""
-    return _messages(options, _OF_FLAGS, *(() if nothing_balances(options) else REFUSED))
+    refused = {rule.subject for rule in RULES} - {CAUTIONS, UNTRIED}
+    return messages(options, *([OF_FLAGS] if nothing_balances(options) else refused))
 
 
-def why_stock(args: Namespace | Options) -> str | None:
-    """The reason why a run with balance flags must stay stock, or None.
-
-    Args:
-        args: Megatron's namespace with the balance flags, parsed or validated.
-    """
-    return next(iter(_of_balanced(args, "Stock")), None)
-
-
-def cautions(args: Namespace | Options, *, untried: bool = True) -> list[str]:
+def cautions(args: Namespace | Options) -> list[str]:
     """Warnings about options that a run that balances may have.
 
     Args:
         args: Megatron's namespace with the balance flags, parsed or validated.
-        untried: warn also of what no test has run on a GPU.
     """
-    return _of_balanced(args, _CAUTIONS, *([_UNTRIED] if untried else []))
-
-
-def _of_balanced(args: Namespace | Options, *subjects: str) -> list[str]:
     options = args if isinstance(args, Mapping) else vars(args)
-    return [] if nothing_balances(options) else _messages(options, *subjects)
+    return [] if nothing_balances(options) else messages(options, CAUTIONS, UNTRIED)
 
 
 def dynamic_cp_problem(options: Options) -> str | None:
     """The first refusal of `--balance-context-parallel` with a model; None where there is none."""
-    return next(iter(_messages(options, "Context parallelism of each micro-batch")), None)
+    return next(iter(messages(options, DYNAMIC_CP)), None)
 
 
 def executor_runs_our_plan(options: Options) -> bool:
-    """True if dev's executor of dynamic context parallelism runs this package's plan."""
-    return bool(options.get("dynamic_context_parallel") and options.get("balance_data"))
-
-
-def stock_notice(options: Options, *, reason: str) -> str:
-    """The log line of a run that stays stock for a reason from `why_stock`."""
-    if executor_runs_our_plan(options):
-        return f"Megatron's own executor runs this package's plan. {reason}"
-    return f"training continues without balancing. {reason}"
+    """True if one of Megatron's packing schedulers runs this package's plan (`packing_scheduler.py`)."""
+    executor = options.get("dynamic_context_parallel") or options.get("sequence_packing_scheduler")
+    return bool(executor and options.get("balance_data"))
 
 
 def nothing_balances(options: Options) -> bool:
@@ -110,7 +83,7 @@ def nothing_balances(options: Options) -> bool:
     return not (options.get("use_dynamic_batch_size") or options.get("balance_data"))
 
 
-def _messages(options: Options, *subjects: str) -> list[str]:
+def messages(options: Options, *subjects: str) -> list[str]:
     """For each rule of these subjects that applies: the options with the values seen, the reason and the remedy."""
     return [
         f"{_seen(options, terms=rule.terms)}: {rule.says}."
@@ -137,65 +110,63 @@ _FLAGS = {
     "use_gloo_process_groups": "--disable-gloo-process-groups",
     "use_mamba_mem_eff_path": "--disable-mamba-mem-eff-path",
     "create_attention_mask_in_dataloader": "--no-create-attention-mask-in-dataloader",
+    "engine": "transformer-engine",
+    "core": "megatron-core",
 }
-"""Flags that do not follow from the names by which argparse stores them."""
-
-_DISTRIBUTIONS = {"engine": "transformer-engine", "core": "megatron-core"}
+"""Names on the command line that do not follow from those by which argparse stores them, and of releases."""
 
 
 def _term(text: str) -> Term:
     match = re.fullmatch(r"(!|:)?([\w/]+)(?:(!=|=|<|>)([\w.,+-]+))?", text)
     assert match is not None, f"{text} is no term"
-    sign, name, operator, value = match.groups()
+    sign, name, operator, value = match.groups(default="")
     if sign == ":":
-        return _NAMED[name]
-    if name in _DISTRIBUTIONS:
-        return _release(name, value)
-    names, values = tuple(name.split("/")), (value or "").split(",")
-    flags, listed = " or ".join(map(_flag_of, names)), " or ".join(one for one in values if one != "None")
-    words, holds = {
-        "!": (f"without {flags}", lambda options: not any(map(options.get, names))),
-        None: (flags, lambda options: any(map(options.get, names))),
-        "=": (flags if value == "False" else f"{flags} {listed}", lambda options: _among(options, name, values)),
-        "!=": (f"{flags} other than {listed}" if listed else flags, lambda options: not _among(options, name, values)),
-        ">": (f"{flags} above {value}", lambda options: any(_number(options, one) > float(value) for one in names)),
-        "<": (f"{flags} missing or below {value}", lambda options: _number(options, name) < float(value)),
-    }[sign or operator]
-    return Term(names, words, holds)
+        names, named = _NAMED[name]
+        return Term(names, name.replace("_", " "), named)
+    names, values = tuple(name.split("/")), value.split(",")
+    words = f"{'without ' if sign else ''}{'/'.join(map(_flag_of, names))}{operator}{value}"
+    if name in ("engine", "core"):
+        return Term(("transformer_impl",) if name == "engine" else (), words, _older(name, value))
+    holds: dict[str, Callable[[Options], bool]] = {
+        "": lambda options: any(_entries(options, names)),
+        "!": lambda options: not any(_entries(options, names)),
+        "=": lambda options: _among(options, names, values),
+        "!=": lambda options: not _among(options, names, values),
+        ">": lambda options: _largest(options, *names) > float(value),
+        "<": lambda options: _largest(options, *names) < float(value),
+    }
+    return Term(names, words, holds[sign or operator])
 
 
-def _release(package: str, oldest: str) -> Term:
-    distribution, names = _DISTRIBUTIONS[package], ("transformer_impl",) if package == "engine" else ()
-
+def _older(package: str, oldest: str) -> Callable[[Options], bool]:
     def numbers(version: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
     def holds(options: Options) -> bool:
         # Megatron itself misses the engine; of a checkout, hooks check the version.
         with contextlib.suppress(metadata.PackageNotFoundError):
-            applies = not names or options.get(names[0]) == "transformer_engine"
-            return applies and numbers(metadata.version(distribution)) < numbers(oldest)
+            applies = package == "core" or options.get("transformer_impl") == "transformer_engine"
+            return applies and numbers(metadata.version(_FLAGS[package])) < numbers(oldest)
         return False
 
-    return Term(names, f"{distribution} before {oldest}", holds)
+    return holds
 
 
 def _flag_of(name: str) -> str:
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def _entries(options: Options, name: str) -> list[Any]:
-    value = options.get(name)
-    return value if isinstance(value, list) else [value]
+def _entries(options: Options, names: tuple[str, ...]) -> list[Any]:
+    values = map(options.get, names)
+    return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
 
 
-def _among(options: Options, name: str, values: list[str]) -> bool:
-    return any(str(getattr(one, "name", one)) in values for one in _entries(options, name))
+def _among(options: Options, names: tuple[str, ...], values: list[str]) -> bool:
+    return any(str(getattr(one, "name", one)) in values for one in _entries(options, names))
 
 
-def _number(options: Options, name: str) -> float:
-    """The largest number of an option; 0 where it is not given or no number."""
-    return max([one for one in _entries(options, name) if isinstance(one, int | float)], default=0)
+def _largest(options: Options, *names: str) -> float:
+    return max([one for one in _entries(options, names) if isinstance(one, int | float)], default=0)
 
 
 def _is_given(value: Any) -> bool:
@@ -214,14 +185,14 @@ def _etp(options: Options) -> int:
     return options.get("expert_tensor_parallel_size") or _tp(options)
 
 
-def _spans(options: Options, *, experts: bool = True, cp_size: int = 0) -> bool:
+def _spans(options: Options, *, ep_size: int) -> bool:
     """A group of experts, or of the tensor-parallel ranks of one, has ranks that hold different micro-batches.
 
-    Megatron forms expert groups of consecutive ranks; `tp*cp` consecutive ranks share a micro-batch.
+    Megatron forms expert groups of consecutive ranks; `tp*cp` consecutive ranks share a micro-batch, `tp` where
+    micro-batches have sizes of their own.
     """
-    group_size = _etp(options) * ((options.get("expert_model_parallel_size") or 1) if experts else 1)
-    cp_size = cp_size or options.get("context_parallel_size") or 1
-    return bool(options.get("num_experts")) and _tp(options) * cp_size % group_size != 0
+    cp_size = 1 if options.get("balance_context_parallel") else options.get("context_parallel_size") or 1
+    return bool(options.get("num_experts")) and _tp(options) * cp_size % (_etp(options) * ep_size) != 0
 
 
 def _layers(letter: str, variant: str = "") -> Callable[[Options], bool]:
@@ -236,52 +207,53 @@ _VARIANTS = ("experimental_attention_variant", "linear_attention_type")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
 _SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 
-_NAMED = {
-    "stock": Term((), "without --balance-data or --use-dynamic-batch-size", nothing_balances),
-    "bucket_splits_unevenly": Term(
+_NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
+    "not_balanced": ((), nothing_balances),
+    "bucket_splits_unevenly": (
         ("balance_shape_bucket",),
-        "--balance-shape-bucket no multiple of 2 * --tensor-model-parallel-size",
         lambda options: (
-            _number(options, "balance_shape_bucket") > 1 and options["balance_shape_bucket"] % (2 * _tp(options)) != 0
+            _largest(options, "balance_shape_bucket") > 1 and options["balance_shape_bucket"] % (2 * _tp(options)) != 0
         ),
     ),
-    "experts_span_replicas": Term(
+    "experts_span_replicas": (
         ("expert_model_parallel_size",),
-        "experts spread over ranks that hold different micro-batches",
-        _spans,
+        lambda options: _spans(options, ep_size=options.get("expert_model_parallel_size") or 1),
     ),
-    "experts_span_ranks": Term(
-        ("expert_model_parallel_size",),
-        "experts spread over more ranks than share every token (tensor-parallel ones)",
-        lambda options: _spans(options, cp_size=1),
-    ),
-    "expert_tensors_span_replicas": Term(
+    "expert_tensors_span_replicas": (
         ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
-        "--expert-tensor-parallel-size above --tensor-model-parallel-size, over ranks of different micro-batches",
-        lambda options: _spans(options, experts=False),
+        lambda options: _spans(options, ep_size=1),
     ),
-    "weights_are_sharded_over_data": Term(  # validation sets both to the tensor-parallel sizes, where not given
+    "documents": (
+        ("dataloader_inter_document_masking", "sft"),
+        lambda options: bool(options.get("dataloader_inter_document_masking") and not options.get("sft")),
+    ),
+    "aux_loss": (
+        ("moe_aux_loss_coeff", "num_experts"),
+        lambda options: bool(_largest(options, "moe_aux_loss_coeff") > 0 and options.get("num_experts")),
+    ),
+    "weights_are_sharded_over_data": (  # validation sets both to the tensor-parallel sizes, where not given
         _SHARDS,
-        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above the tensor-parallel "
-        "size",
-        lambda options: _number(options, _SHARDS[0]) > _tp(options) or _number(options, _SHARDS[1]) > _etp(options),
+        lambda options: _largest(options, _SHARDS[0]) > _tp(options) or _largest(options, _SHARDS[1]) > _etp(options),
     ),
-    "delta_net": Term((*_VARIANTS, *_PATTERNS), "gated_delta_net", _layers("G", "gated_delta_net")),
-    "mamba": Term(_PATTERNS, "--hybrid-layer-pattern with Mamba layers", _layers("M")),
-    "dsa": Term((_VARIANTS[0], *_PATTERNS), "--experimental-attention-variant dsa", _layers("D", "dsa")),
-    "stock_evaluation": Term(
+    "delta_net": ((*_VARIANTS, *_PATTERNS), _layers("G", "gated_delta_net")),
+    "mamba": (_PATTERNS, _layers("M")),
+    "dsa": ((_VARIANTS[0], *_PATTERNS), _layers("D", "dsa")),
+    "stock_evaluation": (
         (),
-        "evaluated as by stock (--no-balance-evaluation, or --balance-context-parallel)",
         lambda options: options["balance_evaluation"] is False or options["balance_context_parallel"] is not None,
     ),
 }
 
-_OF_FLAGS, _CAUTIONS, _UNTRIED = "Balance flags", "Cautions", "Not tried on a GPU"
-_TABLES = {_OF_FLAGS: BALANCE_FLAGS, **REFUSED, "Stock": STOCK, _CAUTIONS: CAUTIONS, _UNTRIED: UNTRIED}
 
-RULES = tuple(
-    Rule(subject, tuple(map(_term, where.split())), says)
-    for subject, rules in _TABLES.items()
-    for where, says in rules.items()
-)
+def _rules() -> Iterator[Rule]:
+    subject = ""
+    for block in re.split(r"\n+(?=\S)", (files(__package__) / "rules.txt").read_text(encoding="utf-8")):
+        first, *says = block.splitlines()
+        if first.startswith("## "):
+            subject = first[3:]
+        elif not first.startswith("#"):
+            yield Rule(subject, tuple(map(_term, first.split())), " ".join(map(str.strip, says)))
+
+
+RULES = tuple(_rules())
 """All rules, for pages and for the check on Megatron's parsers."""

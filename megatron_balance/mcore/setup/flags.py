@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options import cautions, problems
+from megatron_balance.mcore.options import CAUTIONS, cautions, messages, problems
 from megatron_balance.planner import OBJECTIVES
 
 ALL_RANKS = "all"
@@ -231,7 +231,7 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
         trial = ChainMap({"balance_context_parallel": ALL_RANKS}, dict(options))
         known = {*problems(options), *cautions(options)}
         # That no test runs Transformer Engine on several GPUs is said in the log, and is no reason against it.
-        against = [message for message in (*problems(trial), *cautions(trial, untried=False)) if message not in known]
+        against = [message for message in (*problems(trial), *messages(trial, CAUTIONS)) if message not in known]
         if against:
             choices.append(f"no --balance-context-parallel ({against[0].rstrip('.')})")
         else:
