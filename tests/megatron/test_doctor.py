@@ -57,14 +57,6 @@ def test_a_hook_that_does_not_apply(capsys: pytest.CaptureFixture[str], monkeypa
     assert lines[-1] == "problems: 1"
 
 
-def test_an_unsupported_megatron(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.package_info.__version__", "0.12.1")
-    status, lines = doctor(capsys)
-    assert status == 1
-    assert len(problems(lines)) == 2  # the package, and so every hook
-    assert all("megatron-core is 0.12.1" in problem for problem in problems(lines))
-
-
 def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

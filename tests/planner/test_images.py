@@ -1,4 +1,4 @@
-"""Images of samples: their cost is added to the tokens', and plans even out the sum."""
+"""Images of samples: their cost is added to the tokens'; test_schedule_properties.py plans with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from megatron_balance import (
     BalanceError,
     CostModel,
-    DataSchedule,
     Limits,
     ModelShape,
     Topology,
@@ -18,24 +17,9 @@ from megatron_balance import (
     calculate_fwd_flops,
 )
 from megatron_balance.cost import MAX_TOTAL_COST
-from megatron_balance.model import PRESETS, VisionEncoder, fwd_flops, image_flops, patches_of_grids
-from megatron_balance.planner import schedule_metrics
+from megatron_balance.model import PRESETS, VisionEncoder, fwd_flops, image_flops
 
-MODEL = CostModel(linear=10, quadratic=1, image_linear=7, image_quadratic=2)
 QWEN = ModelShape.preset("Qwen2.5-VL-7B")
-
-
-def plan(lengths: list[int], image_patches: list[list[int]], **options: Any) -> DataSchedule:
-    options = {"cost_model": MODEL, "topology": Topology(2), "limits": Limits(100), **options}
-    return build_data_schedule(lengths, image_patches=image_patches, **options).check()
-
-
-def test_costs_are_sums_over_tokens_and_images() -> None:
-    # test_schedule_properties.py and the cells of test_golden.py judge drawn ones.
-    schedule = plan([5, 70], [[3, 20], []], objective="step")
-    costs = [10 * 5 + 5**2 + 7 * 23 + 2 * (3**2 + 20**2), 10 * 70 + 70**2]
-    assert sorted(schedule.cost_grid.reshape(-1).tolist()) == sorted(costs)
-    assert schedule_metrics(schedule).predicted_cost == schedule.predicted_cost == max(costs)
 
 
 def test_images_are_scaled_with_tokens() -> None:
@@ -48,12 +32,14 @@ def test_images_are_scaled_with_tokens() -> None:
 
 
 def test_wrong_images_are_refused_by_name() -> None:
-    with pytest.raises(BalanceError, match=r"image_patches has 1 entries.*each of 2 samples"):
-        plan([3, 4], [[5]])
-    with pytest.raises(BalanceError, match=r"image_patches\[1\] is -1"):
-        plan([3, 4], [[5], [-1]])
-    with pytest.raises(BalanceError, match=r"image_patches does not go with Topology\.dynamic_cp"):
-        plan([3, 4], [[5], []], topology=Topology(2, dynamic_cp=True))
+    options: dict[str, Any] = {"cost_model": CostModel.tokens(), "limits": Limits(100)}
+    for patches, topology, message in (
+        ([[5]], Topology(2), r"image_patches has 1 entries.*each of 2 samples"),
+        ([[5], [-1]], Topology(2), r"image_patches\[1\] is -1"),
+        ([[5], []], Topology(2, dynamic_cp=True), r"image_patches does not go with Topology\.dynamic_cp"),
+    ):
+        with pytest.raises(BalanceError, match=message):
+            build_data_schedule([3, 4], image_patches=patches, topology=topology, **options)
 
 
 def test_flops_of_images_are_added() -> None:
@@ -118,12 +104,3 @@ def test_sizes_of_an_encoder_are_checked() -> None:
         VisionEncoder(**{**sizes, "num_layers": 0})
     with pytest.raises(BalanceError, match=r"num_windowed_layers is 1.*window_patches must be set"):
         VisionEncoder(**sizes, num_windowed_layers=1)
-
-
-def test_frames_of_a_grid_are_images() -> None:
-    assert patches_of_grids(np.array([[1, 4, 6], [3, 2, 2], [0, 8, 8]])).tolist() == [24, 4, 4, 4]
-    assert patches_of_grids([]).tolist() == patches_of_grids(np.zeros((0, 3))).tolist() == []
-    wrong_grids: list[Any] = [[[1, 2]], [1, 2, 3], [[1, 2, -3]], [[1, 2, 3.5]], [[[1, 2, 3]]]]
-    for wrong in wrong_grids:
-        with pytest.raises(BalanceError, match=r"grids are .*image_grid_thw"):
-            patches_of_grids(wrong)

@@ -7,29 +7,29 @@ from typing import Any
 import pytest
 
 
-def test_samples_that_several_ranks_share(world4: Any) -> None:
+def test_samples_that_several_ranks_share(run_cases: Any) -> None:
     copies, destinations = [0, 0, 0, 0, 1, 3, 3, 4, 4], [0, 1, 2, 3, 1, 2, 3, 0, 3]
-    world4.run("reroute", lengths=[[3, [4, 2]], [5], [], [0, 7]], copies=copies, destinations=destinations)
+    run_cases(4, "reroute", lengths=[[3, [4, 2]], [5], [], [0, 7]], copies=copies, destinations=destinations)
 
 
 @pytest.mark.parametrize("ranks", [[0, 2], [3, 1, 2]])
-def test_a_subgroup_speaks_of_ranks_within_it(world4: Any, ranks: list[int]) -> None:
+def test_a_subgroup_speaks_of_ranks_within_it(run_cases: Any, ranks: list[int]) -> None:
     lengths, destinations = [[3, 4], [5], [6, 1]][: len(ranks)], [1, 0, 0, 1, 0][: 3 if len(ranks) == 2 else 5]
-    results = world4.run("reroute", ranks=ranks, lengths=lengths, destinations=destinations)
+    results = run_cases(4, "reroute", ranks=ranks, lengths=lengths, destinations=destinations)
     assert [result is not None for result in results] == [rank in ranks for rank in range(4)]
 
 
-def test_drawn_exchanges_lose_and_alter_nothing(world4: Any) -> None:
-    assert sum(world4.run("reroute_random", count=40)) > 300
+def test_drawn_exchanges_lose_and_alter_nothing(run_cases: Any) -> None:
+    assert sum(run_cases(4, "reroute_random", count=40)) > 300
 
 
 @pytest.mark.parametrize(("num_samples", "num_segments"), [(3000, 1), (1, 3000), (50, 60)])
-def test_lengths_of_any_number_are_gathered(world2: Any, num_samples: int, num_segments: int) -> None:
-    world2.run("gather_many", num_samples=num_samples, num_segments=num_segments)
+def test_lengths_of_any_number_are_gathered(run_cases: Any, num_samples: int, num_segments: int) -> None:
+    run_cases(2, "gather_many", num_samples=num_samples, num_segments=num_segments)
 
 
-def test_messages_follow_a_timeout_that_is_shortened_later(world2: Any) -> None:
-    (error, soon), _ = world2.run("message_after_a_later_timeout")
+def test_messages_follow_a_timeout_that_is_shortened_later(run_cases: Any) -> None:
+    (error, soon), _ = run_cases(2, "message_after_a_later_timeout")
     assert soon
     assert "samples from the ranks that loaded them (exchange) among world ranks 0, 1, and not all answered" in error
 
@@ -52,8 +52,8 @@ def same(messages: list[str]) -> str:
         ("settings", "cap is not set on ranks 0, 2, 3 and 8 on rank 1"),
     ],
 )
-def test_what_is_wrong_on_one_rank_raises_on_every_rank(world4: Any, kind: str, phrase: str) -> None:
-    assert phrase in same(world4.run("one_rank_differs", kind=kind))
+def test_what_is_wrong_on_one_rank_raises_on_every_rank(run_cases: Any, kind: str, phrase: str) -> None:
+    assert phrase in same(run_cases(4, "one_rank_differs", kind=kind))
 
 
 @pytest.mark.parametrize(
@@ -67,20 +67,20 @@ def test_what_is_wrong_on_one_rank_raises_on_every_rank(world4: Any, kind: str, 
         (["problem", "problem"], "the data ended — early"),
     ],
 )
-def test_ranks_of_a_replica_go_on_alike(world2: Any, kinds: list[str], expected: str) -> None:
-    assert expected in same(world2.run("share_in_replica", kinds=kinds))
+def test_ranks_of_a_replica_go_on_alike(run_cases: Any, kinds: list[str], expected: str) -> None:
+    assert expected in same(run_cases(2, "share_in_replica", kinds=kinds))
 
 
-def test_wrong_arguments(world2: Any) -> None:
+def test_wrong_arguments(run_cases: Any) -> None:
     phrases = ["shape (1,)", "is 2", "is -1", "((5,), ())] tokens", "((1, 3), ())] tokens"]
-    for messages in world2.run("wrong_arguments"):
+    for messages in run_cases(2, "wrong_arguments"):
         for message, phrase in zip(messages, phrases, strict=True):
             assert phrase in message
 
 
-def test_neighbours_of_every_context_parallel_size_connect_before_training(world4: Any) -> None:
+def test_neighbours_of_every_context_parallel_size_connect_before_training(run_cases: Any) -> None:
     """In the order of Transformer Engine's ring, in which even ranks send first."""
-    for rank, said in enumerate(world4.run("neighbours_that_talk")):
+    for rank, said in enumerate(run_cases(4, "neighbours_that_talk")):
         expected = []
         for size in (2, 4):
             place = rank % size

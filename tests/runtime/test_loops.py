@@ -68,16 +68,16 @@ def test_an_error_of_one_rank_s_data_ends_every_rank(run_cases: Any, layout: str
 
 
 @pytest.mark.parametrize(("flags", "ahead"), [([], 2), (["--no-balance-overlap"], 0)])
-def test_one_step_is_pulled_ahead_by_another_thread(world1: Any, flags: list[str], ahead: int) -> None:
-    [(ran, pulled, threads)] = world1.run("steps_of_loop", loops=["aaaa"], flags=flags)
+def test_one_step_is_pulled_ahead_by_another_thread(run_cases: Any, flags: list[str], ahead: int) -> None:
+    [(ran, pulled, threads)] = run_cases(1, "steps_of_loop", loops=["aaaa"], flags=flags)
     assert [ran] == expected(["aaaa"], layout="dp")
     assert 8 <= pulled <= 8 + ahead  # the thread may not have ended
     assert (len(threads) > 1) == bool(ahead)
 
 
 @pytest.mark.parametrize("unit", ["segment", "sample"])
-def test_a_row_of_several_sequences_moves_in_pieces_or_whole(world2: Any, unit: str) -> None:
-    for of_step in zip(*world2.run("steps_of_rows", unit=unit, num_steps=3), strict=True):
+def test_a_row_of_several_sequences_moves_in_pieces_or_whole(run_cases: Any, unit: str) -> None:
+    for of_step in zip(*run_cases(2, "steps_of_rows", unit=unit, num_steps=3), strict=True):
         packs = [pack for of_rank in of_step for pack in of_rank]
         # Both ranks load a row of 6, 3 and 1 tokens and one of 9 and 2.
         assert sorted(length for pack in packs for length in pack) == [1, 1, 2, 2, 3, 3, 6, 6, 9, 9]
@@ -102,7 +102,7 @@ def test_a_step_that_cannot_be_made_is_refused_on_every_rank(
     assert all(says in error for error in run_cases(num_ranks, "step_that_fails", kind=kind))
 
 
-def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(world2: Any) -> None:
+def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(run_cases: Any) -> None:
     """One token would be an edge case of many kernels, and a shape of its own."""
-    [dummy] = [dummy for of_rank in world2.run("dummies") for dummy in of_rank]
+    [dummy] = [dummy for of_rank in run_cases(2, "dummies") for dummy in of_rank]
     assert dummy >= 128

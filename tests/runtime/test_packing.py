@@ -1,13 +1,12 @@
 """Samples → micro-batch → samples: what Megatron makes of it, how it is filled up, and which tokens are padding."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.utils import flatten_batch_for_packed_sequences
+from thd_attention import partitioned_indices
 
 from megatron_balance import BalanceError
 from megatron_balance.samples import Sample, SampleSchema, pack_microbatch, padding_mask, sequence_lengths
@@ -163,15 +162,6 @@ REAL = 7
 rows_of_lengths = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3), min_size=1, max_size=6)
 
 
-def zigzag(bounds, *, cp_size, cp_rank):
-    """Tokens of a rank: each sequence is cut into 2 cp_size pieces, of which it holds one from either end."""
-    held = []
-    for start, end in itertools.pairwise(bounds):
-        pieces = torch.arange(start, end).chunk(2 * cp_size) if cp_size > 1 else [torch.arange(start, end)]
-        held += [pieces[cp_rank], pieces[-1 - cp_rank]] if cp_size > 1 else pieces
-    return torch.cat(held)
-
-
 @given(rows_of_lengths, parallelism, st.sampled_from([None, 1024, 1040]))
 def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens):
     token_multiple, cp_size = parallel
@@ -183,7 +173,7 @@ def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens
     tokens = pack["tokens"][0]
     bounds = pack.get("cu_seqlens_padded", pack["cu_seqlens"])[0].tolist()
     for cp_rank in range(cp_size):
-        held = tokens[zigzag(bounds, cp_size=cp_size, cp_rank=cp_rank)]
+        held = tokens if cp_size == 1 else tokens[partitioned_indices(bounds, cp_size=cp_size, cp_rank=cp_rank)]
         sizes = {"token_multiple": token_multiple, "cp_size": cp_size, "cp_rank": cp_rank}
         mask = padding_mask(sequence_lengths(samples), num_tokens=len(tokens), **sizes)
         assert np.array_equal(mask, (held != REAL).numpy())
