@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
@@ -42,7 +41,8 @@ def segments_of(length: int | list[int]) -> tuple[int, ...]:
     return tuple(length) if isinstance(length, list) else (length,)
 
 
-def every_dtype_sample(length: int | list[int], rng: Rng) -> Sample:
+def sample_of(length: int | list[int], rng: Rng) -> Sample:
+    """Keys of every dtype, of shapes of their own; some samples have no image, some several, of several patches."""
     segments = segments_of(length)
     total = sum(segments)
     per_token = {f"t_{dtype}": random_bits((total,), dtype, rng) for dtype in DTYPES}
@@ -51,36 +51,14 @@ def every_dtype_sample(length: int | list[int], rng: Rng) -> Sample:
     per_token["t_strided"] = random_bits((total, 5), torch.int32, rng)[:, ::2]
     per_sample = {f"s_{dtype}": random_bits((), dtype, rng) for dtype in DTYPES}
     per_sample["s_matrix"] = random_bits((2, 3), torch.float64, rng).T
-    return Sample(per_token, per_sample=per_sample, segment_lengths=segments)
-
-
-def small_sample(length: int | list[int], rng: Rng) -> Sample:
-    segments = segments_of(length)
-    total = sum(segments)
-    per_token = {
-        "tokens": torch.from_numpy(rng.integers(1, 1000, size=total)),
-        "loss_mask": torch.ones(total),
-        "advantages": random_bits((total, 3), torch.bfloat16, rng),
-        "flag": random_bits((total,), torch.bool, rng),
-    }
-    per_sample = {"weight": random_bits((), torch.float64, rng)}
-    return Sample(per_token, per_sample=per_sample, segment_lengths=segments)
-
-
-def ragged_sample(length: int | list[int], rng: Rng) -> Sample:
-    """Some samples have no image, some several; patches and images are keys of lengths and dtypes of their own."""
-    plain = small_sample(length, rng)
-    num_images = int(rng.integers(0, 3)) if plain.length else 0
+    num_images = int(rng.integers(0, 3)) if total else 0
     num_patches = sum(int(rng.integers(1, 50)) for _ in range(num_images))
     ragged = {
         "pixel_values": random_bits((num_patches, 7), torch.bfloat16, rng),
         "image_grid_thw": random_bits((num_images, 3), torch.int64, rng),
         "audio": random_bits((num_images, 5), torch.uint8, rng)[:, ::2],
     }
-    return dataclasses.replace(plain, ragged=ragged)
-
-
-BUILDERS = {"every_dtype": every_dtype_sample, "small": small_sample, "ragged": ragged_sample}
+    return Sample(per_token, per_sample=per_sample, segment_lengths=segments, ragged=ragged)
 
 
 def checksum(sample: Sample) -> str:
@@ -113,7 +91,6 @@ def reroute(
     *,
     copies: list[int] | None = None,
     ranks: list[int] | None = None,
-    builder: str = "small",
     seed: int = 0,
 ) -> list[int] | None:
     """Every sample arrives at its destination, once, with equal bits: the samples of this rank.
@@ -126,7 +103,7 @@ def reroute(
     if ranks and dist.get_rank() not in ranks:
         return None
     rng = np.random.default_rng(seed)
-    everything = [[BUILDERS[builder](length, rng) for length in of_rank] for of_rank in lengths]
+    everything = [[sample_of(length, rng) for length in of_rank] for of_rank in lengths]
     flat = [sample for of_rank in everything for sample in of_rank]
     mine = everything[group.rank()]
     gathered = gather_sample_lengths(mine, group=group)
@@ -164,8 +141,7 @@ def reroute_random(count: int) -> int:
         destinations = rng.integers(0, num_ranks, size=sum(map(len, lengths))).tolist()
         if seed == 2:
             destinations = [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
-        builder = ("ragged", "every_dtype", "small")[seed % 3]
-        arrived += len(reroute(lengths, destinations, builder=builder, seed=seed) or ())
+        arrived += len(reroute(lengths, destinations, seed=seed) or ())
     return arrived
 
 
@@ -184,7 +160,7 @@ def gather_many(num_samples: int, num_segments: int) -> None:
 def message_after_a_later_timeout() -> tuple[str, bool] | None:
     """Rank 0's error where rank 1 sends it no sample, where the timeout was shortened; whether it came at once."""
     group = dist.new_group(timeout=timedelta(seconds=60))
-    gathered = gather_sample_lengths([small_sample(3, np.random.default_rng(0))] * group.rank(), group=group)
+    gathered = gather_sample_lengths([Sample({"tokens": torch.arange(3)})] * group.rank(), group=group)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     if group.rank():
         return None
@@ -228,10 +204,9 @@ def one_rank_differs(kind: str) -> str:
 
 def wrong_arguments() -> list[str]:
     group = world()
-    sample = small_sample(4, np.random.default_rng(0))
+    sample, longer = (Sample({"tokens": torch.arange(length)}) for length in (4, 5))
+    cut = Sample(sample.per_token, segment_lengths=(1, 3))
     gathered = gather_sample_lengths([sample], group=group)
-    longer = small_sample(5, np.random.default_rng(0))
-    cut = Sample(sample.per_token, per_sample=sample.per_sample, segment_lengths=(1, 3))
     stay = np.arange(group.size())
     wrong = [
         ([sample], stay[:1]),
