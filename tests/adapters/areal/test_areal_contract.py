@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from areal.utils import seqpack
 from megatron_balance import BalanceError
 from megatron_balance.adapters import areal
 
-ROOT = Path(__file__).parents[3]
 HOOKED = (
     "areal.experimental.training_service.data_proxy.dispatcher",
     "areal.infra.controller.train_controller",

@@ -1,48 +1,197 @@
-"""Trajectories moved, one rank waited for and AReaL's coordinator, on four gloo ranks; bodies in areal_cases.py."""
+"""Trajectories moved, one rank waited for and AReaL's real coordinator, on four gloo ranks.
+
+For the coordinator two of them are data-parallel, each with a second rank that holds no data. Arguments and results of
+what the ranks run pass through a pipe.
+"""
+
+import functools
+import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from areal.api.cli_args import MicroBatchSpec
+from areal.infra import dist_rollout
+from areal.utils.data import pad_sequences_to_tensors, split_padded_tensor_dict_into_mb_list
 from areal_trajectories import make_trajectory, random_lengths, row_digests, trajectory_digest
+from gloo_ranks import run_ranks
+
+from megatron_balance import BalanceError, CostModel
+from megatron_balance.adapters import areal
+
+# What the ranks run --------------------------------------------------------------------------------------------------
 
 
-def check_moved(results, lengths):
-    """Every trajectory on one rank, with the bits it had, less the columns that none of its rows uses."""
-    flat = [rows for of_rank in lengths for rows in of_rank]
-    expected = [trajectory_digest(make_trajectory(number, rows)) for number, rows in enumerate(flat)]
-    ids_per_rank = results[0]["ids_per_rank"]
-    assert sorted(index for ids in ids_per_rank for index in ids) == list(range(len(flat)))
-    for result, ids in zip(results, ids_per_rank, strict=True):
-        assert result["ids_per_rank"] == ids_per_rank
-        assert result["digests"] == [expected[index] for index in ids]
-    assert all(ids_per_rank)
-    return [sum(sum(flat[index]) for index in ids) for ids in ids_per_rank]
+def error_of(function):
+    """The error of this rank, and how many ranks go on: the group works afterwards."""
+    try:
+        return function()
+    except (BalanceError, ConnectionError) as error:
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone)
+        return {"error": f"{type(error).__name__}: {error}", "ranks": int(everyone)}
 
 
-@pytest.mark.parametrize("counts", [[4, 4, 4, 3], [15, 0, 0, 0], [9, 1, 7, 11]])
-def test_four_ranks_hold_any_numbers(world, counts):
-    """R54, R56. AReaL raises where lists differ in length, and for 15 trajectories."""
-    rng = np.random.default_rng(sum(counts))
-    lengths = [random_lengths(rng, num_trajectories=count) for count in counts]
-    check_moved(world("move", lengths=lengths), lengths)
+def refuse(counts, at_fault=None):
+    """What is wrong with as many trajectories on each rank; one rank has a function, which cannot be sent."""
+    rank = dist.get_rank()
+    trajectories = [make_trajectory(number, [5]) for number in range(counts[rank])]
+    if rank == at_fault:
+        trajectories[-1]["name"] = lambda: None
+    return error_of(
+        lambda: areal.redistribute(trajectories, group=dist.group.WORLD, cost_model=CostModel.tokens()).ids_per_rank
+    )
+
+
+def scatter(lengths, source):
+    batches = None
+    if dist.get_rank() == source:
+        batches = [make_trajectory(number, rows) for number, rows in enumerate(lengths)]
+    batch = areal.distributed_batch(batches, group=dist.group.WORLD)
+    return {
+        "shapes": {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)},
+        "longest": int(batch["attention_mask"].sum(1).max()),
+        "rows": row_digests(batch),
+    }
+
+
+def wait_longer_than_the_group(seconds, group_seconds, source):
+    """A load that takes longer than the group that moves the data waits; then the data moves in that group."""
+    group = dist.new_group(timeout=timedelta(seconds=group_seconds), backend="gloo")
+    single, calls = areal.SingleRankLoad(loads=dist.get_rank() == source), []
+
+    def load():
+        calls.append(dist.get_rank())
+        time.sleep(seconds)
+        return [make_trajectory(number, [number + 1]) for number in range(8)]
+
+    batch = areal.distributed_batch(single.run(load), group=group)
+    return calls, len(batch["attention_mask"])
+
+
+@functools.cache
+def _groups():
+    """Collective: every rank makes every group."""
+    dp_groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    replica_groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    return dp_groups[dist.get_rank() % 2], replica_groups[dist.get_rank() // 2]
+
+
+class TrainEngine:
+    """The part of AReaL's engines that the coordinator calls."""
+
+    config = None
+    data_parallel_world_size = 2
+
+    def __init__(self):
+        self.data_parallel_group, self.context_and_model_parallel_group = _groups()
+        self.cpu_group = dist.group.WORLD
+        self.data_parallel_rank = dist.get_rank() // 2
+
+    def is_data_parallel_head(self):
+        return dist.get_rank() % 2 == 0
+
+    def current_data_parallel_head(self):
+        return dist.get_rank() // 2 * 2
+
+
+class RolloutEngine:
+    """Trajectories of these lengths, whatever the prompts."""
+
+    def __init__(self, lengths, *, fails, without_mask):
+        self.lengths, self.fails, self.without_mask = lengths, fails, without_mask
+        self.calls = []
+
+    def rollout_batch(self, data, workflow, workflow_kwargs=None, group_size=1):
+        self.calls.append("rollout_batch")
+        return self._trajectories()
+
+    def prepare_batch(self, dataloader, workflow, **kwargs):
+        self.calls.append("prepare_batch")
+        next(iter(dataloader))
+        return self._trajectories()
+
+    def _trajectories(self):
+        if self.fails:
+            raise ConnectionError("the inference server is gone")
+        first = 100 * dist.get_rank()
+        made = [make_trajectory(first + number, rows) for number, rows in enumerate(self.lengths)]
+        return [{"rewards": one["rewards"]} for one in made] if self.without_mask else made
+
+
+def coordinate(lengths, method, single_rank_load, fails_on=None, without_mask_on=None):
+    """Result or error of a rank, and the rollouts that it called for."""
+    rank = dist.get_rank()
+    engine = RolloutEngine(lengths[rank], fails=rank == fails_on, without_mask=rank == without_mask_on)
+    coordinator = dist_rollout.DistRolloutCoordinator(engine, TrainEngine())
+    installed = areal.install(single_rank_load=single_rank_load)
+
+    def batch():
+        trajectories = getattr(coordinator, method)([["a prompt"]], workflow=None)
+        return {
+            "ids": [int(trajectory["version"]) for trajectory in trajectories],
+            "digests": [trajectory_digest(trajectory) for trajectory in trajectories],
+        }
+
+    found = error_of(batch)
+    installed.undo()
+    return {"calls": engine.calls, **found}
+
+
+def redistribute_as_areal_does(lengths):
+    """AReaL's function, hooked, with AReaL's result."""
+    installed = areal.install()
+    own = lengths[dist.get_rank()]
+    result = dist_rollout.redistribute_trajectories(
+        [make_trajectory(100 * dist.get_rank() + number, rows) for number, rows in enumerate(own)],
+        packing_algorithm="kk",
+    )
+    installed.undo()
+    return {
+        "type": type(result).__name__,
+        "rank": result.rank,
+        "group_indices": result.group_indices,
+        "all": [None if trajectory is None else int(trajectory["version"]) for trajectory in result.all_data],
+        "ids": [int(trajectory["version"]) for trajectory in result.data],
+    }
+
+
+def micro_batches(lengths, max_tokens, n_mbs_divisor):
+    """AReaL's split of a padded batch, hooked: the rows of each micro-batch, and its tokens."""
+    rows = [{"input_ids": torch.full((length,), row + 1)} for row, length in enumerate(lengths[dist.get_rank()])]
+    spec = MicroBatchSpec(n_mbs=1, max_tokens_per_mb=max_tokens, n_mbs_divisor=n_mbs_divisor)
+    installed = areal.install()
+    found = split_padded_tensor_dict_into_mb_list(pad_sequences_to_tensors(rows), spec)
+    installed.undo()
+    return [(mb["input_ids"].amax(1) - 1).tolist() for mb in found.mbs], found.group_lens
+
+
+# What comes of it ----------------------------------------------------------------------------------------------------
+
+
+def world(case, **arguments):
+    """Runs a function of this file on four ranks."""
+    return run_ranks(4, f"test_areal_ranks:{case}", **arguments)
 
 
 @pytest.mark.parametrize(
-    ("fault", "counts", "text"),
+    ("arguments", "text"),
     [
-        ("dtype", (2, 2, 2, 2), "float64"),
-        ("object", (2, 2, 2, 2), "cannot travel between ranks"),
-        ("none", (1, 1, 0, 1), "3 trajectories (or groups of them) for 4 data-parallel ranks"),
+        ({"counts": (2, 2, 2, 2), "at_fault": 2}, "cannot travel between ranks"),
+        ({"counts": (1, 1, 0, 1)}, "3 trajectories (or groups of them) for 4 data-parallel ranks"),
     ],
 )
-def test_what_is_wrong_on_one_rank_raises_on_all(world, fault, counts, text):
-    results = world("refuse", lengths=[[[5]] * count for count in counts], fault=fault, at_fault=2)
+def test_what_is_wrong_on_one_rank_raises_on_all(arguments, text):
+    results = world("refuse", **arguments)
     (message,) = {result["error"] for result in results}
     assert text in message
     assert [result["ranks"] for result in results] == [4] * 4
 
 
 @pytest.mark.parametrize("source", [0, 3])
-def test_scatter_from_the_rank_that_loads(world, source):
+def test_scatter_from_the_rank_that_loads(source):
     """R43, R54: exactly n/dp rows each, padded again to the rank's own longest, bits kept."""
     lengths = [[int(length)] for length in np.random.default_rng(3).integers(1, 60, 32)]
     results = world("scatter", lengths=lengths, source=source)
@@ -54,25 +203,10 @@ def test_scatter_from_the_rank_that_loads(world, source):
     assert sorted(row for result in results for row in result["rows"]) == sorted(loaded)
 
 
-def test_a_load_may_take_longer_than_the_group_waits(world):
+def test_a_load_may_take_longer_than_the_group_waits():
     """R43, R56: the other ranks load nothing and do not time out."""
     results = world("wait_longer_than_the_group", seconds=2.5, group_seconds=1, source=1)
     assert results == [([], 2), ([1], 2), ([], 2), ([], 2)]
-
-
-def test_a_load_that_fails_raises_on_all_and_the_next_one_works(world):
-    results = world("load_that_fails", source=1)
-    for rank, (first, second, third) in enumerate(results):
-        if rank == 1:
-            assert first == ("KeyError", "'prompt 0'")
-            assert third == ["later"]
-        else:
-            assert first == (
-                "BalanceError",
-                "rank 1 cannot go on: it loads for all, and failed: KeyError: 'prompt 0'",
-            )
-            assert second[0] == "BalanceError"
-            assert third == []
 
 
 def lengths_of_heads(*counts):
@@ -83,10 +217,10 @@ def lengths_of_heads(*counts):
 
 @pytest.mark.parametrize("method", ["rollout_batch", "prepare_batch"])
 @pytest.mark.parametrize(("counts", "single"), [((6, 6), False), ((8, 7), False), ((15, 5), True)])
-def test_the_coordinator_gives_every_head_its_share(world, method, counts, single):
-    """R43, R56: with single_rank_load rank 0 scatters; the other head has rollouts it could load, and does not.
+def test_the_coordinator_gives_every_head_its_share(method, counts, single):
+    """R43, R54, R56: with single_rank_load rank 0 scatters; the other head has rollouts it could load, and does not.
 
-    Without it numbers may differ among the heads: AReaL raises.
+    Without it numbers may differ among the heads: AReaL raises, and for 15 trajectories as well.
     """
     lengths = lengths_of_heads(*counts)
     results = world("coordinate", lengths=lengths, method=method, single_rank_load=single)
@@ -111,7 +245,7 @@ def test_the_coordinator_gives_every_head_its_share(world, method, counts, singl
         ({"without_mask_on": 2}, False, "attention_mask is a NoneType"),
     ],
 )
-def test_what_one_head_meets_raises_on_ranks_without_data_too(world, fault, single, text):
+def test_what_one_head_meets_raises_on_ranks_without_data_too(fault, single, text):
     results = world(
         "coordinate", lengths=lengths_of_heads(4, 4), method="prepare_batch", single_rank_load=single, **fault
     )
@@ -119,7 +253,7 @@ def test_what_one_head_meets_raises_on_ranks_without_data_too(world, fault, sing
     assert all(text in result["error"] for result in results)
 
 
-def test_the_result_is_areals_without_what_other_ranks_have(world):
+def test_the_result_is_areals_without_what_other_ranks_have():
     """R46: of AReaL's own type, with a list of dicts."""
     lengths = [[[3, 5]], [[2], [9]], [[7]], [[1, 1, 1]]]
     ids = [0, 100, 101, 200, 300]
@@ -133,7 +267,7 @@ def test_the_result_is_areals_without_what_other_ranks_have(world):
         assert result["all"] == [ids[index] if index in own else None for index in range(5)]
 
 
-def test_a_padded_batch_is_split_alike_on_every_rank(world):
+def test_a_padded_batch_is_split_alike_on_every_rank():
     rng = np.random.default_rng(2)
     lengths = [rng.integers(1, 100, count).tolist() for count in (30, 12, 21, 16)]
     results = world("micro_batches", lengths=lengths, max_tokens=400, n_mbs_divisor=2)

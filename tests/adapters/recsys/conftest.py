@@ -1,18 +1,6 @@
-"""Ranks over gloo for a case, and the double of recsys-examples in the path."""
+"""The double of recsys-examples in the path, here and in the ranks of a test."""
 
 import sys
 from pathlib import Path
 
-import pytest
-from gloo_ranks import run_ranks
-
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "upstream_double"), str(HERE)]
-
-
-@pytest.fixture(scope="session")
-def ranks():
-    def run(num_ranks, case, **arguments):
-        return run_ranks(num_ranks, f"recsys_cases:{case}", **arguments)
-
-    return run
+sys.path.insert(0, str(Path(__file__).parent / "upstream_double"))

@@ -25,7 +25,3 @@ class BatchShufflerFactory:
     @classmethod
     def is_registered(cls, name):
         return name in cls._registry
-
-    @classmethod
-    def list_available(cls):
-        return dict(cls._registry)
