@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.lengths import read_lengths, synthetic_lengths
-from megatron_balance.mcore.setup.costs import Costs
-from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.mcore.setup.settings import Costs, Settings
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 

@@ -22,7 +22,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.options import Options, executor_runs_our_plan, nothing_balances
 from megatron_balance.mcore.setup.flags import refuse
-from megatron_balance.mcore.setup.layout import meeting_of_world, problem_of_bound_device
+from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_device
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.mcore.setup.training_loop import RunLog
 from megatron_balance.model.shape import ModelShape
@@ -34,6 +34,9 @@ PACKAGES = ("megatron-core", "torch", "numpy")
 
 OUR_FLAGS = ("balance", "use_dynamic_batch_size", "max_tokens_per_gpu")
 """Beginnings of their names."""
+
+OUR_FILES = ("balance_record", "balance_cost")
+"""Flags by which ranks may name files differently; what costs say is in the cost model."""
 
 MEGATRON_SETTINGS = (
     *("train_iters", "global_batch_size", "rampup_batch_size", "micro_batch_size", "seq_length", "seed"),
@@ -99,8 +102,8 @@ def build_run(
     try:
         refuse(options)
         if not (elsewhere or nothing_balances(options)):
-            problem = problem_of_bound_device()
-            settings = settings_of(options, shape=shape, cost=cost) if problem is None else None
+            refuse_bound_device()
+            settings = settings_of(options, shape=shape, cost=cost)
     except BalanceError as error:
         problem = str(error)
     meeting = meeting_of_world(timeout=timeout_of(options))
@@ -118,8 +121,6 @@ def build_run(
         return None
     for line in settings.says:
         log.say(line)
-    for line in settings.warns:
-        log.warn_once(line)
     return BalancedForwardBackward(settings, log=log, args=args)
 
 
@@ -128,9 +129,9 @@ def _compared(settings: Settings, *, options: Options) -> dict[str, str]:
     said = {"balancing": "on", "version of megatron_balance": megatron_balance.__version__}
     # After the + of its version Megatron puts the commit of the repository that it was started in.
     said |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}
-    said |= {name: str(value) for name, value in options.items() if name.startswith(OUR_FLAGS)}
-    # Ranks may name files differently; what costs say is in the cost model.
-    said |= {name: "off" if options[name] is None else "on" for name in ("balance_record", "balance_cost")}
+    said |= {
+        name: str(value) for name, value in options.items() if name.startswith(OUR_FLAGS) and name not in OUR_FILES
+    }
     said |= {name: str(options.get(name)) for name in MEGATRON_SETTINGS}
     said["balanced evaluation"] = str(settings.eval_limits is not None)
     return said | {"topology": str(settings.topology), "cost model": str(settings.costs.model)}

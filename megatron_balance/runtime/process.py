@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -60,19 +60,6 @@ def processor() -> str:
 def local_world_size() -> int | None:
     """Ranks of this process's node; None where no launcher has said."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
-
-
-def members_per_node(ranks: Sequence[int], *, ranks_per_node: int | None) -> int | None:
-    """Members of a group on each of its nodes; None where it has one node, one member on each, or unequal numbers.
-
-    Example:
-        >>> members_per_node([0, 2, 4, 6, 8, 10], ranks_per_node=4)
-        2
-    """
-    nodes = [rank // (ranks_per_node or 1) for rank in ranks]
-    count = nodes.count(nodes[0])
-    even = all((nodes[i] == nodes[i - 1]) == (i % count != 0) for i in range(1, len(nodes)))
-    return count if even and 1 < count < len(nodes) and len(nodes) % count == 0 else None
 
 
 def close_on_undo(close: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance import ModelShape, Topology
-from megatron_balance.mcore.setup.costs import costs_of
+from megatron_balance.mcore.setup.settings import costs_of
 
 SHAPE = ModelShape.preset("Qwen3-8B")
 WITHIN, BETWEEN = 0.0087, 0.078

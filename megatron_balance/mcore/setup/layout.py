@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import named_ranks, waiting_for
-from megatron_balance.runtime.process import close_on_undo, local_world_size, members_per_node
+from megatron_balance.runtime.process import close_on_undo, local_world_size
 from megatron_balance.runtime.start import Meeting, gather_texts
 
 LAZY_GLOO = "megatron_balance_gloo"
@@ -80,12 +82,13 @@ class Layout:
     @property
     def ranks_per_node(self) -> int | None:
         """Data-parallel ranks of one node; None where nodes do not matter, differ, or are not known."""
-        sizes = {place.node_size for place in self.places}
-        of_groups = {
-            members_per_node(ranks, ranks_per_node=max(sizes) or None)
-            for ranks in self.groups(lambda place: (place.tp, place.cp, place.pp))
-        }
-        return of_groups.pop() if len(sizes) == len(of_groups) == 1 else None
+        size = self.own.node_size
+        if size == 0 or any(place.node_size != size for place in self.places):
+            return None
+        lanes = self.groups(lambda place: (place.tp, place.cp, place.pp))
+        counts = {count for ranks in lanes for count in Counter(rank // size for rank in ranks).values()}
+        count = counts.pop()
+        return None if counts or count in (1, len(lanes[0])) else count
 
     def is_first_of_replica(self, *, of_leaf: bool = False) -> bool:
         """True if this rank represents its model replica, or a context-parallel rank of it."""
@@ -188,20 +191,18 @@ def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
     return Meeting(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
 
 
-def problem_of_bound_device() -> str | None:
-    """The reason why no gloo group can be made, or None.
+def refuse_bound_device() -> None:
+    """Raise BalanceError where no gloo group can be made.
 
     Before torch 2.15 the ranks that are not in a new group split the NCCL communicator of a default group that is bound
     to a device, for a gloo group too, of which no member does: they wait for each other without end.
     """
-    if _torch_version() >= (2, 15) or not dist.is_initialized():
-        return None
-    if dist.distributed_c10d._get_default_group().bound_device_id is None:
-        return None
-    return (
-        f"init_process_group was given device_id, and on torch {torch.__version__} ranks would wait without end for a "
-        "gloo group: leave device_id out (torch.cuda.set_device is enough), or install torch 2.15."
-    )
+    waits = dist.is_initialized() and _torch_version() < (2, 15)
+    if waits and dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        raise BalanceError(
+            f"init_process_group was given device_id, and on torch {torch.__version__} ranks would wait for a gloo "
+            "group without end: leave device_id out (torch.cuda.set_device is enough), or install torch 2.15."
+        )
 
 
 def _torch_version() -> tuple[int, int]:
