@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.setup.training_loop import holding
 from megatron_balance.mcore.step.balanced_step import Slots
 from megatron_balance.topology import Topology
 
@@ -111,15 +112,10 @@ def planned_shapes(slots: Slots, *, topology: Topology, arguments: Mapping[str, 
 @contextlib.contextmanager
 def variable_seq_lengths(model: Any) -> Iterator[None]:
     """Have the chunks of a model ask for the shape of every message; validate_args forces this off."""
-    configs = _configs(model)
-    stock = [config.variable_seq_lengths for config in configs]
-    for config in configs:
-        config.variable_seq_lengths = True
-    try:
+    with contextlib.ExitStack() as stack:
+        for config in _configs(model):
+            stack.enter_context(holding(config, variable_seq_lengths=True))
         yield
-    finally:
-        for config, value in zip(configs, stock, strict=True):
-            config.variable_seq_lengths = value
 
 
 def _configs(model: Any) -> list[Any]:

@@ -123,11 +123,10 @@ class Watch:
         self._timer: StepTimer | None = None
         self._nanoseconds: dict[int, int] = {}  # by the number of the step
         self._objective = ""
-        self._figures: dict[int, Figures] = {}  # by iteration
+        self._figures: list[Figures] = []
         self._shapes: set[int] = set()  # at most one for each token of the cap
         self._memory = (0, 0, 0)
-        self._num_steps = self._most_tokens = self._newest_recorded = 0
-        self._memory_said = False
+        self._newest_iteration = self._most_tokens = 0
         self._record: RecordWriter | None = None
         if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
             self._write(self._open, remedy="; name a folder that every node can write to")
@@ -140,14 +139,17 @@ class Watch:
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """A step is about to run."""
         self._read_finished()
-        if iteration not in self._figures:  # else it runs again
-            self._say_figures()
         if self._times:
             self._timer = StepTimer(on_gpu=self._on_gpu)
             self._unread.append((step, iteration, self._timer))
-        writer = self._record if self._prints else None
-        if writer is not None and step.schedule is not None and iteration != self._newest_recorded:
-            self._newest_recorded = iteration
+        if iteration == self._newest_iteration:  # it runs again
+            return
+        self._say_figures()
+        self._newest_iteration = iteration
+        self._watch_memory(step)
+        if not self._prints or step.schedule is None:
+            return
+        if self._record is not None:
             record = StepRecord.of_schedule(
                 step.schedule,
                 iteration=iteration,
@@ -155,12 +157,11 @@ class Watch:
                 exchange_seconds=step.figures["exchange_seconds"],
                 exposed_seconds=step.exposed_seconds,
             )
-            self._write(functools.partial(writer.add_step, record))
-        if self._prints and self._settings.log_interval and step.schedule is not None:
+            self._write(functools.partial(self._record.add_step, record))
+        if self._settings.log_interval:
             self._objective = step.schedule.objective
             self._shapes.update(step.slots.num_tokens)
-            self._figures[iteration] = step.figures | {"exposed_seconds": step.exposed_seconds}
-        self._watch_memory(step)
+            self._figures.append(step.figures | {"exposed_seconds": step.exposed_seconds})
 
     def timed(self, slot: int | None = None) -> AbstractContextManager[None]:
         """Times a forward pass of the micro-batch in this slot, or without one a backward pass."""
@@ -178,12 +179,11 @@ class Watch:
 
     def _say_figures(self) -> None:
         """Say the figures of an interval, if the newest step was its last."""
-        newest = max(self._figures, default=None)
-        if newest is None or newest % self._settings.log_interval:
+        if not self._figures or self._newest_iteration % self._settings.log_interval:
             return
-        figures = mean_figures(self._figures.values()) | {"num_shapes": float(len(self._shapes))}
+        figures = mean_figures(self._figures) | {"num_shapes": float(len(self._shapes))}
         self._figures.clear()
-        self._log.say(f"iteration {newest} | {self._objective} | {log_line(figures)}")
+        self._log.say(f"iteration {self._newest_iteration} | {self._objective} | {log_line(figures)}")
 
     def _read_finished(self) -> None:
         """Read the marks of every step that the device has finished."""
@@ -233,18 +233,16 @@ class Watch:
         return (*self._memory, self._nanoseconds.get(number - REPORTED_LATER, 0))
 
     def _watch_memory(self, step: BalancedStep) -> None:
-        """Read the allocator's counters once, resetting none, and say those of all ranks once they have arrived."""
-        if self._num_steps == FIRST_STEPS:
+        """Read the allocator's counters once, resetting none; those of all ranks come with the next step."""
+        if step.number == FIRST_STEPS:
             self._memory = self._read_memory()
-        if self._prints and not self._memory_said and step.reported is not None and step.reported[:, 0].all():
-            self._memory_said = True
+        if self._prints and step.number == FIRST_STEPS + 1 and step.reported is not None and step.reported[:, 0].all():
             peak, reserved = (step.reported[:, :2].max(axis=0) / GIB).tolist()
             stage = " on pipeline stage 0" if self._settings.topology.pp_size > 1 else ""
             self._log.say(
                 f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
                 f"--max-tokens-per-gpu {step.reported[:, 2].min()} would leave a tenth of the device free."
             )
-        self._num_steps += 1
         tokens = [n // size for n, size in zip(step.slots.num_tokens, step.slots.cp_sizes, strict=True)]
         self._most_tokens = max([self._most_tokens, *tokens])
 
