@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,14 +103,10 @@ class _CudaMeansCpu(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = _as_cpu(kwargs["device"])
         if func is torch.Tensor.to:
-            args = (args[0], *(_as_cpu(arg) if _is_device(arg) else arg for arg in args[1:]))
+            args = (args[0], *map(_as_cpu, args[1:]))
         elif func is torch.device:
             return torch.device("cpu") if args and _names_cuda(args[0]) else func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device) or _names_cuda(value)
 
 
 def _names_cuda(value: Any) -> bool:
@@ -143,13 +140,6 @@ class _Stream:
         return 0.0
 
 
-class _ZeroStats(dict[str, int]):
-    """Memory statistics of a device that has no memory of its own."""
-
-    def __missing__(self, key: str) -> int:
-        return 0
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -170,7 +160,7 @@ def _stub_cuda() -> None:
         "current_stream": stream,
         "default_stream": stream,
         "mem_get_info": (0, 0),
-        "memory_stats": _ZeroStats(),
+        "memory_stats": defaultdict(int),
         "is_current_stream_capturing": False,
         "is_bf16_supported": True,
     }
