@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked import free_port, rank_environment
 
 from megatron_balance.cli import main
 from megatron_balance.mcore import doctor as checks
@@ -110,13 +111,10 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
 
 def on_two_ranks(folder: Path, *, environment: Mapping[str, str]) -> tuple[int, list[str], str]:
     """The status and lines of the first rank, and the output of the second, which has other variables."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = []
+    ranks, port = [], free_port()
     for rank in range(2):
-        world = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        variables = os.environ | world | {"MASTER_PORT": port} | (environment if rank else {})
+        world = rank_environment(rank, num_ranks=2, port=port) | {"LOCAL_WORLD_SIZE": "1"}
+        variables = os.environ | world | (environment if rank else {})
         command = [sys.executable, "-m", "megatron_balance", "doctor", "--", *BALANCED.split(), *MODEL.split()]
         command += ["--micro-batch-size", "1", "--global-batch-size", "8"]
         out = (folder / f"rank{rank}.txt").open("w+")
