@@ -96,35 +96,31 @@ def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:
     for hook in hooks:
         try:
             bindings += _bindings(hook)
-        except _MovedError as error:
+        except LookupError as error:
             raise BalanceError(
-                f"cannot hook {hook.target} in {version}: {error}. Use a supported version, or train without balancing."
+                f"cannot hook {hook.target} in {version}: {error.args[0]}. Use a supported version, or train without "
+                "balancing."
             ) from error
     for owner, name, _, wrapped in bindings:
         setattr(owner, name, wrapped)
     return Patches(bindings)
 
 
-class _MovedError(Exception):
-    """A target is not where its row says."""
-
-
 def _bindings(hook: Hook) -> list[_Binding]:
     home, name = _owner(hook.home), hook.target[len(hook.home) + 1 :]
-    # As it is stored: a static method is unwrapped before it is wrapped, and wrapped again after.
     stored = vars(home).get(name)
-    static = isinstance(stored, staticmethod)
+    static = isinstance(stored, staticmethod)  # unwrapped before it is wrapped, and wrapped again after
     target = stored.__func__ if static else stored
     if not callable(target):
-        raise _MovedError(f"{home.__name__} has no function {name}")
+        raise LookupError(f"{home.__name__} has no function {name}")
     taken = inspect.signature(target).parameters
     if missing := [parameter for parameter in hook.parameters if parameter not in taken]:
-        raise _MovedError(f"it no longer takes {', '.join(missing)}")
+        raise LookupError(f"it no longer takes {', '.join(missing)}")
     wrapped = staticmethod(hook.wrap(target)) if static else hook.wrap(target)
     owners = [_owner(place) for place in hook.places]
     for place, owner in zip(hook.places, owners, strict=True):
         if vars(owner).get(name) is not stored:
-            raise _MovedError(f"{place}.{name} is not that function (replaced, or imported otherwise)")
+            raise LookupError(f"{place}.{name} is not that function (replaced, or imported otherwise)")
     return [(owner, name, stored, wrapped) for owner in owners]
 
 
@@ -134,19 +130,16 @@ def _owner(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise _MovedError(f"there is no module {error.name}") from error
-    owner = getattr(module, class_name, None) if class_name else module
-    if class_name and not inspect.isclass(owner):
-        raise _MovedError(f"{module_name} has no class {class_name}")
-    return owner
+        raise LookupError(f"there is no module {error.name}") from error
+    if class_name and not inspect.isclass(getattr(module, class_name, None)):
+        raise LookupError(f"{module_name} has no class {class_name}")
+    return getattr(module, class_name) if class_name else module
 
 
 class Undoable(Protocol):
     """Something installed that can be removed: `Patches`, or an entry in a system's registry."""
 
-    def undo(self) -> None:
-        """Remove it; a BalanceError where someone else has wrapped it since, and nothing is changed."""
-        ...
+    def undo(self) -> None: ...  # a BalanceError where someone else has wrapped it since, and nothing is changed
 
 
 class Installation(Generic[Settings]):

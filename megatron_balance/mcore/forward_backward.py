@@ -34,7 +34,7 @@ from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch
-from megatron_balance.runtime.comm import annotate_peer_loss, with_step_context
+from megatron_balance.runtime.comm import with_step_context
 
 Schedule = Callable[..., Any]
 
@@ -102,20 +102,16 @@ class BalancedForwardBackward:
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
         """Run one step of Megatron's schedule, with what `train_step` or `evaluate` passes it, all by keyword."""
         iteration = self.state.iteration
-        with annotate_peer_loss(f"iteration {iteration}"):
+        with with_step_context(f"iteration {iteration}"):
             if not arguments.get("forward_only"):
                 following = f"iteration {iteration + 1}" if self.state.has_next_step else None
-                return self._step(
-                    self._training, schedule, arguments, name=f"iteration {iteration}", following=following
-                )
+                return self._step(self._training, schedule, arguments, following=following)
             if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
                 return schedule(**arguments)
             self._eval_steps_left -= 1
-            name = f"evaluation after iteration {iteration}"
+            following = f"evaluation after iteration {iteration}" if self._eval_steps_left else None
             with self.state.with_args(sft=self.state.is_sft):
-                losses = self._step(
-                    self._evaluation, schedule, arguments, name=name, following=name if self._eval_steps_left else None
-                )
+                losses = self._step(self._evaluation, schedule, arguments, following=following)
             # A mean depends on packing: a schedule must return a sum and its tokens.
             for loss, value in (losses[0] if losses else {}).items():
                 if value.numel() != 2:
@@ -131,14 +127,12 @@ class BalancedForwardBackward:
         schedule: Schedule,
         arguments: dict[str, Any],
         *,
-        name: str,
         following: str | None,
     ) -> Any:
         """Run a step, while the next one is prepared if there is one."""
         source, number = self._source(arguments), arguments["num_microbatches"]
         observer = self.observer if prefetcher is self._training else None
-        with with_step_context(name):
-            step = prefetcher.balance(source, num_microbatches=number)
+        step = prefetcher.balance(source, num_microbatches=number)
         if num_left := prefetcher.num_left:
             self._log.warn_once(
                 f"another iterator came while {num_left} items pulled ahead from the last one waited: they are "

@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.layout import Place
 from megatron_balance.mcore.step.balanced_step import Slots
-from megatron_balance.samples.packing import lengths_as_packed, padding_mask
+from megatron_balance.samples.packing import padding_mask, sequence_starts
 from megatron_balance.topology import Topology
 
 
@@ -110,9 +109,8 @@ def packed_params_of(slots: Slots, *, topology: Topology) -> list[Any]:
     """Megatron's PackedSeqParams of each micro-batch, on the device; without context parallelism."""
     result: list[Any] = []
     for lengths, num_tokens in zip(slots.sequence_lengths, slots.num_tokens, strict=True):
-        packed = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=topology.token_multiple)
-        starts = torch.tensor([[0, *accumulate(packed)]], dtype=torch.int32).cuda(non_blocking=True)
-        result.append(packed_seq_params({"cu_seqlens": starts, "max_seqlen": torch.tensor([max(packed)])}))
+        starts = sequence_starts(lengths, num_tokens=num_tokens, token_multiple=topology.token_multiple)
+        result.append(packed_seq_params(starts | {"cu_seqlens": starts["cu_seqlens"].cuda(non_blocking=True)}))
     return result
 
 

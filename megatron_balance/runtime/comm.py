@@ -1,8 +1,7 @@
 """Collectives and messages between ranks, small enough for gloo; an error names the ranks that did not answer.
 
 torch reports a lost connection or an elapsed timeout, but not what was waited for. Every collective of this package
-runs in `waiting_for`, which names it; `with_step_context` adds the iteration, and `annotate_peer_loss` a note to the
-errors of other collectives.
+runs in `waiting_for`, which names it; `with_step_context` adds the iteration, also to errors of other collectives.
 
 Invariants: tensors only, no pickled objects; a rank's row is as long as every other's; where ranks exchange bytes, they
 know beforehand how many go from which to which.
@@ -55,10 +54,12 @@ def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterato
 
 
 @contextlib.contextmanager
-def annotate_peer_loss(when: str) -> Iterator[None]:
-    """Add a note to an error about lost peers in collectives that are not this package's; `when` is `iteration 7`."""
+def with_step_context(when: str) -> Iterator[None]:
+    """Add the step, `iteration 7`, to errors of lost peers, also in collectives that are not this package's."""
     try:
         yield
+    except PeerError as error:
+        raise PeerError(f"{when}: {error}") from error.__cause__
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or _GLOO_LOST.search(str(error)):
             error.add_note(
@@ -66,15 +67,6 @@ def annotate_peer_loss(when: str) -> Iterator[None]:
                 f"answered. {_ADVICE}"
             )
         raise
-
-
-@contextlib.contextmanager
-def with_step_context(when: str) -> Iterator[None]:
-    """Add the step, `iteration 7`, to a PeerError."""
-    try:
-        yield
-    except PeerError as error:
-        raise PeerError(f"{when}: {error}") from error.__cause__
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

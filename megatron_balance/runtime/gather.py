@@ -41,7 +41,6 @@ INLINE_LENGTHS = 2 * ROW_MULTIPLE - HEADER_FIELDS
 """Values of a rank that the first gather of a run has room for: with its header they fill 1 KiB."""
 
 GRID_KEYS = ("image_grid_thw", "video_grid_thw")
-PIXEL_KEYS = ("pixel_values", "images", "imgs")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def gather_sample_lengths(
     *,
     group: dist.ProcessGroup,
     problem: str | None = None,
-    patch_values: int | None = None,
+    counts_images: bool = False,
     header: Header = Header(),
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -116,7 +115,7 @@ def gather_sample_lengths(
         samples: of this rank; may be empty.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
         problem: an error in this rank's data. It is raised here, on every rank.
-        patch_values: that of `image_patches`, which counts patches on every rank; None on every rank for no count.
+        counts_images: whether `image_patches` counts patches, on every rank or on none.
         header: of this rank, in a run of steps.
         device: where the collective's buffers live: `cuda` for NCCL.
 
@@ -126,11 +125,11 @@ def gather_sample_lengths(
         OutOfStepError: on every rank: different steps.
     """
     schema = None
-    patches = None if patch_values is None else np.zeros((0, 2), dtype=np.int64)
+    patches = np.zeros((0, 2), dtype=np.int64) if counts_images else None
     try:
         schema = SampleSchema.shared_by(samples)
-        if patch_values is not None:
-            patches = image_patches(samples, patch_values=patch_values)
+        if counts_images:
+            patches = image_patches(samples)
     except BalanceError as error:
         problem = problem or str(error)
     return gather_lengths(
@@ -162,14 +161,11 @@ def gather_lengths(
 
     Args:
         local_lengths: `[num_local_samples]`, tokens, or one entry a sequence, sample after sample; may be empty.
-        group: as above.
+        group: as above, as are `problem`, `header` and `device`.
         num_segments: `[num_local_samples]`, sequences of each sample, at least 1; None where each is one sequence.
         ragged_lengths: `[num_local_samples, num_ragged]`, entries of each of the schema's ragged keys.
         schema: of this rank's samples; None only where it has none, and then the others' is adopted.
-        problem: as above.
         image_patches: `[num_local_samples, 2]`, as `image_patches` counts them; None on every rank or on none.
-        header: as above.
-        device: as above.
     """
     num_ragged = 0 if schema is None else schema.num_ragged
     sequences = values = np.zeros(0, dtype=np.int64)
@@ -250,31 +246,20 @@ def _agreed_schema(statements: Sequence[bytes], *, group: dist.ProcessGroup) -> 
     return first
 
 
-def image_patches(samples: Sequence[Sample], *, patch_values: int) -> NDArray[np.int64]:
+def image_patches(samples: Sequence[Sample]) -> NDArray[np.int64]:
     """`[num_samples, 2]`: patches that a vision encoder runs for each sample, and the sum of each image's, squared.
 
-    `image_grid_thw` and `video_grid_thw`, as processors of the Qwen-VL family make them, describe each image. Without
-    such a key, each entry `[channels, height, width]` of the pixels is an image: a tile of one size, as in LLaVA, of
-    patches of so many values; 0 where that is not known.
+    `image_grid_thw` and `video_grid_thw`, as processors of the Qwen-VL family make them, describe each image.
     """
     sums = np.zeros((len(samples), 2), dtype=np.int64)
-    keys = SampleSchema.of(samples[0]).keys if samples else ()
-    shapes = {key.name: key.shape for key in keys if key.kind == "ragged"}
-    grids = [name for name in GRID_KEYS if name in shapes]
-    for name in grids:
-        for index, sample in enumerate(samples):
-            patches = patches_of_grids(sample.ragged[name].numpy())
-            sums[index] += patches.sum(), (patches**2).sum()
-    for name in (name for name in PIXEL_KEYS if name in shapes and not grids):
-        num_values = int(np.prod(shapes[name]))
-        if len(shapes[name]) != 3 or not patch_values or num_values % patch_values:
+    for index, sample in enumerate(samples):
+        grids = [name for name in GRID_KEYS if name in sample.ragged]
+        if "pixel_values" in sample.ragged and not grids:
             raise BalanceError(
-                f"{name} has entries of shape {list(shapes[name])}: patches are counted from {' or '.join(GRID_KEYS)}, "
-                "or from tiles [channels, height, width] of a multiple of VisionEncoder.patch_values numbers "
-                f"({patch_values or 'not known: give cost as a ModelShape with an encoder'}). Give one of them, or "
+                f"pixel_values come without {' or '.join(GRID_KEYS)}, from which patches are counted: give one, or "
                 "plan by tokens: drop --balance-by-flops."
             )
-        of_tile = num_values // patch_values
-        num_tiles = np.array([len(sample.ragged[name]) for sample in samples], dtype=np.int64)
-        sums += num_tiles[:, None] * np.array([of_tile, of_tile**2])
+        for name in grids:
+            patches = patches_of_grids(sample.ragged[name].numpy())
+            sums[index] += patches.sum(), (patches**2).sum()
     return sums

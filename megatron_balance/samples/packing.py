@@ -21,7 +21,7 @@ real length / cp_size real tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -82,40 +82,33 @@ def pack_microbatch(
     device = samples[0].device if samples else torch.device("cpu")
     samples = [sample for sample in samples if sample.length]
     lengths = sequence_lengths(samples)
-    if num_tokens is None:
-        num_tokens = sum(_padded(lengths, token_multiple)) or token_multiple
-    widths = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=token_multiple)
-    if widths != lengths:
+    batch = sequence_starts(
+        lengths, num_tokens=num_tokens, token_multiple=token_multiple, cp_size=cp_size, device=device
+    )
+    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])[0].long()
+    total = int(starts[-1])
+    if total > sum(lengths):
         check_loss_mask(schema)
-    per_token = [key for key in schema.keys if key.kind == "per_token"]
-    names = [key.name for key in per_token]
-    batch: dict[str, Tensor] = {}
-    for key in per_token if "position_ids" in names else (*per_token, _POSITIONS):
-        pieces = [
-            piece
-            for sample in samples
-            if key.name in names
-            for piece in sample.per_token[key.name].split(sample.segment_lengths)
-            if len(piece)
-        ]
-        parts: list[Tensor] = []
-        for piece, width in zip_longest(pieces, widths):
-            held = 0 if piece is None else len(piece)
-            parts += [] if piece is None else [piece]
-            if held < width:
-                parts.append(_padding(key, start=held, stop=width, device=device))
-        batch[key.name] = torch.cat(parts).unsqueeze(0)
-    if batch["position_ids"].dim() == 4:  # of several dimensions, `[1, t, 1, d]` or `[1, t, d, 1]`
-        batch["position_ids"] = batch["position_ids"].squeeze(0).movedim(0, -1)
-    for key in schema.keys:
-        own = [sample.of_kind(key)[key.name] for sample in samples]
-        if key.kind == "ragged":
+    real = torch.from_numpy(~padding_mask(lengths, num_tokens=total, token_multiple=token_multiple)).to(device)
+    positions = torch.arange(total, device=device) - starts[:-1].repeat_interleave(starts.diff())
+    keys = schema.keys if any(key.name == "position_ids" for key in schema.keys) else (*schema.keys, _POSITIONS)
+    for key in keys:
+        own = [held[key.name] for held in (sample.of_kind(key) for sample in samples) if key.name in held]
+        if key.kind == "per_token":
+            packed = torch.zeros(total, *key.shape, dtype=key.dtype, device=device)
+            if key.name == "position_ids":
+                packed += positions.view(-1, *(1 for _ in key.shape))
+            if own:
+                packed[real] = torch.cat(own)
+            several = key.name == "position_ids" and packed.dim() == 3  # dimensions: `[t, 1, d]` or `[t, d, 1]`
+            batch[key.name] = packed.movedim(0, -1) if several else packed.unsqueeze(0)
+        elif key.kind == "ragged":
             own = own or [torch.empty(0, *key.shape, dtype=key.dtype, device=device)]
             batch[key.name] = torch.cat(own)
-            batch[lengths_key(key.name)] = torch.tensor([len(entries) for entries in own], device=device)
-        elif key.kind == "per_sample":
+            batch[lengths_key(key.name)] = torch.tensor([*map(len, own)], device=device)
+        else:
             batch[key.name] = torch.stack(own or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
-    return batch | sequence_starts(lengths, as_packed=widths, cp_size=cp_size, device=device)
+    return batch
 
 
 def check_loss_mask(schema: SampleSchema) -> None:
@@ -128,43 +121,33 @@ def check_loss_mask(schema: SampleSchema) -> None:
         )
 
 
-def _padding(key: KeySpec, *, start: int, stop: int, device: torch.device) -> Tensor:
-    """Entries start to stop of a padded sequence."""
-    if key.name != "position_ids":
-        return torch.zeros((stop - start, *key.shape), dtype=key.dtype, device=device)
-    counting = torch.arange(start, stop, dtype=key.dtype, device=device)
-    return counting.view(-1, *(1 for _ in key.shape)).expand(-1, *key.shape)
-
-
 def sequence_starts(
-    lengths: Sequence[int], *, as_packed: Sequence[int], cp_size: int = 1, device: torch.device | str = "cpu"
+    lengths: Sequence[int],
+    *,
+    num_tokens: int | None = None,
+    token_multiple: int = 1,
+    cp_size: int = 1,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """`cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen` of a pack of sequences; none for a dummy."""
-    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
-    real = as_packed if cp_size == 1 else [*lengths, *as_packed[len(lengths) :]]
-    starts = {"cu_seqlens": real} | ({"cu_seqlens_padded": as_packed} if cp_size > 1 else {})
-    batch = {
-        name: torch.tensor([[0, *accumulate(of_sequences)]], dtype=torch.int32, device=device)
-        for name, of_sequences in starts.items()
-    }
-    return batch | {"max_seqlen": torch.tensor([max(as_packed)], dtype=torch.int32, device=device)}
-
-
-def lengths_as_packed(lengths: Sequence[int], *, num_tokens: int, token_multiple: int) -> list[int]:
-    """Padded lengths of all sequences of a pack, filler included, in order; they sum to num_tokens."""
-    padded = _padded(lengths, token_multiple)
-    missing = num_tokens - sum(padded)
-    if missing < 0 or missing % token_multiple or not num_tokens:
+    widths = [-(-length // token_multiple) * token_multiple for length in lengths]
+    least = sum(widths) or token_multiple
+    num_tokens = least if num_tokens is None else num_tokens
+    if num_tokens < least or num_tokens % token_multiple:
         raise BalanceError(
             f"num_tokens is {num_tokens}: it must be a multiple of {token_multiple}, as sequences are padded, and at "
-            f"least {max(sum(padded), token_multiple)}, which the pack holds."
+            f"least {least}, which the pack holds."
         )
-    [longest] = _padded([max(FILLER_TOKENS, -(-missing // MAX_FILLERS))], token_multiple)
-    return [*padded, *[longest] * (missing // longest), *([missing % longest] if missing % longest else [])]
-
-
-def _padded(lengths: Sequence[int], token_multiple: int) -> list[int]:
-    return [-(-length // token_multiple) * token_multiple for length in lengths]
+    missing = num_tokens - sum(widths)
+    longest = -(-max(FILLER_TOKENS, -(-missing // MAX_FILLERS)) // token_multiple) * token_multiple
+    widths += [min(longest, missing - filled) for filled in range(0, missing, longest)]
+    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
+    real = widths if cp_size == 1 else [*lengths, *widths[len(lengths) :]]
+    batch = {
+        name: torch.tensor([[0, *accumulate(of_sequences)]], dtype=torch.int32, device=device)
+        for name, of_sequences in (("cu_seqlens", real), ("cu_seqlens_padded", widths))[: 1 if cp_size == 1 else 2]
+    }
+    return batch | {"max_seqlen": torch.tensor([max(widths)], dtype=torch.int32, device=device)}
 
 
 def sequence_lengths(samples: Sequence[Sample]) -> list[int]:

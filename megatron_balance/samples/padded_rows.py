@@ -26,36 +26,28 @@ def with_row_lengths(batch: Mapping[str, Any], *, padding: int | str) -> dict[st
         batch: `tokens` `[num_rows, padded_seq_len]`, and `loss_mask` of the same shape where there is padding.
             `attention_mask`: `[num_rows, padded_seq_len]`, nonzero for real tokens, or Megatron's
             `[1 or num_rows, 1, padded_seq_len, padded_seq_len]`, True where a query does not attend to a key.
-        padding: the token id of padding, or ATTENTION_MASK. Real tokens may have that id, where they carry a loss or
-            are followed by other tokens.
+        padding: the token id of padding, or ATTENTION_MASK. Tokens of that id that carry a loss or are followed by
+            others are real: to stock Megatron they are, too.
 
     Returns:
         The batch; a row of padding alone keeps one token.
 
     Raises:
-        BalanceError: there is no attention_mask to read, it has another shape, or padding has no loss_mask. RowError:
-            naming the row: padding at its front or in its middle; a loss on padding; an attention mask that is not
-            causal over real tokens.
+        BalanceError: there is no attention_mask to read, it has another shape, or padding has no loss_mask. RowError,
+            naming the row: an attention mask with padding before real tokens, or not causal over these.
     """
-    mask, loss_mask, tokens = batch.get(ATTENTION_MASK), batch.get("loss_mask"), batch.get("tokens")
+    mask, loss_mask, tokens = (batch.get(name) for name in (ATTENTION_MASK, "loss_mask", "tokens"))
     batch = {name: value for name, value in batch.items() if name != ATTENTION_MASK}
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
         return batch  # refused, or empty
-    has_loss = torch.zeros_like(tokens, dtype=torch.bool) if loss_mask is None else loss_mask != 0
     if isinstance(padding, int):
-        lengths = _last_place((tokens != padding) | has_loss) + 1
-        _check_no_padding_before(tokens.eq(padding), lengths=lengths)
+        real = tokens != padding
+        lengths = _last_place(real if loss_mask is None else real | (loss_mask != 0)) + 1
     elif mask is not None:
         lengths = _lengths_by_mask(mask, tokens=tokens)
     else:
         raise BalanceError(
             "--balance-unpad is attention_mask, and the data has none: give the token id of padding in its place."
-        )
-    last = _last_place(has_loss)
-    if (row := first_row(last >= lengths)) is not None:
-        begins = int(lengths[row])
-        raise RowError(
-            row, f"its padding begins at {begins}, and token {int(last[row])} has a loss, which would be lost."
         )
     if loss_mask is None and bool((lengths < tokens.shape[1]).any()):
         raise BalanceError(
@@ -89,18 +81,6 @@ def _lengths_by_mask(mask: Tensor, *, tokens: Tensor) -> Tensor:
     if (row := first_row(real.sum(1) != lengths)) is not None:
         raise RowError(row, "attention_mask has padding before its last real token: pad rows at their end.")
     return lengths
-
-
-def _check_no_padding_before(is_padding: Tensor, *, lengths: Tensor) -> None:
-    """One padding token between others may be an end-of-sequence token of the same id; a run of them is padding."""
-    inner = is_padding & (torch.arange(is_padding.shape[1], device=is_padding.device) < lengths.unsqueeze(1))
-    if (row := first_row((inner[:, :-1] & inner[:, 1:]).any(1) | inner[:, 0])) is not None:
-        at = int(inner[row].nonzero()[0])
-        raise RowError(
-            row,
-            f"token {at} is padding, and others with another id or a loss follow: pad rows at their end, or name the "
-            "padding by --balance-unpad attention_mask.",
-        )
 
 
 def _check_causal(mask: Tensor, *, lengths: Tensor) -> None:

@@ -182,24 +182,12 @@ class SampleSchema:
         """
         if not samples:
             return None
-        schema = SampleSchema.of(samples[0])
-        for index, sample in enumerate(samples):
-            if not schema.fits(sample):
-                difference = "; ".join(SampleSchema.of(sample).differences(schema))
+        schema, *others = map(SampleSchema.of, samples)
+        for index, other in enumerate(others, start=1):
+            if other != schema:
+                difference = "; ".join(other.differences(schema))
                 raise BalanceError(f"Sample {index} differs from sample 0 of the same rank: {difference}.")
         return schema
-
-    def fits(self, sample: Sample) -> bool:
-        """True if the sample holds exactly these keys with these dtypes and shapes."""
-        if len(self.keys) != len(sample.per_token) + len(sample.per_sample) + len(sample.ragged):
-            return False
-        for key in self.keys:
-            tensor = sample.of_kind(key).get(key.name)
-            if tensor is None or tensor.dtype != key.dtype:
-                return False
-            if (tensor.shape if key.kind == "per_sample" else tensor.shape[1:]) != key.shape:
-                return False
-        return True
 
     def differences(self, other: SampleSchema) -> Iterator[str]:
         """Differences of this schema from `other`, a phrase for each key."""

@@ -72,7 +72,7 @@ def test_ranks_of_a_replica_go_on_alike(run_cases: Any, kinds: list[str], expect
 
 
 def test_wrong_arguments(run_cases: Any) -> None:
-    phrases = ["shape (1,)", "is 2", "is -1", "((5,), ())] tokens", "((1, 3), ())] tokens"]
+    phrases = ["((5,), ())] tokens", "((1, 3), ())] tokens"]
     for messages in run_cases(2, "wrong_arguments"):
         for message, phrase in zip(messages, phrases, strict=True):
             assert phrase in message

@@ -36,13 +36,11 @@ from megatron_balance.topology import Limits, Topology
 class Costs:
     """The cost of a sample: tokens, the FLOPs of its model, or the seconds of `--balance-cost`; lines for the log.
 
-    `patch_values` are the numbers of a patch of the vision encoder, 0 where images cost nothing or a patch is not
-    known; `attention_rate` is that which FLOPs are weighed by, None for other costs.
+    `attention_rate` is that which FLOPs are weighed by, None for other costs.
     """
 
     model: CostModel
     name: str = "tokens"
-    patch_values: int = 0
     attention_rate: float | None = None
     says: tuple[str, ...] = field(default=(), repr=False)
 
@@ -180,14 +178,13 @@ def costs_of(
             pack_tokens=(options.get("max_tokens_per_gpu") or 0) * topology.cp_size,
             attention_tflops=rate,
         )
-    vision = shape().vision if cost_model.image_linear and given is None else None
     if topology.dynamic_cp:
         exchange, source = _exchange(options, topology=topology, shape=shape, calibration=calibration)
         linear = cost_model.linear + cost_model.expert_linear
         part = f"{exchange / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
         says = (f"{by_cp}: {part}, {source}.", *says)
     cost_model = replace(cost_model, cp_exchange=exchange)
-    return Costs(cost_model, name, 0 if vision is None else vision.patch_values, rate, says)
+    return Costs(cost_model, name, rate, says)
 
 
 def _attention_rate(options: Options) -> tuple[float, str]:

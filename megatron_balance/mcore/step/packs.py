@@ -11,7 +11,8 @@ Pipeline stages without an iterator get the starts of sequences alone: `cu_seqle
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from megatron_balance.mcore.setup.alignment import filled_tokens
 from megatron_balance.mcore.step.balanced_step import Microbatch, Slots
 from megatron_balance.planner import DataSchedule
 from megatron_balance.runtime.gather import GatheredLengths
-from megatron_balance.samples.packing import lengths_as_packed, pack_microbatch, sequence_starts
+from megatron_balance.samples.packing import pack_microbatch, sequence_starts
 from megatron_balance.samples.sample import Sample, SampleSchema, aligned
 from megatron_balance.topology import Topology
 
@@ -54,22 +55,21 @@ def _sequence_lengths(sample_ids: Sequence[int], *, gathered: GatheredLengths) -
 
 
 def pack(
-    mine: Mapping[int, Sample],
-    *,
-    leaf: Sequence[Sequence[int]],
     slots: Slots,
+    *,
     topology: Topology,
-    schema: SampleSchema,
     pin_memory: bool,
+    samples: Sequence[Sequence[Sample]] | None = None,
+    schema: SampleSchema | None = None,
 ) -> list[Microbatch]:
-    """The micro-batches of a leaf, of whose samples it has the ids of each (none in a dummy) and all by id."""
+    """The micro-batches of a leaf, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
-    for ids, num_tokens, cp_size in zip(leaf, slots.num_tokens, slots.cp_sizes, strict=True):
-        multiple = topology.at_cp_size(cp_size).token_multiple
-        samples = [mine[sample] for sample in ids]
-        packs.append(
-            pack_microbatch(samples, schema=schema, token_multiple=multiple, cp_size=cp_size, num_tokens=num_tokens)
-        )
+    for slot, (cp_size, num_tokens) in enumerate(zip(slots.cp_sizes, slots.num_tokens, strict=True)):
+        sizes: Any = {"token_multiple": topology.at_cp_size(cp_size).token_multiple, "cp_size": cp_size}
+        if samples is None:
+            packs.append(sequence_starts(slots.sequence_lengths[slot], num_tokens=num_tokens, **sizes))
+        else:
+            packs.append(pack_microbatch(samples[slot], schema=schema, num_tokens=num_tokens, **sizes))
     return pinned(packs) if pin_memory else packs
 
 
@@ -84,20 +84,10 @@ def pinned(packs: Sequence[Microbatch]) -> list[Microbatch]:
     return [{name: placed(tensor) for name, tensor in pack.items()} for pack in packs]
 
 
-def checksum(parts: Sequence[Microbatch] | Sequence[Sample]) -> int:
+def checksum(parts: Iterable[Mapping[str, Tensor]]) -> int:
     """Checksum over tokens and their positions in micro-batches or samples."""
     total = 0
     for part in parts:
-        tokens = (part.per_token if isinstance(part, Sample) else part)["tokens"].flatten().long()
+        tokens = part["tokens"].flatten().long()
         total = 31 * total + int((tokens * torch.arange(1, tokens.numel() + 1)).sum())
     return total
-
-
-def stage_microbatches(slots: Slots, *, topology: Topology, pin_memory: bool) -> list[Microbatch]:
-    """The micro-batches of a stage without an iterator."""
-    microbatches: list[Microbatch] = []
-    for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True):
-        multiple = topology.at_cp_size(size).token_multiple
-        as_packed = lengths_as_packed(lengths, num_tokens=num_tokens, token_multiple=multiple)
-        microbatches.append(sequence_starts(lengths, as_packed=as_packed, cp_size=size))
-    return pinned(microbatches) if pin_memory else microbatches

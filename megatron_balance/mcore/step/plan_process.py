@@ -33,8 +33,11 @@ _MAIN = (
 _LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 """Blocked in the planning process: the parent decides whether they end the run, as under `--exit-signal-handler`."""
 
+_ENDED = (
+    "has ended with exit code {code} ({broken!r}). -9 is often the kernel's, out of memory; or there was no answer in "
+    "{seconds:g} s: where it was only slow, raise --distributed-timeout-minutes."
+)
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-_END_SECONDS = 5.0
 
 MIN_SAMPLES = 256
 """Samples of a global batch from which on it is planned in the process. Fewer take milliseconds."""
@@ -50,13 +53,12 @@ class PlanProcess:
         self._warn = warn
         self._seconds = timeout.total_seconds()
         self._failed = False
-        self._connection: Connection[Any, Any] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._started: tuple[Connection[Any, Any], subprocess.Popen[bytes]] | None = None
 
     @property
     def pid(self) -> int | None:
         """Process id; None before the first large batch."""
-        return None if self._process is None else self._process.pid
+        return None if self._started is None else self._started[1].pid
 
     def plan(self, *, num_samples: int, **arguments: Any) -> DataSchedule:
         """`build_data_schedule` with these keywords, for a global batch of so many samples, wherever it runs."""
@@ -64,7 +66,9 @@ class PlanProcess:
             try:
                 schedule, error = self._ask(arguments)
             except (EOFError, OSError) as broken:
-                schedule, error = None, self._how_it_ended(broken)
+                self.close()
+                code = None if self._started is None else self._started[1].returncode
+                schedule, error = None, _ENDED.format(code=code, broken=broken, seconds=self._seconds)
             if schedule is not None:
                 return schedule
             if isinstance(error, BalanceError):  # of the arguments
@@ -79,15 +83,14 @@ class PlanProcess:
 
     def close(self) -> None:
         """End the process."""
-        if self._connection is not None and self._process is not None:
-            self._connection.close()
-            self._process.kill()
-            self._process.wait()
+        if self._started is not None:
+            connection, process = self._started
+            connection.close()
+            process.kill()
+            process.wait()
 
     def _ask(self, arguments: dict[str, Any]) -> tuple[DataSchedule | None, BalanceError | str | None]:
-        connection, process = self._connection, self._process
-        if connection is None or process is None:
-            connection, process = self._start()
+        connection, process = self._started = self._started or self._start()
         watchdog = threading.Timer(self._seconds, process.kill)
         watchdog.start()
         try:
@@ -97,11 +100,11 @@ class PlanProcess:
             watchdog.cancel()
 
     def _start(self) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
-        self._connection, theirs = Pipe()
+        ours, theirs = Pipe()
         # A mask set afterwards would leave a moment in which a signal to all processes ends this one.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -111,17 +114,4 @@ class PlanProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         close_on_undo(self.close)
-        return self._connection, self._process
-
-    def _how_it_ended(self, broken: Exception) -> str:
-        try:
-            code = None if self._process is None else self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        if code is None:
-            return f"is out of reach: {broken!r}."
-        how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
-        return (
-            f"has ended with {how}. Signal 9 is often the kernel's, out of memory; or there was no answer in "
-            f"{self._seconds:g} s: where it was only slow, raise --distributed-timeout-minutes."
-        )
+        return ours, process

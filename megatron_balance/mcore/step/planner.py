@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-import megatron_balance
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.setup.training_loop import RunLog
@@ -84,23 +83,19 @@ class StepPlanner:
             )
         self._ranks_per_node = None if topology.dynamic_cp else ranks_per_node
         # Plans with dynamic context-parallel sizes take no images.
-        counts_images = (cost_model.image_linear or cost_model.image_quadratic) and not topology.dynamic_cp
-        self._patch_values = settings.costs.patch_values if counts_images else None
+        has_images = cost_model.image_linear or cost_model.image_quadratic
+        self._counts_images = bool(has_images) and not topology.dynamic_cp
         self._plans = PlanProcess(timeout=settings.timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
         # Called with the number of a step: what goes to the other data-parallel ranks with the lengths of its samples.
         self.report: Callable[[int], Sequence[int]] = _no_report
-        # Ranks that were started with different flags or versions would plan differently: they find out here.
-        self._compared = {
-            "version of megatron_balance": megatron_balance.__version__,
-            **{k: str(v) for k, v in vars(settings).items()},
-        }
+        self._compared = {"step of": "training"}
 
     def of_evaluation(self, limits: Limits) -> StepPlanner:
         """Makes the steps of evaluation, over the same group: never at the same time as those of training."""
         other = copy.copy(self)
         other.limits, other.report, other._origin = limits, _no_report, None
-        other._compared = self._compared | {"evaluates": "yes"}
+        other._compared = {"step of": "evaluation"}
         return other
 
     @property
@@ -137,7 +132,7 @@ class StepPlanner:
                 samples,
                 group=group,
                 problem=None if failure is None else failure.problem,
-                patch_values=self._patch_values,
+                counts_images=self._counts_images,
                 header=Header(self._compared, number, (new_iterator, *self.report(number)), self._row_values),
             )
         except BalanceError as agreed:
@@ -164,14 +159,13 @@ class StepPlanner:
             gathered=gathered,
             group=group,
         )
-        slots = replica[self.cp_rank if dynamic else 0]
+        slots, leaf = (replica[self.cp_rank], self.leaf) if dynamic else (replica[0], self.dp_rank)
         packs = pack(
-            mine,
-            leaf=schedule.ranks[self.leaf if dynamic else self.dp_rank],
-            slots=slots,
+            slots,
             topology=self.topology,
-            schema=gathered.schema,
             pin_memory=self.pin_memory,
+            samples=[[mine[sample] for sample in ids] for ids in schedule.ranks[leaf]],
+            schema=gathered.schema,
         )
         figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
         figures["plan_seconds"] = planned - plan_started
@@ -184,7 +178,7 @@ class StepPlanner:
             schedule=schedule,
             reported=gathered.reported[:, 1:],
             # Leaves of a replica run different packs, made from what all of them loaded.
-            fingerprint=(digest ^ checksum(samples if dynamic else packs)) & (2**63 - 1),
+            fingerprint=(digest ^ checksum([one.per_token for one in samples] if dynamic else packs)) & (2**63 - 1),
             new_iterator=bool(gathered.reported[:, 0].any()),
             number=number,
         )
@@ -192,10 +186,10 @@ class StepPlanner:
     def _samples(self, fetched: Fetched, *, num_items: int, first_item: int) -> list[Sample] | Failure:
         """Those of this rank, or why it has none."""
         settings, items = self.settings, fetched.items
+        if fetched.ended:
+            return Failure(BalanceError(f"its data ended after {len(items)} of {num_items} items of this step."))
         if fetched.failure is not None:
             return fetched.failure
-        if len(items) < num_items:
-            return Failure(BalanceError(f"its data ended after {len(items)} of {num_items} items of this step."))
         return split_items(items, unit=settings.unit, unpad=settings.unpad, origin=self._origin, first_item=first_item)
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:

@@ -18,7 +18,6 @@ data-parallel group and its model replica.
 from __future__ import annotations
 
 import contextlib
-import operator
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.packs import stage_microbatches
+from megatron_balance.mcore.step.packs import pack
 from megatron_balance.mcore.step.planner import StepPlanner, warn_of
 from megatron_balance.mcore.step.source import PullAhead, Sources, pull
 from megatron_balance.runtime.comm import PeerError
@@ -38,8 +37,8 @@ from megatron_balance.runtime.failure import Failure, attempt, share
 from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.process import close_on_undo
 
-_Prepared = tuple[PullAhead, list[Any], BalancedStep]
-"""A step that the thread made; where its items come from, and they, by which the step that begins recognizes it."""
+_Prepared = tuple[list[Any], BalancedStep]
+"""A step that the thread made, and its items, by which the step that begins recognizes it."""
 
 
 class StepThread:
@@ -152,7 +151,7 @@ class StepPrefetcher:
                 raise
             except BalanceError:
                 return None  # on every data-parallel rank: `balance` makes the step again, and raises if that fails too
-            return ahead, fetched.items, made
+            return fetched.items, made
 
         self._prepared = self.thread.submit(work)
 
@@ -167,11 +166,9 @@ class StepPrefetcher:
         fetched, first_item, number = pull(iterator, num_microbatches), self._num_pulled, self._num_steps
         self._num_pulled += num_microbatches
         self._num_steps += 1
-        if prepared is not None and prepared[0] is ahead and fetched.failure is None:
-            _, items, step = prepared
-            # A batch size that grows pulls more.
-            if len(items) == len(fetched.items) and all(map(operator.is_, items, fetched.items)):
-                return step
+        # A batch size that grows pulls more.
+        if prepared is not None and [*map(id, prepared[0])] == [*map(id, fetched.items)]:
+            return prepared[1]
         return self.planner.make(
             fetched, num_items=num_microbatches, number=number, new_iterator=new_iterator, first_item=first_item
         )
@@ -182,7 +179,7 @@ class StepPrefetcher:
         step = BalancedStep.from_text(share(group=self.replica), cp_rank=planner.cp_rank)
         if not planner.loads_data:  # the first of its tensor-parallel group reads for it
             return step
-        starts = stage_microbatches(step.slots, topology=planner.topology, pin_memory=planner.pin_memory)
+        starts = pack(step.slots, topology=planner.topology, pin_memory=planner.pin_memory)
         return replace(step, microbatches=starts)
 
     def _sent(self, made: BalancedStep | Failure) -> BalancedStep:

@@ -27,11 +27,15 @@ from megatron_balance.samples.unpacking import RowError, split_packed, with_cu_s
 
 @dataclass(frozen=True)
 class Fetched:
-    """Items of an iterator; fewer than wanted if it `ended`, or raised what `failure` holds in place of the next."""
+    """Items of an iterator; fewer than wanted where it raised an error in place of the next, as it does at its end."""
 
     items: list[Any]
     failure: Failure | None = None
-    ended: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """True if the iterator has no more items."""
+        return self.failure is not None and isinstance(self.failure.error, StopIteration)
 
 
 def pull(iterator: Iterator[Any], num_items: int, *, after: Sequence[Any] = ()) -> Fetched:
@@ -40,9 +44,7 @@ def pull(iterator: Iterator[Any], num_items: int, *, after: Sequence[Any] = ()) 
     while len(items) < num_items:
         item = attempt(next, iterator)
         if isinstance(item, Failure):
-            if isinstance(item.error, StopIteration):
-                return Fetched(items, ended=True)
-            return Fetched(items, Failure(item.error, during=f"fetching item {len(items)} of this step"))
+            return Fetched(items, replace(item, during=f"fetching item {len(items)} of this step"))
         items.append(item)
     return Fetched(items)
 
