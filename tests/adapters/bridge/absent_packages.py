@@ -18,13 +18,15 @@ import megatron.training.training  # noqa: F401 - looks for Transformer Engine
 ABSENT = ("transformer_engine", "megatron.energon", "nvidia_resiliency_ext")
 
 
-class _Empty(type):
-    """A class that has every attribute, as annotations and base classes ask for."""
+def _empty(owner: Any, name: str) -> Any:
+    """An empty class for every attribute that is asked for, as annotations and base classes do."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Empty(name, (), {})
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Empty(name, (), {})
+
+class _Empty(type):
+    __getattr__ = _empty
 
     def __or__(cls, other: Any) -> Any:
         return cls
@@ -33,10 +35,7 @@ class _Empty(type):
 
 
 class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Empty(name, (), {})
+    __getattr__ = _empty
 
 
 class _Finder(MetaPathFinder, Loader):

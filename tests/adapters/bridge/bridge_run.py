@@ -85,7 +85,7 @@ class Recorder(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         assert context.loss_dict is not None
         row = {name.replace(" ", "_"): float(value) for name, value in context.loss_dict.items()}
-        run = self._run()
+        run = hooks.current()
         if run is not None:
             self._trained = run.last_step
             schedule = run.last_step.schedule
@@ -95,22 +95,12 @@ class Recorder(Callback):
 
     def on_eval_end(self, context: CallbackContext) -> None:
         self.of_run["evaluations"].append([float(value) for value in (context.total_loss_dict or {}).values()])
-        run = self._run()
+        run = hooks.current()
         self.of_run["balanced_evaluations"] += run is not None and run.last_step is not self._trained
-
-    @staticmethod
-    def _run() -> Any:
-        return hooks.current()
 
 
 def config_of(folder: Path, *, model: dict[str, Any] | None = None, loader: str = "batch") -> bridge.ConfigContainer:
-    """Bridge's configuration.
-
-    Args:
-        folder: with the data set.
-        model: settings of the model in place of those below.
-        loader: Bridge's data loader.
-    """
+    """Bridge's configuration, with the data set of a folder; `model` has settings in place of those below."""
     of_model: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,

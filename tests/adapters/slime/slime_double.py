@@ -84,12 +84,7 @@ def qwen3_4b(**changed: Any) -> SimpleNamespace:
 def data_of(lengths: list[int]) -> dict[str, Any]:
     """Rollouts of one sample each, half of its tokens in the loss."""
     masks = [[1] * (length // 2) for length in lengths]
-    ids = list(range(len(lengths)))
-    return {
-        "tokens": [[0] * length for length in lengths],
-        "loss_masks": masks,
-        "rollout_ids": ids,
-    }
+    return {"tokens": [[0] * n for n in lengths], "loss_masks": masks, "rollout_ids": list(range(len(lengths)))}
 
 
 FIVE_LONG = [9000, 9000, 8000, 9000, 9000]

@@ -1,19 +1,33 @@
-"""slime's `build_dp_schedule` with the adapter in it: slime's invariants and more, on what slime itself gets wrong."""
+"""slime's `build_dp_schedule` with the adapter in it: slime's invariants and more, on what slime itself gets wrong.
+
+On a double of slime's modules, also where the hooks are bound, and that copies carry no loss.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
 import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slime_double import parallel_config, put_in_place, qwen3_4b
+from slime_double import (
+    FIVE_LONG,
+    NAMES,
+    check_copies_are_masked,
+    data_of,
+    parallel_config,
+    put_in_place,
+    qwen3_4b,
+    split,
+)
 
 from megatron_balance import BalanceError, CostModel, ModelShape
 from megatron_balance.adapters import slime
@@ -222,3 +236,53 @@ def test_ranks_that_meet_in_every_micro_batch() -> None:
     check(schedule, lengths, cap=4096)
     grid = costs(schedule, lengths, slime.SlimeOptions().cost_model(args))
     assert grid.max(axis=0).sum() * 4 <= 1.01 * grid.sum()
+
+
+# Where the hooks are bound, and masks ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`slime.ray.rollout` of the double; nothing stays installed."""
+    yield put_in_place(monkeypatch)
+    slime.adapter.undo()
+
+
+def bound(rollout: ModuleType) -> list[object]:
+    return [vars(module)[name] for name, home in NAMES.items() for module in (sys.modules[home], rollout)]
+
+
+def test_both_functions_are_bound_everywhere_and_given_back(rollout: ModuleType) -> None:
+    before = bound(rollout)
+    installed = slime.install()
+    assert slime.is_installed()
+    assert not set(before) & set(bound(rollout))
+    installed.undo()
+    assert bound(rollout) == before
+
+
+def test_masked_copies_carry_no_loss(rollout: ModuleType) -> None:
+    slime.install()
+    data = data_of(FIVE_LONG)
+    sent = split(rollout, qwen3_4b(global_batch_size=5), data)
+    check_copies_are_masked(sent)
+    assert all(isinstance(mask, tuple) for rank in sent for mask in rank["loss_masks"]), "slime's own must run after"
+    assert all(all(mask) for mask in data["loss_masks"]), "the rollout's own masks are left alone"
+
+
+def test_copies_without_masks_are_refused(rollout: ModuleType) -> None:
+    slime.install()
+    data = data_of(FIVE_LONG)
+    del data["loss_masks"]
+    with pytest.raises(BalanceError, match="no loss_masks"):
+        split(rollout, qwen3_4b(global_batch_size=5), data)
+
+
+def test_too_late_is_refused(rollout: ModuleType) -> None:
+    """Ray has pickled the actor's class."""
+    metadata = SimpleNamespace(last_export_cluster_and_job="session", class_name="RolloutManager")
+    vars(rollout)["RolloutManager"] = SimpleNamespace(__ray_metadata__=metadata)
+    before = bound(rollout)
+    with pytest.raises(BalanceError, match="RolloutManager was started already"):
+        slime.install()
+    assert bound(rollout) == before

@@ -61,41 +61,28 @@ def test_the_width_of_the_padding_is_not_a_length():
     assert names == [[f"row {row}" for row in rows] for rows in indices]
 
 
-ON_TWO_RANKS = {
-    "as it must be": (FAR_APART, {}),
-    "row over the cap": (([10, 20], [10, 200]), {}),
-    "on its own": (FAR_APART, {"same_micro_num_in_dp": False}),
-}
-"""Lengths of two data-parallel ranks, and arguments."""
+def pack_on_rank(lengths, **arguments):
+    """The rows of each micro-batch of this rank, or what is raised."""
+    try:
+        return pack(lengths[dist.get_rank()], max_token_len=100, dp_group=dist.group.WORLD, **arguments)
+    except BalanceError as error:
+        return str(error)
 
 
-def pack_on_ranks():
-    """What this rank gets of each call."""
-    rank, found = dist.get_rank(), {}
-    for name, (lengths, arguments) in ON_TWO_RANKS.items():
-        try:
-            found[name] = pack(lengths[rank], max_token_len=100, dp_group=dist.group.WORLD, **arguments)
-        except BalanceError as error:
-            found[name] = str(error)
-    return found
+def on_two_ranks(lengths, **arguments):
+    return run_ranks(2, "test_verl_micro_batches:pack_on_rank", lengths=lengths, **arguments)
 
 
-@pytest.fixture(scope="module")
-def on_ranks():
-    """For each call `(what rank 0 got, what rank 1 got)`."""
-    ranks = run_ranks(2, "test_verl_micro_batches:pack_on_ranks")
-    return {name: [of_rank[name] for of_rank in ranks] for name in ON_TWO_RANKS}
-
-
-@pytest.mark.parametrize(("name", "counts"), [("as it must be", [4, 4]), ("on its own", [4, 1])])
-def test_two_ranks_have_the_same_count(on_ranks, name, counts):
-    assert [len(indices) for indices in on_ranks[name]] == counts
-    for lengths, indices in zip(FAR_APART, on_ranks[name], strict=True):
+@pytest.mark.parametrize(("arguments", "counts"), [({}, [4, 4]), ({"same_micro_num_in_dp": False}, [4, 1])])
+def test_two_ranks_have_the_same_count(arguments, counts):
+    found = on_two_ranks(FAR_APART, **arguments)
+    assert [len(indices) for indices in found] == counts
+    for lengths, indices in zip(FAR_APART, found, strict=True):
         assert all(indices)
         assert max(tokens(lengths, indices)) <= 100
 
 
-def test_what_one_rank_cannot_do_both_ranks_say(on_ranks):
-    first, second = on_ranks["row over the cap"]
+def test_what_one_rank_cannot_do_both_ranks_say():
+    first, second = on_two_ranks(([10, 20], [10, 200]))
     assert first == second
     assert "rows are over max_token_len 100, the longest has 200 tokens" in first

@@ -1,7 +1,7 @@
 import functools
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Queue
 from random import Random
 from types import SimpleNamespace
@@ -12,7 +12,6 @@ class InferenceOutput:
     data_id: str
     mooncake_key: str
     tensor_shapes: dict | None
-    metadata: dict = field(default_factory=dict)
 
 
 def traced(method):
