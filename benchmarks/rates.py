@@ -45,8 +45,7 @@ ALIKE = 0.2
 """Percent of a step: weights whose mean losses differ by less are alike; attention's rate beside experts is assumed."""
 
 MICROBATCH_SECONDS = 0.3e-3
-SEQUENCE_SECONDS = 5e-6
-"""Of a layer: assumed."""
+"""Of a micro-batch and a layer: assumed."""
 
 
 def _setup(name: str, model: str, topology: Topology, cap: int, batch: int, lengths: tuple[str, ...]) -> Setup:
@@ -186,20 +185,14 @@ def cost_model(setup: Setup, *, linear: float | None = None, attention: float, f
         setup: the run.
         linear: TFLOP/s; None where rates are not known, and only the exchange needs one.
         attention: TFLOP/s, or the weight of attention.
-        fixed: with the device's own times.
+        fixed: with the device's own time of a micro-batch.
     """
     shape, ranks = ModelShape.preset(setup.model), setup.topology
     sharing = ranks.tp_size * (1 if ranks.dynamic_cp else ranks.cp_size)
-    layers = shape.num_layers * sharing * fixed
-    cost = CostModel.from_shape(
-        shape,
-        ep_size=ranks.ep_size,
-        linear_tflops=linear or 1,
-        attention_tflops=attention,
-        microbatch_tokens=0 if fixed else 128,
-        microbatch_seconds=MICROBATCH_SECONDS * layers,
-        sequence_seconds=SEQUENCE_SECONDS * layers,
-    )
+    cost = CostModel.from_shape(shape, ep_size=ranks.ep_size, linear_tflops=linear or 1, attention_tflops=attention)
+    if fixed and linear:
+        seconds = MICROBATCH_SECONDS * shape.num_layers * sharing
+        cost = replace(cost, per_microbatch=round(seconds * linear * 1e12))
     if not ranks.dynamic_cp:
         return cost
     tflops = {} if linear is None else {"tflops": linear}

@@ -18,13 +18,13 @@ from recorded_runs import run_info, write_record
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import main
-from megatron_balance.cost import MICROBATCH_TOKENS, Calibration
+from megatron_balance.cost import Calibration
 from megatron_balance.lengths import read_lengths
 from megatron_balance.mcore import add_balance_args
 
 BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
 SHAPE = ModelShape.preset("Qwen3-8B")
-FLOPS = CostModel.from_shape(SHAPE, microbatch_tokens=MICROBATCH_TOKENS)
+FLOPS = CostModel.from_shape(SHAPE)
 
 
 def compare(*arguments: object) -> int:

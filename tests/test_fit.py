@@ -15,7 +15,7 @@ from megatron_balance.cost import Calibration
 from megatron_balance.record import RecordWriter, StepRecord
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
-TRUTH = {"per_microbatch": 3e-3, "per_sequence": 2e-4, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
+TRUTH = {"per_microbatch": 3e-3, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
 RATE = 0.7
 """Of attention, by which the FLOPs of the record are weighed: a unit of its core is 0.7 FLOPs."""
 
@@ -44,7 +44,7 @@ def seconds_of(lengths: np.ndarray, *, topology: Topology, size: int) -> float:
     padded = (topology.at_cp_size(size) if topology.dynamic_cp else topology).padded_seq_len(lengths)
     attention = np.maximum(TRUTH["per_core"] * padded.astype(float) ** 2, TRUTH["per_received"] * padded * (size - 1))
     of_lengths = (TRUTH["per_token"] * padded + attention).sum() / size
-    return TRUTH["per_microbatch"] + TRUTH["per_sequence"] * len(padded) + of_lengths
+    return TRUTH["per_microbatch"] + of_lengths
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,9 @@ def test_known_seconds_come_back(
     assert f"it is off by {costs.held_out_error:.1%} (median)" in printed
     assert "Longer ones are extrapolated" in printed
     assert "no long samples" not in printed
-    told = re.search(r"r = ([\d.]+) \(([\d.]+) to ([\d.]+) as", printed)
+    told = re.search(r"r = ([\d.]+):", printed)
     assert told is not None
-    rate, least, most = map(float, told.groups())
-    assert least <= rate <= most
-    assert rate == pytest.approx(RATE / TRUTH["per_core"] / (2000 / TRUTH["per_token"]), rel=0.1)
+    assert float(told.group(1)) == pytest.approx(RATE / TRUTH["per_core"] / (2000 / TRUTH["per_token"]), rel=0.1)
 
 
 def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,12 +93,14 @@ def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.C
 def test_a_record_that_is_short_or_noisy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, longest, noise, said in (
         ("short", 64, 0.01, "no long samples were seen, and its rate is not known"),
-        ("noisy", 600, 0.3, "the rate of attention changes much with the steps that are left out"),
-        ("noisier", 4000, 0.8, "Warning: that is much."),
+        ("noisy", 4000, 0.8, "Warning: that is much."),
     ):
         record = write_record(tmp_path / name, Topology(4), num_steps=3, longest=longest, noise=noise)
         assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
-        assert said in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert said in printed
+        if name == "short":  # what the record does not tell stays as the run planned
+            assert f"r = {RATE}" in printed
 
 
 def test_compare_says_where_costs_are_extrapolated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ between nodes (one 400 Gb/s link a GPU)."""
 OBJECTIVES = {"step": {}, "microbatch": {"fully_sharded": True}}
 """Fields of the topology that ask for each objective."""
 
-_FLOPS = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
+_FLOPS = replace(CostModel.from_shape(ModelShape.preset("Qwen3-8B")), per_microbatch=0)
 
 
 @dataclass(frozen=True)

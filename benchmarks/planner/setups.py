@@ -60,12 +60,13 @@ class Setup:
     @cached_property
     def cost_model(self) -> CostModel:
         """The cost model that judges every row: FLOPs, the routed experts' part shared by the expert-parallel group."""
-        return CostModel.from_shape(ModelShape.preset(self.model), ep_size=self.topology.ep_size)
+        shape, ep_size = ModelShape.preset(self.model), self.topology.ep_size
+        return replace(CostModel.from_shape(shape, ep_size=ep_size), per_microbatch=0)
 
     @cached_property
     def flops_model(self) -> CostModel:
         """FLOPs of a sample as a whole: what a planner that knows no expert groups would balance."""
-        return CostModel.from_shape(ModelShape.preset(self.model))
+        return replace(CostModel.from_shape(ModelShape.preset(self.model)), per_microbatch=0)
 
     def padded(self, lengths: NDArray[np.int64]) -> list[int]:
         """Padded tokens of each sample, as the integers that other planners take."""

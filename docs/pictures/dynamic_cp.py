@@ -12,14 +12,13 @@ import numpy as np
 from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.cost.rates import BETWEEN_NODES, exchange_flops_per_token
 from megatron_balance.planner import schedule_metrics
 
 PICTURE = Path(__file__).parent / "dynamic_cp.svg"
 SHAPE = ModelShape.preset("Qwen3-8B")
 COST_MODEL = replace(
-    CostModel.from_shape(SHAPE, microbatch_tokens=MICROBATCH_TOKENS),
+    CostModel.from_shape(SHAPE),
     cp_exchange=exchange_flops_per_token(SHAPE, bytes_per_second=BETWEEN_NODES),
 )
 LIMITS = Limits(4096)

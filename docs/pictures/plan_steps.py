@@ -5,6 +5,7 @@ python docs/pictures/plan_steps.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_balance.planner import Batch, batch_of
 from megatron_balance.planner import plan as planner
 
 PICTURE = Path(__file__).with_name("plan_steps.svg")
-COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
+COST_MODEL = replace(CostModel.from_shape(ModelShape.preset("Qwen3-8B")), per_microbatch=0)
 CAP = 16384
 TOPOLOGY = Topology(4, ep_size=2)
 """Two groups of two ranks that meet in every micro-batch."""

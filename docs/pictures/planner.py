@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.lengths import synthetic_lengths
 from megatron_balance.planner import pipeline_makespans, schedule_metrics
 
 HERE = Path(__file__).parent
-COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"), microbatch_tokens=MICROBATCH_TOKENS)
+COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
 CAP = 16384
 LIMITS = Limits(CAP)
 _FILES = synthetic_lengths("code_files", num_samples=96, seed=2)

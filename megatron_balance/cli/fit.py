@@ -6,7 +6,6 @@ Reads the micro-batches that a run with --balance-record has measured, and write
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -40,10 +39,7 @@ NOTABLE_ERROR = 0.2
 """A median error above this is warned of."""
 
 TOLD_APART = 0.05
-"""Attention's least part of the longest micro-batch's time by which its rate can be told."""
-
-NOTABLE_SPREAD = 1.5
-"""Rates of attention that differ more, as steps are left out, need more steps."""
+"""Attention's least part of the longest sequence's time by which its rate can be told."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,16 +64,23 @@ def run(args: argparse.Namespace) -> int:
     squared = f", {per.quadratic / 1e6:.3g} ps a squared token" if per.quadratic else ""
     print(
         f"Fitted to {measured.seconds.size} micro-batches of {num_steps} steps. A micro-batch takes "
-        f"{per.per_microbatch / 1e15:.3g} ms, and {per.per_sequence / 1e12:.3g} us a sequence, "
-        f"{(per.linear + per.expert_linear) / 1e12:.3g} us a token{squared}."
+        f"{per.per_microbatch / 1e15:.3g} ms, and {(per.linear + per.expert_linear) / 1e12:.3g} us a token{squared}."
     )
     print(f"On steps that were not fitted it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
         print("Warning: that is much. Record more steps, on ranks with nothing else to do, or plan by FLOPs.")
-    if fit.scaled:
-        print("Attention was not told apart from the rest better than FLOPs do: it keeps its ratio to it in FLOPs.")
-    for line in _about_rates(fit, costs=costs, info=record.info, longest=longest):
-        print(line)
+    if rates := _rates(fit, info=record.info):
+        linear, attention = rates.values()
+        print(
+            f"A GPU runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = "
+            f"{attention / linear:.2g}: --balance-attention-rate {attention / linear:.2g} without the file."
+        )
+    part = 1 - (per.linear + per.expert_linear) * longest / (per(longest) + per.expert_linear * longest)
+    if part < TOLD_APART:
+        print(
+            f"Warning: attention is {part:.1%} of the longest sequence's time: no long samples were seen, and its rate "
+            "is not known from this record: it stays near what the run planned with."
+        )
     print(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record some if you train on them.")
     print(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
     return 0
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
     """TFLOP/s of one GPU, where the run planned by FLOPs and the record says how they were weighed."""
     model, rate = info.cost_model, info.origin.get("attention_rate")
-    _, _, per_token, per_core, _ = fit.coefficients.tolist()
+    _, per_token, per_core = fit.coefficients.tolist()
     if info.cost_name != "flops" or not isinstance(rate, int | float) or not (per_token and per_core):
         return {}
     # A unit of cost is a FLOP that is linear in tokens, or `rate` FLOPs of attention.
@@ -98,28 +101,6 @@ def _num_ranks(info: RunInfo) -> int:
     """GPUs that share the work of a sample of one size."""
     ranks = info.topology
     return ranks.pp_size * ranks.tp_size * (1 if ranks.dynamic_cp else ranks.cp_size)
-
-
-def _about_rates(fit: Fit, *, costs: Calibration, info: RunInfo, longest: int) -> Iterator[str]:
-    """The two rates, and whether the lengths and steps of the record are enough for them."""
-    rates = _rates(fit, info=info)
-    if rates and not fit.scaled:
-        linear, attention = rates.values()
-        least, most = (rate * float(info.origin["attention_rate"]) for rate in fit.rates)
-        yield (
-            f"A GPU runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = "
-            f"{attention / linear:.2g} ({least:.2g} to {most:.2g} as steps are left out): --balance-attention-rate "
-            f"{attention / linear:.2g} without the file."
-        )
-    if fit.rates[1] > NOTABLE_SPREAD * fit.rates[0]:
-        yield "Warning: the rate of attention changes much with the steps that are left out: record more of them."
-    model = costs.cost_model()
-    part = replace(model, linear=0, per_sequence=0)(longest) / model(longest)
-    if part < TOLD_APART:
-        yield (
-            f"Warning: attention is {part:.1%} of the longest sequence's time: no long samples were seen, and its rate "
-            "is not known from this record."
-        )
 
 
 def measurements(record: RunRecord) -> Measurements:
@@ -152,7 +133,6 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
         here = size_of == size
         there = topology.at_cp_size(size) if topology.dynamic_cp else topology
         padded[here] = there.padded_seq_len(step.segments[here])
-    count = np.bincount(slots, minlength=grid.size).reshape(grid.shape)
     tokens = np.bincount(slots, weights=padded / size_of, minlength=grid.size).reshape(grid.shape)
     linear = cost_model.linear + cost_model.expert_linear
     shared = cost_model.expert_linear / linear if linear and not topology.dynamic_cp else 0.0
@@ -161,15 +141,14 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
         of_groups = tokens.reshape(-1, span, step.num_microbatches)
         tokens = (1 - shared) * tokens + shared * np.repeat(of_groups.mean(axis=1), span, axis=0)
     held = step.places()
-    chosen = step.is_slowest & np.isfinite(step.seconds) & (count.ravel()[held] > 0)
-    fixed = np.stack([np.ones(grid.shape), count.astype(np.float64), tokens], axis=-1).reshape(-1, 3)
+    chosen = step.is_slowest & np.isfinite(step.seconds) & (tokens.ravel()[held] > 0)
     has_core = bool(cost_model.quadratic or cost_model.windows)
-    attention = replace(cost_model, linear=0, per_sequence=0) if has_core else CostModel(quadratic=1)
+    attention = replace(cost_model, linear=0) if has_core else CostModel(quadratic=1)
     return Measurements(
         seconds=step.seconds[chosen],
         steps=np.full(int(chosen.sum()), step.iteration, dtype=np.int64),
         slots=held[chosen] + first_slot,
-        fixed=fixed[held[chosen]],
+        tokens=tokens.ravel()[held[chosen]],
         slot_of=slots + first_slot,
         core=attention.exact_costs(padded).astype(np.float64) / size_of,
         received=padded * (size_of - 1) / size_of,
@@ -180,19 +159,18 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
     """The fit as the seconds of the whole model on one rank."""
     model, ranks = info.cost_model, _num_ranks(info)
     stages = info.topology.pp_size  # seconds are those of the first one
-    per_microbatch, per_sequence, per_token, per_core, per_received = (fit.coefficients * UNITS_PER_SECOND).tolist()
+    per_microbatch, per_token, per_core = (fit.coefficients * UNITS_PER_SECOND).tolist()
     linear = model.linear + model.expert_linear
     shared = model.expert_linear / linear if linear else 0.0
     has_core = bool(model.quadratic or model.windows)
     costs = CostModel(
         per_microbatch=round(per_microbatch * stages),
-        per_sequence=round(per_sequence * stages),
         linear=round(per_token * ranks * (1 - shared)),
         expert_linear=round(per_token * ranks * shared),
         quadratic=round(per_core * ranks * (model.quadratic if has_core else 1)),
         windows=tuple((window, round(per_core * ranks * each)) for window, each in model.windows),
         # 0 would say that it was not measured.
-        cp_exchange=max(1, round(per_received * ranks)) if info.topology.dynamic_cp else 0,
+        cp_exchange=max(1, round(per_core * fit.exchange * ranks)) if info.topology.dynamic_cp else 0,
     )
     return Calibration(
         costs=costs,

@@ -1,13 +1,10 @@
 """Seconds of micro-batches, fitted to a run and kept in seconds.json.
 
-    seconds = per_microbatch + per_sequence*n + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
+    seconds = per_microbatch + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
 
 with `attention(L) = quadratic*L² + Σ_w window_w*pairs(L, w)` as in a CostModel. FLOPs leave out how efficiently a
-device runs them: attention and all that is linear reach different rates, and every launch costs time of its own.
-
-Two ways are tried: one factor for the cost model that the run planned with, and coefficients of their own for launches,
-sequences, tokens, attention and exchange. The terms of attention keep their proportions, since the lengths of a run
-seldom separate them. Each way is fitted to some steps and judged on the others; the better is fitted to all.
+device runs them: attention and all that is linear reach different rates, and launches cost time of their own. The terms
+of attention keep their proportions, since the lengths of a run seldom separate them.
 
 Costs count attoseconds, so that integers keep six digits of every coefficient that matters; the file has seconds.
 """
@@ -16,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -36,7 +33,7 @@ FORMAT = "megatron_balance calibration 1"
 UNITS_PER_SECOND = 10**18
 """A cost of 1 is an attosecond: a squared token costs as little as 1e-15 seconds on the fastest devices."""
 
-_COEFFICIENTS = ("per_microbatch", "per_sequence", "linear", "expert_linear", "quadratic", "cp_exchange")
+_COEFFICIENTS = ("per_microbatch", "linear", "expert_linear", "quadratic", "cp_exchange")
 
 LEAST_STEPS = 3
 LEAST_MICROBATCHES = 10
@@ -46,6 +43,12 @@ HUBER_THRESHOLD = 1.345
 """In standard deviations: 95 % as efficient as plain least squares where nothing disturbs (P. J. Huber, 1981)."""
 
 MAX_ROUNDS = 30
+
+RATE_SPREAD = 0.6
+"""How far, as a logarithm, attention's rate over that of all else is expected to be from what the run planned with."""
+
+EXCHANGE_SPREAD = 1.5
+"""The same of the exchange, assumed from a link. A run that does not tell either keeps what it planned with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,42 +131,36 @@ class Calibration:
 class Measurements:
     """Measured micro-batches, and the sequences of all slots that they may be of.
 
-    `fixed` is `[num_measured, 3]` 1, sequences, tokens; `core` and `received` are of each sequence on each of its
-    ranks: attention in units of the run's cost model, and tokens with keys and values that it gets from others.
+    `tokens` are of each measured micro-batch; `core` and `received` of each sequence on each of its ranks: attention in
+    units of the run's cost model, and tokens with keys and values that it gets from others.
     """
 
     seconds: Floats
     steps: NDArray[np.int64]
     slots: NDArray[np.int64]
-    fixed: Floats
+    tokens: Floats
     slot_of: NDArray[np.int64]
     core: Floats
     received: Floats
 
     def features(self, exchange: float) -> Floats:
-        """`[num_measured, 5]`: `fixed`, attention, and tokens whose `exchange`, in units of `core`, takes longer."""
-        waits = exchange * self.received > self.core
-        columns = [
-            np.bincount(self.slot_of, weights=values, minlength=int(self.slots.max()) + 1)[self.slots]
-            for values in (np.where(waits, 0.0, self.core), np.where(waits, self.received, 0.0))
-        ]
-        return np.column_stack([self.fixed, *columns])
+        """`[num_measured, 3]`: 1, tokens, and attention or, where it takes longer, `exchange` a received token."""
+        longer = np.maximum(self.core, exchange * self.received)
+        of_slots = np.bincount(self.slot_of, weights=longer, minlength=int(self.slots.max()) + 1)
+        return np.column_stack([np.ones_like(self.tokens), self.tokens, of_slots[self.slots]])
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was fitted: `[5]` seconds per micro-batch, sequence, token, unit of core, received token.
+    """What was fitted: `[3]` seconds per micro-batch, token and unit of core, and the exchange in units of core.
 
-    `error` and `worst` are the median and largest relative error on steps that were not fitted. `scaled`: one factor
-    was fitted, and attention keeps its ratio in the cost model. `rates`: of attention over the linear rate, as a
-    multiple of the cost model's, the least and the most of the fits that leave some steps out.
+    `error` and `worst` are the median and largest relative error on steps that were not fitted.
     """
 
     coefficients: Floats
+    exchange: float
     error: float
     worst: float
-    scaled: bool
-    rates: tuple[float, float]
 
 
 def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
@@ -174,60 +171,45 @@ def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
             f"the record has {seconds.size} measured micro-batches in {distinct.size} steps: {LEAST_STEPS} steps of a "
             f"few micro-batches are enough, {LEAST_MICROBATCHES} in all; train a little longer."
         )
-    linear = cost_model.linear + cost_model.expert_linear
-    has_core = bool(cost_model.quadratic or cost_model.windows)
-    exchange = float(cost_model.cp_exchange)
-    own = np.array([cost_model.per_microbatch, cost_model.per_sequence, linear, float(has_core), exchange])
+    linear, shared = cost_model.linear + cost_model.expert_linear, measured.received > 0
+    ratio = 1 / linear if linear and (cost_model.quadratic or cost_model.windows) else None
+    planned = float(cost_model.cp_exchange)
+    if shared.any():
+        planned = planned or float(np.median(measured.core[shared] / measured.received[shared]))
 
-    def scaled(rows: NDArray[np.bool_]) -> Floats:
-        return own * fit_seconds((measured.features(exchange)[rows] @ own)[:, None], seconds=seconds[rows])[0]
+    def fitted(rows: NDArray[np.bool_], exchange: float) -> tuple[float, Floats, float]:
+        """How unlikely the fit with an exchange is, where errors follow Laplace's distribution; and the fit."""
+        features = measured.features(exchange)[rows]
+        coefficients = fit_seconds(features, seconds=seconds[rows], ratio=ratio)
+        error = float(np.abs(features @ coefficients / seconds[rows] - 1).mean()) + 1e-9
+        moved = math.log(exchange / planned) / EXCHANGE_SPREAD if planned else 0.0
+        return int(rows.sum()) * math.log(error) + moved**2 / 2, coefficients, exchange
 
-    def free(rows: NDArray[np.bool_]) -> Floats:
-        shared, assumed, coefficients = measured.received > 0, exchange, np.zeros(5)
-        if not exchange and shared.any():
-            assumed = float(np.median(measured.core[shared] / measured.received[shared]))
-        for _ in range(MAX_ROUNDS):
-            features = measured.features(assumed)[rows]
-            coefficients = fit_seconds(features, seconds=seconds[rows])
-            if not features[:, 4].any() or not coefficients[3]:  # nothing tells the exchange
-                coefficients[4] = assumed * coefficients[3]
-            found = coefficients[4] / coefficients[3] if coefficients[3] else assumed
-            if math.isclose(found, assumed, rel_tol=1e-6):
-                break
-            assumed = found
-        return coefficients
+    def best(rows: NDArray[np.bool_]) -> tuple[Floats, float]:
+        found = fitted(rows, planned)
+        for octave in (1.0, 0.125) if shared.any() else ():
+            tried = [found[2] * 2.0 ** (octave * step) for step in range(-5, 6)]
+            found = min((fitted(rows, exchange) for exchange in tried), key=lambda one: one[0])
+        return found[1:]
 
-    def predicted(coefficients: Floats) -> Floats:
-        ratio = coefficients[4] / coefficients[3] if coefficients[3] else exchange
-        return measured.features(ratio) @ coefficients
-
-    num_folds = min(distinct.size, MAX_FOLDS)
-    fold_of = step_of % num_folds
-    ways: list[Callable[[NDArray[np.bool_]], Floats]] = [scaled, free]
-    fits = [[way(fold_of != fold) for fold in range(num_folds)] for way in ways]
-    errors: list[Floats] = []
-    for of_way in fits:
-        guesses = np.stack([predicted(coefficients) for coefficients in of_way])[fold_of, np.arange(seconds.size)]
-        errors.append(np.abs(guesses / seconds - 1))
-    best = int(np.argmin([of_way.mean() for of_way in errors]))
-    rates = [float(each[2] / each[3] / linear) if each[3] and linear else math.inf for each in fits[1]]
-    return Fit(
-        ways[best](np.ones(seconds.size, dtype=np.bool_)),
-        float(np.median(errors[best])),
-        float(errors[best].max()),
-        scaled=best == 0,
-        rates=(min(rates), max(rates)),
-    )
+    fold_of, errors = step_of % MAX_FOLDS, np.zeros_like(seconds)
+    for fold in np.unique(fold_of):
+        coefficients, exchange = best(fold_of != fold)
+        left_out = fold_of == fold
+        errors[left_out] = np.abs((measured.features(exchange) @ coefficients / seconds - 1)[left_out])
+    coefficients, exchange = best(np.ones_like(fold_of, dtype=np.bool_))
+    return Fit(coefficients, exchange, float(np.median(errors)), float(errors.max()))
 
 
-def fit_seconds(features: Floats, *, seconds: Floats) -> Floats:
+def fit_seconds(features: Floats, *, seconds: Floats, ratio: float | None = None) -> Floats:
     """Coefficients, none negative, that predict the seconds of micro-batches from their features. `[num_features]`
 
         minimise  Σ_i w_i (Σ_k coefficients_k*features_ik - seconds_i)² / seconds_i
 
     The variance of a measurement is taken to grow with its seconds, as where disturbances come at a steady rate. The
     weights are Huber's (Robust Estimation of a Location Parameter, 1964), by iteration: a measurement that something
-    else disturbed counts less the further off it is. `features` are not negative, `seconds` above zero.
+    else disturbed counts less the further off it is. `features` are not negative, `seconds` above zero. `ratio` is what
+    the last coefficient is expected to be of the one before: one more measurement, off by `RATE_SPREAD`.
 
     Example:
         >>> fit_seconds(np.array([[1.0, 10], [1, 20], [1, 40]]), seconds=np.array([12.0, 22, 42])).round(6).tolist()
@@ -238,12 +220,19 @@ def fit_seconds(features: Floats, *, seconds: Floats) -> Floats:
     scales[scales == 0] = 1.0
     mean = float(seconds.mean())
     roots = np.sqrt(seconds / mean)
-    rows, target = features / scales / roots[:, None], roots
-    weights, coefficients = np.ones(seconds.size), np.zeros(features.shape[1])
+    rows, target = features / scales / roots[:, None], np.append(roots, 0.0)
+    expected = np.zeros((1, features.shape[1]))
+    if ratio is not None:
+        usual = np.array([1.0, ratio]) * scales[-2:]
+        usual *= target.sum() / (rows[:, -2:] @ usual).sum()
+        expected[0, -2:] = -1 / usual[0], 1 / usual[1]
+    weights, coefficients, spread = np.ones(seconds.size + 1), np.zeros(features.shape[1]), 0.0
     for _ in range(MAX_ROUNDS):
-        before, coefficients = coefficients, _non_negative(rows, target=target, weights=weights)
-        residuals = np.maximum(np.abs(rows @ coefficients - target), 1e-9)  # below that it is rounding
-        weights = np.minimum(1.0, HUBER_THRESHOLD * 1.4826 * np.median(residuals) / residuals)
+        all_rows = np.concatenate([rows, spread / RATE_SPREAD * expected])
+        before, coefficients = coefficients, _non_negative(all_rows, target=target, weights=weights)
+        residuals = np.maximum(np.abs(rows @ coefficients - roots), 1e-9)  # below that it is rounding
+        spread = 1.4826 * float(np.median(residuals))
+        weights[:-1] = np.minimum(1.0, HUBER_THRESHOLD * spread / residuals)
         if np.allclose(coefficients, before, rtol=1e-9, atol=0):
             break
     return coefficients * mean / scales

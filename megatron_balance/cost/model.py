@@ -2,7 +2,7 @@
 
 A cost model gives the time of a sample as a function of its padded length L in tokens:
 
-    cost(L) = linear*L + quadratic*L² + Σ_w window_w*pairs(L, w) + per_sequence
+    cost(L) = linear*L + quadratic*L² + Σ_w window_w*pairs(L, w)
 
 or with `cp_received*L` in place of both terms of attention, if that is more. `pairs(L, w) = 2wL - w(w-1)` once `w < L`,
 and `L²` below: the causal attention of a layer with a sliding window of w tokens, in the units of `quadratic`.
@@ -24,14 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import fwd_flops_by_part
+from megatron_balance.model.flops import fwd_flops_by_part, image_flops
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.model.vision import image_flops
 
 MICROBATCH_TOKENS = 128
 """Fixed cost of a micro-batch in tokens, if none was measured: kernel launches, reading weights and adding gradients.
-With FLOPs alone micro-batches are free, and a plan uses more than needed. The value has little effect: 32 to 512 lose
-equally little on assumed devices where 0 loses up to 2 %."""
+With FLOPs alone micro-batches are free, and a plan uses more than needed: with dynamic context-parallel sizes 0 loses
+1.8 % on published devices, and 128 at most 0.4 %."""
 
 MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a few of them never exceeds int64."""
@@ -58,7 +57,6 @@ class CostModel:
     Attributes:
         linear: cost per token.
         quadratic: cost per squared token.
-        per_sequence: cost per sample, independent of its length.
         per_microbatch: cost per micro-batch, independent of its samples (kernel launches, pipeline bubbles).
         expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
@@ -81,7 +79,6 @@ class CostModel:
     _: KW_ONLY
     linear: int = 0
     quadratic: int = 0
-    per_sequence: int = 0
     per_microbatch: int = 0
     expert_linear: int = 0
     windows: tuple[tuple[int, int], ...] = ()
@@ -115,65 +112,48 @@ class CostModel:
         shape: ModelShape,
         *,
         ep_size: int = 1,
-        recompute: bool = False,
-        microbatch_tokens: int = 0,
         frozen_encoder: bool = False,
         pack_tokens: int = 0,
         linear_tflops: float = 1.0,
         attention_tflops: float = 1.0,
-        microbatch_seconds: float = 0.0,
-        sequence_seconds: float = 0.0,
     ) -> CostModel:
         """The cost is the time of training on the sample: forward and backward, whole model.
 
         The unit is the time of one FLOP at `linear_tflops`, so that with equal rates, the default, costs are FLOPs.
         A GEMM runs three times (forward, gradient of its input, of its weights), a frozen one twice; the attention core
         3.5 times, since FlashAttention's backward pass is five products where the forward is two (Dao 2023, arXiv
-        2307.08691). Recomputed layers run forward once more, the output layer never does. docs/cost-model.md has the
-        indexer of sparse attention, adapters, frozen encoders, and the rates of GPUs.
+        2307.08691). A micro-batch costs `MICROBATCH_TOKENS` beside its samples. docs/cost-model.md has the indexer of
+        sparse attention, frozen encoders, the rates of GPUs, and what is left out because no plan needs it.
 
         Args:
             shape: the model.
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
-            recompute: all layers are recomputed in the backward pass (`--recompute-granularity full`).
-            microbatch_tokens: the fixed cost of a micro-batch, in tokens; runs use `MICROBATCH_TOKENS`.
             frozen_encoder: the vision encoder is not trained.
             pack_tokens: tokens of a full pack. Sparse attention without fused kernels computes all pairs of a pack, so
                 that a token costs as much as the pack is long; 0 to count as if a sample were alone in its pack.
             linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s of one GPU in training.
             attention_tflops: rate of the attention core, causal, whose backward pass is 2.5 times its forward.
-            microbatch_seconds: fixed time of a micro-batch beside `microbatch_tokens`, all layers.
-            sequence_seconds: fixed time of a sequence, all layers.
 
         Raises:
-            BalanceError: a rate is not above zero, or a time is negative.
+            BalanceError: a rate is not above zero.
         """
-        rates = {"linear_tflops": linear_tflops, "attention_tflops": attention_tflops}
-        times = {"microbatch_seconds": microbatch_seconds, "sequence_seconds": sequence_seconds}
-        for name, value in (rates | times).items():
-            if not 0 <= value < math.inf or (name in rates and not value):
-                raise BalanceError(f"CostModel.from_shape: {name} is {value!r}: give a finite number, a rate above 0.")
-        flops_of_second = Fraction(linear_tflops) * 10**12
+        for name, rate in (("linear_tflops", linear_tflops), ("attention_tflops", attention_tflops)):
+            if not 0 < rate < math.inf:
+                raise BalanceError(f"CostModel.from_shape: {name} is {rate!r}: give a finite rate above 0.")
         slowdown = Fraction(linear_tflops) / Fraction(attention_tflops)
-        extra, frozen = int(recompute), shape.lora_rank > 0
-        loss = shape.dsa_indexer_loss
+        gemm, loss = 3 - (shape.lora_rank > 0), shape.dsa_indexer_loss
         # Of GEMMs, and of half an attention core, whose backward pass is two and a half times its forward.
-        passes = {
-            "lm_head": (3 - frozen, 0),
-            "adapters": (3 + extra, 0),
-            "dsa_indexer": (1 + extra + loss, 2 * (1 + extra + 2 * loss)),  # its input is detached
-            "dsa_target": (0, 2 * (1 + extra)),
-        }
+        passes = {"dsa_indexer": (1 + loss, 2 + 4 * loss), "dsa_target": (0, 2)}  # the indexer's input is detached
         linear = expert_linear = half_cores = 0
         windows: dict[int, int] = {}
         for part, flops in fwd_flops_by_part(shape).items():
-            of_gemms, of_halves = passes.get(part, (3 + extra - frozen, 7 + 2 * extra))
+            of_gemms, of_halves = passes.get(part, (gemm, 7))
             linear += of_gemms * flops.linear
             expert_linear += of_gemms * flops.expert_linear
             if part.startswith("dsa") and not shape.dsa_fused and pack_tokens:
                 # All pairs, the masked half included, forward and twice backward where there is a gradient.
                 pairs = 2 * (flops.quadratic + sum(coefficient for _, coefficient in flops.windows))
-                linear += (3 + extra if part == "dsa" else of_halves // 2) * pairs * pack_tokens
+                linear += (3 if part == "dsa" else of_halves // 2) * pairs * pack_tokens
                 continue
             half_cores += of_halves * flops.quadratic
             for window, coefficient in flops.windows:
@@ -185,16 +165,11 @@ class CostModel:
         image_linear = image_quadratic = 0
         if shape.vision is not None:
             of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
-            gemms, halves = (1, 2) if frozen_encoder else (3 + extra, 7 + 2 * extra)
-            of_projector = 2 if frozen_encoder else gemms  # its input needs no gradient
-            image_linear = gemms * of_image.linear + of_projector * of_image.projector
-            image_linear += core(halves * of_image.windowed)
-            image_quadratic = core(halves * of_image.quadratic)
+            image_linear = (1 if frozen_encoder else 3) * of_image.linear
+            image_quadratic = core((2 if frozen_encoder else 7) * of_image.quadratic)
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
-            per_sequence=math.ceil(flops_of_second * Fraction(sequence_seconds)),
-            per_microbatch=microbatch_tokens * (linear + expert_linear)
-            + math.ceil(flops_of_second * Fraction(microbatch_seconds)),
+            per_microbatch=MICROBATCH_TOKENS * (linear + expert_linear),
             quadratic=core(half_cores),
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
@@ -230,13 +205,13 @@ class CostModel:
         """Of each length as in a call: int64, or Python's integers where these do not fit. `[num_lengths]`"""
         longest = int(lengths.max(initial=0))
         squares = 2 * (self.quadratic + sum(coefficient for _, coefficient in self.windows))  # at least all pairs
-        most = ((squares * longest) + self.linear + self.cp_received) * longest + self.per_sequence
+        most = ((squares * longest) + self.linear + self.cp_received) * longest
         exact: NDArray[Any] = lengths if most < MAX_TOTAL_COST else lengths.astype(object)
         attention = self.quadratic * exact * exact
         for window, coefficient in self.windows:
             pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), exact * exact)
             attention = attention + coefficient * pairs
-        return self.linear * exact + np.maximum(attention, self.cp_received * exact) + self.per_sequence
+        return self.linear * exact + np.maximum(attention, self.cp_received * exact)
 
     def sample_costs(
         self,

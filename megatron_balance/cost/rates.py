@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.model.shape import ModelShape
@@ -86,8 +86,6 @@ def exchange_flops_per_token(
     *,
     bytes_per_second: float,
     tflops: float = ASSUMED_TFLOPS,
-    bytes_per_number: int = 2,
-    recompute: bool = False,
 ) -> int:
     """FLOPs in the time that a rank takes to receive one token's keys and values: `cp_exchange` of a CostModel.
 
@@ -95,8 +93,8 @@ def exchange_flops_per_token(
     and there their gradients as well (Liu et al. 2023, arXiv 2310.01889, section 3). A sliding window does not shorten
     the ring. `CostModel.at_cp_size` counts what attention does not hide of it.
 
-    A GPU receives `bytes_per_second` and runs what is linear in tokens at `tflops`. Recomputed layers pass keys and
-    values once more. Layers that context parallelism does not split by such a ring are refused.
+    A GPU receives `bytes_per_second`, two bytes a number, and runs what is linear in tokens at `tflops`. Layers that
+    context parallelism does not split by such a ring are refused.
 
     Example:
         >>> shape = ModelShape.preset("Qwen3-8B")
@@ -114,7 +112,7 @@ def exchange_flops_per_token(
                 f"The model has {layer.mixer} layers, whose context-parallel communication is not that of a ring of "
                 "keys and values: give cp_exchange, or keep --context-parallel-size for all samples."
             )
-    return round((3 + recompute) * numbers * bytes_per_number * tflops * 1e12 / bytes_per_second)
+    return round(3 * numbers * 2 * tflops * 1e12 / bytes_per_second)
 
 
 Model = ModelShape | Mapping[str, Any] | str | Path
@@ -153,12 +151,7 @@ def resolve_cost(
                 "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
                 f"or one of {', '.join(PRESETS)}."
             )
-        return CostModel.from_shape(
-            find_shape(model),
-            ep_size=ep_size,
-            microbatch_tokens=MICROBATCH_TOKENS,
-            attention_tflops=attention_rate,
-        )
+        return CostModel.from_shape(find_shape(model), ep_size=ep_size, attention_tflops=attention_rate)
     if cost.endswith(".json"):
         return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
     raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")

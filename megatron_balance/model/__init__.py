@@ -7,11 +7,12 @@ from megatron_balance.model.flops import (
     causal_pairs,
     fwd_flops,
     fwd_flops_by_part,
+    image_flops,
     num_parameters,
 )
 from megatron_balance.model.hf_config import FAMILIES, PRESETS, ROWS
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.model.vision import VisionEncoder, image_flops, patches_of_grids
+from megatron_balance.model.vision import VisionEncoder, patches_of_grids
 
 __all__ = [
     "FAMILIES",

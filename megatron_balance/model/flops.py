@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.vision import image_flops
+from megatron_balance.model.vision import VisionEncoder
 
 if TYPE_CHECKING:  # ModelShape counts its weights
     from megatron_balance.model.shape import ModelShape
@@ -109,9 +109,7 @@ class Work:
     """What a layer computes."""
 
     gemms: Sequence[Gemm] = ()
-    """Weight matrices that every token passes and that adapters are trained for."""
-    plain_gemms: Sequence[Gemm] = ()
-    """Those without adapters: routers, indexers, projections between models."""
+    """Weight matrices that every token passes."""
     expert_gemms: Sequence[Gemm] = ()
     """Of one routed expert."""
     state: int = 0
@@ -149,6 +147,23 @@ def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patc
     return total
 
 
+def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> FlopsPolynomial:
+    """Forward FLOPs of an image of P patches through encoder and projector; `hidden_size` is the language model's.
+
+    Attention is not causal, so each of QKᵀ and PV is `2h*P²`, twice a language model's. docs/cost-model.md has the
+    formulas, after Dosovitskiy et al. 2020 (arXiv 2010.11929), section 3.1, and for windows and merging Qwen2.5-VL
+    (arXiv 2502.13923), section 2.1. Every window counts as full: an upper bound where an image's edges cut some.
+    """
+    h, layers, joined = encoder.hidden_size, encoder.num_layers, encoder.patches_per_token
+    layer = 8 * h**2 + 2 * (3 if encoder.gated_linear_unit else 2) * h * encoder.ffn_hidden_size
+    of_token = 2 * encoder.num_projectors * encoder.projector_hidden_size * (joined * h + hidden_size)
+    in_windows = 4 * h * encoder.window_patches * encoder.num_windowed_layers
+    return FlopsPolynomial(
+        linear=2 * encoder.patch_values * h + layers * layer + -(-of_token // joined) + in_windows,
+        quadratic=4 * h * (layers - encoder.num_windowed_layers),
+    )
+
+
 def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
     """Forward FLOPs of the whole language model; a vision encoder's are in vision.py."""
     return sum(fwd_flops_by_part(shape).values(), FlopsPolynomial())
@@ -158,22 +173,17 @@ def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
     """Forward FLOPs by kind of layer, summed over layers.
 
     Keys `attention`, `mla`, `dsa`, `dsa_indexer`, `dsa_target`, `gated_delta_net`, `mamba`, `dense`, `moe`,
-    `mtp_projection`, `lm_head` (the output layer, once per depth more) and `adapters`, as the model has them.
+    `mtp_projection` and `lm_head` (the output layer, once per depth more), as the model has them.
     """
     parts: dict[str, FlopsPolynomial] = {}
-    topk, rank = shape.moe_router_topk, shape.lora_rank
     for part, work in _works(shape):
         flops = FlopsPolynomial(
-            linear=2 * _weights((*work.gemms, *work.plain_gemms)) + work.state,
-            expert_linear=2 * topk * _weights(work.expert_gemms),
+            linear=2 * _weights(work.gemms) + work.state,
+            expert_linear=2 * shape.moe_router_topk * _weights(work.expert_gemms),
             quadratic=0 if work.window else work.quadratic,
             windows=((work.window, work.quadratic),) if work.window else (),
         )
         parts[part] = parts.get(part, FlopsPolynomial()) + flops
-        if rank:  # 2r(in + out) a token beside each matrix (Hu et al. 2021, arXiv 2106.09685, section 4.1)
-            own, of_experts = (2 * rank * sum(map(sum, gemms)) for gemms in (work.gemms, work.expert_gemms))
-            adapters = FlopsPolynomial(linear=own, expert_linear=topk * of_experts)
-            parts["adapters"] = parts.get("adapters", FlopsPolynomial()) + adapters
     return parts
 
 
@@ -190,8 +200,7 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
     total = (1 if tied else 2) * shape.hidden_size * shape.padded_vocab_size
     for part, work in _works(shape):
         if part != "lm_head":  # one for all depths of multi-token prediction
-            gemms = (*work.gemms, *work.plain_gemms)
-            total += _weights(gemms) + shape.num_experts * _weights(work.expert_gemms)
+            total += _weights(work.gemms) + shape.num_experts * _weights(work.expert_gemms)
     return total
 
 
@@ -209,8 +218,8 @@ def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:
                 yield "dsa_target", _dsa_target(shape)
     h, depths = shape.hidden_size, shape.mtp_num_layers
     # A depth joins hidden state and embedding.
-    yield from [("mtp_projection", Work(plain_gemms=((2 * h, h),)))] * depths
-    yield from [("lm_head", Work(plain_gemms=((h, shape.padded_vocab_size),)))] * (1 + depths)
+    yield from [("mtp_projection", Work(((2 * h, h),)))] * depths
+    yield from [("lm_head", Work(((h, shape.padded_vocab_size),)))] * (1 + depths)
 
 
 def _attention(shape: ModelShape) -> Work:
@@ -241,7 +250,7 @@ def _dsa_indexer(shape: ModelShape) -> Work:
     """Scores of all keys (megatron.core's DSAIndexer); the weighted sum over heads, 1/D of them, is not counted."""
     h, heads, width = shape.hidden_size, shape.dsa_indexer_n_heads, shape.dsa_indexer_head_dim
     gemms = ((shape.q_lora_rank or h, heads * width), (h, width), (h, heads))
-    return Work(plain_gemms=gemms, quadratic=heads * width)
+    return Work(gemms, quadratic=heads * width)
 
 
 def _dsa_target(shape: ModelShape) -> Work:
@@ -272,8 +281,7 @@ def _moe(shape: ModelShape) -> Work:
     """Router, shared and routed experts, these on a latent width perhaps; routed evenly, no token dropped."""
     h, latent = shape.hidden_size, shape.moe_latent_size
     return Work(
-        _mlp(shape, h, shape.moe_shared_expert_intermediate_size),
-        plain_gemms=((h, shape.num_experts), (h, latent), (latent, h)),
+        ((h, shape.num_experts), (h, latent), (latent, h), *_mlp(shape, h, shape.moe_shared_expert_intermediate_size)),
         expert_gemms=_mlp(shape, latent or h, shape.moe_ffn_hidden_size),
     )
 

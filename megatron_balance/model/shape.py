@@ -75,7 +75,8 @@ class ModelShape:
             above do not apply then.
         mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads: sizes of a Mamba 2 layer.
         mtp_num_layers: multi-token-prediction depths.
-        lora_rank: rank of adapters beside all matrices of the layers, whose own weights are frozen then; 0 for none.
+        lora_rank: rank of adapters beside all matrices, whose own weights are frozen then; 0 for none. Adapters' own
+            work is not counted.
         vision: encoder of images and projector; None for a model of text alone.
 
     Raises:

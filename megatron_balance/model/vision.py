@@ -1,8 +1,4 @@
-"""The shape of a vision encoder and its projector, and its forward FLOPs as a polynomial in an image's patches.
-
-A multiply and an add are two FLOPs. Attention is not causal and stays within an image, so each of QKᵀ and PV costs
-`2h*P²` for an image of P patches, twice what a language model's costs.
-"""
+"""The shape of a vision encoder and its projector, and the patches of images. Its FLOPs are in flops.py."""
 
 from __future__ import annotations
 
@@ -64,40 +60,6 @@ def check_sizes(shape: Any) -> None:
         if field.type in (int, "int") and (type(value) is not int or value < least):
             name = f"{type(shape).__name__}.{field.name}"
             raise BalanceError(f"{name} is {value!r}: it must be an integer of at least {least}.")
-
-
-@dataclass(frozen=True)
-class ImageFlops:
-    """FLOPs of one image of P patches, `(linear + projector + windowed)*P + quadratic*P²`, every window full."""
-
-    linear: int
-    projector: int
-    windowed: int
-    quadratic: int
-
-    def __call__(self, num_patches: int) -> int:
-        """FLOPs of one image of `num_patches` patches."""
-        return (self.linear + self.projector + self.windowed) * num_patches + self.quadratic * num_patches**2
-
-
-def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> ImageFlops:
-    """Forward FLOPs of an image through encoder and projector; `hidden_size` is the language model's.
-
-    docs/cost-model.md has the formulas, after Dosovitskiy et al. 2020 (arXiv 2010.11929), section 3.1, and for windows
-    and merging Qwen2.5-VL (arXiv 2502.13923), section 2.1. An image whose sides are not multiples of a window's has
-    smaller windows at its edges, so that this is an upper bound there.
-    """
-    h, layers = encoder.hidden_size, encoder.num_layers
-    mlp = 2 * (3 if encoder.gated_linear_unit else 2) * h * encoder.ffn_hidden_size
-    of_token = (
-        2 * encoder.num_projectors * encoder.projector_hidden_size * (encoder.patches_per_token * h + hidden_size)
-    )
-    return ImageFlops(
-        linear=2 * encoder.patch_values * h + layers * (8 * h**2 + mlp),
-        projector=-(-of_token // encoder.patches_per_token),
-        windowed=4 * h * encoder.window_patches * encoder.num_windowed_layers,
-        quadratic=4 * h * (layers - encoder.num_windowed_layers),
-    )
 
 
 def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:

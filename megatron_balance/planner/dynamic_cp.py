@@ -4,7 +4,7 @@ The `dp_size * cp_size` ranks are the leaves of a binary tree, or a forest if th
 micro-batch stands on a node, and the `2**level` leaves below it share its samples. The cost of a sample of L tokens on
 each of c = 2**level ranks is, rounded up,
 
-    linear*L / c  +  max(attention(L) / c, cp_exchange * L * (c - 1) / c)  +  per_sequence
+    linear*L / c  +  max(attention(L) / c, cp_exchange * L * (c - 1) / c)
 
 with L padded for that size: a larger size means less computation and more exchange on each rank.
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
+from megatron_balance.cost.model import MAX_TOTAL_COST
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.batch import sums
 from megatron_balance.planner.inputs import NEVER, Ints, Problem, sum_segments
@@ -211,7 +211,7 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
         cost_model, per_token = replace(cost_model, linear=cost_model.linear + per_token, expert_linear=0), 0
     unique, inverse, counts = np.unique(problem.segments, return_inverse=True, return_counts=True)
     padded = [topology.at_cp_size(size).padded_seq_len(unique) for size in sizes]
-    own = [_own_costs(of_size, size=size, cost_model=cost_model) for of_size, size in zip(padded, sizes, strict=True)]
+    own = [cost_model.at_cp_size(size).exact_costs(of_size) for of_size, size in zip(padded, sizes, strict=True)]
     shared = [of_size.astype(object) * per_token for of_size in padded]
     # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
     most = sum(cost * count for cost, count in zip((own[-1] + shared[-1]).tolist(), counts.tolist(), strict=True))
@@ -239,8 +239,3 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
         multiple=topology.microbatch_multiple,
         shift=shift,
     )
-
-
-def _own_costs(lengths: Ints, *, size: int, cost_model: CostModel) -> NDArray[Any]:
-    """Exact unscaled cost of sequences over all `size` ranks that share them, without experts."""
-    return replace(cost_model.at_cp_size(size), per_sequence=cost_model.per_sequence * size).exact_costs(lengths)

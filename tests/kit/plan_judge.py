@@ -197,9 +197,9 @@ class Batch:
         """Cost of a sample, summed over the `size` ranks that share it, without what expert-parallel groups share."""
         model, tokens = self.cost_model, self.padded(length, size)
         per_token = (model.linear + model.expert_linear * (self.expert_span == 1)) * tokens
-        attention = model(tokens) - model.linear * tokens - model.per_sequence
+        attention = model(tokens) - model.linear * tokens
         received = model.cp_exchange * (size - 1) * tokens
-        return per_token + max(attention, received) + model.per_sequence * size
+        return per_token + max(attention, received)
 
 
 def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ TOKENS = CostModel.tokens()
 COST_MODELS = [
     TOKENS,
     CostModel(linear=5, quadratic=1),
-    CostModel(linear=2, quadratic=1, per_sequence=7, per_microbatch=20),
+    CostModel(linear=2, quadratic=1, per_microbatch=20),
     CostModel(linear=3, expert_linear=9, per_microbatch=4),
 ]
 TOPOLOGIES = {

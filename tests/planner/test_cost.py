@@ -16,7 +16,6 @@ from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_
 from megatron_balance.cost import (
     ATTENTION_RATES,
     MAX_TOTAL_COST,
-    MICROBATCH_TOKENS,
     Calibration,
     default_attention_rate,
     exchange_flops_per_token,
@@ -31,7 +30,6 @@ models = st.builds(
     CostModel,
     linear=st.integers(1, 10**9),
     quadratic=coefficients,
-    per_sequence=coefficients,
     cp_received=coefficients,
     expert_linear=coefficients,
     windows=st.lists(st.tuples(st.integers(1, 5000), coefficients), max_size=2).map(tuple),
@@ -40,10 +38,10 @@ lengths = st.lists(st.integers(0, 10**6), min_size=1, max_size=30)
 
 
 def test_a_sample_by_hand() -> None:
-    model = CostModel(linear=5, quadratic=2, per_sequence=11, expert_linear=3, windows=((4, 7),))
+    model = CostModel(linear=5, quadratic=2, expert_linear=3, windows=((4, 7),))
     # 10 tokens in a window of 4 are 1+2+3+4*7 pairs, twice.
-    assert model(10) == 5 * 10 + 2 * 100 + 11 + 7 * 2 * 34
-    assert model(4) == 5 * 4 + 2 * 16 + 11 + 7 * 16
+    assert model(10) == 5 * 10 + 2 * 100 + 7 * 2 * 34
+    assert model(4) == 5 * 4 + 2 * 16 + 7 * 16
     assert model.sample_costs(np.array([10])).expert_costs.tolist() == [30]
 
 
@@ -93,12 +91,12 @@ def test_coefficients_that_cannot_be_are_refused(change: dict[str, Any], message
 
 
 def test_each_rank_of_a_context_parallel_group_receives_from_the_others() -> None:
-    model = CostModel(linear=100, quadratic=3, per_microbatch=50, per_sequence=7, cp_exchange=8)
+    model = CostModel(linear=100, quadratic=3, per_microbatch=50, cp_exchange=8)
     for size in (1, 2, 4):
         shared = model.at_cp_size(size)
         # On 10 tokens attention takes 300 and hides what four ranks receive; on one token it hides nothing.
-        assert shared(1) == 100 + max(3, 8 * (size - 1)) + 7
-        assert shared(10) == model(10) == 100 * 10 + 300 + 7
+        assert shared(1) == 100 + max(3, 8 * (size - 1))
+        assert shared(10) == model(10) == 100 * 10 + 300
         assert (shared.per_microbatch, shared.cp_exchange) == (50 * size, 0)
 
 
@@ -118,12 +116,8 @@ def test_the_reference_by_hand_is_the_forward_pass() -> None:
 
 
 def test_training_is_three_gemms_and_three_and_a_half_cores() -> None:
-    assert CostModel.from_shape(DENSE) == CostModel(linear=3 * GEMMS, quadratic=7 * CORE // 2)
-
-
-def test_recompute_adds_a_forward_pass_of_all_but_the_output_layer() -> None:
-    recomputed = CostModel.from_shape(DENSE, recompute=True)
-    assert recomputed == CostModel(linear=4 * GEMMS - HEAD, quadratic=9 * CORE // 2)
+    launches = 128 * 3 * GEMMS  # a micro-batch costs 128 tokens beside its samples
+    assert CostModel.from_shape(DENSE) == CostModel(linear=3 * GEMMS, quadratic=7 * CORE // 2, per_microbatch=launches)
 
 
 def test_experts_are_kept_apart_only_where_a_group_shares_them() -> None:
@@ -132,12 +126,7 @@ def test_experts_are_kept_apart_only_where_a_group_shares_them() -> None:
     assert shared.expert_linear == 3 * 2 * 2 * 3 * 2 * 8 * 12
     assert alone.linear == shared.linear + shared.expert_linear
     assert alone.quadratic == shared.quadratic
-
-
-def test_a_micro_batch_costs_as_many_tokens_as_said() -> None:
-    alone, shared = (CostModel.from_shape(MOE, ep_size=ep_size, microbatch_tokens=128) for ep_size in (1, 8))
     assert alone.per_microbatch == 128 * alone.linear == shared.per_microbatch
-    assert CostModel.from_shape(MOE).per_microbatch == 0
 
 
 def test_an_odd_core_is_rounded_up() -> None:
@@ -154,13 +143,10 @@ def test_an_odd_core_is_rounded_up() -> None:
 def test_a_cost_over_its_rate_is_seconds() -> None:
     shape, linear, attention = ModelShape.preset("Qwen3-8B"), 700, 300
     flops = CostModel.from_shape(shape)
-    timed = CostModel.from_shape(
-        shape, linear_tflops=linear, attention_tflops=attention, microbatch_seconds=0.01, sequence_seconds=2e-5
-    )
+    timed = CostModel.from_shape(shape, linear_tflops=linear, attention_tflops=attention)
     for length in (100, 10_000, 1_000_000):
-        seconds = flops.linear * length / (linear * 1e12) + flops.quadratic * length**2 / (attention * 1e12) + 2e-5
+        seconds = flops.linear * length / (linear * 1e12) + flops.quadratic * length**2 / (attention * 1e12)
         assert timed(length) / (linear * 1e12) == pytest.approx(seconds, rel=1e-6)
-    assert timed.per_microbatch == pytest.approx(0.01 * linear * 1e12, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +182,6 @@ TRUTH = np.array([3e-4, 2e-5, 1e-6, 4e-10])
 CALIBRATION = Calibration(
     costs=CostModel(
         per_microbatch=3 * 10**14,
-        per_sequence=2 * 10**13,
         linear=10**12,
         expert_linear=5 * 10**11,
         quadratic=4 * 10**8,
@@ -244,7 +229,7 @@ def test_a_file_reads_back_what_was_written_and_names_a_cost(tmp_path: Path) -> 
 def test_the_cost_model_is_the_file_in_attoseconds() -> None:
     lengths = [1, 100, 500, 8000]
     model = CALIBRATION.cost_model()
-    seconds = 3e-4 + sum(2e-5 + 1.5e-6 * n + 4e-10 * n**2 for n in lengths)
+    seconds = 3e-4 + sum(1.5e-6 * n + 4e-10 * n**2 for n in lengths)
     seconds += 2e-9 * (1**2 + 100**2 + (256 * 500 - 128 * 127) + (256 * 8000 - 128 * 127))
     assert (model.per_microbatch + sum(map(model, lengths))) / 1e18 == pytest.approx(seconds, rel=1e-9)
 
@@ -255,7 +240,7 @@ def test_parallel_ranks_share_tokens_but_not_launches() -> None:
     assert shared.expert_linear * 4 == pytest.approx(5e11, abs=4)
     assert whole.linear == shared.linear * 4 + shared.expert_linear * 4
     assert shared.cp_exchange * 4 == whole.cp_exchange == 1e11
-    assert (shared.per_microbatch, shared.per_sequence) == (whole.per_microbatch, whole.per_sequence)
+    assert shared.per_microbatch == whole.per_microbatch
 
 
 # Costs by name, and of communication ---------------------------------------------------------------------------------
@@ -263,23 +248,21 @@ def test_parallel_ranks_share_tokens_but_not_launches() -> None:
 
 def test_a_cost_by_name_is_that_of_a_model() -> None:
     shape = ModelShape.preset("Qwen3-8B")
-    assert resolve_cost(model="qwen3-8b") == CostModel.from_shape(shape, microbatch_tokens=MICROBATCH_TOKENS)
+    assert resolve_cost(model="qwen3-8b") == CostModel.from_shape(shape)
     assert resolve_cost("tokens", model=shape) == CostModel.tokens()
     for cost, model, message in (("flops", None, "--model"), ("fast", None, "'fast'"), (None, "GPT-9", "'GPT-9'")):
         with pytest.raises(BalanceError, match=message):
             resolve_cost(cost, model=model)
 
 
-def received(shape: ModelShape, **passes: Any) -> int:
+def received(shape: ModelShape) -> int:
     """Bytes of a token: a byte a second, a FLOP a second."""
-    return exchange_flops_per_token(shape, bytes_per_second=1, tflops=1e-12, **passes)
+    return exchange_flops_per_token(shape, bytes_per_second=1, tflops=1e-12)
 
 
 def test_grouped_queries_send_their_groups_only() -> None:
     shape = ModelShape.preset("Qwen3-8B")  # 36 layers, 8 groups of 128
     assert received(shape) == 3 * 36 * 2 * 8 * 128 * 2
-    assert received(shape, recompute=True) * 3 == received(shape) * 4
-    assert received(shape, bytes_per_number=4) == 2 * received(shape)
 
 
 def test_latent_attention_sends_uncompressed_heads() -> None:

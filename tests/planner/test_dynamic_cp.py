@@ -13,9 +13,9 @@ from megatron_balance import BalanceError, CostModel, Limits, Topology, build_da
 COST_MODELS = [
     CostModel.tokens(),
     CostModel(linear=1000, quadratic=1, cp_exchange=80),
-    CostModel(linear=1000, quadratic=1, per_microbatch=50_000, per_sequence=3, cp_exchange=10),
+    CostModel(linear=1000, quadratic=1, per_microbatch=50_000, cp_exchange=10),
     CostModel(linear=7, quadratic=1, expert_linear=50, windows=((16, 3),), cp_exchange=7),
-    CostModel(per_sequence=5),
+    CostModel(per_microbatch=5),
     # More to receive than to compute: a larger size never pays.
     CostModel(linear=1, cp_exchange=5),
     # Costs beyond int64 before they are scaled.
@@ -174,8 +174,8 @@ def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
 
 
 def test_the_cap_holds_where_a_cheaper_sample_has_more_tokens():
-    # By samples alone an over-long sample costs no more than an empty one.
-    by_samples = CostModel(per_sequence=5)
+    # By micro-batches alone an over-long sample costs no more than an empty one.
+    by_samples = CostModel(per_microbatch=5)
     plan(
         [0] * 8 + [9, 8], topology=Topology(1, dynamic_cp=True), cost_model=by_samples, cap=8, objective="microbatch"
     ).check()

@@ -8,7 +8,7 @@ from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.planner import schedule_metrics
 
 SHARED = CostModel(linear=10, quadratic=1, expert_linear=7, per_microbatch=50)
-COST_MODELS = [CostModel.tokens(), CostModel(linear=100, quadratic=1), CostModel(per_sequence=1), SHARED]
+COST_MODELS = [CostModel.tokens(), CostModel(linear=100, quadratic=1), CostModel(per_microbatch=1), SHARED]
 
 
 @st.composite

@@ -15,8 +15,8 @@ from megatron_balance.planner import schedule_metrics
 COST_MODELS = [
     CostModel.tokens(),
     CostModel(linear=100, quadratic=1),
-    CostModel(per_sequence=5),
-    CostModel(linear=3, quadratic=1, per_microbatch=1000, expert_linear=51, per_sequence=2),
+    CostModel(per_microbatch=5),
+    CostModel(linear=3, quadratic=1, per_microbatch=1000, expert_linear=51),
     # Costs beyond int64 before they are scaled.
     CostModel(quadratic=10**14, per_microbatch=10**13, expert_linear=10**18),
 ]
@@ -148,7 +148,7 @@ def test_the_order_of_arrival_changes_no_cost(lengths, dp_size, seed):
     assert one.num_microbatches == other.num_microbatches
 
 
-SEGMENTED = CostModel(linear=10, quadratic=1, per_sequence=3, expert_linear=5)
+SEGMENTED = CostModel(linear=10, quadratic=1, expert_linear=5)
 
 
 @settings(max_examples=60)

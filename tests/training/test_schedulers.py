@@ -226,7 +226,7 @@ def test_flops_are_weighed_as_in_a_run_by_flops(args_are: Any, monkeypatch: pyte
     monkeypatch.setattr(packing_scheduler, "build_data_schedule", build)
     assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples([(0, 300), (1, 100)]) == [[[0], [1]]]
     shape = ModelShape.from_megatron_args(run_args())
-    weighed = {"attention_tflops": default_attention_rate(has_experts=False, fp8=False), "microbatch_tokens": 128}
+    weighed = {"attention_tflops": default_attention_rate(has_experts=False, fp8=False)}
     assert seen == [CostModel.from_shape(shape, **weighed)]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
     BETWEEN_NODES,
@@ -173,8 +173,6 @@ def costs_of(
         cost_model = CostModel.from_shape(
             shape(),
             ep_size=topology.ep_size,
-            recompute=options.get("recompute_granularity") == "full",
-            microbatch_tokens=MICROBATCH_TOKENS,
             pack_tokens=(options.get("max_tokens_per_gpu") or 0) * topology.cp_size,
             attention_tflops=rate,
         )
@@ -216,8 +214,6 @@ def _exchange(
         bytes_per_second=link,
         # FLOPs at the second rate are attoseconds.
         tflops=UNITS_PER_SECOND / 1e12 / topology.tp_size if calibration else ASSUMED_TFLOPS,
-        bytes_per_number=2 if options.get("bf16") or options.get("fp16") else 4,
-        recompute=options.get("recompute_granularity") == "full",
     )
     return assumed, (
         f"of which attention hides what it can, assumed from {link / 1e9:g} GB/s {where}"
