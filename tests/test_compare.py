@@ -267,12 +267,12 @@ def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
     imbalances = [float(ranks.max() / ranks.mean()) for ranks in (step.costs.sum(axis=1) for step in steps)]
     assert ran["step_imbalance"] == pytest.approx(np.mean(imbalances))
     assert ran["speedup"] == pytest.approx(policies["by-flops"]["speedup"], rel=1e-3)
-    # Measured as predicted, a nanosecond a unit of cost: so are seconds, of every policy.
-    slowest = [float(step.costs.sum(axis=1).max()) for step in steps]
-    assert ran["seconds_per_step"] == pytest.approx(np.mean(slowest) * 1e-9, rel=1e-4)
     assert f"Measured in the run: slowest over mean {ran['step_imbalance']:.3f}" in printed
-    other = figures_of(tmp_path, tmp_path / "record", "--model", "Qwen3-8B")["policies"]["as it ran"]
-    assert other["seconds_per_step"] == pytest.approx(ran["seconds_per_step"], rel=0.3)
+    # Measured as predicted, a nanosecond a unit of cost: so are the seconds that are fitted to the run.
+    assert main(["fit", str(tmp_path / "record"), "--out", str(tmp_path / "seconds.json")]) == 0
+    fitted = figures_of(tmp_path, tmp_path / "record", "--cost", tmp_path / "seconds.json")["policies"]["as it ran"]
+    slowest = [float(step.costs.sum(axis=1).max()) for step in steps]
+    assert fitted["seconds_per_step"] == pytest.approx(np.mean(slowest) * 1e-9, rel=1e-2)
 
 
 def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from megatron_balance.cost.rates import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
 from megatron_balance.model.hf_config import PRESETS
-from megatron_balance.planner import Problem, is_makespan
-from megatron_balance.record import RunInfo, RunRecord, is_record, line_of, read_record, text_of
+from megatron_balance.planner import Problem
+from megatron_balance.record import RunRecord, is_record, line_of, read_record, text_of
 from megatron_balance.record.step import dealt
 from megatron_balance.topology import Limits, Topology
 
@@ -59,7 +59,7 @@ policies (their flags are printed below the table):
                 where training does not refuse it
 
 columns, means over the steps:
-  step s         predicted time, forward and backward; with --device, a seconds.json, or a record that was measured
+  step s         predicted time, forward and backward; with --device or a seconds.json
   tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
   speed          predicted time under stock over this policy's
   imbalance      slowest over mean; 1.000 is even. Ranks wait for one another once a step; with expert parallelism in
@@ -79,11 +79,15 @@ models:
 """
 
 
-def count(text: str) -> int:
-    """An integer of at least 1, the value of a flag."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"is {text}: it must be an integer of at least 1.")
-    return int(text)
+def integer(least: int) -> Callable[[str], int]:
+    """The type of a flag: an integer of at least `least`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"is {text}: it must be an integer of at least {least}.")
+        return int(text)
+
+    return read
 
 
 def output_file(text: str) -> Path:
@@ -99,6 +103,8 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"is {text!r}: it cannot be written ({error.strerror}).") from error
     return path
 
+
+count = integer(1)
 
 _OPTIONS: dict[str, list[tuple[str, Any, str, str]]] = {
     "lengths": [("--key", str, "NAME", "array, column or field of the file that holds the lengths")],
@@ -154,16 +160,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, type=kind, metavar=metavar, help=words)
         if title == "lengths":
             words = "shuffle the lengths first, by this seed (0)"
-            group.add_argument("--shuffle", nargs="?", type=int, const=0, metavar="SEED", help=words)
+            group.add_argument("--shuffle", nargs="?", type=integer(0), const=0, metavar="SEED", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write the file asked for."""
     started, cpu_started = time.perf_counter(), time.process_time()
-    _check(args)
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = _ranks_and_cap(args, record=record)
-    costs = Costs(args.cost, args.model, record, args.device)
+    costs = Costs(
+        cost=args.cost,
+        model=args.model,
+        record=record,
+        device=args.device,
+        max_tokens_per_gpu=limits.max_tokens_per_gpu or 0,
+    )
     question = Question(costs, topology, limits)
     policies = question.policies()
     names = [policy.name for policy in policies]
@@ -178,32 +189,30 @@ def run(args: argparse.Namespace) -> int:
     if refusal and costs.name != "tokens":
         print(f"Note: dynamic CP is not compared: {refusal}")
     results = [question.plan(policy, batches) for policy in policies]
+    stock = results[0]
     advised, sentences = recommend(results)
-    shown = [result.line(stock=results[0]) for result in results]
+    shown = [result.line(stock=stock) for result in results]
     ran = [] if record is None else [step for step in record.steps if step.lengths.size][: len(batches)]
     if record is not None and topology == _at_one_size(record.info.topology):
-        as_it_ran = Policy("as it ran", flags=record.info.policy)
-        shown.insert(1, question.judge(as_it_ran, ran).line(stock=results[0]))
-    _print_policies(shown, setting=results[0].setting, timed=costs.in_seconds)
+        as_it_ran = Policy("as it ran", record.info.policy, record.info.cost_model)
+        shown.insert(1, question.judge(as_it_ran, ran).line(stock=stock))
+    timed = stock.scale.unit == "s"
+    _print_policies(shown, timed=timed)
     measured = [step.imbalance(step.seconds) for step in ran if step.is_measured]
     if measured:
         print(f"Measured in the run: slowest over mean {np.mean(measured):.3f}.")
-    print("Recommendation, predicted by " + ("seconds:" if costs.in_seconds else f"{costs.name}:"))
-    for sentence in sentences:
-        print(f"  {sentence}")
-    if costs.rates is not None and advised is not results[0]:
-        gains = [_gain(question, advised, stock=results[0], factor=factor) for factor in (0.5, 2.0)]
+    print(f"Recommendation, predicted by {'seconds' if timed else costs.name}:", *sentences, sep="\n  ")
+    if costs.rates is not None and advised is not stock:
+        gains = [_gain(question, advised, stock=stock, factor=factor) for factor in (0.5, 2.0)]
         print("  Planned so, and were attention at half or twice that rate: {:.2f}x, {:.2f}x.".format(*gains))
-    chosen = advised
+    chosen = advised if args.policy is None else results[names.index(args.policy)]
     if args.policy is not None:
-        chosen = results[names.index(args.policy)]
         _print_plan(chosen)
     if args.json is not None:
         advice = {"kind": "advice", "policy": advised.policy.name, "flags": advised.policy.flags, "fits": advised.fits}
-        advice |= {"speedup": advised.speedup(results[0]), "sentences": sentences}
-        args.json.write_bytes(
-            b"".join(map(text_of, (chosen.setting.line(), *map(line_of, chosen.steps), *shown, advice)))
-        )
+        advice |= {"speedup": advised.speedup(stock), "sentences": sentences}
+        lines = (chosen.setting.line(), *map(line_of, chosen.steps), *shown, advice)
+        args.json.write_bytes(b"".join(map(text_of, lines)))
         print(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     num_samples = sum(batch.lengths.size for batch in batches)
@@ -218,25 +227,15 @@ def _gain(question: Question, planned: PolicyResult, *, stock: PolicyResult, fac
     return after.speedup(before)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Wrong flags are reported before any work."""
-    if args.shuffle is not None and args.shuffle < 0:
-        raise BalanceError(f"--shuffle is {args.shuffle}: the seed must be 0 or more.")
-    recorded = is_record(Path(args.lengths))
-    others = ("key", "shuffle") if recorded else ("dp_size", "max_tokens_per_gpu")
-    wrong = [
-        f"--{name.replace('_', '-')}"
-        for name in ("global_batch_size", *others)
-        if (getattr(args, name) is None) != recorded
-    ]
-    if wrong and recorded:
-        raise BalanceError(f"{', '.join(wrong)} is given with a record, whose steps are fixed: drop it.")
-    if wrong:
-        raise BalanceError(f"{', '.join(wrong)} missing: compare needs them, unless LENGTHS is a record.")
-
-
 def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
-    """Those of the flags, else of the record."""
+    """Those of the flags, else of the record; a flag that has no place here, or is missing, is told before any work."""
+    others = ("dp_size", "max_tokens_per_gpu") if record is None else ("key", "shuffle")
+    wrong = [name for name in ("global_batch_size", *others) if (getattr(args, name) is None) == (record is None)]
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+    if wrong and record is not None:
+        raise BalanceError(f"{flags} is given with a record, whose steps are fixed: drop it.")
+    if wrong:
+        raise BalanceError(f"{flags} missing: compare needs them, unless LENGTHS is a record.")
     names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if record is None:
@@ -336,19 +335,12 @@ _COLUMNS = {
 }
 
 
-def _print_policies(shown: Sequence[dict[str, Any]], *, setting: RunInfo, timed: bool) -> None:
+def _print_policies(shown: Sequence[dict[str, Any]], *, timed: bool) -> None:
     """Print one row per policy, stock first, and the flags of each."""
-    # The imbalance that the predicted time follows.
-    waiting = "pipeline" if is_makespan(setting.objective, topology=setting.topology) else setting.objective
     columns = {name: text for name, text in _COLUMNS.items() if timed or name not in ("step s", "tokens/s/GPU")}
-    rows: list[list[str]] = []
-    for one in shown:
-        figures = one | {"imbalance": one[f"{waiting}_imbalance"], "plan_ms": one["plan_seconds"] * 1e3}
-        rows.append([text.format(**figures) for text in columns.values()])
-    print_table(list(columns), rows)
-    print("Flags:")
-    for one in shown[1:]:
-        print(f"  {one['name']:<{max(len(each['name']) for each in shown)}}  {one['flags']}")
+    print_table(list(columns), [[text.format(**one) for text in columns.values()] for one in shown])
+    width = max(len(one["name"]) for one in shown)
+    print("Flags:", *(f"{one['name']:<{width}}  {one['flags']}" for one in shown[1:]), sep="\n  ")
 
 
 def _print_plan(result: PolicyResult) -> None:

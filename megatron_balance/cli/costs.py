@@ -5,15 +5,12 @@
     a record                                     the cost that the run planned with
     nothing                                      tokens
 
-    seconds of a unit of cost
-    seconds.json                                 it holds them
-    flops and --device                           FLOPs over the rates of the GPUs that share a sample
-    a record with measured micro-batches         fitted to them
-    else                                         not known: only ratios are shown
+Costs become seconds by a seconds.json, which holds them, or by the rates of `--device`; else only ratios are shown.
 
 If the model is known, the cost includes what context-parallel ranks receive: at one size through
 `CostModel.at_cp_size`, with dynamic sizes as `cp_exchange`. Optimiser, data loading and other communication are not
 included. Where the time is not a makespan, all pipeline stages work at the same time, so the work is divided by them.
+Sparse attention is counted as training counts it, by the pack; stock has a sample in each.
 """
 
 from __future__ import annotations
@@ -39,29 +36,29 @@ from megatron_balance.mcore.options import dynamic_cp_problem
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.record import RunRecord
-from megatron_balance.report.figures import TimeScale, time_scale
+from megatron_balance.report.figures import TimeScale
 from megatron_balance.topology import Topology
 
 GPUS_PER_NODE = 8
 """Runs on at most this many GPUs are assumed to be on one node."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Costs:
     """The cost of a sample on any number of ranks.
 
     Attributes:
-        cost: `--cost`, or None.
-        model: `--model`, or None.
+        cost, model, device: the flags, or None.
         record: the recorded run, or None.
-        device: `--device`, a profile's name or TFLOPS that one GPU reaches in training, or None.
+        max_tokens_per_gpu: of a full pack.
         attention_factor: on the rate of attention, to see what depends on it.
     """
 
     cost: str | None
     model: str | None
-    record: RunRecord | None = None
-    device: str | None = None
+    record: RunRecord | None
+    device: str | None
+    max_tokens_per_gpu: int
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -116,55 +113,49 @@ class Costs:
         """The seconds.json of `--cost`."""
         return Calibration.read(Path(self.cost)) if self.cost is not None and self.cost.endswith(".json") else None
 
-    def judging(self, topology: Topology) -> CostModel:
-        """The cost model that judges every plan on these ranks, with what context-parallel ranks receive."""
-        cost_model, exchange = self._of_samples(topology), self.exchange(topology)
-        if topology.dynamic_cp or not exchange:
-            return replace(cost_model, cp_exchange=exchange)
-        if self.calibration is not None:  # its costs are those of one rank already: each receives (c-1)/c of a sample
-            received = exchange * (topology.cp_size - 1) // topology.cp_size
-            return replace(cost_model, cp_received=received, cp_exchange=0)
-        return replace(cost_model, cp_exchange=exchange).at_cp_size(topology.cp_size)
-
-    def planning(self, topology: Topology) -> CostModel:
-        """The cost model that training plans with: with communication only under dynamic context parallelism."""
-        return self.judging(topology) if topology.dynamic_cp else replace(self._of_samples(topology), cp_exchange=0)
-
-    def flops(self, topology: Topology) -> CostModel | None:
-        """The cost model that `--balance-by-flops` plans with at one size; None where the model is unknown."""
-        if self.name == "flops":
-            return self.planning(topology)
-        if self.shape is None:
-            return None
-        return resolve_cost("flops", model=self.shape, ep_size=topology.ep_size, attention_rate=self.attention_rate)
-
-    def _of_samples(self, topology: Topology) -> CostModel:
-        if self.record is None or self.cost is not None or self.model is not None:
-            return resolve_cost(
-                self.cost,
+    def planning(self, name: str, topology: Topology, *, packs: bool = True) -> CostModel:
+        """The cost model that training plans with on these ranks, by a name; `packs`: samples share packs."""
+        recorded = None if self.record is None or self.cost is not None or self.model is not None else self.record.info
+        if recorded is None:
+            cost_model = resolve_cost(
+                self.cost if name == "seconds" else name,
                 model=self.shape,
                 ep_size=topology.ep_size,
                 model_parallel_size=ranks_of_sample(topology),
                 attention_rate=self.attention_rate * self.attention_factor,
+                pack_tokens=self.max_tokens_per_gpu * topology.cp_size * packs,
             )
-        info = self.record.info
-        same_ranks = self.name == "flops" or ranks_of_sample(topology) == ranks_of_sample(info.topology)
-        if self.name == "tokens" or (same_ranks and topology.ep_size == info.topology.ep_size):
-            return info.cost_model
-        raise BalanceError(
-            "the recorded run's costs hold for its own context-, tensor- and expert-parallel ranks, and others are "
-            "asked about: add --model, or --cost seconds.json."
-        )
+        else:
+            cost_model, theirs = recorded.cost_model, recorded.topology
+            same_ranks = name == "flops" or ranks_of_sample(topology) == ranks_of_sample(theirs)
+            if name != "tokens" and not (same_ranks and topology.ep_size == theirs.ep_size):
+                raise BalanceError(
+                    "the recorded run's costs hold for its own context-, tensor- and expert-parallel ranks, and others "
+                    "are asked about: add --model, or --cost seconds.json."
+                )
+        return replace(cost_model, cp_exchange=self._exchange(topology) if topology.dynamic_cp else 0)
 
-    def exchange(self, topology: Topology) -> int:
+    def judging(self, topology: Topology, *, packs: bool = True) -> CostModel:
+        """The cost model that judges plans on these ranks, with what context-parallel ranks receive."""
+        cost_model, cp_size = self.planning(self.name, topology, packs=packs), topology.cp_size
+        if topology.dynamic_cp:
+            return cost_model
+        exchange = self._exchange(topology)
+        if self.name == "seconds":  # its costs are those of one rank already: each receives (c-1)/c of a sample
+            return replace(cost_model, cp_received=exchange * (cp_size - 1) // cp_size)
+        return replace(cost_model, cp_exchange=exchange).at_cp_size(cp_size)
+
+    def _exchange(self, topology: Topology) -> int:
         """`CostModel.cp_exchange` on these ranks; 0 if it is not known, or the cost is tokens."""
+        if self.name == "tokens":
+            return 0
         known, tflops = 0, ASSUMED_TFLOPS if self.rates is None else self.rates[0]
         if self.calibration is not None:  # FLOPs at the second rate are attoseconds
             known = self.calibration.cost_model(model_parallel_size=topology.tp_size).cp_exchange
             tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
         elif self.record is not None and self.model is None:
-            known = self._of_samples(topology).cp_exchange
-        if self.name == "tokens" or known or self.shape is None:
+            known = self.record.info.cost_model.cp_exchange
+        if known or self.shape is None:
             return known
         try:
             return exchange_flops_per_token(self.shape, bytes_per_second=_link(topology)[0], tflops=tflops)
@@ -179,55 +170,33 @@ class Costs:
         fields = {} if self.shape is None else vars(self.shape)
         options = fields | {"balance_context_parallel": ALL_RANKS, "use_megatron_fsdp": topology.fully_sharded}
         problem = dynamic_cp_problem(options)
-        if problem is None and not self.exchange(topology):
+        if problem is None and not self._exchange(topology):
             return "what context-parallel ranks would receive is not known: add --model"
         return problem
 
-    @property
-    def in_seconds(self) -> bool:
-        """Times are in seconds, not in an arbitrary unit."""
-        return self.name == "seconds" or self.rates is not None or self._seconds_of_run is not None
-
     def scale(self, topology: Topology) -> TimeScale:
         """From the cost that judges on these ranks to time on one pipeline stage."""
-        per_cost = 1 / ranks_of_sample(topology)
-        if self.rates is not None:
-            per_cost /= self.rates[0] * 1e12
-        elif self._seconds_of_run is not None:
-            per_cost *= self._seconds_of_run
-        elif self.name == "seconds":
-            per_cost = 1 / UNITS_PER_SECOND
-        return TimeScale("s" if self.in_seconds else self.name, per_cost / topology.pp_size)
-
-    @cached_property
-    def _seconds_of_run(self) -> float | None:
-        """Of a unit of the judging cost, on all GPUs that shared a sample in the recorded run; None where unknown."""
-        if self.record is None or self.calibration is not None:
-            return None
-        info = self.record.info
-        cost_model = self.judging(info.topology)
-        info = replace(info, cost_model=cost_model, cost_name=self.name)
-        scale = time_scale(RunRecord(info, tuple(replace(step, cost_model=cost_model) for step in self.record.steps)))
-        return scale.per_cost * info.topology.pp_size * ranks_of_sample(info.topology) if scale.fitted else None
+        if self.name == "seconds":  # of each rank
+            return TimeScale("s", 1 / (UNITS_PER_SECOND * topology.pp_size))
+        flops = self.rates[0] * 1e12 if self.rates is not None else 1.0
+        per_cost = 1 / (flops * ranks_of_sample(topology) * topology.pp_size)
+        return TimeScale("s" if self.rates is not None else self.name, per_cost)
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
-        said = {"flops": "FLOPs", "seconds": "seconds of a run"}.get(self.name, self.name)
-        if self.model is not None and self.name == "flops":
-            said = f"FLOPs of {self.model}"
+        said = {"flops": f"FLOPs of {self.model}" if self.model else "FLOPs", "seconds": "seconds of a run"}
+        text = said.get(self.name, self.name)
         if self.rates is not None:
             linear, attention, source = self.rates
-            said += f" at {linear:g} TFLOPS a GPU, attention at {attention:g} (r = {self.attention_rate:g}; {source})"
-        elif self._seconds_of_run is not None:
-            said = "seconds that the run's micro-batches took"
-        elif not self.in_seconds:
-            said += " (for seconds: --device, or --cost seconds.json)"
+            text += f" at {linear:g} TFLOPS a GPU, attention at {attention:g} (r = {self.attention_rate:g}; {source})"
+        elif self.name != "seconds":
+            text += " (for seconds: --device, or --cost seconds.json)"
         if self.name == "flops" and self.rates is None and self.record is None:
-            said += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
-        if self.shape is not None and self.exchange(topology):
+            text += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
+        if self.shape is not None and self._exchange(topology):
             bytes_per_second, where = _link(topology)
-            said += f". Context-parallel ranks receive {bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
-        return said
+            text += f". Context-parallel ranks receive {bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
+        return text
 
 
 def num_gpus(topology: Topology) -> int:

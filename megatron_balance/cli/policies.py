@@ -7,7 +7,7 @@
     2. of these at one context-parallel size, the one with the fewest flags within WORTH of the fastest
     3. dynamic CP, if it gains DYNAMIC_WORTH more, or is alone in keeping under the cap
 
-Invariants: one cost model judges all policies; each is planned with the cost that its flags select in training. Every
+Invariants: one cost judges all policies; each is planned with the cost that its flags select in training. Every
 figure, and the speed and the cap in the advice, come from plans of these very batches by the printed flags. No policy
 changes the order of the data.
 """
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_balance.cli.costs import Costs, num_gpus
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner import Problem, build_data_schedule, resolve_objective
+from megatron_balance.planner import Problem, build_data_schedule, is_makespan, resolve_objective
 from megatron_balance.record import RunInfo, StepRecord
 from megatron_balance.report.figures import PolicyFigures
 from megatron_balance.topology import Limits, Topology
@@ -40,24 +40,22 @@ NOTABLE_FLOOR = 1.01
 _MEANS = ("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "num_microbatches", "mean_cp_size")
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """One way to divide a global batch: the training flags that select it, and the cost that it evens out.
 
-    Stock has neither: it does not pack.
+    Stock has no flags: it does not pack.
     """
 
     name: str
-    _: KW_ONLY
-    flags: str = ""
-    cost_model: CostModel | None = None
+    flags: str
+    cost_model: CostModel
     move_samples: bool = True
     dynamic_cp: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyResult(PolicyFigures):
-    """All global batches under one policy, judged by the cost model that judges every policy.
+    """All global batches under one policy, judged by the cost that judges every policy.
 
     Attributes:
         policy: the policy.
@@ -87,17 +85,20 @@ class PolicyResult(PolicyFigures):
         Tokens are original ones, not padding.
         """
         num_tokens = sum(int(step.lengths.sum()) for step in self.steps)
+        info = self.setting  # the predicted time follows one imbalance
+        waiting = "pipeline" if is_makespan(info.objective, topology=info.topology) else info.objective
         return {
             "kind": "policy",
             "name": self.policy.name,
             "flags": self.policy.flags,
             "seconds_per_step": self.seconds / len(self.steps),
-            "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * num_gpus(self.setting.topology)),
+            "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * num_gpus(info.topology)),
             "speedup": self.speedup(stock),
             "over_bound": self.mean("over_bound") - 1,
             "padding": self.mean("padding_fraction"),
             "cap_headroom": self.least_headroom,
-            "plan_seconds": float(np.mean([step.plan_seconds for step in self.steps])),
+            "plan_ms": float(np.mean([step.plan_seconds for step in self.steps])) * 1e3,
+            "imbalance": self.mean(f"{waiting}_imbalance"),
             **{name: self.mean(name) for name in _MEANS},
         }
 
@@ -110,67 +111,63 @@ class Question:
     topology: Topology
     limits: Limits
 
-    def setting(self, policy: Policy, topology: Topology) -> RunInfo:
-        """A policy on these ranks, and the cost that judges."""
-        return RunInfo(
-            cost_model=self.costs.judging(topology),
-            cost_name=self.costs.name,
-            topology=topology,
-            limits=self.limits,
-            objective=resolve_objective("auto", topology=topology),
-            policy=f"megatron-balance compare, {policy.name}",
-        )
-
     def policies(self) -> list[Policy]:
         """Stock, then policies by rising number of flags; dynamic CP last, on top of the best."""
         costs, tokens, dynamic = self.costs, CostModel.tokens(), replace(self.topology, dynamic_cp=True)
         flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {self.limits.max_tokens_per_gpu}"
-        policies = [Policy("stock", move_samples=False)]
-        policies.append(Policy("packed", flags=flags, cost_model=tokens, move_samples=False))
+        policies = [
+            Policy("stock", "", tokens, move_samples=False),
+            Policy("packed", flags, tokens, move_samples=False),
+        ]
         flags += " --balance-data"
-        policies.append(Policy("balance-data", flags=flags, cost_model=tokens))
+        policies.append(Policy("balance-data", flags, tokens))
         flags += " --balance-by-flops"
         if costs.attention_rate != costs.default_rate:
             flags += f" --balance-attention-rate {costs.attention_rate:g}"
-        flops = costs.flops(self.topology)
-        if flops is not None:
-            policies.append(Policy("by-flops", flags=flags, cost_model=flops))
+        if costs.name == "flops" or costs.shape is not None:
+            policies.append(Policy("by-flops", flags, costs.planning("flops", self.topology)))
         if costs.name == "seconds":
             flags += f" --balance-cost {costs.cost or 'seconds.json'}"
-            policies.append(Policy("calibrated", flags=flags, cost_model=costs.planning(self.topology)))
+            policies.append(Policy("calibrated", flags, costs.planning("seconds", self.topology)))
         if costs.name != "tokens" and costs.why_not_dynamic(dynamic) is None:
             flags += " --balance-context-parallel"
-            policies.append(Policy("dynamic-cp", flags=flags, cost_model=costs.planning(dynamic), dynamic_cp=True))
+            policies.append(Policy("dynamic-cp", flags, costs.planning(costs.name, dynamic), dynamic_cp=True))
         return policies
 
     def plan(self, policy: Policy, batches: Sequence[Problem]) -> PolicyResult:
         """Plan every global batch under a policy."""
-        setting = self.setting(policy, replace(self.topology, dynamic_cp=policy.dynamic_cp))
+        topology = replace(self.topology, dynamic_cp=policy.dynamic_cp)
         steps: list[StepRecord] = []
         for iteration, batch in enumerate(batches, start=1):
             started = time.perf_counter()
             schedule = build_data_schedule(
                 batch.segments,
                 num_segments=batch.num_segments,
-                cost_model=policy.cost_model or setting.cost_model,
-                topology=setting.topology,
-                limits=setting.limits,
-                objective=setting.objective,
+                image_patches=batch.images,
+                cost_model=policy.cost_model,
+                topology=topology,
+                limits=self.limits,
                 home_ranks=batch.home_ranks,
                 move_samples=policy.move_samples,
             )
             step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
-            steps.append(step.stock() if policy.cost_model is None else step)
+            steps.append(step if policy.flags else step.stock())
         return self.judge(policy, steps)
 
     def judge(self, policy: Policy, steps: Sequence[StepRecord]) -> PolicyResult:
         """The plans of a policy, judged as those of all others."""
-        setting = self.setting(policy, steps[0].topology)
-        judged = [
-            replace(step, limits=self.limits, objective=setting.objective, cost_model=setting.cost_model)
-            for step in steps
-        ]
-        return PolicyResult(judged, self.costs.scale(setting.topology), policy=policy, setting=setting)
+        topology = steps[0].topology
+        setting = RunInfo(
+            cost_model=self.costs.judging(topology, packs=bool(policy.flags)),
+            cost_name=self.costs.name,
+            topology=topology,
+            limits=self.limits,
+            objective=resolve_objective("auto", topology=topology),
+            policy=f"megatron-balance compare, {policy.name}",
+        )
+        shared = {name: getattr(setting, name) for name in ("cost_model", "limits", "objective")}
+        judged = [replace(step, **shared) for step in steps]
+        return PolicyResult(judged, self.costs.scale(topology), policy=policy, setting=setting)
 
 
 def recommend(results: Sequence[PolicyResult]) -> tuple[PolicyResult, list[str]]:

@@ -135,11 +135,12 @@ def resolve_cost(
     ep_size: int = 1,
     model_parallel_size: int = 1,
     attention_rate: float = 1.0,
+    pack_tokens: int = 0,
 ) -> CostModel:
     """Resolves `--cost`: `tokens`, `flops` or a seconds.json; by default flops where there is a model, else tokens.
 
     `model_parallel_size`, tensor- times context-parallel ranks, is for the seconds of a file, which are those of one;
-    `attention_rate`, of attention over all else, for FLOPs.
+    `attention_rate`, of attention over all else, and `pack_tokens` of a full pack for FLOPs.
     """
     if cost is None:
         cost = "tokens" if model is None else "flops"
@@ -151,7 +152,8 @@ def resolve_cost(
                 "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
                 f"or one of {', '.join(PRESETS)}."
             )
-        return CostModel.from_shape(find_shape(model), ep_size=ep_size, attention_tflops=attention_rate)
+        shape = find_shape(model)
+        return CostModel.from_shape(shape, ep_size=ep_size, attention_tflops=attention_rate, pack_tokens=pack_tokens)
     if cost.endswith(".json"):
         return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
     raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")

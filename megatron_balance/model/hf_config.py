@@ -274,6 +274,7 @@ def _latent(keys: _Keys, kinds: list[str]) -> Fields:
     }
     if keys.get("dsa_indexer_topk"):
         result |= keys.needed("dsa") | {"dsa_indexer_layers": _indexer_layers(keys, len(kinds))}
+        result["dsa_fused"] = keys.get("dsa_kernel_backend", default="none") != "none"  # as Megatron's option
     return result
 
 

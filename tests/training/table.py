@@ -174,7 +174,7 @@ FAMILY_ROWS = [
     family("gpt-oss-20b", "DP2", slow=False),
     family("gpt-oss-20b", "TP2-SP"),
     family("gpt-oss-20b", "CP2", flags=A2A),
-    family("DeepSeek-V3.2", "DP2", slow=False),
+    family("DeepSeek-V3.2", "DP2", f"{BY_FLOPS} {RECORDED}", flags="--swiglu", slow=False),
     family("DeepSeek-V3.2", "TP2-SP"),
     family("DeepSeek-V3.2", "CP2", flags="--cp-comm-type allgather"),
     family("GLM-4.5", "DP2"),

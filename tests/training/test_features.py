@@ -72,6 +72,25 @@ class TestOneRecordedRun:
 
 
 @group("DP2")
+def test_compare_counts_the_cost_that_training_planned_with(train: KeptRuns, tmp_path: Path) -> None:
+    """Sparse attention by the pack, as its kernels are not fused: compare counted the keys that are picked."""
+    record = run_of(train, row_of("DP2", "DeepSeek-V3.2")).folder / "record"
+    config = {"model_type": "deepseek_v32", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 2, "vocab_size": 257, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 16}
+    config |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16}
+    config |= {"index_topk": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
+    costs = {}
+    for backend in ("none", "tilelang"):
+        model, plan = tmp_path / "config.json", tmp_path / "plan.jsonl"
+        model.write_text(json.dumps(config | {"dsa_kernel_backend": backend}))
+        assert main(["compare", str(record), "--model", str(model), "--policy", "by-flops", "--json", str(plan)]) == 0
+        costs[backend] = read_record(plan).info.cost_model
+    assert costs["none"] == read_record(record).info.cost_model
+    assert costs["tilelang"].windows
+
+
+@group("DP2")
 def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: KeptRuns) -> None:
     memory = (("stand_ins:device_memory", {}),)
     ran = train(f"{ROWS[0].stock} {BY_FLOPS} --train-iters 6 --eval-iters 0", stand_ins=memory)
