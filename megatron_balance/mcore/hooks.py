@@ -16,12 +16,14 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks
+from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
 from megatron_balance.mcore.packing_scheduler import register
 from megatron_balance.mcore.run import CurrentRun, current, run_of_megatron
@@ -36,7 +38,7 @@ ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
 """Environment variable: 1 on every rank allows another release; hooks are still checked."""
 
 
-def while_balancing(
+def _while_balancing(
     replacement: Function, *, in_step: bool = False, run: Callable[[], Run | None] = current
 ) -> Callable[[Function], Function]:
     """A wrapper that takes effect in a balanced run, or in its balanced steps alone; `run` may build it."""
@@ -54,9 +56,7 @@ def while_balancing(
     return wrap
 
 
-def with_balance_arguments(add_megatron_arguments: Function) -> Function:
-    """Add the balance flags to Megatron's parser."""
-
+def _with_balance_arguments(add_megatron_arguments: Function) -> Function:
     @functools.wraps(add_megatron_arguments)
     def wrapper(parser: Any) -> Any:
         return add_balance_args(add_megatron_arguments(parser))
@@ -64,13 +64,11 @@ def with_balance_arguments(add_megatron_arguments: Function) -> Function:
     return wrapper
 
 
-def schedule(run: Run, get_forward_backward_func: Function, *positional: Any, **keywords: Any) -> Function:
-    """A schedule that balances the step."""
+def _schedule(run: Run, get_forward_backward_func: Function, *positional: Any, **keywords: Any) -> Function:
     return functools.partial(run, get_forward_backward_func(*positional, **keywords))
 
 
-def evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) -> Any:
-    """Balance the forward-only steps of an evaluation, where the run does."""
+def _evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) -> Any:
     from megatron.training import get_args
 
     args: Any = get_args()
@@ -79,43 +77,35 @@ def evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) ->
         return evaluate(*positional, **keywords)
 
 
-def backward_step(run: Run, backward_step: Function, *positional: Any, **keywords: Any) -> Any:
-    """Time a backward pass."""
+def _backward_step(run: Run, backward_step: Function, *positional: Any, **keywords: Any) -> Any:
     with contextlib.nullcontext() if run.observer is None else run.observer.timed():
         return backward_step(*positional, **keywords)
 
 
-def split_by_document(run: Run, split_whole_row: Function, batch: Any, cp_group: Any) -> Any:
-    """Split packed sequences by document, not the whole row, over context-parallel ranks."""
+def _split_by_document(run: Run, split_whole_row: Function, batch: Any, cp_group: Any) -> Any:
     from megatron.core import utils
 
     return utils._get_batch_on_this_cp_rank_per_document_balancing(batch, cp_group)
 
 
-def communicate_shapes(run: Run, communicate: Function, communicator: Any, *messages: Any) -> Any:
-    """Take the shapes of a step's messages from its plan."""
+def _communicate_shapes(run: Run, communicate: Function, communicator: Any, *messages: Any) -> Any:
     planned = run.pipeline_shapes
     return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
 
 
-def attention_forward(run: Run, forward: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:
-    """Rotate by positions in the micro-batch's own context-parallel group."""
-    if run.context is None:
-        return forward(attention, *positional, **keywords)
-    with run.context.rotary_group(attention, keywords.get("packed_seq_params")):
-        return forward(attention, *positional, **keywords)
+def _in_own_group(group_of: Callable[[MicrobatchContext, Any, Any], AbstractContextManager[None]]) -> Function:
+    """A forward in the context-parallel group of its micro-batch, which `group_of` puts in place."""
+
+    def forward_in_group(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
+        if run.context is None:
+            return forward(module, *positional, **keywords)
+        with group_of(run.context, module, keywords.get("packed_seq_params")):
+            return forward(module, *positional, **keywords)
+
+    return forward_in_group
 
 
-def layer_forward(run: Run, forward: Function, layer: Any, *positional: Any, **keywords: Any) -> Any:
-    """Have the layer's router sum its losses over the micro-batch's own context-parallel group."""
-    if run.context is None:
-        return forward(layer, *positional, **keywords)
-    with run.context.router_group(layer, keywords.get("packed_seq_params")):
-        return forward(layer, *positional, **keywords)
-
-
-def mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
-    """Refuse packed sequences which the scan of a Mamba layer would take for one."""
+def _mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
     params = keywords.get("packed_seq_params")
     if params is not None:
         shards = mixer.tp_group.size() if mixer.config.sequence_parallel else 1
@@ -131,14 +121,13 @@ def mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positio
     return forward(mixer, states, *positional, **keywords)
 
 
-def apply_expert_bias(run: Run, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
-    """Leave padding out of a map `[num_tokens, num_experts]`."""
+def _apply_expert_bias(run: Run, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
     if padding_mask is not None:
         routing_map = routing_map & ~padding_mask.reshape(-1, 1)
     return apply(router, routing_map)
 
 
-def count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask: bool = False, **keywords: Any) -> Any:
+def _count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask: bool = False, **keywords: Any) -> Any:
     """Count at least one token, and on every rank of `reduce_group` their mean: so parts of a loss weigh the same."""
     per_expert, own, total = count(*positional, with_padding_mask=with_padding_mask, **keywords)
     if not with_padding_mask:
@@ -148,8 +137,7 @@ def count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask:
     return per_expert, total / keywords["reduce_group"].size(), total
 
 
-def get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any = None, **keywords: Any) -> Any:
-    """Shift tokens and positions for multi-token prediction, and not the padding mask."""
+def _get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any = None, **keywords: Any) -> Any:
     if padding_mask is None:
         return get(*positional, **keywords)
     input_ids, position_ids, _, *rest = get(*positional, **keywords)
@@ -160,7 +148,7 @@ HOOKS = (
     Hook(
         target="megatron.training.arguments:add_megatron_arguments",
         parameters=("parser",),
-        wrap=with_balance_arguments,
+        wrap=_with_balance_arguments,
         why="the flags reach every script; parse_args looks the function up when it is called",
         until="Megatron reads extra arguments from an entry point",
     ),
@@ -168,34 +156,34 @@ HOOKS = (
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         bound_in=("megatron.training.training",),
         parameters=("pp_size", "vp_size"),
-        wrap=while_balancing(schedule, run=run_of_megatron),
+        wrap=_while_balancing(_schedule, run=run_of_megatron),
         why="train() asks it for the schedule of every step and passes the data iterator to that",
         until="core/datasets/data_schedule.py's scheduler_map (0.20) takes schedulers from outside",
     ),
     Hook(
         target="megatron.training.training:evaluate",
         parameters=("eval_iters",),
-        wrap=while_balancing(evaluate, run=run_of_megatron),
+        wrap=_while_balancing(_evaluate, run=run_of_megatron),
         why="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
         until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
-        wrap=while_balancing(backward_step),
+        wrap=_while_balancing(_backward_step),
         why="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
         parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
-        wrap=while_balancing(communicate_shapes),
+        wrap=_while_balancing(_communicate_shapes),
         why="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
         until="the schedules take a shape for each micro-batch",
     ),
     Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
         parameters=("batch", "cp_group"),
-        wrap=while_balancing(split_by_document, in_step=True),
+        wrap=_while_balancing(_split_by_document, in_step=True),
         why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
         first=(0, 19),
@@ -203,14 +191,14 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.attention:Attention.forward",
         parameters=("packed_seq_params",),
-        wrap=while_balancing(attention_forward),
+        wrap=_while_balancing(_in_own_group(MicrobatchContext.rotary_group)),
         why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
         until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
         first=(0, 19),
     ),
     Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        wrap=while_balancing(layer_forward),
+        wrap=_while_balancing(_in_own_group(MicrobatchContext.router_group)),
         why="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
         first=(0, 19),
@@ -218,7 +206,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
         parameters=("routing_map", "padding_mask"),
-        wrap=while_balancing(apply_expert_bias),
+        wrap=_while_balancing(_apply_expert_bias),
         why="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
         until="0.20, which gives the mask a second dimension",
     ),
@@ -226,14 +214,14 @@ HOOKS = (
         target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
         bound_in=("megatron.core.transformer.moe.router",),
         parameters=("reduce_group", "with_padding_mask"),
-        wrap=while_balancing(count_tokens),
+        wrap=_while_balancing(_count_tokens),
         why="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
         until="Megatron scales auxiliary losses by the tokens of the group, at least one",
     ),
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
         parameters=("padding_mask",),
-        wrap=while_balancing(get_embeddings),
+        wrap=_while_balancing(_get_embeddings),
         why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
         until="Megatron passes the mask on unchanged",
         first=(0, 18),
@@ -241,7 +229,7 @@ HOOKS = (
     Hook(
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
         parameters=("hidden_states", "packed_seq_params"),
-        wrap=while_balancing(mixer_forward, in_step=True),
+        wrap=_while_balancing(_mixer_forward, in_step=True),
         why="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
         until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences",
         first=(0, 19),

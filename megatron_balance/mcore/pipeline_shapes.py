@@ -54,30 +54,21 @@ class PipelineShapes:
         self, activation: Any, gradient: Any, receives_activation: bool, receives_gradient: bool
     ) -> tuple[Shape, Shape]:
         """Answer one `P2PCommunicator._communicate_shapes`: shapes of the activation and the gradient received."""
-        if activation is not None:
-            self._check(activation, planned=self._next(self._activations_out), kind="an activation")
-        if gradient is not None:
-            self._check(gradient, planned=self._next(self._gradients_out), kind="a gradient")
-        from_previous = self._next(self._activations_in) if receives_activation else _NO_MESSAGE
-        from_next = self._next(self._gradients_in) if receives_gradient else _NO_MESSAGE
+        self._check(activation, self._activations_out, kind="an activation")
+        self._check(gradient, self._gradients_out, kind="a gradient")
+        # A message that is not in the plan is an error of the stage that sends it.
+        from_previous = next(self._activations_in, _NO_MESSAGE) if receives_activation else _NO_MESSAGE
+        from_next = next(self._gradients_in, _NO_MESSAGE) if receives_gradient else _NO_MESSAGE
         return list(from_previous), list(from_next)
 
-    def _next(self, messages: Iterator[Shape]) -> Shape:
-        shape = next(messages, None)
-        if shape is None:
-            raise self._error("has more messages in this step than Megatron's schedule table")
-        return shape
-
-    def _check(self, tensor: Any, *, planned: Shape, kind: str) -> None:
-        if list(tensor.shape) != planned:
-            raise self._error(f"would send {kind} of shape {list(tensor.shape)} where the plan says {planned}")
-
-    def _error(self, what: str) -> BalanceError:
-        return BalanceError(
-            f"Pipeline stage {self._stage} {what}. Stages must pass on one tensor a micro-batch, [tokens of this rank, "
-            "1, hidden size]: train this model without --balance-data and --use-dynamic-batch-size, or with "
-            "--pipeline-model-parallel-size 1."
-        )
+    def _check(self, tensor: Any, messages: Iterator[Shape], *, kind: str) -> None:
+        if tensor is not None and list(tensor.shape) != (planned := next(messages, "nothing")):
+            raise BalanceError(
+                f"Pipeline stage {self._stage} would send {kind} of shape {list(tensor.shape)} where the plan says "
+                f"{planned}. Stages must pass on one tensor a micro-batch, [tokens of this rank, 1, hidden size]: "
+                "train this model without --balance-data and --use-dynamic-batch-size, or with "
+                "--pipeline-model-parallel-size 1."
+            )
 
 
 def planned_shapes(slots: Slots, *, topology: Topology, arguments: Mapping[str, Any]) -> PipelineShapes | None:
