@@ -1,5 +1,10 @@
-"""Rows of the real torchrec moved between real gloo processes: batches of which every value names its origin."""
+"""Rows of the real torchrec moved between real gloo processes: batches of which every value names its origin.
 
+What is installed for it, in a double of recsys-examples, is checked first and undone in the end.
+"""
+
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -7,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
-from commons.perf_model.task_estimator import SelfAttentionTask
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
 from gloo_ranks import run_ranks
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -274,3 +279,56 @@ def test_r25_shufflers_of_upstream_are_driven_and_given_back():
     expected = sorted(linear * tokens + quadratic * tokens**2 for tokens in (4096, 8192, 1, 2))
     assert sorted(cost for workloads, _ in outcomes for cost in workloads) == expected
     assert [error for _, error in outcomes] == ["upstream's shuffle"] * 2
+
+
+# Installing: checked, whole and undone -------------------------------------------------------------------------------
+
+HOOKED = [
+    (BaseTaskBalancedBatchShuffler, "shuffle"),
+    (BaseTaskBalancedBatchShuffler, "start_shuffle_async"),
+    (BaseTaskBalancedBatchShuffler, "finish_shuffle"),
+    (HSTUAttentionTask, "get_workloads"),
+    (SelfAttentionTask, "get_workloads"),
+]
+
+
+def functions():
+    return [vars(owner)[name] for owner, name in HOOKED]
+
+
+def test_everything_is_hooked_and_given_back():
+    """R18, R24: one name in upstream's factory, beside the identity shuffler, which stays what it is."""
+    before = functions()
+    installed = recsys.install()
+    try:
+        assert recsys.is_installed()
+        assert recsys.install() is installed
+        assert not set(before) & set(functions())
+        shuffler = BatchShufflerFactory.create("megatron_balance", num_heads=2, head_dim=8, action_interleaved=False)
+        assert isinstance(shuffler, BaseTaskBalancedBatchShuffler)
+        assert not shuffler.action_interleaved
+        assert BatchShufflerFactory.create("identity").shuffle(before) is before
+        with pytest.raises(BalanceError, match="model is 'bert': it must be one of hstu, sid_gr"):
+            BatchShufflerFactory.create("megatron_balance", model="bert")
+    finally:
+        installed.undo()
+    assert functions() == before
+    assert not recsys.is_installed()
+    assert not BatchShufflerFactory.is_registered("megatron_balance")
+
+
+def test_a_taken_name_changes_nothing():
+    before = functions()
+    BatchShufflerFactory.register("megatron_balance", IdentityBalancedBatchShuffler)
+    try:
+        with pytest.raises(BalanceError, match="'megatron_balance' is registered already"):
+            recsys.install()
+    finally:
+        BatchShufflerFactory.unregister("megatron_balance")
+    assert functions() == before
+
+
+def test_without_a_checkout_the_message_says_what_is_missing():
+    code = "from megatron_balance.adapters import recsys; recsys.install()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "PYTHONPATH must name the examples folder of recsys-examples" in done.stderr
