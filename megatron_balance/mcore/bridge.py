@@ -153,7 +153,7 @@ def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:
     """The balanced run of Bridge's state, built on the first call; every rank of the world calls it."""
     run = run_of(state, lambda: _built(state.cfg, model=model))
     if run is not None:
-        run.state.num_done = state.train_state.step
+        run.num_done = state.train_state.step
     return run
 
 

@@ -21,6 +21,7 @@ import functools
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_balance.errors import BalanceError
@@ -29,7 +30,7 @@ from megatron_balance.mcore.model_keywords import RouterPadding, called_with_pac
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.setup.training_loop import LoopState, RunLog
+from megatron_balance.mcore.setup.training_loop import RunLog, holding
 from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
@@ -50,7 +51,8 @@ class BalancedForwardBackward:
 
     def __init__(self, settings: Settings, *, log: RunLog, args: Namespace | None) -> None:
         topology, timeout = settings.topology, settings.timeout
-        self.state = LoopState(settings.num_steps, args)
+        self.num_done = 0
+        self._args, self._is_sft = args, bool(getattr(args, "sft", False))
         self.last_step: BalancedStep | None = None
         self.in_step = False
         self.pipeline_shapes: PipelineShapes | None = None
@@ -86,6 +88,18 @@ class BalancedForwardBackward:
         """True if evaluation is balanced too."""
         return self._evaluation is not None
 
+    @property
+    def _iteration(self) -> int:
+        """The number in the log of the newest step, from 1; under `--skip-train` it is the checkpoint's."""
+        if self._args is None:
+            return self.num_done + 1
+        before = getattr(self._args, "curr_iteration", None)
+        return self._args.iteration if before is None else before + 1
+
+    def _with_args(self, **values: Any) -> AbstractContextManager[None]:
+        """Have Megatron's arguments hold these values in this context; other loops do not read them."""
+        return contextlib.nullcontext() if self._args is None else holding(self._args, **values)
+
     @contextlib.contextmanager
     def evaluating(self, num_steps: int) -> Iterator[None]:
         """Balance the forward-only steps in this context, Megatron's `evaluate` of so many, where the run does."""
@@ -94,23 +108,25 @@ class BalancedForwardBackward:
             return
         self._eval_steps_left = num_steps
         try:
-            with self.state.with_args(sft=False):
+            with self._with_args(sft=False):
                 yield
         finally:
             self._eval_steps_left = 0
 
     def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
         """Run one step of Megatron's schedule, with what `train_step` or `evaluate` passes it, all by keyword."""
-        iteration = self.state.iteration
+        iteration = self._iteration
         with with_step_context(f"iteration {iteration}"):
             if not arguments.get("forward_only"):
-                following = f"iteration {iteration + 1}" if self.state.has_next_step else None
+                # A run that ends before (by --exit-interval, time or a signal) has prepared one more, on every rank.
+                last = self._settings.num_steps is not None and iteration >= self._settings.num_steps
+                following = None if last else f"iteration {iteration + 1}"
                 return self._step(self._training, schedule, arguments, following=following)
             if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
                 return schedule(**arguments)
             self._eval_steps_left -= 1
             following = f"evaluation after iteration {iteration}" if self._eval_steps_left else None
-            with self.state.with_args(sft=self.state.is_sft):
+            with self._with_args(sft=self._is_sft):
                 losses = self._step(self._evaluation, schedule, arguments, following=following)
             # A mean depends on packing: a schedule must return a sum and its tokens.
             for loss, value in (losses[0] if losses else {}).items():
@@ -144,7 +160,7 @@ class BalancedForwardBackward:
         if step.schedule is not None:
             self._log.warn_of_oversized(step.schedule)
         if observer is not None:
-            observer.begin(step, iteration=self.state.iteration)
+            observer.begin(step, iteration=self._iteration)
         if self._settings.overlap and following is not None:
             prefetcher.prepare(source, num_microbatches=number, name=following)
         try:
@@ -206,7 +222,7 @@ class BalancedForwardBackward:
             with contextlib.ExitStack() as stack:
                 # Tensor-parallel ranks allocate receive buffers by these, and MoE layers view activations by them.
                 shape = {"seq_length": slots.num_tokens[slot], "micro_batch_size": 1, "context_parallel_size": cp_size}
-                stack.enter_context(self.state.with_args(**shape))
+                stack.enter_context(self._with_args(**shape))
                 if padding is not None:
                     stack.enter_context(padding.given(masks[slot], model=model))
                 if starts:

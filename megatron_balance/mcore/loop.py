@@ -26,8 +26,6 @@ from megatron_balance.model.shape import ModelShape
 
 Schedule = Callable[..., Any]
 
-TIMEOUT = timedelta(minutes=10)
-
 _OWN_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-by-flops")
 
 
@@ -40,7 +38,7 @@ def balanced_schedule(
     flags: Sequence[str] = (),
     num_steps: int | None = None,
     log_interval: int | None = None,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta = timedelta(minutes=10),
 ) -> Schedule:
     """A schedule that balances every training step, to be called in place of Megatron's.
 
@@ -105,7 +103,7 @@ class BalancedSchedule:
         run_of(self, lambda: self._run)  # for hooks
         result = self._run(self._schedule, **arguments)
         if not arguments.get("forward_only"):
-            self._run.state.num_done += 1
+            self._run.num_done += 1
         return result
 
 

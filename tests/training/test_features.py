@@ -132,7 +132,7 @@ def test_under_sft_a_flag_has_sums_divided(train: KeptRuns) -> None:
     ours = train(f"{sft.stock} {BY_FLOPS} --balance-evaluation")
     assert ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in stock.losses()]
     means = run_of(train, sft)
-    assert means.log(0).count("evaluation is Megatron's own: under --sft its loss is a mean of means") == 1
+    assert means.log(0).count("evaluation is Megatron's own: under --sft it averages means") == 1
     assert means.losses() != [pytest.approx(losses, rel=1e-5) for losses in stock.losses()]
 
 

@@ -61,17 +61,8 @@ def token_alignment(options: Options) -> int:
 
 
 def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
-    """The multiple that micro-batches up to the cap are filled up to, tokens over their context-parallel ranks.
-
-    Raised to a multiple of `Topology.pack_multiple`, so that every context- and sequence-parallel rank gets an aligned
-    share. The bucket counts tokens on each GPU before sequence parallelism, as `--max-tokens-per-gpu` does; 1 for none.
-
-    Example:
-        >>> bucket_tokens(Topology(8, cp_size=2), shape_bucket=128)
-        256
-        >>> bucket_tokens(Topology(8, tp_size=4, sequence_parallel=True, token_alignment=128), shape_bucket=128)
-        512
-    """
+    """The multiple that micro-batches up to the cap are filled up to, over context-parallel ranks; 1 for none."""
+    # Every context- and sequence-parallel rank gets an aligned share; the bucket is of each GPU before both.
     multiple = topology.pack_multiple
     return -(-shape_bucket * topology.cp_size // multiple) * multiple
 

@@ -89,8 +89,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         if balances is None and topology.dynamic_cp:
             stays = "it runs at --context-parallel-size"
         elif balances is None and options.get("sft"):
-            stays = "under --sft its loss is a mean of means of micro-batches, which other micro-batches would change. "
-            stays += "--balance-evaluation balances it, and divides the sum over tokens by the tokens"
+            stays = "under --sft it averages means of micro-batches; --balance-evaluation divides sums over tokens"
         if stays:
             says = (*says, f"evaluation is Megatron's own: {stays}.")
         elif balances is not False:
@@ -168,7 +167,10 @@ def costs_of(
     elif given is not None:
         cost_model = given
     else:
-        rate, reason = _attention_rate(options)
+        rate, reason = options.get("balance_attention_rate"), "--balance-attention-rate"
+        if rate is None:
+            rate = default_attention_rate(has_experts=bool(options.get("num_experts")), fp8=bool(options.get("fp8")))
+            reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
         says = (f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.",)
         cost_model = CostModel.from_shape(
             shape(),
@@ -183,17 +185,6 @@ def costs_of(
         says = (f"{by_cp}: {part}, {source}.", *says)
     cost_model = replace(cost_model, cp_exchange=exchange)
     return Costs(cost_model, name, rate, says)
-
-
-def _attention_rate(options: Options) -> tuple[float, str]:
-    """The rate of attention over that of all else that FLOPs are weighed by, and its reason."""
-    given = options.get("balance_attention_rate")
-    if given is not None:
-        return given, "--balance-attention-rate"
-    has_experts, fp8 = bool(options.get("num_experts")), bool(options.get("fp8"))
-    kind, precision = "mixtures of experts" if has_experts else "dense models", "FP8" if fp8 else "bf16"
-    rate = default_attention_rate(has_experts=has_experts, fp8=fp8)
-    return rate, f"what loses least over published GPUs for {kind} in {precision}; --balance-attention-rate sets it"
 
 
 def _exchange(

@@ -1,11 +1,9 @@
-"""The training loop that a balanced run is part of: its steps, the options that a step changes, and its log."""
+"""The training loop that a balanced run is part of: attributes that a step changes, and the log."""
 
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_balance.planner import DataSchedule
@@ -22,35 +20,6 @@ def holding(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in stock.items():
             setattr(target, name, value)
-
-
-class LoopState:
-    """The steps of a loop: Megatron's own counts them in its arguments, `args`; for any other, `num_done` does."""
-
-    def __init__(self, num_steps: int | None, args: Namespace | None) -> None:
-        self.num_done = 0
-        self.is_sft = bool(getattr(args, "sft", False))
-        self._num_steps, self._args = num_steps, args
-
-    @property
-    def iteration(self) -> int:
-        """The number in the log of the newest step, from 1; under `--skip-train` it is the checkpoint's."""
-        if self._args is None:
-            return self.num_done + 1
-        before = getattr(self._args, "curr_iteration", None)
-        return self._args.iteration if before is None else before + 1
-
-    @property
-    def has_next_step(self) -> bool:
-        """True if another step may follow; a data set may hold no more than the steps there are.
-
-        A run that ends before (--exit-interval, by time, by a signal) has prepared one step more, on every rank.
-        """
-        return self._num_steps is None or self.iteration < self._num_steps
-
-    def with_args(self, **values: Any) -> AbstractContextManager[None]:
-        """Have Megatron's arguments hold these values in this context; other loops do not read them."""
-        return contextlib.nullcontext() if self._args is None else holding(self._args, **values)
 
 
 class RunLog:
