@@ -12,6 +12,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from recorded_runs import run_info, write_record
 
 import megatron_balance
-from megatron_balance import BalanceError, Limits, ModelShape, Topology
+from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
 from megatron_balance.lengths import read_lengths
@@ -86,8 +87,10 @@ def archive_of(content: bytes, *, claimed: int | None = None) -> bytes:
     return stream.getvalue()
 
 
-def calibration(**changes: Any) -> bytes:
-    return json.dumps({"format": "megatron_balance calibration 1", "linear": 1e-6, "windows": [], **changes}).encode()
+def calibration(held_out_error: Any = None, origin: Any = (), **changes: Any) -> bytes:
+    costs = asdict(CostModel(linear=10**12)) | changes
+    content = {"held_out_error": held_out_error, "attoseconds": costs, "origin": origin}
+    return json.dumps({"format": "megatron_balance calibration 2", **content}).encode()
 
 
 def hf_config(**changes: Any) -> bytes:
@@ -114,8 +117,8 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
         ("quote.csv", b'length\n"' + b"1\n" * 200_000),
         ("nul.csv", b"length\n1\0\n"),
         ("--cost", b"\xed\xa0\x80"),
-        ("--cost", calibration(quadratic=float("inf"))),
-        ("--cost", calibration(windows=[[float("inf"), 1.0]])),
+        ("--cost", calibration(quadratic=1.5)),
+        ("--cost", calibration(windows=[[float("inf"), 1]])),
         ("--cost", calibration(origin=[1])),
         ("--model", hf_config(model_type="../../etc/passwd", vocab_size=None)),
         ("--model", hf_config(num_hidden_layers=10**9)),
@@ -197,7 +200,7 @@ def with_a_field(make: Callable[..., bytes], *names: str) -> st.SearchStrategy[b
 
 
 LINES = BYTES | JSON.map(lambda value: json.dumps(value).encode() + b"\n")
-CALIBRATIONS = with_a_field(calibration, "linear", "windows", "held_out_error", "origin")
+CALIBRATIONS = with_a_field(calibration, "linear", "windows", "per_sequence", "held_out_error", "origin")
 CONFIGS = with_a_field(hf_config, *json.loads(hf_config()))
 
 

@@ -5,8 +5,6 @@
 with `attention(L) = quadratic*L² + Σ_w window_w*pairs(L, w)` as in a CostModel. FLOPs leave out how efficiently a
 device runs them: attention and all that is linear reach different rates, and launches cost time of their own. The terms
 of attention keep their proportions, since the lengths of a run seldom separate them.
-
-Costs count attoseconds, so that integers keep six digits of every coefficient that matters; the file has seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
@@ -27,13 +25,11 @@ from megatron_balance.errors import BalanceError
 
 Floats = NDArray[np.float64]
 
-FORMAT = "megatron_balance calibration 1"
+FORMAT = "megatron_balance calibration 2"
 """Format name in the file; the number rises with incompatible changes."""
 
 UNITS_PER_SECOND = 10**18
 """A cost of 1 is an attosecond: a squared token costs as little as 1e-15 seconds on the fastest devices."""
-
-_COEFFICIENTS = ("per_microbatch", "linear", "expert_linear", "quadratic", "cp_exchange")
 
 LEAST_STEPS = 3
 LEAST_MICROBATCHES = 10
@@ -51,7 +47,7 @@ EXCHANGE_SPREAD = 1.5
 """The same of the exchange, assumed from a link. A run that does not tell either keeps what it planned with."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Calibration:
     """Time that a device takes, forward and backward, for the whole model on one rank.
 
@@ -74,30 +70,19 @@ class Calibration:
         return f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
 
     def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
-        """The costs of one of `model_parallel_size` ranks, tensor times context parallel.
-
-        They share tokens and heads; each pays the fixed costs.
-        """
+        """The costs of one of `model_parallel_size` ranks, which share tokens and heads; each pays for launches."""
         costs, own_experts = self.costs, ep_size == 1
-
-        def share(cost: int) -> int:
-            return round(cost / model_parallel_size)
-
-        return replace(
+        shared = replace(
             costs,
-            linear=share(costs.linear + costs.expert_linear * own_experts),
-            expert_linear=0 if own_experts else share(costs.expert_linear),
-            quadratic=share(costs.quadratic),
-            windows=tuple((window, share(cost)) for window, cost in costs.windows),
-            cp_exchange=share(costs.cp_exchange),
-        )
+            linear=costs.linear + costs.expert_linear * own_experts,
+            expert_linear=0 if own_experts else costs.expert_linear,
+        ).scaled(1 / model_parallel_size)
+        return replace(shared, per_microbatch=costs.per_microbatch)
 
     def write(self, path: Path) -> None:
         """Write seconds.json."""
-        seconds: dict[str, Any] = {name: getattr(self.costs, name) / UNITS_PER_SECOND for name in _COEFFICIENTS}
-        seconds["windows"] = [(window, cost / UNITS_PER_SECOND) for window, cost in self.costs.windows]
-        content = {"format": FORMAT, **seconds, "held_out_error": self.held_out_error, "origin": dict(self.origin)}
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": asdict(self.costs)}
+        path.write_text(json.dumps(content | {"origin": dict(self.origin)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
@@ -114,15 +99,8 @@ class Calibration:
                 f"{str(path)!r} does not say {FORMAT!r}: make it again with this version's megatron-balance fit."
             )
         try:
-            # The exchange is null where it was not measured.
-            costs = {name: round(values[name] * 1e18) for name in _COEFFICIENTS if values.get(name) is not None}
-            windows = tuple((int(window), round(seconds * 1e18)) for window, seconds in values.get("windows", ()))
-            held_out = values.get("held_out_error")
-            return cls(
-                costs=CostModel(**costs, windows=windows),
-                held_out_error=None if held_out is None else float(held_out),
-                origin=dict(values.get("origin", {})),
-            )
+            held_out = None if values["held_out_error"] is None else float(values["held_out_error"])
+            return cls(CostModel.of_json(values["attoseconds"]), held_out, dict(values["origin"]))
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise BalanceError(f"the calibration {str(path)!r} is damaged: {error}") from error
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -88,18 +89,25 @@ class CostModel:
     image_quadratic: int = 0
 
     def __post_init__(self) -> None:
-        coefficients = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "windows"}
+        coefficients = {name: value for name, value in vars(self).items() if name != "windows"}
         for window, coefficient in self.windows:
             coefficients[f"windows[{window}]"] = coefficient
-            if window < 1:
+            if type(window) is not int or window < 1:
                 raise BalanceError(f"CostModel.windows has a window of {window!r} tokens: it must be at least 1.")
         for name, value in coefficients.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise BalanceError(
                     f"CostModel.{name} is {value!r}: it must be a non-negative integer (scale and round fractions)."
                 )
         if not any(coefficients.values()):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
+
+    @classmethod
+    def of_json(cls, coefficients: Mapping[str, Any]) -> CostModel:
+        """The cost model that `dataclasses.asdict` wrote; KeyError, TypeError or ValueError where it cannot be."""
+        windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
+        given: dict[str, Any] = {**coefficients, "windows": windows}
+        return cls(**given)
 
     @classmethod
     def tokens(cls) -> CostModel:
@@ -177,6 +185,13 @@ class CostModel:
             image_quadratic=image_quadratic,
         )
 
+    def scaled(self, factor: float) -> CostModel:
+        """Every coefficient times a factor, rounded."""
+        values: dict[str, Any] = {
+            name: round(value * factor) for name, value in vars(self).items() if name != "windows"
+        }
+        return CostModel(**values, windows=tuple((window, round(cost * factor)) for window, cost in self.windows))
+
     def at_cp_size(self, cp_size: int) -> CostModel:
         """Costs of samples that `cp_size` ranks share, summed over these ranks.
 
@@ -228,7 +243,7 @@ class CostModel:
 
         A sample that costs anything keeps a cost of at least 1.
         """
-        unique, inverse = _distinct(lengths)
+        unique, inverse = np.unique(lengths, return_inverse=True)
         # Python's integers from here on: a sum passes int64 sooner.
         own = self.exact_costs(unique).tolist()
         expert = [self.expert_linear * length for length in unique.tolist()]
@@ -243,11 +258,3 @@ class CostModel:
             return np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)
 
         return SampleCosts(scaled(own)[inverse], scaled(expert)[inverse], scaled(images), shift)
-
-
-def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`np.unique` with the inverse: by a table where values are small for their number, and it takes no sort."""
-    if not values.size or int(values.max()) > 4 * values.size:
-        return np.unique(values, return_inverse=True)
-    seen = np.bincount(values) > 0
-    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]

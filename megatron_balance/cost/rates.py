@@ -53,11 +53,6 @@ class Profile:
     software: str | None = None
     held_out: Sequence[float] | None = None
 
-    @property
-    def attention_rate(self) -> float:
-        """Rate of attention over the linear rate; FLOPs count 1."""
-        return self.attention_tflops / self.linear_tflops
-
 
 @cache
 def profiles() -> dict[str, Profile]:
@@ -81,12 +76,7 @@ def default_attention_rate(*, has_experts: bool, fp8: bool) -> float:
     return ATTENTION_RATES["moe" if has_experts else "dense", "fp8" if fp8 else "bf16"]
 
 
-def exchange_flops_per_token(
-    shape: ModelShape,
-    *,
-    bytes_per_second: float,
-    tflops: float = ASSUMED_TFLOPS,
-) -> int:
+def exchange_flops_per_token(shape: ModelShape, *, bytes_per_second: float, tflops: float = ASSUMED_TFLOPS) -> int:
     """FLOPs in the time that a rank takes to receive one token's keys and values: `cp_exchange` of a CostModel.
 
     Ring attention passes them to every other rank of a group: once in the forward pass, once more in the backward pass,

@@ -84,7 +84,7 @@ class RunInfo:
         return cls(
             topology=topology,
             limits=Limits(**line["limits"]),
-            cost_model=cost_model_of(line["cost_model"]),
+            cost_model=CostModel.of_json(line["cost_model"]),
             cost_name=str(line["cost_name"]),
             objective=resolve_objective(line["objective"], topology=topology),
             policy=str(line["policy"]),
@@ -143,12 +143,6 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
         raise ValueError(f"iteration is {iteration!r}, the times are {times}")
     placed = {"slot_of": slot_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
     return StepRecord(**vars(problem), **placed, iteration=iteration, **times)
-
-
-def cost_model_of(coefficients: Mapping[str, Any]) -> CostModel:
-    """The cost model that `dataclasses.asdict` wrote."""
-    windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
-    return CostModel(**{**coefficients, "windows": windows})
 
 
 def _check_cp_sizes(sizes: NDArray[np.int64], *, slot_of: NDArray[np.int64], topology: Topology) -> None:
