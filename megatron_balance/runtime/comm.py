@@ -148,30 +148,3 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """
     backend: Any = group._get_backend(torch.device("cpu"))
     return getattr(backend, "wrapped_pg", backend).options._timeout
-
-
-UNKNOWN = -1
-"""The value of a rank that has none."""
-
-
-def joined(
-    value: int, *, fine: bool, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
-) -> tuple[bool, bool]:
-    """Whether all ranks are fine and have one value, of at least 0, or UNKNOWN; and whether none has UNKNOWN.
-
-    In round k a rank hands what it knows to the rank 2**k above and takes in what the one 2**k below knows: after
-    ceil(log2(group size)) rounds each knows of all (the dissemination barrier: Hensgen, Finkel and Manber 1988). gloo's
-    all_reduce and all_gather are rings, of as many rounds as there are other ranks.
-    """
-    alike, complete = fine, value != UNKNOWN
-    rank, size = group.rank(), group.size()
-    for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        sent = torch.tensor([alike, complete, value], device=device)
-        received = torch.empty_like(sent)
-        below, above = (rank - distance) % size, (rank + distance) % size
-        exchange_parts(received, sent, receive_sizes={below: 3}, send_sizes={above: 3}, group=group, what=what)
-        also_alike, also_complete, other = received.tolist()
-        alike &= bool(also_alike) and (value == other or UNKNOWN in (value, other))
-        complete &= bool(also_complete)
-        value = max(value, other)
-    return alike, complete

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import (
-    UNKNOWN,
     all_gather_bytes,
     all_gather_row,
-    joined,
+    exchange_parts,
     ranks_by_value,
     waiting_for,
 )
@@ -31,6 +30,9 @@ T = TypeVar("T")
 
 MAX_NAMED = 5
 """Problems or settings that one error names."""
+
+UNKNOWN = -1
+"""The digest of a rank that has none."""
 
 _OTHER_PLANS = (
     "{others} planned another schedule than {first}: the planner saw other lengths, other flags or another numpy there."
@@ -156,8 +158,23 @@ def _agree(
     problem: str | None = None,
     device: torch.device | str = "cpu",
 ) -> bool:
-    """True if every rank has a digest; where two differ, or a rank has a problem, all raise."""
-    alike, complete = joined(digest, fine=problem is None, group=group, what=what, device=device)
+    """True if every rank has a digest; where two differ, or a rank has a problem, all raise.
+
+    In round k a rank hands what it knows to the rank 2**k above and takes in what the one 2**k below knows: after
+    ceil(log2(group size)) rounds each knows of all (the dissemination barrier: Hensgen, Finkel and Manber 1988). gloo's
+    all_reduce and all_gather are rings, of as many rounds as there are other ranks.
+    """
+    alike, complete, value = problem is None, digest != UNKNOWN, digest
+    rank, size = group.rank(), group.size()
+    for distance in (1 << bit for bit in range((size - 1).bit_length())):
+        sent = torch.tensor([alike, complete, value], device=device)
+        received = torch.empty_like(sent)
+        below, above = (rank - distance) % size, (rank + distance) % size
+        exchange_parts(received, sent, receive_sizes={below: 3}, send_sizes={above: 3}, group=group, what=what)
+        also_alike, also_complete, other = received.tolist()
+        alike &= bool(also_alike) and (value == other or UNKNOWN in (value, other))
+        complete &= bool(also_complete)
+        value = max(value, other)
     if alike:
         return complete
     said = (problem or "").encode()

@@ -40,8 +40,7 @@ class Sample:
             one sequence.
 
     Raises:
-        BalanceError: no per-token tensor, two of different lengths, one key in two dicts, segments that do not make
-            up the sample, or ragged entries of a sample without tokens, which runs nowhere.
+        BalanceError: no per-token tensor, two of different lengths, or segments that do not make up the sample.
     """
 
     per_token: Mapping[str, Tensor]
@@ -53,27 +52,12 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.per_token:
             raise BalanceError("A Sample needs at least one per-token tensor: its length is read from there.")
-        for name, tensor in (*self.per_token.items(), *self.ragged.items()):
-            if tensor.dim() == 0:
-                raise BalanceError(f"Sample key {name!r} is 0-d: it must be [original_seq_len or num_entries, ...].")
         for name, tensor in self.per_token.items():
             if len(tensor) != self.length:
                 raise BalanceError(
                     f"Sample.per_token[{name!r}] has {len(tensor)} tokens and {next(iter(self.per_token))!r} has "
                     f"{self.length}: all must have the same length."
                 )
-        names = [*self.per_token, *self.per_sample, *self.ragged, *map(lengths_key, self.ragged)]
-        if len({*names}) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise BalanceError(
-                f"Sample keys {twice} are in two of per_token, per_sample and ragged, or named as the lengths of a "
-                "ragged key are in packs: rename one of them."
-            )
-        if not self.length and any(self.ragged_lengths):
-            raise BalanceError(
-                f"Sample.ragged has {self.ragged_lengths} entries and the sample no token: it would run nowhere. "
-                "Leave the sample out."
-            )
         if not self.segment_lengths:
             object.__setattr__(self, "segment_lengths", (self.length,))
         elif sum(self.segment_lengths) != self.length or min(self.segment_lengths) < 0:
@@ -133,14 +117,9 @@ class KeySpec:
         """Bytes of one entry: a token's, a sample's, or one of a ragged key."""
         return self.dtype.itemsize * math.prod(self.shape)
 
-    @property
-    def dtype_name(self) -> str:
-        """`int64` for `torch.int64`: the same in every torch version."""
-        return str(self.dtype).removeprefix("torch.")
-
     def __str__(self) -> str:
         first = {"per_token": ["original_seq_len"], "ragged": ["num_entries"], "per_sample": []}[self.kind]
-        return f"{self.dtype_name} [{', '.join([*first, *map(str, self.shape)])}]"
+        return f"{str(self.dtype).removeprefix('torch.')} [{', '.join([*first, *map(str, self.shape)])}]"
 
 
 @dataclass(frozen=True)
@@ -199,7 +178,7 @@ class SampleSchema:
 
     def to_text(self) -> str:
         """JSON, so that a peer's text is read and never executed."""
-        return json.dumps([[key.name, key.dtype_name, key.shape, key.kind] for key in self.keys])
+        return json.dumps([[key.name, str(key.dtype), key.shape, key.kind] for key in self.keys])
 
     @staticmethod
     def from_text(text: str) -> SampleSchema:
@@ -210,7 +189,7 @@ class SampleSchema:
         """
         keys: list[KeySpec] = []
         for name, dtype_name, shape, kind in json.loads(text):
-            dtype = getattr(torch, dtype_name, None)
+            dtype = getattr(torch, dtype_name.removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
                 raise BalanceError(f"Key {name!r} has dtype {dtype_name!r}, which torch {torch.__version__} lacks.")
             keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), kind=kind))

@@ -16,13 +16,10 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.samples.sample import Sample, lengths_key
 
-UNITS = ("segment", "sample")
-
 DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Not part of a Sample: they describe the batch, and are made again with each pack."""
 
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-_INTEGER_KEYS = ("tokens", "labels", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 
 
 class RowError(BalanceError):
@@ -59,15 +56,12 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
         Samples whose tensors are views of the batch, or copies where a row of several sequences had padding between.
 
     Raises:
-        BalanceError: naming the key: labels of another length than tokens; tokens or labels that are not integers; a
-            value that is not a tensor, or of a shape that fits neither rows nor sequences; NAME_lengths that do not sum
-            to the entries, or are not one for each sequence or row that stays together; an unknown unit. RowError:
-            naming the row too: ragged entries of a row without a sequence; cu_seqlens that does not begin at 0, falls
-            or passes the row's end; sequences that leave out tokens with a loss; a negative token; NaN or infinity in
-            loss_mask.
+        BalanceError: naming the key: labels of another length than tokens; a value that is not a tensor, or of a shape
+            that fits neither rows nor sequences; NAME_lengths that do not sum to the entries, or are not one for each
+            sequence or row that stays together. RowError, naming the row too: ragged entries of a row without a
+            sequence; cu_seqlens that does not begin at 0, falls or passes the row's end; sequences that leave out
+            tokens with a loss; a negative token; NaN or infinity in loss_mask.
     """
-    if unit not in UNITS:
-        raise BalanceError(f"unit is {unit!r}: it must be one of {', '.join(UNITS)}.")
     tensors = _checked_tensors(batch)
     tokens = tensors["tokens"]
     segments = _segments(tensors)
@@ -146,8 +140,6 @@ def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise BalanceError(f"{name} is a {type(value).__name__}: only tensors move between ranks; drop the key.")
-        if name in _INTEGER_KEYS and (value.is_floating_point() or value.is_complex()):
-            raise BalanceError(f"{name} is {value.dtype}: it must be of an integer dtype.")
     if "tokens" not in tensors or tensors["tokens"].dim() != 2:
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         raise BalanceError(f"A batch needs tokens of shape [micro_batch_size, padded_seq_len]; it has {shapes}.")

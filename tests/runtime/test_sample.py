@@ -20,17 +20,7 @@ TOKENS = {"tokens": torch.zeros(3)}
     ("per_token", "others", "phrase"),
     [
         ({}, {}, "at least one per-token"),
-        ({"tokens": torch.tensor(1)}, {}, "'tokens'.* is 0-d"),
         (TOKENS | {"labels": torch.zeros(2)}, {}, "'labels'.* has 2 tokens and 'tokens' has 3"),
-        (TOKENS, {"per_sample": TOKENS}, r"\['tokens'\] are in two of per_token, per_sample"),
-        (TOKENS, {"ragged": TOKENS}, r"\['tokens'\] are in two of"),
-        (TOKENS, {"ragged": {"audio": torch.tensor(1)}}, "'audio' is 0-d"),
-        (
-            TOKENS,
-            {"per_sample": {"audio_lengths": torch.zeros(())}, "ragged": {"audio": torch.zeros(1)}},
-            r"\['audio_lengths'\] are in two of .* or named as the lengths",
-        ),
-        ({"tokens": torch.zeros(0)}, {"ragged": {"audio": torch.zeros(3)}}, r"\(3,\) entries and the sample no token"),
         *((TOKENS, {"segment_lengths": s}, r"segment_lengths is .* the 3 tokens") for s in ((2, 2), (4, -1), (3, 3))),
     ],
 )

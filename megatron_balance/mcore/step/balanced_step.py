@@ -17,46 +17,27 @@ Microbatch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Slots:
-    """The micro-batches of a rank, in the order in which they run.
+    """The micro-batches of a rank, in the order in which they run."""
 
-    Attributes:
-        cp_sizes: context-parallel ranks that share each.
-        num_tokens: of each, over those ranks, padding and filler included.
-        sequence_lengths: of each, without padding and filler; none for a dummy.
-    """
-
-    cp_sizes: list[int]
-    num_tokens: list[int]
-    sequence_lengths: list[list[int]]
+    cp_sizes: list[int]  # context-parallel ranks that share each
+    num_tokens: list[int]  # over those ranks, padding and filler included
+    sequence_lengths: list[list[int]]  # without padding and filler; none for a dummy
 
 
 @dataclass(frozen=True)
 class BalancedStep:
-    """The data of one step on this rank. What only ranks that load data know is None on the others.
-
-    Attributes:
-        slots: of this rank.
-        replica: those of each context-parallel rank of this replica, where sizes differ; else one for all.
-        figures: for the log.
-        microbatches: packed, or on a stage that loads no data the starts of their sequences.
-        schedule: the plan.
-        reported: `[dp_size, NUM_REPORTED]` numbers that each data-parallel rank sent with the lengths of its samples.
-        fingerprint: of the plan and the tokens, in [0, 2**63): equal on all ranks of a model replica that read data.
-        new_iterator: some rank of the data-parallel group read it from another iterator than its last step.
-        number: counted from 0.
-        exposed_seconds: spent waiting for the data when the step began; the rest ran during the step before.
-    """
+    """The data of one step on this rank. What only ranks that load data know is None on the others."""
 
     slots: Slots
-    replica: tuple[Slots, ...]
+    replica: tuple[Slots, ...]  # of each context-parallel rank of this replica where sizes differ; else one for all
     figures: Figures = field(default_factory=dict[str, float])
-    microbatches: list[Microbatch] | None = None
+    microbatches: list[Microbatch] | None = None  # on a stage that loads no data the starts of their sequences
     schedule: DataSchedule | None = None
-    reported: NDArray[np.int64] | None = None
-    fingerprint: int = 0
-    new_iterator: bool = False
+    reported: NDArray[np.int64] | None = None  # `[dp_size, 4]`, as each data-parallel rank sent them with its lengths
+    fingerprint: int = 0  # of plan and tokens, in [0, 2**63): equal on all ranks of a model replica that read data
+    new_iterator: bool = False  # some data-parallel rank read it from another iterator than its last step
     number: int = 0
-    exposed_seconds: float = 0.0
+    exposed_seconds: float = 0.0  # waiting when the step began; the rest ran during the step before
 
     @property
     def num_microbatches(self) -> int:

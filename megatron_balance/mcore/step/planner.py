@@ -47,8 +47,7 @@ def warn_of(text: str) -> None:
     RunLog(enabled=True).warn_once(f"rank {dist.get_rank()} {text}")
 
 
-def _no_report(number: int) -> Sequence[int]:
-    return (0,) * (NUM_REPORTED - 1)
+_NO_REPORT = (0,) * (NUM_REPORTED - 1)
 
 
 class StepPlanner:
@@ -88,13 +87,13 @@ class StepPlanner:
         self._plans = PlanProcess(timeout=settings.timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
         # Called with the number of a step: what goes to the other data-parallel ranks with the lengths of its samples.
-        self.report: Callable[[int], Sequence[int]] = _no_report
+        self.report: Callable[[int], Sequence[int]] = lambda _: _NO_REPORT
         self._compared = {"step of": "training"}
 
     def of_evaluation(self, limits: Limits) -> StepPlanner:
         """Makes the steps of evaluation, over the same group: never at the same time as those of training."""
         other = copy.copy(self)
-        other.limits, other.report, other._origin = limits, _no_report, None
+        other.limits, other.report, other._origin = limits, lambda _: _NO_REPORT, None
         other._compared = {"step of": "evaluation"}
         return other
 
@@ -113,13 +112,8 @@ class StepPlanner:
     ) -> BalancedStep:
         """One step, on every rank of the group, of the items that were fetched where `num_items` were wanted.
 
-        Args:
-            number: of the step, counted from 0. One that could not be prepared may be made again.
-            new_iterator: the items come from another iterator than those of the last step.
-            first_item: of these, counted from the loader's first.
-
-        Raises:
-            BalanceError: on every rank of the group; its cause is the error of other code on this rank.
+        The step has a number, and its `first_item` one among those of the loader. A BalanceError is raised on every
+        rank of the group; its cause is the error of other code on this rank.
         """
         started = time.perf_counter()
         group, dynamic = self._dp_group, self.topology.dynamic_cp

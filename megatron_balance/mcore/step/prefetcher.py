@@ -129,17 +129,15 @@ class StepPrefetcher:
         self._last = replace(step, exposed_seconds=time.perf_counter() - started)
         return self._last
 
-    def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str = "a step") -> None:
+    def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str) -> None:
         """Have the thread make the next step's data; `balance` uses it if the step pulls the same items.
 
         It warns at once of peers that do not answer or make another step, with the name of that step: training may be
         in a collective whose watchdog ends the process.
         """
-        waits = self._prepared is not None
-        if waits or data_iterator is None or self._last is None or self._last.new_iterator:
+        if self._prepared is not None or data_iterator is None or self._last is None or self._last.new_iterator:
             return
         _, ahead = self._sources.of(data_iterator)
-        ahead.begin_fetch()
         number, first_item = self._num_steps, self._num_pulled
 
         def work() -> _Prepared | None:

@@ -55,11 +55,11 @@ class PullAhead(Iterator[Any]):
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
         self._waiting = Fetched([])
-        self._fetching = threading.Lock()  # acquired by `begin_fetch`, released by the fetching thread
+        self._lock = threading.Lock()
 
     def __next__(self) -> Any:
-        """The next item: one pulled ahead, else from the source. Waits for a fetch that was begun."""
-        with self._fetching:
+        """The next item: one pulled ahead, else from the source. Waits while another thread pulls."""
+        with self._lock:
             waiting = self._waiting
             if waiting.items:
                 return waiting.items.pop(0)
@@ -74,19 +74,12 @@ class PullAhead(Iterator[Any]):
         waiting = self._waiting
         return 0 if waiting.ended else len(waiting.items) + (waiting.failure is not None)
 
-    def begin_fetch(self) -> None:
-        """Announce a `fetch` in another thread."""
-        self._fetching.acquire()
-
     def fetch(self, num_items: int) -> Fetched:
         """Pull until this many items wait to be returned."""
-        try:
+        with self._lock:
             if self._waiting.failure is None:
                 self._waiting = pull(self.source, num_items, after=self._waiting.items)
-            waiting = self._waiting
-            return replace(waiting, items=waiting.items[:num_items])
-        finally:
-            self._fetching.release()
+            return replace(self._waiting, items=self._waiting.items[:num_items])
 
 
 class Sources:
