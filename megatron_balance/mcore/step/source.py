@@ -144,11 +144,8 @@ def split_items(
         of_item = attempt(_split, item, unit=unit, unpad=unpad)
         if isinstance(of_item, Failure):
             name = f"item {index} of this step"
-            if origin is not None:
-                error = of_item.error
-                rows = [error.row] if isinstance(error, RowError) else [0, origin.micro_batch_size - 1]
-                places = [str(origin.sample_of(first_item + index, row=row)) for row in rows]
-                name += f" (in the data set: sample {' to '.join(dict.fromkeys(places))})"
+            if origin is not None and isinstance(of_item.error, RowError):
+                name += f" (in the data set: sample {origin.sample_of(first_item + index, row=of_item.error.row)})"
             return Failure(of_item.error, during=name)
         samples.extend(of_item)
     return samples
