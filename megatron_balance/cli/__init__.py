@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_balance import __version__
 from megatron_balance.cli import compare, doctor, fit, report
@@ -37,25 +37,15 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    parser = _Parser(
-        prog="megatron-balance",
-        description="Balances the data-parallel ranks of Megatron-LM when samples have very different lengths.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    shared: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    words = "Balances the data-parallel ranks of Megatron-LM when samples have very different lengths."
+    parser = _Parser(prog="megatron-balance", description=words, epilog=_EPILOG, **shared)
     parser.add_argument("--debug", action="store_true", help="before COMMAND: show where an error comes from")
     parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
         summary = (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        command = subparsers.add_parser(
-            name,
-            help=summary,
-            description=summary + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        command = subparsers.add_parser(name, help=summary, description=summary + ".", **shared)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
@@ -74,13 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe (`| head`): buffered output is dropped at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
+    except (BalanceError, OSError, KeyboardInterrupt) as error:
         if "--debug" in arguments:
             raise
-        return 130  # as shells report it
-    except (BalanceError, OSError) as error:
-        if "--debug" in arguments:
-            raise
+        if isinstance(error, KeyboardInterrupt):
+            return 130  # as shells report it
         # One line of bounded length, whatever a file or a library put into its part of the message.
         print("megatron-balance: " + " ".join(str(error).split())[:1900], file=sys.stderr)
         return 2

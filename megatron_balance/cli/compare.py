@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,23 +54,19 @@ policies (their flags are printed below the table):
   balance-data  samples move, ranks are made even in tokens
   by-flops      samples move, ranks are made even in FLOPs of --model
   calibrated    samples move, ranks are made even in the seconds of --cost seconds.json
-  dynamic-cp    the last of these, each micro-batch with a context-parallel size of its own; only with --model, and
-                where training does not refuse it
+  dynamic-cp    the last of these, each micro-batch with a context-parallel size of its own, where training allows it
 
 columns, means over the steps:
   step s         predicted time, forward and backward; with --device or a seconds.json
   tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
   speed          predicted time under stock over this policy's
-  imbalance      slowest over mean; 1.000 is even. Ranks wait for one another once a step; with expert parallelism in
-                 every micro-batch; in a pipeline at its end, whose bubble is not counted
+  imbalance      slowest over mean, of ranks that wait for one another; the bubble of a pipeline is not counted
   over bound     predicted time above a lower bound that no schedule can beat
   headroom       room below the token cap in the fullest micro-batch of all steps; below 0: one sample is longer
   CP             ranks that share a token by context parallelism
 
-With --model each context-parallel rank waits for the keys, values and gradients of the others as far as attention does
-not hide them. With --tp-size activations are taken to be split by sequence parallelism. FLOPs are those this package
-plans by: causal attention counted once, 3x for a GEMM and 3.5x for attention in training, no recomputation, and
-{MICROBATCH_TOKENS} tokens a micro-batch on each rank for launches.
+FLOPs are those this package plans by: causal attention once, 3x for a GEMM and 3.5x for attention, no recomputation,
+{MICROBATCH_TOKENS} tokens a micro-batch for launches. With --tp-size activations are split by sequence parallelism.
 
 models:
 {textwrap.fill(", ".join(PRESETS), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
@@ -106,75 +101,55 @@ def output_file(text: str) -> Path:
 
 count = integer(1)
 
-_OPTIONS: dict[str, list[tuple[str, Any, str, str]]] = {
-    "lengths": [("--key", str, "NAME", "array, column or field of the file that holds the lengths")],
-    "batch": [
-        ("--global-batch-size", count, "N", "samples a step"),
-        ("--max-tokens-per-gpu", count, "T", "tokens a GPU may hold in a micro-batch; longer samples run alone"),
-        ("--steps", count, "K", f"global batches to plan (default: all, but at most {MAX_SAMPLES} samples)"),
-    ],
-    "ranks, as in Megatron": [
-        ("--dp-size", count, "D", "data-parallel ranks"),
-        ("--cp-size", count, "C", "context-parallel ranks (default: 1)"),
-        ("--tp-size", count, "P", "tensor-parallel ranks (default: 1)"),
-        ("--pp-size", count, "P", "pipeline stages (default: 1)"),
-        ("--ep-size", count, "E", "expert-parallel ranks (default: 1)"),
-    ],
-    "cost": [
-        ("--model", str, "MODEL", "preset name, or a Hugging Face config.json; its FLOPs are the cost"),
-        (
-            "--cost",
-            str,
-            "COST",
-            "what a sample costs: tokens, flops, or a seconds.json of megatron-balance fit (default: flops with "
-            "--model, else tokens)",
-        ),
-        (
-            "--device",
+_OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
+    "lengths": {"--key": (str, "NAME", "array, column or field of the file that holds the lengths")},
+    "batch": {
+        "--global-batch-size": (count, "N", "samples a step"),
+        "--max-tokens-per-gpu": (count, "T", "tokens a GPU may hold in a micro-batch; longer samples run alone"),
+        "--steps": (count, "K", f"global batches to plan (default: all, but at most {MAX_SAMPLES} samples)"),
+    },
+    "ranks, as in Megatron": {
+        "--dp-size": (count, "D", "data-parallel ranks"),
+        "--cp-size": (count, "C", "context-parallel ranks (default: 1)"),
+        "--tp-size": (count, "P", "tensor-parallel ranks (default: 1)"),
+        "--pp-size": (count, "P", "pipeline stages (default: 1)"),
+        "--ep-size": (count, "E", "expert-parallel ranks (default: 1)"),
+    },
+    "cost": {
+        "--model": (str, "MODEL", "preset name, or a Hugging Face config.json; its FLOPs are the cost"),
+        "--cost": (str, "COST", "tokens, flops (default with --model), or a seconds.json of megatron-balance fit"),
+        "--device": (
             str,
             "DEVICE",
-            "gives seconds: a profile of published rates, or TFLOPS that one GPU reaches in training by these FLOPs, "
-            f"LINEAR or LINEAR,ATTENTION (profiles: {', '.join(profiles())})",
+            "gives seconds: TFLOPS that one GPU reaches in training by these FLOPs, LINEAR or LINEAR,ATTENTION, or "
+            f"published ones of {', '.join(profiles())}",
         ),
-    ],
-    "output": [
-        ("--policy", str, "NAME", "show this policy's plan: its first step"),
-        (
-            "--json",
-            output_file,
-            "OUT",
-            "write all figures, and the plan of --policy (default: the recommended), as a record",
-        ),
-    ],
+    },
+    "output": {
+        "--policy": (str, "NAME", "show this policy's plan: its first step"),
+        "--json": (output_file, "OUT", "write all figures, and the plan of --policy (default: the recommended)"),
+    },
 }
-"""Flags by group: name, type, metavar, help."""
+"""Flags by group: type, metavar, help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `compare`. One that was not given is None: a recorded run's own value stands in for it."""
     parser.epilog = _EPILOG
     parser.add_argument("lengths", metavar="LENGTHS", help="file of sample lengths, synthetic:NAME, or a record")
+    groups = {title: parser.add_argument_group(title) for title in _OPTIONS}
     for title, options in _OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for flag, kind, metavar, words in options:
-            group.add_argument(flag, type=kind, metavar=metavar, help=words)
-        if title == "lengths":
-            words = "shuffle the lengths first, by this seed (0)"
-            group.add_argument("--shuffle", nargs="?", type=integer(0), const=0, metavar="SEED", help=words)
+        for flag, (kind, metavar, words) in options.items():
+            groups[title].add_argument(flag, type=kind, metavar=metavar, help=words)
+    words = "shuffle the lengths first, by this seed (0)"
+    groups["lengths"].add_argument("--shuffle", nargs="?", type=integer(0), const=0, metavar="SEED", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write the file asked for."""
-    started, cpu_started = time.perf_counter(), time.process_time()
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = _ranks_and_cap(args, record=record)
-    costs = Costs(
-        cost=args.cost,
-        model=args.model,
-        record=record,
-        device=args.device,
-        max_tokens_per_gpu=limits.max_tokens_per_gpu or 0,
-    )
+    costs = Costs(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0)
     question = Question(costs, topology, limits)
     policies = question.policies()
     names = [policy.name for policy in policies]
@@ -193,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     advised, sentences = recommend(results)
     shown = [result.line(stock=stock) for result in results]
     ran = [] if record is None else [step for step in record.steps if step.lengths.size][: len(batches)]
-    if record is not None and topology == _at_one_size(record.info.topology):
+    if record is not None and topology == record.info.topology.at_cp_size(record.info.topology.cp_size):
         as_it_ran = Policy("as it ran", record.info.policy, record.info.cost_model)
         shown.insert(1, question.judge(as_it_ran, ran).line(stock=stock))
     timed = stock.scale.unit == "s"
@@ -214,9 +189,6 @@ def run(args: argparse.Namespace) -> int:
         lines = (chosen.setting.line(), *map(line_of, chosen.steps), *shown, advice)
         args.json.write_bytes(b"".join(map(text_of, lines)))
         print(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    num_samples = sum(batch.lengths.size for batch in batches)
-    print(f"Compared {len(results)} policies on {num_samples} samples in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU).")
     return 0
 
 
@@ -243,23 +215,17 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
     cap = args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu
     if cap is None:
         raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
-    return replace(_at_one_size(record.info.topology), **given), Limits(cap)
-
-
-def _at_one_size(topology: Topology) -> Topology:
-    return topology.at_cp_size(topology.cp_size)
+    recorded = record.info.topology
+    return replace(recorded.at_cp_size(recorded.cp_size), **given), Limits(cap)
 
 
 def _batches(
     args: argparse.Namespace, *, record: RunRecord | None, topology: Topology, limits: Limits
 ) -> list[Problem]:
-    """The global batches to plan, in the order of training; samples keep the rank that loaded them, where it is known.
-
-    An incomplete last batch is left out, as Megatron's sampler does.
-    """
-    dp_size, steps = topology.dp_size, args.steps
+    """The global batches to plan, in the order of training, without an incomplete last one, as in Megatron."""
+    dp_size, size, steps = topology.dp_size, args.global_batch_size, args.steps
+    batches: list[Problem]
     if record is None:
-        size = args.global_batch_size
         lengths = _lengths(args, most=(steps or SYNTHETIC_STEPS) * size)
         num_steps = steps or max(lengths.size // size, 1)
         if lengths.size < num_steps * size:
@@ -267,44 +233,35 @@ def _batches(
                 f"--global-batch-size {size} and --steps {num_steps} need {num_steps * size} lengths, but there are "
                 f"{lengths.size}: lower one of them."
             )
-        homes, cost_model = dealt(size, dp_size=dp_size), CostModel.tokens()
-        batches: list[Problem] = [
-            Problem.of(batch, home_ranks=homes, cost_model=cost_model, topology=topology, limits=limits)
-            for batch in lengths[: num_steps * size].reshape(num_steps, size)
-        ]
+        shared: dict[str, Any] = {"cost_model": CostModel.tokens(), "topology": topology, "limits": limits}
+        rows = lengths[: num_steps * size].reshape(num_steps, size)
+        batches = [Problem.of(row, home_ranks=dealt(size, dp_size=dp_size), **shared) for row in rows]
     else:
-        kept = record.info.topology.dp_size == dp_size
-        batches = [
-            step
-            if kept and step.home_ranks is not None
-            else replace(step, home_ranks=dealt(step.lengths.size, dp_size=dp_size))
-            for step in record.steps
-            if step.lengths.size
-        ]
-        if not batches:
-            raise BalanceError(f"{args.lengths!r} holds no step with samples: the run has written none yet.")
-        if steps is not None and steps > len(batches):
-            raise BalanceError(f"--steps is {steps}: the record has {len(batches)} steps with samples.")
-    samples = np.cumsum([batch.lengths.size for batch in batches])
-    planned = steps or max(int((samples <= MAX_SAMPLES).sum()), 1)
-    if planned < len(batches) and steps is None:
-        print(f"Planned are the first {planned} of {len(batches)} steps; --steps {len(batches)} for all.")
-    return batches[:planned]
+        batches = [step for step in record.steps if step.lengths.size]
+        if record.info.topology.dp_size != dp_size:
+            batches = [replace(one, home_ranks=dealt(one.lengths.size, dp_size=dp_size)) for one in batches]
+        if len(batches) < (steps or 1):
+            raise BalanceError(f"--steps is {steps or 1}: the record has {len(batches)} steps with samples.")
+    if steps is None:
+        samples = np.cumsum([batch.lengths.size for batch in batches])
+        steps = max(int((samples <= MAX_SAMPLES).sum()), 1)
+        if steps < len(batches):
+            print(f"Planned are the first {steps} of {len(batches)} steps; --steps {len(batches)} for all.")
+    return batches[:steps]
 
 
 def _lengths(args: argparse.Namespace, *, most: int) -> NDArray[np.int64]:
     """All lengths of LENGTHS, in the order of training; `most` are drawn where it gives no N."""
-    source, key = args.lengths, args.key
-    if not source.startswith("synthetic:"):
-        lengths = read_lengths(source, key=key)
+    kind, *names = args.lengths.split(":")
+    if kind != "synthetic" or not names:
+        lengths = read_lengths(args.lengths, key=args.key)
+    elif args.key is not None:
+        raise BalanceError(f"--key is {args.key!r} and LENGTHS is {args.lengths!r}, which has no columns: drop --key.")
+    elif len(names) > 3 or not all(number.isdecimal() for number in names[1:]):
+        raise BalanceError(f"LENGTHS is {args.lengths!r}: it must be synthetic:NAME, :NAME:N or :NAME:N:SEED.")
     else:
-        _, name, *numbers = source.split(":")
-        if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
-            raise BalanceError(f"LENGTHS is {source!r}: it must be synthetic:NAME, :NAME:N or :NAME:N:SEED.")
-        if key is not None:
-            raise BalanceError(f"--key is {key!r} and LENGTHS is {source!r}, which has no columns: drop --key.")
-        num_samples, seed = (int(number) for number in [*numbers, *(most, 0)[len(numbers) :]])
-        lengths = synthetic_lengths(name, num_samples=num_samples, seed=seed)
+        num_samples, seed = map(int, [*names[1:], *(most, 0)[len(names) - 1 :]])
+        lengths = synthetic_lengths(names[0], num_samples=num_samples, seed=seed)
     if args.shuffle is not None:
         lengths = lengths[np.random.default_rng(args.shuffle).permutation(lengths.size)]
     return lengths

@@ -7,10 +7,8 @@
 
 Costs become seconds by a seconds.json, which holds them, or by the rates of `--device`; else only ratios are shown.
 
-If the model is known, the cost includes what context-parallel ranks receive: at one size through
-`CostModel.at_cp_size`, with dynamic sizes as `cp_exchange`. Optimiser, data loading and other communication are not
-included. Where the time is not a makespan, all pipeline stages work at the same time, so the work is divided by them.
-Sparse attention is counted as training counts it, by the pack; stock has a sample in each.
+If the model is known, the cost includes what context-parallel ranks receive; optimiser, data loading and other
+communication are not included. Sparse attention is counted by the pack, as in training; stock has a sample in each.
 """
 
 from __future__ import annotations
@@ -43,35 +41,26 @@ GPUS_PER_NODE = 8
 """Runs on at most this many GPUs are assumed to be on one node."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Costs:
-    """The cost of a sample on any number of ranks.
-
-    Attributes:
-        cost, model, device: the flags, or None.
-        record: the recorded run, or None.
-        max_tokens_per_gpu: of a full pack.
-        attention_factor: on the rate of attention, to see what depends on it.
-    """
+    """The cost of a sample on any number of ranks, by the flags of `compare`."""
 
     cost: str | None
     model: str | None
-    record: RunRecord | None
     device: str | None
-    max_tokens_per_gpu: int
-    attention_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.rates is not None and self.name != "flops":
-            raise BalanceError(
-                f"--device is given and the cost is {self.name}, not FLOPs: add --model, or drop --device."
-            )
+    record: RunRecord | None
+    max_tokens_per_gpu: int  # of a full pack
+    attention_factor: float = 1.0  # on the rate of attention, to see what depends on it
 
     @cached_property
     def rates(self) -> tuple[float, float, str] | None:
         """TFLOPS of all that is linear and of attention on `--device`, and their source."""
         if self.device is None:
             return None
+        if self.name != "flops":
+            raise BalanceError(
+                f"--device is given and the cost is {self.name}, not FLOPs: add --model, or drop --device."
+            )
         try:
             rates = [float(rate) for rate in self.device.split(",")]
         except ValueError:
@@ -163,11 +152,8 @@ class Costs:
             return 0
 
     def why_not_dynamic(self, topology: Topology) -> str | None:
-        """The reason why training refuses `--balance-context-parallel` with this model, or None.
-
-        The fields of a shape have the names of Megatron's options, so the table of options used in training decides.
-        """
-        fields = {} if self.shape is None else vars(self.shape)
+        """The reason why training refuses `--balance-context-parallel` with this model, or None."""
+        fields = {} if self.shape is None else vars(self.shape)  # they have the names of Megatron's options
         options = fields | {"balance_context_parallel": ALL_RANKS, "use_megatron_fsdp": topology.fully_sharded}
         problem = dynamic_cp_problem(options)
         if problem is None and not self._exchange(topology):
@@ -179,8 +165,7 @@ class Costs:
         if self.name == "seconds":  # of each rank
             return TimeScale("s", 1 / (UNITS_PER_SECOND * topology.pp_size))
         flops = self.rates[0] * 1e12 if self.rates is not None else 1.0
-        per_cost = 1 / (flops * ranks_of_sample(topology) * topology.pp_size)
-        return TimeScale("s" if self.rates is not None else self.name, per_cost)
+        return TimeScale("s" if self.rates is not None else self.name, 1 / (flops * num_sharing(topology)))
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
@@ -199,14 +184,19 @@ class Costs:
         return text
 
 
-def num_gpus(topology: Topology) -> int:
-    """GPUs of the run. Experts are spread over those that are there already."""
-    return topology.num_leaves * topology.pp_size * topology.tp_size
+def num_sharing(topology: Topology) -> int:
+    """GPUs that share the work of a sample of one size, on all pipeline stages."""
+    return ranks_of_sample(topology) * topology.pp_size
 
 
 def ranks_of_sample(topology: Topology) -> int:
     """GPUs that do the work a cost counts, on one pipeline stage: with dynamic context-parallel sizes a leaf's."""
     return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
+
+
+def num_gpus(topology: Topology) -> int:
+    """GPUs of the run. Experts are spread over those that are there already."""
+    return topology.num_leaves * topology.pp_size * topology.tp_size
 
 
 def _link(topology: Topology) -> tuple[float, str]:

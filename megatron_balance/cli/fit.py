@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.cli.compare import output_file
+from megatron_balance.cli.costs import num_sharing
 from megatron_balance.cost.calibration import (
     LEAST_STEPS,
     UNITS_PER_SECOND,
@@ -94,13 +95,7 @@ def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
         return {}
     # A unit of cost is a FLOP that is linear in tokens, or `rate` FLOPs of attention.
     flops = {"linear_tflops": (model.linear + model.expert_linear) / per_token, "attention_tflops": rate / per_core}
-    return {name: each / _num_ranks(info) / 1e12 for name, each in flops.items()}
-
-
-def _num_ranks(info: RunInfo) -> int:
-    """GPUs that share the work of a sample of one size."""
-    ranks = info.topology
-    return ranks.pp_size * ranks.tp_size * (1 if ranks.dynamic_cp else ranks.cp_size)
+    return {name: each / num_sharing(info.topology) / 1e12 for name, each in flops.items()}
 
 
 def measurements(record: RunRecord) -> Measurements:
@@ -125,7 +120,7 @@ def measurements(record: RunRecord) -> Measurements:
 
 def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurements:
     topology, cost_model, grid = info.topology, info.cost_model, step.cp_size_grid
-    # Where all have one size its ranks' costs are fitted together (`_num_ranks`).
+    # Where all have one size its ranks' costs are fitted together (`num_sharing`).
     sizes = np.maximum(step.cp_size_grid, 1) if topology.dynamic_cp else np.ones(grid.shape, dtype=np.int64)
     slots = step.slot_of if step.num_segments is None else np.repeat(step.slot_of, step.num_segments)
     size_of, padded = sizes.ravel()[slots], np.zeros(slots.size, dtype=np.int64)
@@ -157,7 +152,7 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
 
 def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calibration:
     """The fit as the seconds of the whole model on one rank."""
-    model, ranks = info.cost_model, _num_ranks(info)
+    model, ranks = info.cost_model, num_sharing(info.topology)
     stages = info.topology.pp_size  # seconds are those of the first one
     per_microbatch, per_token, per_core = (fit.coefficients * UNITS_PER_SECOND).tolist()
     linear = model.linear + model.expert_linear
@@ -172,14 +167,5 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
         # 0 would say that it was not measured.
         cp_exchange=max(1, round(per_core * fit.exchange * ranks)) if info.topology.dynamic_cp else 0,
     )
-    return Calibration(
-        costs=costs,
-        held_out_error=fit.error,
-        origin={
-            **info.origin,
-            **_rates(fit, info=info),
-            "longest_sequence": longest,
-            "num_microbatches": num_measured,
-            "policy": info.policy,
-        },
-    )
+    seen = {"longest_sequence": longest, "num_microbatches": num_measured, "policy": info.policy}
+    return Calibration(costs=costs, held_out_error=fit.error, origin={**info.origin, **_rates(fit, info=info), **seen})

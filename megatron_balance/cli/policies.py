@@ -7,9 +7,8 @@
     2. of these at one context-parallel size, the one with the fewest flags within WORTH of the fastest
     3. dynamic CP, if it gains DYNAMIC_WORTH more, or is alone in keeping under the cap
 
-Invariants: one cost judges all policies; each is planned with the cost that its flags select in training. Every
-figure, and the speed and the cap in the advice, come from plans of these very batches by the printed flags. No policy
-changes the order of the data.
+Invariants: one cost judges all policies; each is planned with the cost that its flags select in training. All figures
+come from plans of these very batches by the printed flags. No policy changes the order of the data.
 """
 
 from __future__ import annotations
@@ -34,17 +33,11 @@ WORTH = 0.01
 DYNAMIC_WORTH = 0.05
 """Dynamic CP must gain at least this fraction over the best policy at one size, because bandwidths are assumed."""
 
-NOTABLE_FLOOR = 1.01
-"""Single-sample floors up to this multiple of a rank's even share are not mentioned."""
-
 _MEANS = ("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "num_microbatches", "mean_cp_size")
 
 
 class Policy(NamedTuple):
-    """One way to divide a global batch: the training flags that select it, and the cost that it evens out.
-
-    Stock has no flags: it does not pack.
-    """
+    """One way to divide a global batch: training flags, none for stock (it does not pack), and the cost evened out."""
 
     name: str
     flags: str
@@ -55,15 +48,10 @@ class Policy(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyResult(PolicyFigures):
-    """All global batches under one policy, judged by the cost that judges every policy.
-
-    Attributes:
-        policy: the policy.
-        setting: ranks and cost that its plans are judged by; with dynamic CP ranks are leaves.
-    """
+    """All global batches under one policy, judged by the cost that judges every policy."""
 
     policy: Policy
-    setting: RunInfo
+    setting: RunInfo  # ranks and cost that its plans are judged by; with dynamic CP ranks are leaves
 
     @property
     def seconds(self) -> float:
@@ -80,10 +68,7 @@ class PolicyResult(PolicyFigures):
         return other.seconds / self.seconds if self.seconds else 1.0
 
     def line(self, *, stock: PolicyResult) -> dict[str, Any]:
-        """Its figures beside those of stock, as a line of a record: means over the steps, and the least headroom.
-
-        Tokens are original ones, not padding.
-        """
+        """Its figures beside those of stock, as a line of a record: means over the steps, and the least headroom."""
         num_tokens = sum(int(step.lengths.sum()) for step in self.steps)
         info = self.setting  # the predicted time follows one imbalance
         waiting = "pipeline" if is_makespan(info.objective, topology=info.topology) else info.objective
@@ -212,7 +197,7 @@ def _reasons(chosen: PolicyResult, *, results: Sequence[PolicyResult]) -> Iterat
         best = min((result for result in results if not result.policy.dynamic_cp), key=lambda result: result.seconds)
         gain = chosen.speedup(best)
         yield f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS names what it excludes."
-    elif floor > NOTABLE_FLOOR:
+    elif floor > 1.01:
         yield (
             f"One sample costs up to {floor:.2f}x a rank's even share, and no plan at one context-parallel size takes "
             "less time than it: take more samples a step, or cut it."

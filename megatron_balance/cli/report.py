@@ -29,11 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `report`."""
     parser.epilog = _EPILOG
     parser.add_argument("record", type=Path, metavar="RUN", help="folder of a record, or file of compare --json")
-    output = parser.add_argument_group("output")
-    output.add_argument(
+    parser.add_argument(
         "--out", type=output_file, default="report.html", metavar="FILE", help="the page (default: report.html)"
     )
-    output.add_argument(
+    parser.add_argument(
         "--trace", type=output_file, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well"
     )
 

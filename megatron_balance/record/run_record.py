@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,14 +92,8 @@ class RunInfo:
         )
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    """A run that was recorded.
-
-    Attributes:
-        info: properties of all steps.
-        steps: in the order of iterations.
-    """
+class RunRecord(NamedTuple):
+    """A run that was recorded; its steps are in the order of iterations."""
 
     info: RunInfo
     steps: tuple[StepRecord, ...]

@@ -125,22 +125,14 @@ class PolicyFigures:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Timeline:
-    """When each micro-batch of one step begins and how long it lasts, on the rows that are drawn.
+class Timeline(NamedTuple):
+    """When each micro-batch of one step begins and how long it lasts, `[num_rows, num_microbatches]` as drawn."""
 
-    Attributes:
-        starts, durations: `[num_rows, num_microbatches]`, in the unit of the time scale.
-        total: end of the step, until which ranks wait.
-        samples: `[row][slot]` sample ids.
-        sizes: `[num_rows, num_microbatches]` context-parallel size; 0 where a leaf has no such slot.
-    """
-
-    starts: Floats
+    starts: Floats  # in the unit of the time scale, as durations are
     durations: Floats
-    total: float
-    samples: list[list[list[int]]]
-    sizes: NDArray[np.int64]
+    total: float  # end of the step, until which ranks wait
+    samples: list[list[list[int]]]  # [row][slot] ids
+    sizes: NDArray[np.int64]  # context-parallel; 0 where a leaf has no such slot
 
 
 @dataclass(frozen=True, eq=False)
