@@ -1,4 +1,4 @@
-"""Cost of a recsys-examples shuffle as ranks grow: the gather, the plan, the exchange; torchrec is needed.
+"""R30: cost of a recsys-examples shuffle as ranks grow, the gather, the plan, the exchange; torchrec is needed.
 
 Ranks are processes of this machine over gloo, so seconds are of its memory and cores, and more ranks than cores wait
 for one another; bytes and plans are those of any machine. The batch is HSTU's: items, actions and labels of lognormal

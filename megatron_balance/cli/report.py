@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=output_file, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well"
     )
+    words = "of a GPU, for the MFU of a run that planned by FLOPs"
+    parser.add_argument("--peak", type=float, metavar="TFLOPS", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_balance.report import run_figures, write_page, write_trace
 
     figures = run_figures(read_record(args.record))
-    write_page(figures, out=args.out)
+    write_page(figures, out=args.out, peak=args.peak)
     size = args.out.stat().st_size / 1e6
     print(f"{args.out}: {len(figures.record.steps)} steps, {size:.1f} MB. Open it in a browser.")
     if args.trace is not None:

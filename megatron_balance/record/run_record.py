@@ -48,26 +48,16 @@ _MAX_LINE = 2**26
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The properties that all steps of a run share.
-
-    Attributes:
-        topology: the ranks.
-        limits: token or sample cap of a micro-batch.
-        cost_model: cost of a sample, as the run began.
-        cost_name: `tokens`, `flops` or `seconds`.
-        objective: when ranks wait for one another.
-        policy: the flags that chose it, for people.
-        origin: hardware and versions (`runtime.process.environment`), for people.
-    """
+    """The properties that all steps of a run share."""
 
     _: KW_ONLY
     topology: Topology
     limits: Limits
     cost_model: CostModel
-    cost_name: str
+    cost_name: str  # tokens, flops or seconds
     objective: str
-    policy: str
-    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    policy: str  # the flags that chose it, for people
+    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])  # hardware, versions, and the attention rate
 
     def line(self) -> dict[str, Any]:
         """The first line of a record."""

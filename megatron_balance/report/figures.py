@@ -165,6 +165,19 @@ class RunFigures:
         pairs = [_own_seconds(step) for step in self.record.steps if step.is_measured]
         return np.concatenate([np.zeros((2, 0)), *pairs], axis=1) * [[self.planned.scale.per_cost], [1]]
 
+    def mfu(self, policy: PolicyFigures, *, peak: float) -> float:
+        """Model FLOPs over those of all GPUs at `peak` TFLOP/s in a policy's forward and backward passes; else NaN."""
+        info, rate = self.record.info, self.record.info.origin.get("attention_rate")
+        if info.cost_name != "flops" or policy.scale.unit != "s" or not isinstance(rate, int | float):
+            return np.nan
+        model, ranks, known = info.cost_model, info.topology, ~np.isnan(policy.times)
+        # Attention is weighed by its rate, and routed experts may be apart.
+        per_token, steps = (1 - rate) * model.linear + model.expert_linear, self.record.steps
+        costs = [rate * float(model.exact_costs(step.segments).sum()) for step in steps]
+        flops = np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps])
+        num_gpus = ranks.num_leaves * ranks.tp_size * ranks.pp_size
+        return float(flops[known].sum() / (policy.times[known].sum() * num_gpus * peak * 1e12))
+
     @property
     def median_error(self) -> float:
         """Of the predictions, relative."""

@@ -25,8 +25,8 @@ NONE = "–"
 """A cell without a value."""
 
 
-def write_page(figures: RunFigures, *, out: Path) -> None:
-    """Write the page of a run."""
+def write_page(figures: RunFigures, *, out: Path, peak: float | None = None) -> None:
+    """Write the page of a run, with the MFU where the `peak` of a GPU is given, TFLOP/s."""
     try:
         import jinja2
         from markupsafe import Markup
@@ -56,7 +56,7 @@ def write_page(figures: RunFigures, *, out: Path) -> None:
         planned=planned,
         speed_up=float(stock.times.sum() / planned.times.sum()) if planned.times.any() else 1.0,
         columns=[TITLES[name] for name in figures.policies],
-        rows=_rows(figures),
+        rows=_rows(figures, peak=peak),
         floor=max(step.single_sample_floor for step in planned.metrics),
         nanmean=np.nanmean,
         charts=charts,
@@ -82,7 +82,7 @@ def amount(value: float, *, unit: str) -> str:
     return f"{value / 10**power:.3g} {prefixes[power]}{unit}"
 
 
-def _rows(figures: RunFigures) -> list[list[str]]:
+def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
     """The table: the name of a figure, its value under each policy, and measured."""
     rows: list[list[str]] = []
 
@@ -93,6 +93,8 @@ def _rows(figures: RunFigures) -> list[list[str]]:
     add("imbalance (slowest / mean), mean", lambda one: f"{np.nanmean(one.imbalance):.3f}", predicted=False)
     add("imbalance, worst step", lambda one: f"{np.nanmax(one.imbalance):.3f}", predicted=False)
     add("step, mean", lambda one: amount(float(np.nanmean(one.times)), unit=one.scale.unit), predicted=False)
+    if peak is not None:
+        add(f"MFU at {peak:g} TFLOP/s", lambda one: f"{figures.mfu(one, peak=peak):.1%}", predicted=False)
     add("above the lower bound, mean", lambda one: f"{one.mean('over_bound') - 1:+.2%}")
     add("micro-batches of a rank, mean", lambda one: f"{one.mean('num_microbatches'):.1f}")
     add("padding, mean", lambda one: f"{one.mean('padding_fraction'):.2%}")

@@ -51,6 +51,19 @@ def test_the_table_holds_what_was_planned_and_measured(tmp_path: Path) -> None:
     assert f"{speed_up:.2f}×" in page
 
 
+def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> None:
+    topology, origin = Topology(4, tp_size=2), {"attention_rate": 0.5}
+    steps = write_record(tmp_path / "record", run_info(topology, origin=origin), num_steps=3)
+    assert main(["report", str(tmp_path / "record"), "--peak", "0.001", "--out", str(tmp_path / "page.html")]) == 0
+    row = re.search(r'<th scope="row">MFU at 0.001 TFLOP/s</th>(.*?)</tr>', (tmp_path / "page.html").read_text())
+    assert row is not None
+    *_, measured = re.findall(r"<td>(.*?)</td>", row[1])
+    # A squared token counts 1: 0.5 FLOPs at half of the rate.
+    flops = sum(2000 * length + length**2 / 2 for step in steps for length in step.lengths.tolist())
+    seconds = sum(step.seconds.sum(axis=1).max() for step in steps)
+    assert float(measured.rstrip("%")) == pytest.approx(100 * flops / (seconds * 8 * 1e9), abs=0.06)
+
+
 def test_the_page_is_whole_in_one_file_and_texts_of_the_run_stay_texts(tmp_path: Path) -> None:
     harm = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     origin = {"device": harm, "clock": harm, "versions": {harm: harm}}
