@@ -143,13 +143,13 @@ def check_cluster(*, flags: Sequence[str], found: Sequence[str]) -> Iterator[Fin
     """Meet with the other ranks; every rank of the world calls it, with the problems found so far."""
     from torch.distributed.rendezvous import rendezvous
 
-    from megatron_balance.runtime.start import Meeting, agree, gather_texts
+    from megatron_balance.runtime.start import Meeting, agree
 
     # What MASTER_ADDR and MASTER_PORT lead to is the store of torchrun's agent, or that of rank 0.
     store, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
     meeting = Meeting(store, rank=rank, num_ranks=num_ranks, timeout=TIMEOUT)
     try:
-        texts = gather_texts(json.dumps(_here()), meeting=meeting, topic="the doctor")
+        texts = agree({}, meeting=meeting, topic="the doctor", said=json.dumps(_here()))
     except BalanceError as error:
         yield Finding(False, str(error))
         return

@@ -1,8 +1,8 @@
 """Moves samples between ranks by a given schedule, over torch.distributed.
 
-In a step: `split_packed` (what the dataloader yields → samples), `gather_sample_lengths` (every rank learns all
-lengths), the planner, `check_same_schedule`, `reroute_samples`, `pack_microbatch`. Process groups are arguments and
-only tensors are sent.
+In a step: `samples.split_packed` (what the dataloader yields → samples), `gather_sample_lengths` (every rank learns all
+lengths), the planner, `check_same_schedule`, `reroute_samples`, `samples.pack_microbatch`. Process groups are arguments
+and only tensors are sent.
 """
 
 from megatron_balance.runtime.comm import PeerError
@@ -16,25 +16,17 @@ from megatron_balance.runtime.gather import (
     image_patches,
 )
 from megatron_balance.runtime.start import Meeting, agree
-from megatron_balance.samples.packing import pack_microbatch
-from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
-from megatron_balance.samples.unpacking import split_packed
 
 __all__ = [
     "GatheredLengths",
     "Header",
-    "KeySpec",
     "Meeting",
     "PeerError",
-    "Sample",
-    "SampleSchema",
     "agree",
     "check_same_schedule",
     "gather_lengths",
     "gather_sample_lengths",
     "image_patches",
-    "pack_microbatch",
     "reroute_samples",
     "share",
-    "split_packed",
 ]

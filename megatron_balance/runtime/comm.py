@@ -116,11 +116,10 @@ def exchange_parts(
 ) -> None:
     """Exchange parts of two buffers between the ranks that share some; sizes are entries by the rank in the group.
 
-    Between CPUs that is one message to and from each rank named, none where it is empty; other ranks take no part. One
-    collective of all ranks would connect every rank to every other in the first step (docs/scale.md). All receives are
-    posted before the first send, and none is waited for before the last send: gloo moves messages in any order, so no
-    order of ranks can deadlock. Between GPUs all ranks call one `all_to_all_single`: the first call over NCCL must be
-    one of all ranks.
+    Between CPUs one message goes to and comes from each rank named; a collective of all ranks would connect every rank
+    to every other (docs/scale.md). All receives are posted before the first send, and none is waited for before the
+    last: gloo moves messages in any order, so nothing can deadlock. Between GPUs all ranks call one collective, as the
+    first call over NCCL must be.
     """
     with waiting_for(what, group=group):
         if receive.device.type != "cpu":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,7 +41,9 @@ class Meeting:
     timeout: timedelta
 
 
-def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem: str | None = None) -> None:
+def agree(
+    settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem: str | None = None, said: str = ""
+) -> list[str]:
     """Continue only if every rank takes part, with the same settings and without a problem.
 
     Args:
@@ -49,55 +51,48 @@ def agree(settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem:
         meeting: of all ranks of the world.
         topic: `flags`; ranks that meet several times name it each time.
         problem: error of this rank, or None.
+        said: a few bytes that every rank gets.
+
+    Returns:
+        What each rank said.
 
     Raises:
         BalanceError: on every rank: the differing settings with values and ranks; the problem; or the missing
             ranks. PeerError where rank 0 is missing or the store is gone.
     """
-
-    def judge(texts: list[str]) -> tuple[str, list[str]]:
-        return disagreement(*zip(*map(json.loads, texts), strict=True)), []
-
-    _meet(json.dumps([problem, {**settings}]), meeting=meeting, topic=topic, judge=judge)
-
-
-def gather_texts(text: str, *, meeting: Meeting, topic: str) -> list[str]:
-    """The text of every rank, a few bytes, by rank. Raises as `agree`."""
-    return _meet(text, meeting=meeting, topic=topic, judge=lambda texts: ("", texts))
-
-
-def _meet(text: str, *, meeting: Meeting, topic: str, judge: Callable[[list[str]], tuple[str, list[str]]]) -> list[str]:
-    """Rank 0 judges the texts of all ranks; every rank raises the problem that it finds, or returns its answer."""
     store, rank = meeting.store, meeting.rank
     started, seconds = time.monotonic(), meeting.timeout.total_seconds()
     with waiting_for(f"all ranks to agree on their {topic}"):
         # Numbered, so that ranks that meet again on this topic do not read an earlier verdict.
         folder = f"{ROOT}/{topic}/{store.add(f'{ROOT}/{topic}/meetings/{rank}', 1)}"
         entries = [f"{folder}/rank/{other}" for other in range(meeting.num_ranks)]
-        store.set(entries[rank], text)
+        store.set(entries[rank], json.dumps([problem, {**settings}, said]))
         if rank == 0:
             until = started + JUDGING_SHARE * seconds
             missing = [other for other, entry in enumerate(entries) if not _came(store, entry, until=until)]
-            verdict: tuple[str, list[str]] = (
+            verdict = (
                 f"{named_ranks(missing)} of {meeting.num_ranks} did not come to agree on {topic} within "
                 f"{JUDGING_SHARE * seconds:.0f} s. Such a rank has died, hangs, or trains without megatron_balance: "
-                "start every rank with the same command (the launcher or the import line) and the same installation.",
-                [],
+                "start every rank with the same command (the launcher or the import line) and the same installation."
             )
+            of_ranks: tuple[str, ...] = ()
             if not missing:
-                verdict = judge([store.get(entry).decode() for entry in entries])
-            store.set(f"{folder}/verdict", json.dumps(verdict))
+                problems, all_settings, of_ranks = zip(
+                    *(json.loads(store.get(entry)) for entry in entries), strict=True
+                )
+                verdict = disagreement(problems, all_settings)
+            store.set(f"{folder}/verdict", json.dumps([verdict, of_ranks]))
         elif not _came(store, f"{folder}/verdict", until=started + seconds):
             raise RuntimeError("no word from rank 0")
-        problem, answer = json.loads(store.get(f"{folder}/verdict"))
-        if problem:
+        verdict, answer = json.loads(store.get(f"{folder}/verdict"))
+        if verdict:
             store.set(f"{folder}/read/{rank}", "")
             until = time.monotonic() + READ_SECONDS
             for other, entry in enumerate(entries if rank == 0 else []):
                 if store.check([entry]):
                     _came(store, f"{folder}/read/{other}", until=until)
-    if problem:
-        raise BalanceError(problem)
+    if verdict:
+        raise BalanceError(verdict)
     return answer
 
 

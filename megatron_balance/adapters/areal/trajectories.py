@@ -34,7 +34,8 @@ from megatron_balance.adapters.kit import even_parts, row_costs
 from megatron_balance.adapters.kit.ranks import move_rows, moving_row
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime import KeySpec, SampleSchema, gather_lengths
+from megatron_balance.runtime import gather_lengths
+from megatron_balance.samples import KeySpec, SampleSchema
 
 MASK = "attention_mask"
 

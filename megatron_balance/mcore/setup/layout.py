@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import named_ranks, waiting_for
 from megatron_balance.runtime.process import close_on_undo, local_world_size
-from megatron_balance.runtime.start import Meeting, gather_texts
+from megatron_balance.runtime.start import Meeting, agree
 
 LAZY_GLOO = "megatron_balance_gloo"
 """Name by which torch knows `_lazy_gloo`."""
@@ -70,7 +70,7 @@ class Layout:
         )
         meeting, places = meeting_of_world(timeout=timeout), [place]
         if meeting is not None:
-            texts = gather_texts(json.dumps(place), meeting=meeting, topic="process groups")
+            texts = agree({}, meeting=meeting, topic="process groups", said=json.dumps(place))
             places = [Place(*json.loads(text)) for text in texts]
         return cls(0 if meeting is None else meeting.rank, places)
 

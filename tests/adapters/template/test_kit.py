@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.adapters.kit import even_parts, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_rows, moving_row
-from megatron_balance.runtime import SampleSchema, gather_lengths
+from megatron_balance.runtime import gather_lengths
+from megatron_balance.samples import SampleSchema
 
 COST = CostModel(linear=24576, quadratic=1)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.adapters.kit import Adapter, Function, Hook
-from megatron_balance.runtime import Sample, check_same_schedule, gather_sample_lengths, reroute_samples
+from megatron_balance.runtime import check_same_schedule, gather_sample_lengths, reroute_samples
+from megatron_balance.samples import Sample
 
 
 @dataclass(frozen=True)
