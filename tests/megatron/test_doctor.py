@@ -73,7 +73,7 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--balance-by-flops --calculate-per-token-loss", ["--balance-by-flops is set: without --use-dynamic"]),
+        ("--balance-by-flops --calculate-per-token-loss", ["--balance-by-flops is set: nothing is packed by it"]),
         (
             "--use-dynamic-batch-size --max-tokens-per-gpu 0",
             ["--max-tokens-per-gpu is 0", "--calculate-per-token-loss is"],

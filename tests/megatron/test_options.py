@@ -123,7 +123,8 @@ WITHOUT_BALANCING = [
 CAUTIONED = [
     f"--transformer-impl transformer_engine {SIZED}",
     "--moe-token-dispatcher-type flex --num-experts 4",
-    f"--moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs {FLEX}",
+    "--moe-token-dispatcher-type flex --num-experts 4 --moe-flex-dispatcher-backend hybridep "
+    "--moe-hybridep-pad-uneven-dispatch-inputs",
     f"--moe-aux-loss-coeff 0.01 {EXPERTS}",
     f"--moe-z-loss-coeff 0.01 {EXPERTS} {UNPADDED}",
     f"--moe-aux-loss-coeff 0 0.01 --moe-router-load-balancing-type aux_loss global_aux_loss {EXPERTS}",
