@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -217,15 +216,12 @@ def fit_seconds(features: Floats, *, seconds: Floats, ratio: float | None = None
 
 
 def _non_negative(rows: Floats, *, target: Floats, weights: Floats) -> Floats:
-    """The non-negative `x` with the least `Σ weights*(rows @ x - target)²`: the best of all sets of positive ones."""
-    gram, moments = (rows * weights[:, None]).T @ rows, rows.T @ (weights * target)
-    best, best_gain = np.zeros(rows.shape[1]), 0.0
-    for size in range(1, rows.shape[1] + 1):
-        for chosen in map(list, combinations(range(rows.shape[1]), size)):
-            solution: Floats = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], moments[chosen], rcond=1e-12)[0]
-            # The residual is Σ weights*target² - gain.
-            gain = float(moments[chosen] @ solution)
-            if (solution >= 0).all() and gain > best_gain * (1 + 1e-12):
-                best, best_gain = np.zeros(rows.shape[1]), gain
-                best[chosen] = solution
-    return best
+    """Weighted least squares by the columns that come out positive; the most negative is left out first."""
+    roots, result, chosen = np.sqrt(weights), np.zeros(rows.shape[1]), list(range(rows.shape[1]))
+    while chosen:
+        solution: Floats = np.linalg.lstsq(rows[:, chosen] * roots[:, None], target * roots, rcond=1e-12)[0]
+        if (solution >= 0).all():
+            result[chosen] = solution
+            break
+        del chosen[int(solution.argmin())]
+    return result

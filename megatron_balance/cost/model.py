@@ -4,8 +4,7 @@ A cost model gives the time of a sample as a function of its padded length L in 
 
     cost(L) = linear*L + quadratic*L² + Σ_w window_w*pairs(L, w)
 
-or with `cp_received*L` in place of both terms of attention, if that is more. `pairs(L, w) = 2wL - w(w-1)` once `w < L`,
-and `L²` below: the causal attention of a layer with a sliding window of w tokens, in the units of `quadratic`.
+or with `cp_received*L` in place of both terms of attention, if that is more; `pairs` as in `causal_pairs` of the model.
 A sample's images add the time of the vision encoder, which runs before the language model on the same rank.
 
 Invariants: costs are non-negative int64; a sum over all samples stays below 2**62 (larger ones are
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
@@ -148,24 +148,22 @@ class CostModel:
         for name, rate in (("linear_tflops", linear_tflops), ("attention_tflops", attention_tflops)):
             if not 0 < rate < math.inf:
                 raise BalanceError(f"CostModel.from_shape: {name} is {rate!r}: give a finite rate above 0.")
-        slowdown = Fraction(linear_tflops) / Fraction(attention_tflops)
+        slowdown, unfused = Fraction(linear_tflops) / Fraction(attention_tflops), pack_tokens and not shape.dsa_fused
         gemm, loss = 3 - (shape.lora_rank > 0), shape.dsa_indexer_loss
         # Of GEMMs, and of half an attention core, whose backward pass is two and a half times its forward.
         passes = {"dsa_indexer": (1 + loss, 2 + 4 * loss), "dsa_target": (0, 2)}  # the indexer's input is detached
-        linear = expert_linear = half_cores = 0
-        windows: dict[int, int] = {}
+        linear = expert_linear = 0
+        halves: Counter[int] = Counter()  # of cores, by window; 0 where there is none
         for part, flops in fwd_flops_by_part(shape).items():
             of_gemms, of_halves = passes.get(part, (gemm, 7))
             linear += of_gemms * flops.linear
             expert_linear += of_gemms * flops.expert_linear
-            if part.startswith("dsa") and not shape.dsa_fused and pack_tokens:
+            cores = {0: flops.quadratic, **dict(flops.windows)}
+            if unfused and part.startswith("dsa"):
                 # All pairs, the masked half included, forward and twice backward where there is a gradient.
-                pairs = 2 * (flops.quadratic + sum(coefficient for _, coefficient in flops.windows))
-                linear += (3 if part == "dsa" else of_halves // 2) * pairs * pack_tokens
-                continue
-            half_cores += of_halves * flops.quadratic
-            for window, coefficient in flops.windows:
-                windows[window] = windows.get(window, 0) + of_halves * coefficient
+                linear += (3 if part == "dsa" else of_halves // 2) * 2 * sum(cores.values()) * pack_tokens
+            else:
+                halves.update({window: of_halves * coefficient for window, coefficient in cores.items()})
 
         def core(halves: int) -> int:
             return math.ceil(Fraction(halves, 2) * slowdown)
@@ -178,9 +176,9 @@ class CostModel:
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
             per_microbatch=MICROBATCH_TOKENS * (linear + expert_linear),
-            quadratic=core(half_cores),
+            quadratic=core(halves.pop(0, 0)),
             expert_linear=expert_linear if ep_size > 1 else 0,
-            windows=tuple((window, core(coefficient)) for window, coefficient in sorted(windows.items())),
+            windows=tuple((window, core(coefficient)) for window, coefficient in sorted(halves.items())),
             image_linear=image_linear,
             image_quadratic=image_quadratic,
         )
@@ -229,19 +227,11 @@ class CostModel:
         return self.linear * exact + np.maximum(attention, self.cp_received * exact)
 
     def sample_costs(
-        self,
-        lengths: NDArray[np.int64],
-        *,
-        image_patches: NDArray[np.int64] | None = None,
+        self, lengths: NDArray[np.int64], *, image_patches: NDArray[np.int64] | None = None
     ) -> SampleCosts:
-        """Costs of many samples.
+        """Costs of samples of `[num_samples]` padded tokens; what costs anything keeps a cost of at least 1.
 
-        Args:
-            lengths: `[num_samples]` int64, padded tokens.
-            image_patches: `[num_samples, 2]` int64, the sum over each sample's images of their patches, and of their
-                squared patches; None for no images.
-
-        A sample that costs anything keeps a cost of at least 1.
+        `image_patches`: `[num_samples, 2]` int64, the sums of patches and of squared patches over a sample's images.
         """
         unique, inverse = np.unique(lengths, return_inverse=True)
         # Python's integers from here on: a sum passes int64 sooner.

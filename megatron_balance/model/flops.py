@@ -1,11 +1,8 @@
 """Forward FLOPs and weights of a model, one function per kind of layer.
 
 A multiply and an add are two FLOPs, so a token through an `m x n` matrix is `2mn`. Attention is causal:
-half of the score matrix is never computed, which cancels that factor of two and leaves `n_heads*dim*L²`
-for each of QKᵀ and PV. Norms, rotary embeddings, activations, softmax, sinks and biases are not counted.
-docs/cost-model.md has the formulas and their sources; tests/megatron/test_flops_oracle.py pins where Megatron's own
-`num_floating_point_operations` agrees and where it does not.
-
+half of the score matrix is never computed, which leaves `n_heads*dim*L²` for each of QKᵀ and PV. Norms, rotary
+embeddings, activations, softmax, sinks and biases are not counted. docs/cost-model.md has the formulas and sources.
 Everything is a Python integer, so that ranks agree bit for bit and no length overflows.
 """
 
@@ -106,16 +103,14 @@ def causal_pairs(length: int, *, window: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What a layer computes."""
+    """Weight matrices that every token passes, those of one routed expert, FLOPs per token that no matrix accounts for,
+    and FLOPs per squared token, of `window` keys that a query attends to if that is above 0.
+    """
 
     gemms: Sequence[Gemm] = ()
-    """Weight matrices that every token passes."""
     expert_gemms: Sequence[Gemm] = ()
-    """Of one routed expert."""
     state: int = 0
-    """FLOPs per token that no weight matrix accounts for."""
     quadratic: int = 0
-    """FLOPs per squared token, of `window` keys that a query attends to if that is above 0."""
     window: int = 0
 
 
@@ -170,19 +165,13 @@ def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
 
 
 def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
-    """Forward FLOPs by kind of layer, summed over layers.
-
-    Keys `attention`, `mla`, `dsa`, `dsa_indexer`, `dsa_target`, `gated_delta_net`, `mamba`, `dense`, `moe`,
-    `mtp_projection` and `lm_head` (the output layer, once per depth more), as the model has them.
-    """
+    """Forward FLOPs by kind of layer, summed over layers; `lm_head` runs once more per depth."""
     parts: dict[str, FlopsPolynomial] = {}
     for part, work in _works(shape):
-        flops = FlopsPolynomial(
-            linear=2 * _weights(work.gemms) + work.state,
-            expert_linear=2 * shape.moe_router_topk * _weights(work.expert_gemms),
-            quadratic=0 if work.window else work.quadratic,
-            windows=((work.window, work.quadratic),) if work.window else (),
-        )
+        linear = 2 * _weights(work.gemms) + work.state
+        of_experts = 2 * shape.moe_router_topk * _weights(work.expert_gemms)
+        windows = ((work.window, work.quadratic),) if work.window else ()
+        flops = FlopsPolynomial(linear, 0 if windows else work.quadratic, of_experts, windows)
         parts[part] = parts.get(part, FlopsPolynomial()) + flops
     return parts
 
@@ -197,11 +186,9 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
         >>> num_parameters(ModelShape.preset("Qwen3-8B")) // 10**6
         8190
     """
-    total = (1 if tied else 2) * shape.hidden_size * shape.padded_vocab_size
-    for part, work in _works(shape):
-        if part != "lm_head":  # one for all depths of multi-token prediction
-            total += _weights(work.gemms) + shape.num_experts * _weights(work.expert_gemms)
-    return total
+    ends = (1 if tied else 2) * shape.hidden_size * shape.padded_vocab_size  # for all depths of multi-token prediction
+    layers = [work for part, work in _works(shape) if part != "lm_head"]
+    return ends + sum(_weights(each.gemms) + shape.num_experts * _weights(each.expert_gemms) for each in layers)
 
 
 def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:
@@ -217,8 +204,7 @@ def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:
             if shape.dsa_indexer_loss:
                 yield "dsa_target", _dsa_target(shape)
     h, depths = shape.hidden_size, shape.mtp_num_layers
-    # A depth joins hidden state and embedding.
-    yield from [("mtp_projection", Work(((2 * h, h),)))] * depths
+    yield from [("mtp_projection", Work(((2 * h, h),)))] * depths  # a depth joins hidden state and embedding
     yield from [("lm_head", Work(((h, shape.padded_vocab_size),)))] * (1 + depths)
 
 

@@ -1,9 +1,8 @@
 """Reads the fields of a ModelShape from a Hugging Face `config.json`, by its keys.
 
-One reader serves all models, because families name the same sizes in a few ways only. `FAMILIES` names the model types
-whose modeling files in `transformers` were checked against it (tests/model/configs.json), with what their
-configuration classes add to published files. Another type is read in the same way, and a warning says which keys were
-used. families.json also names the types and the keys of layers whose FLOPs are not known: such a file is refused.
+One reader serves all models, because families name the same sizes in a few ways only. `FAMILIES` were checked against
+the models of `transformers` (tests/model/configs.json). Another type is read in the same way, and a warning says which
+keys were used. families.json also names the types and keys of layers whose FLOPs are not known: they are refused.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _NAMES: dict[str, list[str]] = _TABLE["names"]
 
 
 def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int | None]:
-    """Keyword arguments of ModelShape, what to warn of, and the parameters of the checkpoint beside the file, if known.
-
-    It warns of the keys used for an unknown type and of a tower that is not counted.
-    """
+    """Keyword arguments of ModelShape, what to warn of, and the parameters of a checkpoint beside the file."""
     whole = config if isinstance(config, Mapping) else _load(Path(config))
     text = next((whole[name] for name in ("text_config", "llm_config") if isinstance(whole.get(name), Mapping)), whole)
     model_type = text.get("model_type", whole.get("model_type"))
@@ -292,10 +288,7 @@ def _indexer_layers(keys: _Keys, num_layers: int) -> tuple[int, ...]:
 
 
 def _encoder(keys: _Keys) -> VisionEncoder | None:
-    """The encoder of a Qwen-VL model; None for any other.
-
-    Qwen2.5-VL has windows in all layers but `fullatt_block_indexes`; later ones have more projectors (DeepStack).
-    """
+    """The encoder of a Qwen-VL model; None for any other."""
     if not keys.model_type.startswith(("qwen2_5_vl", "qwen3_vl", "qwen3_5")):
         return None
     merged, patch_size = keys.need("spatial_merge_size") ** 2, keys.need("patch_size")

@@ -8,8 +8,7 @@ Read as Megatron 0.19 reads them: `validate_args` (megatron/training/arguments.p
     --window-attn-skip-freq N    every N-th layer is full attention, the others windowed (is_layer_window_attention)
     --dsa-indexer-topk-freq N    every N-th layer picks keys for those after it        (is_dsa_skip_topk_layer)
 
-The first three also take a list. A configuration has other names for experts and the gate, and lacks vocabulary and
-hybrid pattern. Nothing of Megatron is imported here.
+The first three also take a list. Nothing of Megatron is imported here.
 """
 
 from __future__ import annotations

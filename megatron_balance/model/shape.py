@@ -1,9 +1,6 @@
 """The shape of a language model: the sizes that its FLOPs depend on.
 
-Fields carry Megatron's argument names. Layers of different kinds are distinguished one by one, never
-averaged: a pattern has one entry per layer, as `--moe-layer-freq "[0]*3+[1]*58"` has.
-
-Where Megatron says None for "the model has none of this", a number here is 0.
+Fields carry Megatron's argument names; where Megatron says None for "the model has none of this", a number here is 0.
 """
 
 from __future__ import annotations
