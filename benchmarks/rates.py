@@ -2,8 +2,8 @@
 
 Rates: two rows of a table of whole runs by sequence length give two rates, and the other rows judge them. Attention
 kernels give one rate, the other is assumed; runs of a model with experts at one length give the other way round.
-Loss: plans made by other costs, timed by each profile with assumed fixed times, over the plan made with exactly these,
-less one. `two rates` knows the profile's rates, and not the fixed times. Under dynamic context parallelism the
+Loss: plans made by other costs, timed by each profile with an assumed time of a micro-batch, over the plan by these,
+less one. `two rates` has the profile's rates, and 128 tokens a micro-batch. Under dynamic context parallelism the
 exchange between nodes is what attention does not hide of it.
 """
 
