@@ -5,20 +5,21 @@ can go. Installing checks every row first. A target that is missing, has other p
 by value somewhere the row does not name, fails on every rank before training, with the version seen.
 
 Invariants: either every hook of a table is installed or none; installing twice with the same settings installs once,
-other settings raise and change nothing; `undo()` restores the very objects that were there.
+other settings raise and change nothing; `undo()` restores the very objects that were there, as `holding` does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_balance.errors import BalanceError
 
-__all__ = ["Function", "Hook", "Installation", "Patches", "check_version", "install_hooks"]
+__all__ = ["Function", "Hook", "Installation", "Patches", "check_version", "holding", "install_hooks"]
 
 Settings = TypeVar("Settings")
 Function = Callable[..., Any]
@@ -183,3 +184,16 @@ def check_version(version: str, *, system: str, supported: Sequence[str], remedy
     if version not in supported and not version.startswith(tuple(f"{release}." for release in supported)):
         raise BalanceError(f"{system} is {version}; megatron_balance is tested on {', '.join(supported)}: {remedy}.")
     return version
+
+
+@contextlib.contextmanager
+def holding(target: Any, **values: Any) -> Iterator[None]:
+    """Have attributes of an object hold these values in this context."""
+    stock = {name: getattr(target, name, None) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in stock.items():
+            setattr(target, name, value)

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import holding
 from megatron_balance.mcore.setup.layout import Layout, Place, make_groups
-from megatron_balance.mcore.setup.training_loop import holding
 from megatron_balance.topology import Topology
 
 

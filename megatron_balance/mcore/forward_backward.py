@@ -25,13 +25,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import holding
 from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect
 from megatron_balance.mcore.model_keywords import RouterPadding, called_with_packs, packed_params_of
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.setup.training_loop import RunLog, holding
 from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.figures import RunLog
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch

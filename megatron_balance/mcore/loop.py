@@ -128,7 +128,8 @@ def run_of_model(
             "Megatron's parallel state is not initialized: call parallel_state.initialize_model_parallel() first."
         )
     chunks = model if isinstance(model, list) else [model]
-    config, inner = get_model_config(chunks[0]), unwrap_model(chunks[0])
+    config: Any = get_model_config(chunks[0])
+    inner: Any = unwrap_model(chunks[0])
     parsed, _ = parse_flags([*_OWN_FLAGS, *flags])
     if parsed.balance_evaluation and not eval_iters:
         raise BalanceError(
@@ -146,20 +147,28 @@ def run_of_model(
             f"{type(inner).__name__} has no vocab_size, so that its FLOPs are not known: give cost (a ModelShape or a "
             "CostModel), or the flag --no-balance-by-flops."
         )
-    kinds = ("data", "context", "tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+    engine = any("transformer_engine" in type(module).__module__ for module in inner.modules())
+    stock_attention = any(type(module).__name__ == "DotProductAttention" for module in inner.modules())
+    sizes = ("data", "context", "tensor_model", "pipeline_model", "expert_model", "expert_tensor")
     options = ChainMap(
         vars(parsed),
         {  # A configuration may leave sizes at 1: layers ask the parallel state.
-            f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in kinds
+            f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in sizes
         },
         {
             "virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None,
             "num_experts": config.num_moe_experts or 0,
             "create_attention_mask_in_dataloader": False,  # dev's configuration sets it
             "eval_iters": eval_iters,
+            "transformer_impl": "transformer_engine" if engine else "local",
+            # Megatron's local attention takes no packed sequences; another one comes from a spec of the loop's own.
+            "spec": None if stock_attention and not engine else "the model's",
+            "use_megatron_fsdp": type(chunks[0]).__name__ == "FullyShardedDataParallel",
+            "use_torch_fsdp2": type(chunks[0]).__name__ == "TorchFullyShardedDataParallel",
+            "position_embedding_type": getattr(inner, "position_embedding_type", None),
+            "seq_length": getattr(inner, "max_sequence_length", 0),
             **known,
         },
-        _of_modules(chunks[0], inner=inner),
         vars(config),
     )
     fill_in(parsed, options=options)
@@ -175,20 +184,3 @@ def run_of_model(
 
     given = cost if isinstance(cost, CostModel) else None
     return build_run(options, shape=shape, cost=given)
-
-
-def _of_modules(chunk: Any, *, inner: Any) -> dict[str, Any]:
-    """Options that follow from the modules, as flags of Megatron's scripts would set them."""
-    kinds = [type(module) for module in inner.modules()]
-    engine = any("transformer_engine" in kind.__module__ for kind in kinds)
-    stock_attention = any(kind.__name__ == "DotProductAttention" for kind in kinds)
-    kind = type(chunk).__name__
-    return {
-        "transformer_impl": "transformer_engine" if engine else "local",
-        # Megatron's local attention takes no packed sequences; another one comes from a spec of the loop's own.
-        "spec": None if stock_attention and not engine else "the model's",
-        "use_megatron_fsdp": kind == "FullyShardedDataParallel",
-        "use_torch_fsdp2": kind == "TorchFullyShardedDataParallel",
-        "position_embedding_type": getattr(inner, "position_embedding_type", None),
-        "seq_length": getattr(inner, "max_sequence_length", 0),
-    }

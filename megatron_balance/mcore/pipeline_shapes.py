@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.training_loop import holding
+from megatron_balance.hooking import holding
 from megatron_balance.mcore.step.balanced_step import Slots
 from megatron_balance.topology import Topology
 

@@ -24,7 +24,7 @@ from megatron_balance.mcore.options import Options, executor_runs_our_plan, noth
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_device
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
-from megatron_balance.mcore.setup.training_loop import RunLog
+from megatron_balance.mcore.step.figures import RunLog
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import close_all
 from megatron_balance.runtime.start import agree

@@ -1,4 +1,4 @@
-"""The figures of a balanced step by name, their means over steps, and the log line made of them.
+"""The figures of a balanced step by name, their means over steps, the log line made of them, and the log.
 
 Of one step: `planned_imbalance`, slowest over mean as planned, by the objective; `measured_imbalance` and
 `busiest_rank_seconds`, as measured among the data-parallel ranks of one pipeline stage and context-parallel rank
@@ -77,3 +77,36 @@ def log_line(figures: Figures) -> str:
         parts.append(f"moved {figures['moved_fraction']:.0%} of tokens")
     parts += [f"{name} {figures[f'{name}_seconds'] * 1e3:.1f} ms" for name in ("plan", "exchange", "exposed")]
     return " | ".join(parts)
+
+
+class RunLog:
+    """Prints lines, and each warning once, where it is enabled: on one rank."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._warned: set[str] = set()
+
+    def say(self, message: str) -> None:
+        """Print a line."""
+        if self._enabled:
+            print(f"megatron_balance: {message}", flush=True)
+
+    def warn_once(self, message: str, *, topic: str | None = None) -> None:
+        """Print a warning the first time; messages of one topic count as one."""
+        if (topic or message) not in self._warned:
+            self._warned.add(topic or message)
+            self.say(f"WARNING: {message}")
+
+    def warn_of_oversized(self, schedule: DataSchedule) -> None:
+        """Warn once where a sample is longer than the cap."""
+        if not schedule.oversized:
+            return
+        longest = int(schedule.padded_lengths.max())
+        topology = schedule.topology.at_cp_size(schedule.topology.dynamic_cp_sizes[-1])
+        cap = schedule.limits.max_tokens_per_microbatch(topology)
+        self.warn_once(
+            f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
+            f"{topology.cp_size} context-parallel ranks). Such samples run alone; raise the cap or shorten them if "
+            "memory runs out.",
+            topic="oversized",
+        )

@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.setup.training_loop import RunLog
 from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.figures import figures_of
+from megatron_balance.mcore.step.figures import RunLog, figures_of
 from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.mcore.step.source import Fetched, SampleOrigin, split_items
