@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from megatron_balance.cli.compare import output_file
+from megatron_balance.errors import BalanceError
 from megatron_balance.record import read_record
 
 _EPILOG = """\
@@ -35,12 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=output_file, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well"
     )
-    words = "of a GPU, for the MFU of a run that planned by FLOPs"
-    parser.add_argument("--peak", type=float, metavar="TFLOPS", help=words)
+    parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of a GPU: adds the MFU of a run by FLOPs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and the trace if asked to."""
+    if args.peak is not None and not 0 < args.peak < float("inf"):
+        raise BalanceError(f"--peak is {args.peak:g}: it must be TFLOP/s above 0.")
     from megatron_balance.report import run_figures, write_page, write_trace
 
     figures = run_figures(read_record(args.record))

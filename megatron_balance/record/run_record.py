@@ -214,10 +214,7 @@ def text_of(line: Mapping[str, Any]) -> bytes:
 
 
 class RecordWriter:
-    """Writes one rank's part of a record: its measured seconds, and with `info` the plans of all ranks.
-
-    With `resume` lines follow those that are there, else files begin anew.
-    """
+    """Writes one rank's part of a record: its seconds, and with `info` all plans; to `resume` is to write on."""
 
     def __init__(self, folder: Path, *, rank: int, info: RunInfo | None = None, resume: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)

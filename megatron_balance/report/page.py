@@ -94,7 +94,7 @@ def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
     add("imbalance, worst step", lambda one: f"{np.nanmax(one.imbalance):.3f}", predicted=False)
     add("step, mean", lambda one: amount(float(np.nanmean(one.times)), unit=one.scale.unit), predicted=False)
     if peak is not None:
-        add(f"MFU at {peak:g} TFLOP/s", lambda one: f"{figures.mfu(one, peak=peak):.1%}", predicted=False)
+        add(f"MFU at {peak:g} TFLOP/s", lambda one: _known(figures.mfu(one, peak=peak)), predicted=False)
     add("above the lower bound, mean", lambda one: f"{one.mean('over_bound') - 1:+.2%}")
     add("micro-batches of a rank, mean", lambda one: f"{one.mean('num_microbatches'):.1f}")
     add("padding, mean", lambda one: f"{one.mean('padding_fraction'):.2%}")
@@ -106,6 +106,10 @@ def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
         if spent.any():
             rows.append([f"{what}, mean", *[NONE] * (len(rows[0]) - 2), amount(float(spent.mean()), unit="s")])
     return rows
+
+
+def _known(part: float) -> str:
+    return NONE if math.isnan(part) else f"{part:.1%}"
 
 
 def _moved_part(policy: PolicyFigures) -> str:

@@ -59,6 +59,9 @@ def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> Non
     assert row is not None
     *_, measured = re.findall(r"<td>(.*?)</td>", row[1])
     # A squared token counts 1: 0.5 FLOPs at half of the rate.
+    write_record(tmp_path / "tokens", run_info(topology, cost_name="tokens"), num_steps=1)
+    page, _ = report(tmp_path, tmp_path / "tokens", "--peak", 1)
+    assert '<th scope="row">MFU at 1 TFLOP/s</th><td>–</td><td>–</td><td>–</td></tr>' in page
     flops = sum(2000 * length + length**2 / 2 for step in steps for length in step.lengths.tolist())
     seconds = sum(step.seconds.sum(axis=1).max() for step in steps)
     assert float(measured.rstrip("%")) == pytest.approx(100 * flops / (seconds * 8 * 1e9), abs=0.06)
@@ -143,3 +146,5 @@ def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
 def test_what_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "missing.json", "--out", str(tmp_path / "page.html")]) == 2
     assert "'missing.json' is no record of a run, nor a file of compare --json" in capsys.readouterr().err
+    assert main(["report", "missing.json", "--peak", "0", "--out", str(tmp_path / "page.html")]) == 2
+    assert "--peak is 0: it must be TFLOP/s above 0" in capsys.readouterr().err
