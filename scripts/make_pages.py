@@ -39,13 +39,9 @@ were reviewed, and `scripts/check drift` fails where a supported release has an 
 def flags_page() -> str:
     """Every flag in training and of every command."""
     lines = [_FLAGS, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
-    lines += [
-        "What is refused, before anything is initialised:",
-        "",
-        *(f"- {_where(rule)}: {rule.says}" for rule in RULES if rule.subject == OF_FLAGS),
-        "",
-    ]
-    lines += ["What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
+    lines += ["What is refused, before anything is initialised:", ""]
+    lines += [f"- {_where(rule)}: {rule.says}" for rule in RULES if rule.subject == OF_FLAGS]
+    lines += ["", "What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
         lines += [f"## megatron-balance {name}", "", command.description, "", *_tables(command)]
