@@ -71,8 +71,9 @@ def shuffle(
     returned = [finish_shuffle(self, batch, pending)]
     if return_indices or return_workloads:
         gathered, size, dp_size = pending.gathered, batch.batch_size, pending.group.size()
-        within_rank = np.concatenate([np.arange(count) for count in np.bincount(gathered.home_ranks)])
-        positions = gathered.home_ranks * size + within_rank
+        home = gathered.home_ranks
+        within_rank = np.arange(home.size) - np.searchsorted(home, home)
+        positions = home * size + within_rank
         indices = _indices(positions, ranks=pending.plan.result(), dp_size=dp_size, batch_size=size)
         of_rows = np.zeros(dp_size * size, dtype=np.int64)
         of_rows[positions] = gathered.lengths
