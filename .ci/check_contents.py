@@ -21,7 +21,7 @@ PACKAGE = (
     r"megatron_balance/py\.typed",
     r"megatron_balance/report/assets/(page\.html|page\.js|style\.css)",
 )
-DATA = r"megatron_balance/(?!report/)(\w+/)*\w+\.(json|toml)"
+DATA = r"megatron_balance/(?!report/)(\w+/)*\w+\.(json|toml|txt)"
 """Tables that modules read; there may be none."""
 
 WHEEL = (
