@@ -8,7 +8,7 @@
 #   verl, at the wheel's tag       tests of sequence balancing, padding and dispatch, against the pinned wheel
 #   AReaL, v1.0.4                  tests by tokens and by FLOPs; its redistribution over gloo at 2, 4 and 8 ranks
 #   TorchSpec                      tests of dispatch, fetchers and capacity, for approaches A, B and C
-#   recsys-examples                tests of batches and shufflers at 1 and at 2 ranks over gloo
+#   recsys-examples                tests of batches and shufflers at 1 and at 2 ranks over gloo; its pipelines (R22)
 #
 # Left out: AReaL's test_dispatch_tensors_raises_when_not_divisible (7 items over 4 ranks are dealt out here); TorchSpec's
 # test_longest_first_balances_load_across_ranks where plans are by padded length; recsys' test_gil_released_during_compute
@@ -119,7 +119,7 @@ check_recsys() {
     for patch in patches/recsys-examples/*/*.patch; do
         git -C "$checkout" apply --check --unidiff-zero "$root/$patch"
     done
-    "$python" -m pip install --quiet --no-deps gin-config==0.5.0  # upstream's data sets import it
+    "$python" -m pip install --quiet --no-deps gin-config==0.5.0 nvtx==0.2.17  # upstream's data sets and pipelines
     build_extension "$python" "$examples/commons/perf_model/csrc/kk_partition.cpp" "$work/kk_cpu_ops"
     # run_tests RANKS FILE…: every rank is a pytest of its own; the logs of those that failed.
     run_tests() {
@@ -143,6 +143,7 @@ check_recsys() {
         run_tests $ranks tests/commons/test_batch.py tests/commons/test_distributed.py tests/commons/test_hstu_batch_slice.py
         run_tests $ranks hstu/test/test_batch_balancer.py
     done
+    run_tests 2 -m checkout "$root/tests/adapters/recsys/test_recsys_pipeline.py"
 }
 
 while read -r name file; do  # a file that only its checkout has
