@@ -17,7 +17,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import fwd_flops_by_part, image_flops
+from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part, image_flops
 from megatron_balance.model.shape import ModelShape
 
 MICROBATCH_TOKENS = 128
@@ -51,7 +51,7 @@ class SampleCosts:
     shift: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Integer cost of a sample as a function of its length.
 
@@ -77,7 +77,6 @@ class CostModel:
         786432
     """
 
-    _: KW_ONLY
     linear: int = 0
     quadratic: int = 0
     per_microbatch: int = 0
@@ -168,19 +167,15 @@ class CostModel:
         def core(halves: int) -> int:
             return math.ceil(Fraction(halves, 2) * slowdown)
 
-        image_linear = image_quadratic = 0
-        if shape.vision is not None:
-            of_image = image_flops(shape.vision, hidden_size=shape.hidden_size)
-            image_linear = (1 if frozen_encoder else 3) * of_image.linear
-            image_quadratic = core((2 if frozen_encoder else 7) * of_image.quadratic)
+        of_image = image_flops(shape)
         return cls(
             linear=linear if ep_size > 1 else linear + expert_linear,
             per_microbatch=MICROBATCH_TOKENS * (linear + expert_linear),
             quadratic=core(halves.pop(0, 0)),
             expert_linear=expert_linear if ep_size > 1 else 0,
             windows=tuple((window, core(coefficient)) for window, coefficient in sorted(halves.items())),
-            image_linear=image_linear,
-            image_quadratic=image_quadratic,
+            image_linear=(1 if frozen_encoder else 3) * of_image.linear,
+            image_quadratic=core((2 if frozen_encoder else 7) * of_image.quadratic),
         )
 
     def scaled(self, factor: float) -> CostModel:
@@ -220,10 +215,8 @@ class CostModel:
         squares = 2 * (self.quadratic + sum(coefficient for _, coefficient in self.windows))  # at least all pairs
         most = ((squares * longest) + self.linear + self.cp_received) * longest
         exact: NDArray[Any] = lengths if most < MAX_TOTAL_COST else lengths.astype(object)
-        attention = self.quadratic * exact * exact
-        for window, coefficient in self.windows:
-            pairs = np.where(lengths > window, 2 * window * exact - window * (window - 1), exact * exact)
-            attention = attention + coefficient * pairs
+        in_windows = sum(coefficient * causal_pairs(exact, window=window) for window, coefficient in self.windows)
+        attention = self.quadratic * exact * exact + in_windows
         return self.linear * exact + np.maximum(attention, self.cp_received * exact)
 
     def sample_costs(

@@ -92,7 +92,7 @@ def exchange_flops_per_token(shape: ModelShape, *, bytes_per_second: float, tflo
         [393216000, 3538944000]
     """
     numbers = 0
-    for layer in (*shape.decoder_layers(), *shape.mtp_layers()):
+    for layer in shape.layers():
         if layer.mixer == "attention":
             numbers += 2 * shape.num_query_groups * shape.kv_channels
         elif layer.mixer == "mla":  # uncompressed, as it is trained

@@ -9,18 +9,14 @@ Everything is a Python integer, so that ranks agree bit for bit and no length ov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.vision import VisionEncoder
 
 if TYPE_CHECKING:  # ModelShape counts its weights
     from megatron_balance.model.shape import ModelShape
-
-Gemm = tuple[int, int]
-"""Width in and out of a weight matrix."""
 
 
 @dataclass(frozen=True)
@@ -88,27 +84,29 @@ class FlopsPolynomial:
         return (self.linear + self.expert_linear) * length + self.quadratic * length**2 + in_windows
 
 
-def causal_pairs(length: int, *, window: int) -> int:
+def causal_pairs(length: Any, *, window: int) -> Any:
     """Twice the query-key pairs that a causal window of `window` tokens computes; L² while it covers all.
 
     The window's exact count is `wL - w(w-1)/2`; full attention's is `L(L+1)/2`, of which L² leaves out the
     diagonal, as is usual. Sparse attention that picks `window` keys a query computes the same number of pairs.
+    `length`: an integer, or an array of them.
 
     Example:
         >>> causal_pairs(100, window=10)
         1910
     """
-    return 2 * window * length - window * (window - 1) if window < length else length**2
+    is_cut = length > window
+    return is_cut * (2 * window * length - window * (window - 1)) + (1 - is_cut) * length * length
 
 
 @dataclass(frozen=True)
 class Work:
-    """Weight matrices that every token passes, those of one routed expert, FLOPs per token that no matrix accounts for,
-    and FLOPs per squared token, of `window` keys that a query attends to if that is above 0.
+    """Weights that every token passes, those of one routed expert, FLOPs per token that no weight accounts for, and
+    FLOPs per squared token, of `window` keys that a query attends to if that is above 0.
     """
 
-    gemms: Sequence[Gemm] = ()
-    expert_gemms: Sequence[Gemm] = ()
+    weights: int = 0
+    expert_weights: int = 0
     state: int = 0
     quadratic: int = 0
     window: int = 0
@@ -133,34 +131,33 @@ def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patc
         >>> calculate_fwd_flops([1], ModelShape.preset("Qwen2.5-0.5B")) // 10**6  # twice its 494 M weights
         987
     """
-    # numpy integers would wrap; Python's do not.
-    total = sum(map(fwd_flops(shape), map(int, seqlens)))
-    for num_patches in map(int, image_patches):
-        if shape.vision is None:
-            raise BalanceError("image_patches are given, but ModelShape.vision is None: give the model an encoder.")
-        total += image_flops(shape.vision, hidden_size=shape.hidden_size)(num_patches)
-    return total
+    patches = list(map(int, image_patches))  # numpy's integers would wrap
+    if patches and shape.vision is None:
+        raise BalanceError("image_patches are given, but ModelShape.vision is None: give the model an encoder.")
+    return sum(map(fwd_flops(shape), map(int, seqlens))) + sum(map(image_flops(shape), patches))
 
 
-def image_flops(encoder: VisionEncoder, *, hidden_size: int) -> FlopsPolynomial:
-    """Forward FLOPs of an image of P patches through encoder and projector; `hidden_size` is the language model's.
+def image_flops(shape: ModelShape) -> FlopsPolynomial:
+    """Forward FLOPs of an image of P patches through the model's encoder and projector; none without an encoder.
 
     Attention is not causal, so each of QKᵀ and PV is `2h*P²`, twice a language model's. docs/cost-model.md has the
     formulas, after Dosovitskiy et al. 2020 (arXiv 2010.11929), section 3.1, and for windows and merging Qwen2.5-VL
     (arXiv 2502.13923), section 2.1. Every window counts as full: an upper bound where an image's edges cut some.
     """
+    if (encoder := shape.vision) is None:
+        return FlopsPolynomial()
     h, layers, joined = encoder.hidden_size, encoder.num_layers, encoder.patches_per_token
-    layer = 8 * h**2 + 2 * (3 if encoder.gated_linear_unit else 2) * h * encoder.ffn_hidden_size
-    of_token = 2 * encoder.num_projectors * encoder.projector_hidden_size * (joined * h + hidden_size)
+    layer = 8 * h**2 + 2 * (2 + encoder.gated_linear_unit) * h * encoder.ffn_hidden_size
+    projectors = 2 * encoder.num_projectors * h * (joined * h + shape.hidden_size)
     in_windows = 4 * h * encoder.window_patches * encoder.num_windowed_layers
     return FlopsPolynomial(
-        linear=2 * encoder.patch_values * h + layers * layer + -(-of_token // joined) + in_windows,
+        linear=2 * encoder.patch_values * h + layers * layer + projectors + in_windows,
         quadratic=4 * h * (layers - encoder.num_windowed_layers),
     )
 
 
 def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
-    """Forward FLOPs of the whole language model; a vision encoder's are in vision.py."""
+    """Forward FLOPs of the whole language model, without its images."""
     return sum(fwd_flops_by_part(shape).values(), FlopsPolynomial())
 
 
@@ -168,10 +165,9 @@ def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
     """Forward FLOPs by kind of layer, summed over layers; `lm_head` runs once more per depth."""
     parts: dict[str, FlopsPolynomial] = {}
     for part, work in _works(shape):
-        linear = 2 * _weights(work.gemms) + work.state
-        of_experts = 2 * shape.moe_router_topk * _weights(work.expert_gemms)
         windows = ((work.window, work.quadratic),) if work.window else ()
-        flops = FlopsPolynomial(linear, 0 if windows else work.quadratic, of_experts, windows)
+        of_experts = 2 * shape.moe_router_topk * work.expert_weights
+        flops = FlopsPolynomial(2 * work.weights + work.state, 0 if windows else work.quadratic, of_experts, windows)
         parts[part] = parts.get(part, FlopsPolynomial()) + flops
     return parts
 
@@ -188,107 +184,94 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
     """
     ends = (1 if tied else 2) * shape.hidden_size * shape.padded_vocab_size  # for all depths of multi-token prediction
     layers = [work for part, work in _works(shape) if part != "lm_head"]
-    return ends + sum(_weights(each.gemms) + shape.num_experts * _weights(each.expert_gemms) for each in layers)
+    return ends + sum(work.weights + shape.num_experts * work.expert_weights for work in layers)
 
 
 def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:
     """All layers and ends of the model, by part."""
-    for layer in (*shape.decoder_layers(), *shape.mtp_layers()):
-        if layer.mixer is not None:
-            work = _WORK_OF[layer.mixer](shape)
-            yield layer.mixer.removesuffix("_shared"), replace(work, window=layer.window) if layer.window else work
-        if layer.mlp is not None:
-            yield layer.mlp, _WORK_OF[layer.mlp](shape)
-        if layer.mixer == "dsa":
-            yield "dsa_indexer", _dsa_indexer(shape)
-            if shape.dsa_indexer_loss:
-                yield "dsa_target", _dsa_target(shape)
+    for layer in shape.layers():
+        for part, work_of in (_PARTS[layer.mixer] | _PARTS[layer.mlp]).items():
+            work = work_of(shape)
+            yield part, replace(work, window=layer.window) if layer.window and part == layer.mixer else work
     h, depths = shape.hidden_size, shape.mtp_num_layers
-    yield from [("mtp_projection", Work(((2 * h, h),)))] * depths  # a depth joins hidden state and embedding
-    yield from [("lm_head", Work(((h, shape.padded_vocab_size),)))] * (1 + depths)
+    yield from [("mtp_projection", Work(2 * h * h))] * depths  # a depth joins hidden state and embedding
+    yield from [("lm_head", Work(h * shape.padded_vocab_size))] * (1 + depths)
 
 
 def _attention(shape: ModelShape) -> Work:
     queries = shape.num_attention_heads * shape.kv_channels
     keys_and_values = 2 * shape.num_query_groups * shape.kv_channels
-    gate = queries if shape.attention_output_gate else 0
-    gemms = ((shape.hidden_size, queries + gate + keys_and_values), (queries, shape.hidden_size))
-    return Work(gemms, quadratic=2 * queries)
+    return Work(
+        shape.hidden_size * ((2 + shape.attention_output_gate) * queries + keys_and_values), quadratic=2 * queries
+    )
 
 
 def _mla(shape: ModelShape) -> Work:
     """Multi-latent attention, uncompressed as it is trained."""
-    h, n = shape.hidden_size, shape.num_attention_heads
+    h, n, compressed = shape.hidden_size, shape.num_attention_heads, shape.q_lora_rank
     qk, values = shape.qk_head_dim + shape.qk_pos_emb_head_dim, shape.v_head_dim
-    queries = [(h, shape.q_lora_rank), (shape.q_lora_rank, n * qk)] if shape.q_lora_rank else [(h, n * qk)]
-    down = (h, shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
-    up = (shape.kv_lora_rank, n * (shape.qk_head_dim + values))
-    return Work((*queries, down, up, (n * values, h)), quadratic=n * (qk + values))
+    queries = compressed * (h + n * qk) if compressed else h * n * qk
+    down = h * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
+    up = shape.kv_lora_rank * n * (shape.qk_head_dim + values)
+    return Work(queries + down + up + n * values * h, quadratic=n * (qk + values))
 
 
 def _dsa(shape: ModelShape) -> Work:
     """Sparse attention: all heads share one latent vector (megatron.core's AbsorbedMLASelfAttention)."""
     core = shape.num_attention_heads * (2 * shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
-    return Work(_mla(shape).gemms, quadratic=core, window=shape.dsa_indexer_topk)
+    return Work(_mla(shape).weights, quadratic=core, window=shape.dsa_indexer_topk)
 
 
 def _dsa_indexer(shape: ModelShape) -> Work:
     """Scores of all keys (megatron.core's DSAIndexer); the weighted sum over heads, 1/D of them, is not counted."""
     h, heads, width = shape.hidden_size, shape.dsa_indexer_n_heads, shape.dsa_indexer_head_dim
-    gemms = ((shape.q_lora_rank or h, heads * width), (h, width), (h, heads))
-    return Work(gemms, quadratic=heads * width)
+    return Work((shape.q_lora_rank or h) * heads * width + h * (width + heads), quadratic=heads * width)
 
 
 def _dsa_target(shape: ModelShape) -> Work:
-    """The target of the indexer's loss: scores of the main attention for all keys."""
-    return Work(quadratic=shape.num_attention_heads * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim))
+    """The target of the indexer's loss, if it has one: scores of the main attention for all keys."""
+    scores = shape.num_attention_heads * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
+    return Work(quadratic=scores * shape.dsa_indexer_loss)
 
 
 def _gated_delta_net(shape: ModelShape) -> Work:
     """Sizes as in megatron.core.ssm.gated_delta_net; the chunked kernel's extra products are not counted."""
-    h = shape.hidden_size
     keys = shape.linear_num_key_heads * shape.linear_key_head_dim
     values = shape.linear_num_value_heads * shape.linear_value_head_dim
     convolution = 2 * shape.linear_conv_kernel_dim * (2 * keys + values)
     delta_rule = 8 * shape.linear_key_head_dim * values
-    in_proj = (h, 2 * keys + 2 * values + 2 * shape.linear_num_value_heads)
-    return Work((in_proj, (values, h)), state=convolution + delta_rule)
+    projections = 2 * keys + 3 * values + 2 * shape.linear_num_value_heads
+    return Work(shape.hidden_size * projections, state=convolution + delta_rule)
 
 
 def _mamba(shape: ModelShape) -> Work:
     """Sizes as in megatron.core.ssm.mamba_mixer, the scan's 7 as Megatron has it; no convolution, under 0.1 %."""
     inner = shape.mamba_num_heads * shape.mamba_head_dim
     groups = 2 * shape.mamba_num_groups * shape.mamba_state_dim
-    in_proj = (shape.hidden_size, 2 * inner + groups + shape.mamba_num_heads)
-    return Work((in_proj, (inner, shape.hidden_size)), state=7 * inner * shape.mamba_state_dim)
+    projections = 3 * inner + groups + shape.mamba_num_heads
+    return Work(shape.hidden_size * projections, state=7 * inner * shape.mamba_state_dim)
 
 
 def _moe(shape: ModelShape) -> Work:
     """Router, shared and routed experts, these on a latent width perhaps; routed evenly, no token dropped."""
     h, latent = shape.hidden_size, shape.moe_latent_size
-    return Work(
-        ((h, shape.num_experts), (h, latent), (latent, h), *_mlp(shape, h, shape.moe_shared_expert_intermediate_size)),
-        expert_gemms=_mlp(shape, latent or h, shape.moe_ffn_hidden_size),
-    )
+    shared = _mlp(shape, h, shape.moe_shared_expert_intermediate_size)
+    return Work(h * (shape.num_experts + 2 * latent) + shared, _mlp(shape, latent or h, shape.moe_ffn_hidden_size))
 
 
-def _mlp(shape: ModelShape, width: int, ffn_hidden_size: int) -> tuple[Gemm, ...]:
-    if not ffn_hidden_size:
-        return ()
-    return (width, (1 + shape.gated_linear_unit) * ffn_hidden_size), (ffn_hidden_size, width)
+def _mlp(shape: ModelShape, width: int, ffn_hidden_size: int) -> int:
+    return (2 + shape.gated_linear_unit) * width * ffn_hidden_size
 
 
-_WORK_OF: Mapping[str, Callable[[ModelShape], Work]] = {
-    "attention": _attention,
-    "mla": _mla,
-    "dsa": _dsa,
-    "dsa_shared": _dsa,
-    "gated_delta_net": _gated_delta_net,
-    "mamba": _mamba,
-    "dense": lambda shape: Work(_mlp(shape, shape.hidden_size, shape.ffn_hidden_size)),
-    "moe": _moe,
+_PARTS: Mapping[str | None, dict[str, Callable[[ModelShape], Work]]] = {
+    None: {},
+    "attention": {"attention": _attention},
+    "mla": {"mla": _mla},
+    "dsa": {"dsa": _dsa, "dsa_indexer": _dsa_indexer, "dsa_target": _dsa_target},
+    "dsa_shared": {"dsa": _dsa},
+    "gated_delta_net": {"gated_delta_net": _gated_delta_net},
+    "mamba": {"mamba": _mamba},
+    "dense": {"dense": lambda shape: Work(_mlp(shape, shape.hidden_size, shape.ffn_hidden_size))},
+    "moe": {"moe": _moe},
 }
-
-
-def _weights(gemms: Sequence[Gemm]) -> int:
-    return sum(width_in * width_out for width_in, width_out in gemms)
+"""Parts of each kind of mixer and MLP."""

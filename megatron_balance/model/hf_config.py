@@ -300,7 +300,6 @@ def _encoder(keys: _Keys) -> VisionEncoder | None:
         gated_linear_unit=keys.model_type.startswith("qwen2_5_vl"),
         patch_values=keys.need("channels") * keys.need("temporal_patch_size") * patch_size**2,
         patches_per_token=merged,
-        projector_hidden_size=merged * hidden_size,
         num_projectors=1 + len(keys.get("deepstack_visual_indexes", default=())),
         window_patches=(window // patch_size) ** 2,
         num_windowed_layers=depth - len(keys.need("fullatt_block_indexes")) if window else 0,

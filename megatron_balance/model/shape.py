@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,14 @@ from megatron_balance.model.hf_config import PRESETS, fields_from_hf_config
 from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
 from megatron_balance.model.vision import VisionEncoder, check_sizes
 
-Kind = tuple[str | None, str | None]
-"""Mixer and MLP of a layer."""
-
-HYBRID_LAYERS: dict[str, Kind] = {
-    "*": ("attention", None),
-    "+": ("mla", None),
-    "D": ("dsa", None),
-    "G": ("gated_delta_net", None),
-    "M": ("mamba", None),
-    "-": (None, "dense"),
-    "E": (None, "moe"),
+HYBRID_LAYERS = {
+    "*": Layer("attention", None),
+    "+": Layer("mla", None),
+    "D": Layer("dsa", None),
+    "G": Layer("gated_delta_net", None),
+    "M": Layer("mamba", None),
+    "-": Layer(None, "dense"),
+    "E": Layer(None, "moe"),
 }
 """Megatron's symbols (megatron.core.models.hybrid.hybrid_layer_allocation)."""
 
@@ -146,7 +143,7 @@ class ModelShape:
         ):
             if not is_right:
                 raise BalanceError(f"ModelShape.{name} is {getattr(self, name)!r}: it must {needs}.")
-        for layer in {*self.decoder_layers(), *self.mtp_layers()}:
+        for layer in {*self.layers()}:
             for kind in filter(None, (layer.mixer, layer.mlp)):
                 for name in NEEDED.get(kind, ()):
                     if not getattr(self, name):
@@ -224,41 +221,36 @@ class ModelShape:
             )
         return cls.from_hf_config(configs[name.lower()])
 
-    def decoder_layers(self) -> tuple[Layer, ...]:
-        """The decoder's layers, first to last. `[num_layers]`"""
-        return self._numbered(self._kinds()[0])
-
-    def mtp_layers(self) -> tuple[Layer, ...]:
-        """Layers of all multi-token-prediction depths.
+    def layers(self) -> tuple[Layer, ...]:
+        """The decoder's layers, first to last, then those of all multi-token-prediction depths.
 
         Each depth repeats the decoder's last layer (get_gpt_mtp_block_spec), with its own count of layers from 1,
         which decides its window; a hybrid model's pattern has the layers of a depth.
         """
-        return sum(map(self._numbered, self._kinds()[1:]), ())
-
-    def _kinds(self) -> list[list[Kind]]:
-        """The decoder's layers, then those of multi-token prediction, numbered anew in each list."""
-        if self.hybrid_layer_pattern:
-            return [[HYBRID_LAYERS[symbol] for symbol in part] for part in self._hybrid_parts()]
-        layers: list[Kind] = []
-        for index in range(self.num_layers):
-            mixer = "attention"
+        parts = [[HYBRID_LAYERS[symbol] for symbol in part] for part in self._hybrid_parts()]
+        if not self.hybrid_layer_pattern:
+            attention = "attention"
             if self.multi_latent_attention:
-                own_indexer = not self.dsa_indexer_layers or self.dsa_indexer_layers[index]
-                mixer = ("dsa" if own_indexer else "dsa_shared") if self.dsa_indexer_topk else "mla"
-            if self.linear_attention_freq and self.linear_attention_freq[index]:
-                mixer = "gated_delta_net"
-            is_moe = self.num_experts and (not self.moe_layer_freq or self.moe_layer_freq[index])
-            layers.append((mixer, "moe" if is_moe else "dense"))
-        return [layers, layers[-1:] * self.mtp_num_layers]
-
-    def _numbered(self, kinds: list[Kind]) -> tuple[Layer, ...]:
+                attention = "dsa" if self.dsa_indexer_topk else "mla"
+            decoder: list[Layer] = []
+            for is_linear, is_moe, has_indexer in zip(
+                self.linear_attention_freq or (0,) * self.num_layers,
+                self.moe_layer_freq or (1,) * self.num_layers,
+                self.dsa_indexer_layers or (1,) * self.num_layers,
+                strict=True,
+            ):
+                mixer = "gated_delta_net" if is_linear else attention if has_indexer else "dsa_shared"
+                decoder.append(Layer(mixer, "moe" if is_moe and self.num_experts else "dense"))
+            parts = [decoder, *[decoder[-1:]] * self.mtp_num_layers]
         # A window is of attention to what is before, and FlashAttention's (left, 0) is left + 1 tokens.
         window = 0 if self.window_size is None else self.window_size[0] + 1
         windowed = self.window_attn_skip_freq or (1,)
         return tuple(
-            Layer(mixer, mlp, window * windowed[index % len(windowed)] if mixer in ("attention", "mla") else 0)
-            for index, (mixer, mlp) in enumerate(kinds)
+            replace(layer, window=window * windowed[index % len(windowed)])
+            if layer.mixer in ("attention", "mla")
+            else layer
+            for part in parts
+            for index, layer in enumerate(part)
         )
 
     def _hybrid_parts(self) -> list[str]:

@@ -22,8 +22,7 @@ class VisionEncoder:
         ffn_hidden_size: width of the MLP.
         gated_linear_unit: the MLP has a gate: three GEMMs, not two.
         patch_values: numbers of a patch: channels times frames times height times width.
-        patches_per_token: patches that the projector joins into one token.
-        projector_hidden_size: width between a projector's two layers.
+        patches_per_token: patches that the projector joins into one token, each of its two layers as wide as they are.
         num_projectors: projectors that an image goes through, those of DeepStack included.
         window_patches: patches of a window; 0 where all layers attend to the whole image.
         num_windowed_layers: layers that attend within a window only.
@@ -38,7 +37,6 @@ class VisionEncoder:
     gated_linear_unit: bool
     patch_values: int
     patches_per_token: int
-    projector_hidden_size: int
     num_projectors: int = 1
     window_patches: int = 0
     num_windowed_layers: int = 0

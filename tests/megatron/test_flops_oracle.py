@@ -23,7 +23,7 @@ from megatron_balance.model import PRESETS, ModelShape, fwd_flops
 def assert_known_differences(shape: ModelShape) -> None:
     """Ours, with windows and sparse attention in full as Megatron counts them, differs by its omissions alone."""
     full = replace(shape, dsa_indexer_topk=0)
-    layers = [kind for layer in (*full.decoder_layers(), *full.mtp_layers()) for kind in (layer.mixer, layer.mlp)]
+    layers = [kind for layer in full.layers() for kind in (layer.mixer, layer.mlp)]
     flops, hidden_size = fwd_flops(full), shape.hidden_size
     linear, quadratic = flops.linear + flops.expert_linear, flops.quadratic + sum(c for _, c in flops.windows)
     linear -= 2 * hidden_size * shape.num_experts * layers.count("moe")  # the router

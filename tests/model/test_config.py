@@ -150,9 +150,7 @@ def test_the_encoder_of_qwen3_5_is_that_of_qwen3_vl() -> None:
 
 def test_windows_follow_a_list_a_period_or_the_family() -> None:
     def windows(**keys: Any) -> list[int]:
-        return [
-            layer.window for layer in ModelShape.from_hf_config(LLAMA | {"sliding_window": 16} | keys).decoder_layers()
-        ]
+        return [layer.window for layer in ModelShape.from_hf_config(LLAMA | {"sliding_window": 16} | keys).layers()]
 
     assert windows(model_type="mistral") == [16] * 4
     assert windows(model_type="mistral", sliding_window=None) == [0] * 4
@@ -170,7 +168,7 @@ def test_gemma3_leaves_its_heads_to_its_class() -> None:
     small = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     shape = ModelShape.from_hf_config(small | {"sliding_window": 1024})
     assert (shape.num_attention_heads, shape.num_query_groups, shape.kv_channels) == (8, 4, 256)
-    assert [layer.window for layer in shape.decoder_layers()[:7]] == [1024] * 5 + [0, 1024]
+    assert [layer.window for layer in shape.layers()[:7]] == [1024] * 5 + [0, 1024]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def test_shared_experts_have_a_width_or_a_number() -> None:
 def test_indexers_are_where_glm_5_says() -> None:
     def mixers(**keys: Any) -> list[Any]:
         shape = ModelShape.from_hf_config(LLAMA | SPARSE | keys | {"model_type": "glm_moe_dsa"})
-        return [layer.mixer for layer in shape.decoder_layers()]
+        return [layer.mixer for layer in shape.layers()]
 
     assert mixers() == ["dsa"] * 4
     assert mixers(indexer_types=["full", "shared"] * 2) == ["dsa", "dsa_shared"] * 2
@@ -250,7 +248,7 @@ def rows(heading: str) -> list[list[str]]:
 def test_every_family_has_a_cost_by_its_preset() -> None:
     for family, _, preset in rows("\n| family"):
         assert CostModel.from_shape(ModelShape.preset(preset)).linear > 0, family
-    kinds = {layer.mixer for *_, preset in rows("\n| family") for layer in ModelShape.preset(preset).decoder_layers()}
+    kinds = {layer.mixer for *_, preset in rows("\n| family") for layer in ModelShape.preset(preset).layers()}
     assert kinds == {"attention", "mla", "dsa", "gated_delta_net", "mamba", None}
 
 

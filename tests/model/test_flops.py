@@ -71,7 +71,7 @@ def test_sparse_attention_by_hand() -> None:
 
 def test_a_shared_indexer_computes_once() -> None:
     shared = replace(SPARSE, dsa_indexer_layers=(1, 0))
-    assert [layer.mixer for layer in shared.decoder_layers()] == ["dsa", "dsa_shared"]
+    assert [layer.mixer for layer in shared.layers()] == ["dsa", "dsa_shared"]
     assert fwd_flops_by_part(shared)["dsa"] == fwd_flops_by_part(SPARSE)["dsa"]
     assert fwd_flops_by_part(shared)["dsa_indexer"] == part(SPARSE, "dsa_indexer")
 
@@ -195,21 +195,26 @@ def test_hybrid_patterns_follow_megatrons_symbols() -> None:
         mtp_num_layers=2,
         window_size=(1, 0),
     )
-    assert shape.decoder_layers() == (
+    depth = (Layer("attention", None, 2), Layer(None, "dense"))
+    assert shape.layers() == (
         Layer("mamba", None),
         Layer(None, "dense"),
         Layer("attention", None, 2),
         Layer(None, "moe"),
+        *depth,
+        *depth,
     )
-    assert shape.mtp_layers() == (Layer("attention", None, 2), Layer(None, "dense")) * 2
 
 
 def test_an_mtp_layer_is_the_last_one_with_its_own_number() -> None:
     shape = replace(
         DENSE, **EXPERTS, moe_layer_freq=(0, 1), window_size=(3, 0), window_attn_skip_freq=(1, 0), mtp_num_layers=1
     )
-    assert shape.decoder_layers() == (Layer("attention", "dense", 4), Layer("attention", "moe", 0))
-    assert shape.mtp_layers() == (Layer("attention", "moe", 4),)
+    assert shape.layers() == (
+        Layer("attention", "dense", 4),
+        Layer("attention", "moe", 0),
+        Layer("attention", "moe", 4),
+    )
 
 
 # Megatron's arguments, without Megatron ------------------------------------------------------------------------------
@@ -243,11 +248,11 @@ def test_moe_layer_freq_is_a_period_or_a_list(freq: object) -> None:
 
 def test_sparse_attention_is_every_latent_layer_or_those_a_pattern_names() -> None:
     args = Namespace(**ARGS, **LATENT, **INDEXER, experimental_attention_variant="dsa")
-    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).decoder_layers()} == {"dsa"}
+    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).layers()} == {"dsa"}
     args = Namespace(**ARGS, **LATENT, **INDEXER)
-    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).decoder_layers()} == {"mla"}
+    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).layers()} == {"mla"}
     shape = ModelShape.from_megatron_args(Namespace(**ARGS, **LATENT, **INDEXER, hybrid_layer_pattern="D-+-"))
-    assert [layer.mixer for layer in shape.decoder_layers()] == ["dsa", None, "mla", None]
+    assert [layer.mixer for layer in shape.layers()] == ["dsa", None, "mla", None]
 
 
 def test_indexers_follow_megatrons_frequency_and_offset() -> None:

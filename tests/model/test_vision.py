@@ -47,8 +47,7 @@ def flops_of(family: str, sizes: dict[str, Any], grid: tuple[int, int]) -> tuple
         model(patches, grid_thw=torch.tensor([[1, height, width]]))
     text = PRESETS["Qwen3-8B"] | {"hidden_size": 56, "head_dim": 8}
     shape = ModelShape.from_hf_config({"model_type": family, "text_config": text, "vision_config": sizes})
-    assert shape.vision is not None
-    return counter.get_total_flops(), image_flops(shape.vision, hidden_size=56)
+    return counter.get_total_flops(), image_flops(shape)
 
 
 WINDOWED = SIZES | {"window_size": 112, "fullatt_block_indexes": [1]}

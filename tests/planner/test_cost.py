@@ -263,7 +263,7 @@ def test_grouped_queries_send_their_groups_only() -> None:
 
 def test_latent_attention_sends_uncompressed_heads() -> None:
     shape = ModelShape.preset("DeepSeek-V3")
-    layers = len(shape.decoder_layers()) + len(shape.mtp_layers())
+    layers = len(shape.layers())
     assert received(shape) == 3 * layers * 128 * (128 + 64 + 128) * 2
 
 

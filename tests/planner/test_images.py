@@ -43,8 +43,7 @@ def test_wrong_images_are_refused_by_name() -> None:
 
 
 def test_flops_of_images_are_added() -> None:
-    assert QWEN.vision is not None
-    of_image = image_flops(QWEN.vision, hidden_size=QWEN.hidden_size)
+    of_image = image_flops(QWEN)
     flops = fwd_flops(QWEN)
     assert calculate_fwd_flops([10, 30], QWEN, image_patches=[64, 256]) == (
         flops(10) + flops(30) + of_image(64) + of_image(256)
@@ -64,8 +63,7 @@ def image_cost(model: CostModel) -> int:
 def test_training_takes_gemms_three_times_and_attention_three_and_a_half(
     frozen: bool, gemms: int, half_cores: int
 ) -> None:
-    assert QWEN.vision is not None
-    flops = image_flops(QWEN.vision, hidden_size=QWEN.hidden_size)
+    flops = image_flops(QWEN)
     cost = image_cost(CostModel.from_shape(QWEN, frozen_encoder=frozen))
     assert cost == gemms * flops.linear * 1000 + half_cores * flops.quadratic * 10**6 // 2
     assert image_cost(CostModel.from_shape(ModelShape.preset("Qwen2.5-7B"))) == 0
@@ -91,7 +89,6 @@ def test_sizes_of_an_encoder_are_checked() -> None:
         "gated_linear_unit": False,
         "patch_values": 12,
         "patches_per_token": 1,
-        "projector_hidden_size": 8,
     }
     with pytest.raises(BalanceError, match=r"VisionEncoder\.num_layers is 0"):
         VisionEncoder(**{**sizes, "num_layers": 0})
