@@ -62,8 +62,9 @@ def reroute_samples(
         return {}
     rank, homes = group.rank(), gathered.home_ranks[sample_ids]
     at_home = np.flatnonzero(gathered.home_ranks == rank)
-    expected = [*zip(gathered.segments_of(at_home), map(tuple, gathered.ragged_lengths[at_home].tolist()), strict=True)]
-    given = [(sample.segment_lengths, sample.ragged_lengths) for sample in samples]
+    entries = map(tuple, gathered.ragged_lengths[at_home].tolist())
+    expected = [*zip(gathered.lengths[at_home].tolist(), entries, strict=True)]
+    given = [(sample.length, sample.ragged_lengths) for sample in samples]
     if given != expected:
         raise BalanceError(f"reroute_samples got samples of {given} tokens and entries; those gathered had {expected}.")
 
@@ -137,8 +138,4 @@ def _read(block: Tensor, *, ids: Ids, gathered: GatheredLengths) -> dict[int, Sa
         pieces = entries.unbind(0) if key.kind == "per_sample" else entries.split(counts)
         for of_sample, piece in zip(tensors, pieces, strict=True):
             of_sample[key.kind][key.name] = piece
-    segments = gathered.segments_of(ids)
-    return {
-        sample_id: Sample(**of_sample, segment_lengths=of_one)
-        for sample_id, of_sample, of_one in zip(ids.tolist(), tensors, segments, strict=True)
-    }
+    return {sample_id: Sample(**of_sample) for sample_id, of_sample in zip(ids.tolist(), tensors, strict=True)}

@@ -133,8 +133,7 @@ def gather_sample_lengths(
     except BalanceError as error:
         problem = problem or str(error)
     return gather_lengths(
-        [length for sample in samples for length in sample.segment_lengths],
-        num_segments=[len(sample.segment_lengths) for sample in samples],
+        [sample.length for sample in samples],
         ragged_lengths=[sample.ragged_lengths for sample in samples],
         group=group,
         schema=schema,

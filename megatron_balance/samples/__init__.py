@@ -3,7 +3,6 @@
 from megatron_balance.samples.packing import (
     pack_microbatch,
     padding_mask,
-    sequence_lengths,
     with_attention_keys,
 )
 from megatron_balance.samples.padded_rows import with_row_lengths
@@ -16,7 +15,6 @@ __all__ = [
     "SampleSchema",
     "pack_microbatch",
     "padding_mask",
-    "sequence_lengths",
     "split_packed",
     "with_attention_keys",
     "with_cu_seqlens",

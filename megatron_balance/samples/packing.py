@@ -1,7 +1,6 @@
 """Packs samples into one `thd` micro-batch, as Megatron 0.19's `get_batch` expects it from a data iterator.
 
-Every tensor has a leading batch dimension of 1. Each sequence, and a sample may have several, is padded to a multiple
-of `token_multiple`:
+Every tensor has a leading batch dimension of 1. Each sample is a sequence, padded to a multiple of `token_multiple`:
 
 - Without context parallelism the padding counts into the sequence: `cu_seqlens` are the cumulative padded lengths.
   Megatron's `get_batch_on_this_tp_rank` sends `cu_seqlens_padded` to the other tensor-parallel ranks only when
@@ -81,7 +80,7 @@ def pack_microbatch(
         schema = SampleSchema.of(samples[0])
     device = samples[0].device if samples else torch.device("cpu")
     samples = [sample for sample in samples if sample.length]
-    lengths = sequence_lengths(samples)
+    lengths = [sample.length for sample in samples]
     batch = sequence_starts(
         lengths, num_tokens=num_tokens, token_multiple=token_multiple, cp_size=cp_size, device=device
     )
@@ -150,18 +149,13 @@ def sequence_starts(
     return batch | {"max_seqlen": torch.tensor([max(widths)], dtype=torch.int32, device=device)}
 
 
-def sequence_lengths(samples: Sequence[Sample]) -> list[int]:
-    """Lengths of the sequences of a micro-batch, tokens, in its order: without padding, filler and empty sequences."""
-    return [length for sample in samples for length in sample.segment_lengths if length]
-
-
 def padding_mask(
     lengths: Sequence[int], *, num_tokens: int, token_multiple: int = 1, cp_size: int = 1, cp_rank: int = 0
 ) -> NDArray[np.bool_]:
     """`[num_tokens / cp_size]`, True where a token is padding; ranks that read no data make it too.
 
-    A context-parallel rank holds the chunks cp_rank and 2*cp_size-1-cp_rank of each sequence. `lengths` are the
-    `sequence_lengths` of the micro-batch, none for a dummy; `num_tokens` counts padding.
+    A context-parallel rank holds the chunks cp_rank and 2*cp_size-1-cp_rank of each sequence. `lengths` are tokens
+    of the micro-batch's samples, without empty ones, none for a dummy; `num_tokens` counts padding.
     """
     real = np.asarray(lengths, dtype=np.int64).reshape(-1, 1)
     num_chunks, mine = (1, [0]) if cp_size == 1 else (2 * cp_size, [cp_rank, 2 * cp_size - 1 - cp_rank])

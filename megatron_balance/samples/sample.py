@@ -27,7 +27,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence of tokens, or several that stay together, with all their tensors.
+    """One sequence of tokens, with all its tensors.
 
     Attributes:
         per_token: tensors `[original_seq_len, *trailing]`: tokens, labels, loss_mask, position_ids and whatever else
@@ -36,18 +36,15 @@ class Sample:
         ragged: tensors `[num_entries, *trailing]` whose number of entries is a key's and a sample's own: pixel_values
             `[num_patches, d]`, image_grid_thw `[num_images, 3]`. All samples of a run have the same keys; one without
             an image has `[0, d]`.
-        segment_lengths: tokens of each sequence, in order; attention stays within a sequence. By default the sample is
-            one sequence.
 
     Raises:
-        BalanceError: no per-token tensor, two of different lengths, or segments that do not make up the sample.
+        BalanceError: no per-token tensor, or two of different lengths.
     """
 
     per_token: Mapping[str, Tensor]
     _: KW_ONLY
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
     ragged: Mapping[str, Tensor] = field(default_factory=dict)
-    segment_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.per_token:
@@ -58,13 +55,6 @@ class Sample:
                     f"Sample.per_token[{name!r}] has {len(tensor)} tokens and {next(iter(self.per_token))!r} has "
                     f"{self.length}: all must have the same length."
                 )
-        if not self.segment_lengths:
-            object.__setattr__(self, "segment_lengths", (self.length,))
-        elif sum(self.segment_lengths) != self.length or min(self.segment_lengths) < 0:
-            raise BalanceError(
-                f"Sample.segment_lengths is {self.segment_lengths}: it must be non-negative and sum to the "
-                f"{self.length} tokens of the sample."
-            )
 
     @property
     def length(self) -> int:

@@ -1,13 +1,11 @@
 """Splits a batch of a Megatron data loader into samples: the inverse of packing.
 
-A row of a batch holds one or more sequences. Each becomes one Sample, without its trailing padding, or the row stays
-together as one.
+A row of a batch holds one or more sequences. Each becomes one Sample, without its trailing padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -30,8 +28,8 @@ class RowError(BalanceError):
         self.row = row
 
 
-def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sample]:
-    """One Sample for each sequence of a batch, row after row; or one for each row.
+def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
+    """One Sample for each sequence of a batch, row after row.
 
     Trailing padding is stripped: the constant run of token ids at the end of a sequence whose loss_mask is 0. Attention
     is causal, so that stripping changes no loss (Megatron 0.19's SFTDataset counts it into the last sequence of
@@ -45,22 +43,18 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
             `position_ids` like tokens; for mRoPE `[micro_batch_size, num_dimensions, padded_seq_len]`, as a loader puts
             rows together, or `[num_dimensions, micro_batch_size, padded_seq_len]`.
             A key NAME beside NAME_lengths is ragged: `[num_entries, *trailing]`, entries of the first sequence, then
-            of the next, with NAME_lengths int `[num_sequences]`; with unit `sample` of the first row, then of the next,
-            with NAME_lengths `[micro_batch_size]`.
+            of the next, with NAME_lengths int `[num_sequences]`.
             Another key is per token where its shape begins like that of tokens, else per sample, with one entry a row
             or one a sequence. Keys that are None are dropped.
-        unit: `segment`, one Sample a sequence, or `sample`, one a row: its sequences follow one another without their
-            padding, as `segment_lengths` says. A row without tokens makes no Sample.
 
     Returns:
-        Samples whose tensors are views of the batch, or copies where a row of several sequences had padding between.
+        Samples whose tensors are views of the batch. A row without tokens makes none.
 
     Raises:
         BalanceError: naming the key: labels of another length than tokens; a value that is not a tensor, or of a shape
             that fits neither rows nor sequences; NAME_lengths that do not sum to the entries, or are not one for each
-            sequence or row that stays together. RowError, naming the row too: ragged entries of a row without a
-            sequence; cu_seqlens that does not begin at 0, falls or passes the row's end; sequences that leave out
-            tokens with a loss; a negative token; NaN or infinity in loss_mask.
+            sequence. RowError, naming the row too: cu_seqlens that does not begin at 0, falls or passes the row's end;
+            sequences that leave out tokens with a loss; a negative token; NaN or infinity in loss_mask.
     """
     tensors = _checked_tensors(batch)
     tokens = tensors["tokens"]
@@ -76,62 +70,43 @@ def split_packed(batch: Mapping[str, Any], *, unit: str = "segment") -> list[Sam
             per_token[name] = tensor
         elif tensor.dim() and len(tensor) == len(tokens):
             per_row[name] = tensor
-        elif tensor.dim() and len(tensor) == len(segments) and unit == "segment":
+        elif tensor.dim() and len(tensor) == len(segments):
             per_sequence[name] = tensor
         else:
             raise BalanceError(
                 f"{name} has shape {list(tensor.shape)}: it must begin with {list(tokens.shape)} (per token), "
-                f"{len(tokens)} (one a row) or, where --balance-unit is segment, {len(segments)} (one a sequence), or "
-                f"have its entries counted by {lengths_key(name)}."
+                f"{len(tokens)} (one a row) or {len(segments)} (one a sequence), or have its entries counted by "
+                f"{lengths_key(name)}."
             )
     if not ragged:
         segments = [(row, start, _end(tensors, row=row, start=start, stop=stop)) for row, start, stop in segments]
     _check_loss_kept(tensors, segments=segments)
-    samples = [(row, index, [(start, stop)]) for index, (row, start, stop) in enumerate(segments)]
-    if unit == "sample":
-        rows = groupby(segments, key=lambda segment: segment[0])
-        samples = [(row, row, [(start, stop) for _, start, stop in of_row]) for row, of_row in rows]
-    num_owners = len(tokens) if unit == "sample" else len(segments)
-    holding = {index for _, index, _ in samples}
-    entries = {name: _entries(name, tensors, num_owners=num_owners, holding=holding, unit=unit) for name in ragged}
+    entries = {name: _entries(name, tensors, num_sequences=len(segments)) for name in ragged}
     return [
         Sample(
-            {name: _joined(tensor[row], spans) for name, tensor in per_token.items()},
+            {name: tensor[row, start:stop] for name, tensor in per_token.items()},
             per_sample={name: tensor[row] for name, tensor in per_row.items()}
             | {name: tensor[index] for name, tensor in per_sequence.items()},
-            ragged={name: of_owner[index] for name, of_owner in entries.items()},
-            segment_lengths=tuple(stop - start for start, stop in spans),
+            ragged={name: of_sequence[index] for name, of_sequence in entries.items()},
         )
-        for row, index, spans in samples
+        for index, (row, start, stop) in enumerate(segments)
     ]
 
 
-def _entries(
-    name: str, tensors: Mapping[str, Tensor], *, num_owners: int, holding: set[int], unit: str
-) -> Sequence[Tensor]:
-    """Entries of a ragged key of each sequence, or row where rows stay whole; `holding` become samples."""
+def _entries(name: str, tensors: Mapping[str, Tensor], *, num_sequences: int) -> Sequence[Tensor]:
+    """Entries of a ragged key of each sequence."""
     tensor, counts = tensors[name], tensors[lengths_key(name)]
-    if counts.is_floating_point() or counts.is_complex() or counts.shape != (num_owners,):
+    if counts.is_floating_point() or counts.is_complex() or counts.shape != (num_sequences,):
         raise BalanceError(
-            f"{lengths_key(name)} is {counts.dtype} {list(counts.shape)}: it must be integers, [{num_owners}], one a "
-            f"{'row' if unit == 'sample' else 'sequence'} under --balance-unit {unit}."
+            f"{lengths_key(name)} is {counts.dtype} {list(counts.shape)}: it must be integers, [{num_sequences}], one "
+            "a sequence."
         )
     sizes: list[int] = counts.tolist()
     if min(sizes, default=0) < 0 or sum(sizes) != len(tensor):
         raise BalanceError(
             f"{lengths_key(name)} holds {sizes}: it must be 0 or more and sum to the {len(tensor)} entries of {name}."
         )
-    for row, size in enumerate(sizes):
-        if size and row not in holding:
-            raise RowError(row, f"it has entries of {name} and no sequence; they would be lost.")
     return tensor.split(sizes)
-
-
-def _joined(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """`[padded_seq_len, *trailing]` of a row → its sequences one after the other; a view where they already are."""
-    if all(stop == start for (_, stop), (start, _) in pairwise(spans)):
-        return tensor[spans[0][0] : spans[-1][1]]
-    return torch.cat([tensor[start:stop] for start, stop in spans])
 
 
 def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:

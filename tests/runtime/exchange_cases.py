@@ -36,34 +36,27 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, rng: Rng) -> torch.T
     return torch.from_numpy(data).view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
-def segments_of(length: int | list[int]) -> tuple[int, ...]:
-    """A case gives a sample's length, or a list of those of its sequences."""
-    return tuple(length) if isinstance(length, list) else (length,)
-
-
-def sample_of(length: int | list[int], rng: Rng) -> Sample:
+def sample_of(length: int, rng: Rng) -> Sample:
     """Keys of every dtype, of shapes of their own; some samples have no image, some several, of several patches."""
-    segments = segments_of(length)
-    total = sum(segments)
-    per_token = {f"t_{dtype}": random_bits((total,), dtype, rng) for dtype in DTYPES}
-    per_token["t_matrix"] = random_bits((total, 3, 2), torch.bfloat16, rng)
-    per_token["t_nothing"] = random_bits((total, 0), torch.float32, rng)
-    per_token["t_strided"] = random_bits((total, 5), torch.int32, rng)[:, ::2]
+    per_token = {f"t_{dtype}": random_bits((length,), dtype, rng) for dtype in DTYPES}
+    per_token["t_matrix"] = random_bits((length, 3, 2), torch.bfloat16, rng)
+    per_token["t_nothing"] = random_bits((length, 0), torch.float32, rng)
+    per_token["t_strided"] = random_bits((length, 5), torch.int32, rng)[:, ::2]
     per_sample = {f"s_{dtype}": random_bits((), dtype, rng) for dtype in DTYPES}
     per_sample["s_matrix"] = random_bits((2, 3), torch.float64, rng).T
-    num_images = int(rng.integers(0, 3)) if total else 0
+    num_images = int(rng.integers(0, 3)) if length else 0
     num_patches = sum(int(rng.integers(1, 50)) for _ in range(num_images))
     ragged = {
         "pixel_values": random_bits((num_patches, 7), torch.bfloat16, rng),
         "image_grid_thw": random_bits((num_images, 3), torch.int64, rng),
         "audio": random_bits((num_images, 5), torch.uint8, rng)[:, ::2],
     }
-    return Sample(per_token, per_sample=per_sample, segment_lengths=segments, ragged=ragged)
+    return Sample(per_token, per_sample=per_sample, ragged=ragged)
 
 
 def checksum(sample: Sample) -> str:
-    """Of segments, keys, dtypes, shapes and bits."""
-    digest = hashlib.sha256(str(sample.segment_lengths).encode())
+    """Of keys, dtypes, shapes and bits."""
+    digest = hashlib.sha256()
     for name, tensor in sorted({**sample.per_token, **sample.per_sample, **sample.ragged}.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
@@ -86,7 +79,7 @@ def expect_error(call: Callable[[], Any]) -> str:
 
 
 def reroute(
-    lengths: list[list[Any]],
+    lengths: list[list[int]],
     destinations: list[int],
     *,
     copies: list[int] | None = None,
@@ -95,9 +88,9 @@ def reroute(
 ) -> list[int] | None:
     """Every sample arrives at its destination, once, with equal bits: the samples of this rank.
 
-    `lengths` is a list for each rank, whose entries are lengths or lists of them, for samples of several sequences. All
-    ranks draw all samples from one seed, so that each knows what it must get. `copies` are the samples that go to the
-    destinations, by default each once; `ranks` a group of some, None outside of it.
+    `lengths` is a list for each rank. All ranks draw all samples from one seed, so that each knows what it must get.
+    `copies` are the samples that go to the destinations, by default each once; `ranks` a group of some, None outside
+    of it.
     """
     group: Any = dist.new_group(ranks) if ranks else world()
     if ranks and dist.get_rank() not in ranks:
@@ -107,10 +100,7 @@ def reroute(
     flat = [sample for of_rank in everything for sample in of_rank]
     mine = everything[group.rank()]
     gathered = gather_sample_lengths(mine, group=group)
-    segments = [segments_of(length) for of_rank in lengths for length in of_rank]
-    assert gathered.lengths.tolist() == [sum(of_sample) for of_sample in segments]
-    assert gathered.num_segments.tolist() == [len(of_sample) for of_sample in segments]
-    assert gathered.segment_lengths.tolist() == [length for of_sample in segments for length in of_sample]
+    assert gathered.lengths.tolist() == [length for of_rank in lengths for length in of_rank]
     assert gathered.home_ranks.tolist() == [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
     sample_ids = None if copies is None else np.array(copies)
     arrived = reroute_samples(
@@ -126,18 +116,15 @@ def reroute(
 
 
 def reroute_random(count: int) -> int:
-    """Exchanges of drawn lengths, sequences and destinations: the samples that arrived here.
+    """Exchanges of drawn lengths and destinations: the samples that arrived here.
 
     Among them one without samples, one without tokens, and one in which nothing moves.
     """
     num_ranks, arrived = world().size(), 0
     for seed in range(count):
         rng = np.random.default_rng(seed)
-        lengths: list[list[Any]] = [[] for _ in range(num_ranks)]
-        for of_rank in lengths:
-            for _ in range(int(rng.integers(0, 7)) if seed else 0):
-                sequences = rng.integers(0, 1 if seed == 1 else 40, size=rng.integers(1, 4)).tolist()
-                of_rank.append(sequences if len(sequences) > 1 else sequences[0])
+        numbers = rng.integers(0, 7, size=num_ranks) if seed else [0] * num_ranks
+        lengths: list[list[int]] = [rng.integers(0, 1 if seed == 1 else 80, size=n).tolist() for n in numbers]
         destinations = rng.integers(0, num_ranks, size=sum(map(len, lengths))).tolist()
         if seed == 2:
             destinations = [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
@@ -155,6 +142,8 @@ def gather_many(num_samples: int, num_segments: int) -> None:
     of_sample = (np.arange(num_samples * num_segments) + 1).reshape(num_samples, num_segments).sum(1)
     expected = [of_sample if rank == 1 else [1, 2] for rank in range(group.size())]
     assert gathered.lengths.tolist() == np.concatenate(expected).tolist()
+    counted = [num_segments] * num_samples
+    assert gathered.num_segments.tolist() == [n for rank in range(group.size()) for n in (counted if rank else [1, 1])]
 
 
 def message_after_a_later_timeout() -> tuple[str, bool] | None:
@@ -202,22 +191,12 @@ def one_rank_differs(kind: str) -> str:
     return expect_error(lambda: gather_sample_lengths([Sample(row) for row in rows], group=group))
 
 
-def wrong_arguments() -> list[str]:
+def samples_of_other_lengths() -> str:
     group = world()
     sample, longer = (Sample({"tokens": torch.arange(length)}) for length in (4, 5))
-    cut = Sample(sample.per_token, segment_lengths=(1, 3))
     gathered = gather_sample_lengths([sample], group=group)
     stay = np.arange(group.size())
-    wrong = [
-        ([longer], stay),
-        ([cut], stay),
-    ]
-    return [
-        expect_error(
-            lambda samples=samples, to=to: reroute_samples(samples, destinations=to, gathered=gathered, group=group)
-        )
-        for samples, to in wrong
-    ]
+    return expect_error(lambda: reroute_samples([longer], destinations=stay, gathered=gathered, group=group))
 
 
 def neighbours_that_talk() -> list[tuple[str, int, int]]:

@@ -170,14 +170,6 @@ def steps_of_loop(
     return outcomes, iterators["a"].pulled, sorted(iterators["a"].threads)
 
 
-def steps_of_rows(*, unit: str, num_steps: int) -> list[list[list[int]]]:
-    """The lengths in the order of every micro-batch of every step, from rows of several sequences."""
-    step_of = balanced(flags=("--balance-unit", unit), cap=24)
-    rows = (row(9, 2, first=10 * n) if n % 2 else row(6, 3, 1, first=10 * n) for n in itertools.count())
-    steps = [step_of(rows) for _ in range(num_steps)]
-    return [[pack["cu_seqlens"].diff().flatten().tolist() for pack in step] for step in steps]
-
-
 NOTHING = {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1).int()}
 
 

@@ -75,18 +75,6 @@ def test_one_step_is_pulled_ahead_by_another_thread(run_cases: Any, flags: list[
     assert (len(threads) > 1) == bool(ahead)
 
 
-@pytest.mark.parametrize("unit", ["segment", "sample"])
-def test_a_row_of_several_sequences_moves_in_pieces_or_whole(run_cases: Any, unit: str) -> None:
-    for of_step in zip(*run_cases(2, "steps_of_rows", unit=unit, num_steps=3), strict=True):
-        packs = [pack for of_rank in of_step for pack in of_rank]
-        # Both ranks load a row of 6, 3 and 1 tokens and one of 9 and 2.
-        assert sorted(length for pack in packs for length in pack) == [1, 1, 2, 2, 3, 3, 6, 6, 9, 9]
-        whole = all((9, 2) in zip(pack, pack[1:], strict=False) for pack in packs if 9 in pack)
-        assert all(sum(pack) <= 24 for pack in packs)
-        if unit == "sample":
-            assert whole
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "says"),
     [

@@ -9,10 +9,10 @@ from megatron.core.utils import flatten_batch_for_packed_sequences
 from thd_attention import partitioned_indices
 
 from megatron_balance import BalanceError
-from megatron_balance.samples import Sample, SampleSchema, pack_microbatch, padding_mask, sequence_lengths
+from megatron_balance.samples import Sample, SampleSchema, pack_microbatch, padding_mask
 
 
-def build(length, *, first_token=1, positions=True, segments=None):
+def build(length, *, first_token=1, positions=True):
     """A sample whose last token has a loss, so that no tail of it looks like padding.
 
     The per-sample vector is longer than any pack here: one as long as the row is read as per token.
@@ -29,7 +29,7 @@ def build(length, *, first_token=1, positions=True, segments=None):
     if positions:
         per_token["position_ids"] = torch.arange(length)
     per_sample = {"reward": torch.tensor(float(first_token)), "ids": torch.arange(length, length + 4000)}
-    return Sample(per_token, per_sample=per_sample, segment_lengths=segments)
+    return Sample(per_token, per_sample=per_sample)
 
 
 lengths_of_samples = st.lists(st.integers(0, 40), min_size=1, max_size=8)
@@ -78,15 +78,15 @@ def test_padding_of_each_key():
     assert batch["reward"].tolist() == [1, 9]
 
 
-def test_each_sequence_of_a_sample_is_padded_and_has_positions_of_its_own():
-    sample = build(7, positions=False, segments=(3, 0, 4))
-    batch = pack_microbatch([sample, build(1, first_token=9, positions=False)], token_multiple=4)
+def test_each_sample_is_padded_and_has_positions_of_its_own():
+    samples = [build(3, positions=False), build(0, positions=False), build(4, first_token=4, positions=False)]
+    batch = pack_microbatch([*samples, build(1, first_token=9, positions=False)], token_multiple=4)
     assert batch["tokens"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 7, 9, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3] * 3]
     assert batch["cu_seqlens"].tolist() == [[0, 4, 8, 12]]
     assert batch["max_seqlen"].tolist() == [4]
-    assert batch["reward"].tolist() == [1, 9]
-    batch = pack_microbatch([sample], token_multiple=4, cp_size=2)
+    assert batch["reward"].tolist() == [1, 4, 9]
+    batch = pack_microbatch(samples, token_multiple=4, cp_size=2)
     assert batch["cu_seqlens"].tolist() == [[0, 3, 7]]
     assert batch["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
 
@@ -159,22 +159,17 @@ def test_a_filled_pack_is_the_pack_with_a_masked_tail(lengths, parallel, bucket)
 REAL = 7
 """Every token; the packer pads with 0."""
 
-rows_of_lengths = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3), min_size=1, max_size=6)
 
-
-@given(rows_of_lengths, parallelism, st.sampled_from([None, 1024, 1040]))
+@given(lengths_of_samples, parallelism, st.sampled_from([None, 1024, 1040]))
 def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens):
     token_multiple, cp_size = parallel
-    samples = [
-        Sample({name: torch.full((sum(row),), REAL) for name in ("tokens", "loss_mask")}, segment_lengths=tuple(row))
-        for row in lengths
-    ]
+    samples = [Sample({name: torch.full((length,), REAL) for name in ("tokens", "loss_mask")}) for length in lengths]
     pack = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size, num_tokens=num_tokens)
     tokens = pack["tokens"][0]
     bounds = pack.get("cu_seqlens_padded", pack["cu_seqlens"])[0].tolist()
     for cp_rank in range(cp_size):
         held = tokens if cp_size == 1 else tokens[partitioned_indices(bounds, cp_size=cp_size, cp_rank=cp_rank)]
         sizes = {"token_multiple": token_multiple, "cp_size": cp_size, "cp_rank": cp_rank}
-        mask = padding_mask(sequence_lengths(samples), num_tokens=len(tokens), **sizes)
+        mask = padding_mask([length for length in lengths if length], num_tokens=len(tokens), **sizes)
         assert np.array_equal(mask, (held != REAL).numpy())
     assert padding_mask([], num_tokens=8, token_multiple=8, cp_size=2).tolist() == [True] * 4

@@ -57,9 +57,6 @@ def rows(**changes: Any) -> dict[str, Tensor]:
     return batch | changes
 
 
-OF_ROWS = {"pixel_values_lengths": torch.tensor([4, 3]), "image_grid_thw_lengths": torch.tensor([3, 1])}
-
-
 def test_rows_say_how_many_entries_each_sequence_has() -> None:
     samples = split_packed(rows())
     assert [one.ragged["pixel_values"].flatten().tolist() for one in samples] == [[0, 1, 2], [3], [4, 5, 6]]
@@ -73,35 +70,26 @@ def test_masked_tokens_at_the_end_stay_where_images_may_stand_there() -> None:
     assert [one.length for one in split_packed(plain)] == [3, 1, 1]
 
 
-def test_whole_rows_keep_the_images_of_their_sequences() -> None:
-    samples = split_packed(rows(**OF_ROWS), unit="sample")
-    assert [one.ragged["pixel_values"].flatten().tolist() for one in samples] == [[0, 1, 2, 3], [4, 5, 6]]
-    assert [one.segment_lengths for one in samples] == [(3, 2), (4,)]
-
-
 @pytest.mark.parametrize(
-    ("unit", "changes", "phrase"),
+    ("changes", "phrase"),
     [
-        ("segment", OF_ROWS, r"pixel_values_lengths is .*\[3\], one a sequence under --balance-unit segment"),
+        # One count a row.
         (
-            "segment",
+            {"pixel_values_lengths": torch.tensor([4, 3])},
+            r"pixel_values_lengths is torch.int64 \[2\]: it must be integers, \[3\], one a sequence",
+        ),
+        (
             {"pixel_values_lengths": torch.tensor([3, 1, 2])},
             r"\[3, 1, 2\]: it must be .* the 7 entries of pixel_values",
         ),
-        ("segment", {"pixel_values_lengths": torch.tensor([8, -4, 3])}, "must be 0 or more"),
-        ("segment", {"pixel_values_lengths": torch.ones(3)}, "must be integers"),
-        ("segment", {"audio": torch.zeros(9, 2)}, "audio has shape .* have its entries counted by audio_lengths"),
-        ("sample", {}, r"_lengths is torch.int64 \[3\]: .*\[2\], one a row under"),
-        (
-            "sample",
-            {**OF_ROWS, "cu_seqlens": torch.tensor([[0, 3, 5], [0, 0, 0]]), "loss_mask": torch.zeros(2, 6)},
-            "Row 1: it has entries of pixel_values and no sequence",
-        ),
+        ({"pixel_values_lengths": torch.tensor([8, -4, 3])}, "must be 0 or more"),
+        ({"pixel_values_lengths": torch.ones(3)}, "must be integers"),
+        ({"audio": torch.zeros(9, 2)}, "audio has shape .* have its entries counted by audio_lengths"),
     ],
 )
-def test_rows_that_cannot_be_split_are_refused_by_name(unit: str, changes: dict[str, Tensor], phrase: str) -> None:
+def test_rows_that_cannot_be_split_are_refused_by_name(changes: dict[str, Tensor], phrase: str) -> None:
     with pytest.raises(BalanceError, match=phrase):
-        split_packed(rows(**changes), unit=unit)
+        split_packed(rows(**changes))
 
 
 def with_ragged(**ragged: Tensor) -> Sample:

@@ -13,28 +13,23 @@ def sample(length=3, *, entries=2, **more):
     return Sample(per_token, per_sample={"id": torch.tensor(7)}, ragged=ragged if length else {})
 
 
-TOKENS = {"tokens": torch.zeros(3)}
-
-
 @pytest.mark.parametrize(
-    ("per_token", "others", "phrase"),
+    ("per_token", "phrase"),
     [
-        ({}, {}, "at least one per-token"),
-        (TOKENS | {"labels": torch.zeros(2)}, {}, "'labels'.* has 2 tokens and 'tokens' has 3"),
-        *((TOKENS, {"segment_lengths": s}, r"segment_lengths is .* the 3 tokens") for s in ((2, 2), (4, -1), (3, 3))),
+        ({}, "at least one per-token"),
+        ({"tokens": torch.zeros(3), "labels": torch.zeros(2)}, "'labels'.* has 2 tokens and 'tokens' has 3"),
     ],
 )
-def test_a_bad_sample_says_which_key(per_token, others, phrase):
+def test_a_bad_sample_says_which_key(per_token, phrase):
     with pytest.raises(BalanceError, match=phrase):
-        Sample(per_token, **others)
+        Sample(per_token)
 
 
-def test_a_sample_is_one_sequence_unless_told():
+def test_a_sample_tells_its_lengths():
     one = sample(5)
-    assert (one.length, one.device, one.segment_lengths) == (5, torch.device("cpu"), (5,))
+    assert (one.length, one.device) == (5, torch.device("cpu"))
     assert one.ragged_lengths == (2, 4)  # by name
-    assert sample(0).segment_lengths == (0,)
-    assert Sample({"tokens": torch.arange(5)}, segment_lengths=(2, 0, 3)).segment_lengths == (2, 0, 3)
+    assert sample(0).length == 0
 
 
 def test_schema_depends_neither_on_the_order_of_keys_nor_on_numbers_of_entries():

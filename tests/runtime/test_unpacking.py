@@ -62,18 +62,10 @@ def test_split_then_pack_keeps_every_token_with_a_loss(rows, spare, padding_coun
     pack = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size)
     for name in ("tokens", "labels", "position_ids"):
         assert torch.equal(pack[name][pack["loss_mask"] != 0], batch[name][batch["loss_mask"] != 0])
-    whole = split_packed(batch, unit="sample")
-    assert [sample.segment_lengths for sample in whole] == [tuple(map(len, row)) for row in rows]
-    assert tokens_of(whole) == [[token for sequence in row for token in sequence] for row in rows]
-    # A pack is its own normal form, and rows that stay whole pack like their sequences.
-    for again in (split_packed(pack), whole):
-        packed = pack_microbatch(again, token_multiple=token_multiple, cp_size=cp_size)
-        assert packed.keys() == pack.keys()
-        assert all(torch.equal(packed[name], pack[name]) for name in pack)
-    # What was padded between its sequences comes back without.
-    (row,) = split_packed(pack, unit="sample")
-    assert row.segment_lengths == tuple(length for sample in whole for length in sample.segment_lengths)
-    assert tokens_of([row]) == [[token for tokens in tokens_of(whole) for token in tokens]]
+    # A pack is its own normal form.
+    packed = pack_microbatch(split_packed(pack), token_multiple=token_multiple, cp_size=cp_size)
+    assert packed.keys() == pack.keys()
+    assert all(torch.equal(packed[name], pack[name]) for name in pack)
     # Megatron-Bridge has other names for the same.
     assert with_cu_seqlens(pack) == pack
     renamed = with_attention_keys(pack)
@@ -88,23 +80,19 @@ def test_other_keys_are_per_token_one_a_row_or_one_a_sequence():
     batch = collated([[[1, 2], [3]], [[4], [5]], [[6]]], padded_seq_len=5)
     batch["logits"] = torch.arange(15).view(3, 5, 1).expand(3, 5, 3)
     batch["weight"] = torch.tensor([0.5, 0.25, 1.0])
-    whole = split_packed(batch, unit="sample")
-    assert [sample.per_sample["weight"].item() for sample in whole] == [0.5, 0.25, 1.0]
-    assert whole[0].per_token["tokens"].data_ptr() == batch["tokens"].data_ptr()  # nothing to leave out: no copy
     batch["sequence_id"] = torch.tensor([[10], [11], [12], [13], [14]])
     samples = split_packed(batch)
     assert [sample.per_sample["weight"].item() for sample in samples] == [0.5, 0.5, 0.25, 0.25, 1.0]
     assert [sample.per_sample["sequence_id"].tolist() for sample in samples] == [[10], [11], [12], [13], [14]]
     assert samples[3].per_token["logits"].tolist() == [[6, 6, 6]]
     assert samples[0].per_token.keys() == {"tokens", "labels", "loss_mask", "position_ids", "logits"}
-    with pytest.raises(BalanceError, match=r"sequence_id has shape \[5, 1\]: .* is segment, 5 \(one a sequence\)"):
-        split_packed(batch, unit="sample")
+    assert samples[0].per_token["tokens"].data_ptr() == batch["tokens"].data_ptr()  # no copy
 
 
 def test_a_row_without_tokens_makes_no_sample():
     batch = collated([[[1, 2]], [[3]]], padded_seq_len=3)
     batch["cu_seqlens"][1], batch["loss_mask"][1] = 0, 0
-    assert tokens_of(split_packed(batch, unit="sample")) == [[1, 2]]
+    assert tokens_of(split_packed(batch)) == [[1, 2]]
 
 
 def test_a_masked_constant_tail_is_stripped():

@@ -115,12 +115,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="auto: level packing. karmarkar_karp: largest differencing over ranks, then over their micro-batches.",
     )
     add(
-        "--balance-unit",
-        choices=("segment", "sample"),
-        default="segment",
-        help="What moves where a row holds several packed sequences: each by itself, or the row as a whole.",
-    )
-    add(
         "--balance-unpad",
         type=_word_or_number("attention_mask", least=0, says="neither a token id nor 'attention_mask'"),
         metavar="PADDING",

@@ -62,7 +62,6 @@ class Settings:
     shape_bucket: int = 1
     objective: str = "auto"
     algorithm: str = "auto"
-    unit: str = "segment"
     unpad: int | str | None = None
     overlap: bool = True
     timeout: timedelta = timedelta(minutes=10)
@@ -114,7 +113,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
     )
 
 
-_OWN_FLAGS = ("shape_bucket", "objective", "algorithm", "unit", "unpad", "overlap", "record")
+_OWN_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "overlap", "record")
 
 
 def timeout_of(options: Options) -> timedelta:

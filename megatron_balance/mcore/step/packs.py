@@ -21,15 +21,12 @@ from torch import Tensor
 from megatron_balance.mcore.setup.alignment import filled_tokens
 from megatron_balance.mcore.step.balanced_step import Microbatch, Slots
 from megatron_balance.planner import DataSchedule
-from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.samples.packing import pack_microbatch, sequence_starts
 from megatron_balance.samples.sample import Sample, SampleSchema, aligned
 from megatron_balance.topology import Topology
 
 
-def slots_of_replica(
-    schedule: DataSchedule, *, dp_rank: int, gathered: GatheredLengths, shape_bucket: int
-) -> tuple[tuple[Slots, ...], int]:
+def slots_of_replica(schedule: DataSchedule, *, dp_rank: int, shape_bucket: int) -> tuple[tuple[Slots, ...], int]:
     """What each leaf of a data-parallel rank runs, one for all where sizes do not differ; tokens of the whole step."""
     sizes, dynamic = schedule.cp_size_grid, schedule.topology.dynamic_cp
     tokens = schedule.slot_tokens().reshape(sizes.shape)
@@ -42,16 +39,11 @@ def slots_of_replica(
         Slots(
             sizes[leaf][sizes[leaf] > 0].tolist(),
             tokens[leaf][sizes[leaf] > 0].tolist(),
-            [_sequence_lengths(slot, gathered=gathered) for slot in schedule.ranks[leaf]],
+            [[length for length in schedule.lengths[[*slot]].tolist() if length] for slot in schedule.ranks[leaf]],
         )
         for leaf in range(dp_rank * width, (dp_rank + 1) * width)
     )
     return replica, int((tokens // np.maximum(sizes, 1) if dynamic else tokens).sum())
-
-
-def _sequence_lengths(sample_ids: Sequence[int], *, gathered: GatheredLengths) -> list[int]:
-    ids = np.array(sample_ids, dtype=np.int64)
-    return [length for of_one in gathered.segments_of(ids) for length in of_one if length]
 
 
 def pack(

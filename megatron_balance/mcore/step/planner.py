@@ -139,9 +139,7 @@ class StepPlanner:
         planned = time.perf_counter()
         digest = schedule.digest()
         check_same_schedule(digest, group=group)
-        replica, step_tokens = slots_of_replica(
-            schedule, dp_rank=self.dp_rank, gathered=gathered, shape_bucket=self.settings.shape_bucket
-        )
+        replica, step_tokens = slots_of_replica(schedule, dp_rank=self.dp_rank, shape_bucket=self.settings.shape_bucket)
         if step_tokens > schedule.lengths.sum():  # on some rank: all of them raise
             check_loss_mask(gathered.schema)
         sample_ids, destinations = schedule.copies(cp_rank=self.cp_rank)
@@ -183,14 +181,12 @@ class StepPlanner:
             return Failure(BalanceError(f"its data ended after {len(items)} of {num_items} items of this step."))
         if fetched.failure is not None:
             return fetched.failure
-        return split_items(items, unit=settings.unit, unpad=settings.unpad, origin=self._origin, first_item=first_item)
+        return split_items(items, unpad=settings.unpad, origin=self._origin, first_item=first_item)
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
-        whole = len(gathered.segment_lengths) == len(gathered.lengths)
         return self._plans.plan(
             num_samples=len(gathered.lengths),
-            lengths=gathered.segment_lengths,
-            num_segments=None if whole else gathered.num_segments,
+            lengths=gathered.lengths,
             image_patches=None if gathered.image_patches is None else Images(gathered.image_patches),
             cost_model=self.cost_model,
             topology=self.topology,

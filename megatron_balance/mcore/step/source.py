@@ -136,12 +136,12 @@ NOT_PACKED = (
 
 
 def split_items(
-    items: Sequence[Any], *, unit: str, unpad: int | str | None, origin: SampleOrigin | None, first_item: int
+    items: Sequence[Any], *, unpad: int | str | None, origin: SampleOrigin | None, first_item: int
 ) -> list[Sample] | Failure:
     """The samples of a step's items on the CPU, or a failure that names the item, and its rows in the data set."""
     samples: list[Sample] = []
     for index, item in enumerate(items):
-        of_item = attempt(_split, item, unit=unit, unpad=unpad)
+        of_item = attempt(_split, item, unpad=unpad)
         if isinstance(of_item, Failure):
             name = f"item {index} of this step"
             if origin is not None and isinstance(of_item.error, RowError):
@@ -151,7 +151,7 @@ def split_items(
     return samples
 
 
-def _split(item: Any, *, unit: str, unpad: int | str | None) -> list[Sample]:
+def _split(item: Any, *, unpad: int | str | None) -> list[Sample]:
     if not isinstance(item, Mapping):
         raise BalanceError(NOT_PACKED)
     item = with_cu_seqlens({key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()})
@@ -159,4 +159,4 @@ def _split(item: Any, *, unit: str, unpad: int | str | None) -> list[Sample]:
         if unpad is None:
             raise BalanceError(NOT_PACKED)
         item = with_row_lengths(item, padding=unpad)
-    return split_packed(item, unit=unit)
+    return split_packed(item)
