@@ -154,7 +154,7 @@ def losses_of(setup: Setup, *, folder: Path | None, by_kind: dict[str, list[list
     """
     shape = ModelShape.preset(setup.model)
     models = "moe" if shape.num_experts else "dense"
-    truths = [one for one in profiles().values() if one.models == models]
+    truths = [one for one in profiles().values() if one["models"] == models]
     others = {
         "tokens": CostModel.tokens(),
         "coeff*L + L²": _slime_approximate(shape),
@@ -166,15 +166,15 @@ def losses_of(setup: Setup, *, folder: Path | None, by_kind: dict[str, list[list
         weighed = [_plan(batch, setup, cost_model(setup, attention=weight)) for weight in WEIGHTS]
         plans = {way: _plan(batch, setup, cost) for way, cost in others.items()} | {"FLOPs": weighed[0]}
         for truth in truths:
-            rates = {"linear": truth.linear_tflops, "attention": truth.attention_tflops}
+            rates = {"linear": truth["linear_tflops"], "attention": truth["attention_tflops"]}
             cost = cost_model(setup, **rates, fixed=True)
             best = _seconds(_plan(batch, setup, cost), cost)
             lost = [100 * (_seconds(plan, cost) / best - 1) for plan in weighed]
             if not setup.topology.dynamic_cp:  # plans of dynamic sizes differ by more than a weight does
-                by_kind.setdefault(f"{models} {truth.precision}", []).append(lost)
+                by_kind.setdefault(f"{models} {truth['precision']}", []).append(lost)
             for way, plan in (plans | {"two rates": _plan(batch, setup, cost_model(setup, **rates))}).items():
                 losses.setdefault(way, []).append(100 * (_seconds(plan, cost) / best - 1))
-            losses.setdefault(DEFAULT, []).append(lost[WEIGHTS.index(ATTENTION_RATES[models, truth.precision])])
+            losses.setdefault(DEFAULT, []).append(lost[WEIGHTS.index(ATTENTION_RATES[models, truth["precision"]])])
     return {way: [statistics.fmean(of_way), max(of_way)] for way, of_way in losses.items()}
 
 

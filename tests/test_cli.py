@@ -62,7 +62,7 @@ def test_the_seed_decides_the_order(lengths_file: Path, tmp_path: Path) -> None:
 
 
 def test_debug_shows_where_an_error_comes_from() -> None:
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="cannot be read"):
         main(["--debug", "compare", "missing.npy", *BATCH])
 
 

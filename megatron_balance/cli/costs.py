@@ -65,7 +65,7 @@ class Costs:
             rates = [float(rate) for rate in self.device.split(",")]
         except ValueError:
             profile = find_profile(self.device)
-            return profile.linear_tflops, profile.attention_tflops, f"{self.device}: {profile.source}"
+            return profile["linear_tflops"], profile["attention_tflops"], f"{self.device}: {profile['source']}"
         if len(rates) > 2 or not all(0 < rate < float("inf") for rate in rates):
             raise BalanceError(
                 f"--device is {self.device!r}: give the TFLOPS that one GPU reaches, LINEAR or LINEAR,ATTENTION, above "

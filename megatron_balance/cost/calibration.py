@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,13 +70,13 @@ class Calibration:
 
     def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
         """The costs of one of `model_parallel_size` ranks, which share tokens and heads; each pays for launches."""
-        costs, own_experts = self.costs, ep_size == 1
-        shared = replace(
-            costs,
-            linear=costs.linear + costs.expert_linear * own_experts,
-            expert_linear=0 if own_experts else costs.expert_linear,
-        ).scaled(1 / model_parallel_size)
-        return replace(shared, per_microbatch=costs.per_microbatch)
+        costs, share = self.costs, 1 / model_parallel_size
+        if ep_size == 1:
+            costs = replace(costs, linear=costs.linear + costs.expert_linear, expert_linear=0)
+        values: dict[str, Any] = {
+            name: round(share * cost) for name, cost in vars(costs).items() if name not in ("windows", "per_microbatch")
+        }
+        return replace(costs, **values, windows=tuple((window, round(share * cost)) for window, cost in costs.windows))
 
     def write(self, path: Path) -> None:
         """Write seconds.json."""
@@ -87,21 +87,15 @@ class Calibration:
     def read(cls, path: Path) -> Calibration:
         """Read seconds.json; a file that is none is refused."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"it is of the format {content['format']!r}")
+            return cls(CostModel(**content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
+        except (ArithmeticError, KeyError, OSError, TypeError, ValueError) as error:
             raise BalanceError(
-                f"the calibration {str(path)!r} cannot be read: {error}. Make one with megatron-balance fit."
+                f"the calibration {str(path)!r} cannot be read as {FORMAT!r}: {error}. Make it with this version's "
+                "megatron-balance fit."
             ) from error
-        values = cast("dict[str, Any]", content if isinstance(content, dict) else {})
-        if values.get("format") != FORMAT:
-            raise BalanceError(
-                f"{str(path)!r} does not say {FORMAT!r}: make it again with this version's megatron-balance fit."
-            )
-        try:
-            held_out = None if values["held_out_error"] is None else float(values["held_out_error"])
-            return cls(CostModel.of_json(values["attoseconds"]), held_out, dict(values["origin"]))
-        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-            raise BalanceError(f"the calibration {str(path)!r} is damaged: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)

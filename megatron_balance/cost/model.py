@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -88,6 +87,7 @@ class CostModel:
     image_quadratic: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(map(tuple, self.windows)))  # JSON has lists
         coefficients = {name: value for name, value in vars(self).items() if name != "windows"}
         for window, coefficient in self.windows:
             coefficients[f"windows[{window}]"] = coefficient
@@ -100,13 +100,6 @@ class CostModel:
                 )
         if not any(coefficients.values()):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
-
-    @classmethod
-    def of_json(cls, coefficients: Mapping[str, Any]) -> CostModel:
-        """The cost model that `dataclasses.asdict` wrote; KeyError, TypeError or ValueError where it cannot be."""
-        windows = tuple((window, coefficient) for window, coefficient in coefficients["windows"])
-        given: dict[str, Any] = {**coefficients, "windows": windows}
-        return cls(**given)
 
     @classmethod
     def tokens(cls) -> CostModel:
@@ -177,13 +170,6 @@ class CostModel:
             image_linear=(1 if frozen_encoder else 3) * of_image.linear,
             image_quadratic=core((2 if frozen_encoder else 7) * of_image.quadratic),
         )
-
-    def scaled(self, factor: float) -> CostModel:
-        """Every coefficient times a factor, rounded."""
-        values: dict[str, Any] = {
-            name: round(value * factor) for name, value in vars(self).items() if name != "windows"
-        }
-        return CostModel(**values, windows=tuple((window, round(cost * factor)) for window, cost in self.windows))
 
     def at_cp_size(self, cp_size: int) -> CostModel:
         """Costs of samples that `cp_size` ranks share, summed over these ranks.

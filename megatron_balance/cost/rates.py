@@ -8,8 +8,7 @@ What its source does not say is absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -34,34 +33,18 @@ ASSUMED_TFLOPS = 400.0
 """Of an H100 in training, to compare a time with FLOPs where no rate is known: 40 % of its bf16 peak."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """Rates of one GPU in training, 10**12 FLOP/s: of all that is linear in tokens, and of the causal attention core.
-
-    `kind` is `end to end` (whole runs), `kernel` (attention measured, the rest assumed), `assumed attention` or `own
-    run` (by `scripts/bench gpu`); `held_out` is the mean and worst relative error on rows that were not fitted.
-    """
-
-    gpu: str
-    precision: str
-    models: str
-    linear_tflops: float
-    attention_tflops: float
-    kind: str
-    source: str
-    kernel: str | None = None
-    software: str | None = None
-    held_out: Sequence[float] | None = None
-
-
 @cache
-def profiles() -> dict[str, Profile]:
-    """All profiles, by name."""
-    rows = json.loads((files(__package__) / "profiles.json").read_text(encoding="utf-8"))
-    return {name: Profile(**row) for name, row in rows.items()}
+def profiles() -> dict[str, dict[str, Any]]:
+    """Rates of one GPU in training, by name, with what their `source` says of how they were measured.
+
+    `linear_tflops` of all that is linear in tokens and `attention_tflops` of the causal attention core are 10**12
+    FLOP/s. `kind` is `end to end` (whole runs), `kernel` (attention measured, the rest assumed), `assumed attention` or
+    `own run` (by `scripts/bench gpu`); `held_out` is the mean and worst relative error on rows that were not fitted.
+    """
+    return json.loads((files(__package__) / "profiles.json").read_text(encoding="utf-8"))
 
 
-def find_profile(name: str) -> Profile:
+def find_profile(name: str) -> dict[str, Any]:
     """The profile of a name; a GPU's name alone is refused."""
     if name not in profiles():
         raise BalanceError(

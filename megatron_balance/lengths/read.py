@@ -1,8 +1,8 @@
 """Reads sample lengths from a file.
 
 A length is the number of tokens of one sample. Files keep their order: it is the order in which the samples would be
-trained on. Every reader returns raw values with the place each came from, as text that ends in a number; one check then
-turns them into int64, so that a wrong value is named by file, line and value in every format.
+trained on. Every reader returns raw values with the place each came from; one check then turns them into int64, so that
+a wrong value is named by file, line and value in every format.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAX_ARCHIVE_NBYTES = 2**31
 DEFAULT_KEYS = ("length", "num_tokens")
 """Names under which a length is looked for when no key is given."""
 
-_RawLengths = tuple[NDArray[Any] | list[object], str, Sequence[int] | None]
-"""Values as read, and what each stands in, with numbers where these do not count up from 0."""
+_RawLengths = tuple[NDArray[Any] | list[object], Callable[[int], str]]
+"""Values as read, and the place of the i-th."""
 
 
 def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int64]:
@@ -59,23 +59,19 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
         raise BalanceError(f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}.")
     if key is not None and suffix in (".npy", ".txt", ".idx"):
         raise BalanceError(f"{file} holds lengths without names: leave out --key {key}.")
-    if not file.is_file():
-        reason = "is not a file" if file.exists() else "does not exist"
-        raise BalanceError(f"{file} {reason}; give a file of lengths, or synthetic:NAME.")
     reader, what = _READERS[suffix]
     try:
         return _checked(file, *reader(file, key))
     except BalanceError:  # a ValueError that says enough
         raise
     except OSError as error:
-        raise BalanceError(f"{file} cannot be read: {error.strerror or error}.") from error
+        reason = error.strerror or error
+        raise BalanceError(f"{file} cannot be read: {reason}; give a file of lengths, or synthetic:NAME.") from error
     except (ValueError, EOFError, MemoryError, RuntimeError, csv.Error, zipfile.BadZipFile, zlib.error) as error:
         raise BalanceError(f"{file} is not {what}: {error}") from error
 
 
-def _checked(
-    file: Path, raw: NDArray[Any] | list[object], what: str, numbers: Sequence[int] | None
-) -> NDArray[np.int64]:
+def _checked(file: Path, raw: NDArray[Any] | list[object], place: Callable[[int], str]) -> NDArray[np.int64]:
     """Raw values as int64 `[num_samples]`; raises at the first value that is no length."""
     if len(raw) == 0:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
@@ -84,15 +80,13 @@ def _checked(
         raise BalanceError(
             f"{file} holds {values.dtype} values of shape {list(values.shape)}; lengths are integers, [num_samples]."
         )
-    with np.errstate(invalid="ignore"):
-        # Written so that NaN fails it as well.
-        wrong = ~((values >= 0) & (values <= MAX_LENGTH) & (values == np.floor(values)))
+    # Written so that NaN fails it as well.
+    wrong = ~((values >= 0) & (values <= MAX_LENGTH) & (values == np.floor(values)))
     if wrong.any():
         index = int(np.argmax(wrong))
-        value, number = str(raw[index]), index if numbers is None else numbers[index]
         raise BalanceError(
-            f"{file}, {what} {number}: {value} {_why_wrong(value)}; a length is the number of tokens of a sample, a "
-            "whole number of 0 or more. Correct the line or leave the sample out."
+            f"{file}, {place(index)} is {raw[index]}: a length is a whole number of tokens, from 0 to {MAX_LENGTH}. "
+            "Correct it or leave the sample out."
         )
     return values.astype(np.int64)
 
@@ -103,15 +97,6 @@ def _number(value: object) -> float:
         return math.nan if isinstance(value, bool) else float(cast("Any", value))
     except (OverflowError, TypeError, ValueError):
         return math.nan
-
-
-def _why_wrong(value: str) -> str:
-    number = _number(value)
-    if math.isnan(number):
-        return "is NaN" if value.lower() == "nan" else "is not a number"
-    if not number.is_integer():
-        return "is not an integer"
-    return "is negative" if number < 0 else f"is above {MAX_LENGTH}"
 
 
 def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> str:
@@ -130,11 +115,8 @@ def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> 
 
 
 def _read_npy(file: Path, _: str | None) -> _RawLengths:
-    # Pickled objects can run code: lengths never need them. A mapped file takes no memory for what its header claims.
-    loaded: object = np.load(file, mmap_mode="r", allow_pickle=False)
-    if not isinstance(loaded, np.ndarray):
-        raise BalanceError(f"{file} is an archive of arrays; name it .npz.")
-    return np.atleast_1d(np.array(loaded)), "index", None
+    # Mapped, a file takes no memory for what its header claims, and pickled objects, which can run code, are refused.
+    return np.atleast_1d(np.array(np.lib.format.open_memmap(file, mode="r"))), "index {}".format
 
 
 def _read_npz(file: Path, key: str | None) -> _RawLengths:
@@ -144,7 +126,7 @@ def _read_npz(file: Path, key: str | None) -> _RawLengths:
         raise BalanceError(f"{file} unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_NBYTES} are read.")
     with np.load(file, allow_pickle=False) as arrays:
         name = _choose(list(arrays), where=str(file), key=key, what="array")
-        return np.atleast_1d(arrays[name]), f"array {name!r}, index", None
+        return np.atleast_1d(arrays[name]), lambda index: f"array {name!r}, index {index}"
 
 
 def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
@@ -161,7 +143,7 @@ def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
                 fields = cast("dict[str, object]", value)
                 value = fields[_choose(list(fields), where=f"{file}, line {number}", key=key, what="field")]
             numbered.append((number, value))
-    return [value for _, value in numbered], "line", [number for number, _ in numbered]
+    return [value for _, value in numbered], lambda index: f"line {numbered[index][0]}"
 
 
 def _read_csv(file: Path, key: str | None) -> _RawLengths:
@@ -171,7 +153,7 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
     first = [cell.strip() for cell in numbered[0][1]] if numbered else []
     column = 0
     # A header is a first row that holds a name: "12" and "-3.5" and "nan" are values, if not lengths.
-    if any(_why_wrong(cell) == "is not a number" for cell in first):
+    if any(math.isnan(_number(cell)) and cell.lower() != "nan" for cell in first):
         column = first.index(_choose(first, where=str(file), key=key, what="column"))
         numbered = numbered[1:]
     elif key is not None or len(first) > 1:
@@ -179,23 +161,19 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
     for number, row in numbered:
         if column >= len(row):
             raise BalanceError(f"{file}, line {number} has {len(row)} columns; the length is column {column + 1}.")
-    return [row[column].strip() for _, row in numbered], "line", [number for number, _ in numbered]
+    return [row[column].strip() for _, row in numbered], lambda index: f"line {numbered[index][0]}"
 
 
 def _read_parquet(file: Path, key: str | None) -> _RawLengths:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
-        arrow_error: Any = importlib.import_module("pyarrow").ArrowException
     except ImportError as error:
         raise BalanceError(
             f"{file}: reading parquet needs pyarrow; install it with `pip install 'megatron-balance[report]'`."
         ) from error
-    try:
-        with parquet.ParquetFile(file) as table:
-            name = _choose(list(table.schema_arrow.names), where=str(file), key=key, what="column")
-            return table.read(columns=[name]).column(name).to_numpy(), f"column {name!r}, row", None
-    except arrow_error as error:
-        raise ValueError(str(error)) from error
+    with parquet.ParquetFile(file) as table:
+        name = _choose(list(table.schema_arrow.names), where=str(file), key=key, what="column")
+        return table.read(columns=[name]).column(name).to_numpy(), lambda row: f"column {name!r}, row {row}"
 
 
 _IDX_HEADER = struct.Struct("<9sQBQQ")
@@ -220,7 +198,7 @@ def _read_idx(file: Path, _: str | None) -> _RawLengths:
     if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
         raise BalanceError(f"{file} is damaged: its bounds of documents are not those of its sequences.")
     until = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
-    return np.diff(until[bounds]), "document", None
+    return np.diff(until[bounds]), "document {}".format
 
 
 _READERS: dict[str, tuple[Callable[[Path, str | None], _RawLengths], str]] = {

@@ -8,8 +8,8 @@ kept, none of the data.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +20,14 @@ _BLOCK = 4096
 """Candidates drawn at a time: fixed, so that the first samples do not depend on num_samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthMixture:
-    """A mixture of lognormals, cut to `[shortest, longest]` tokens.
+SYNTHETIC_LENGTHS: dict[str, dict[str, Any]] = json.loads(
+    (files(__package__) / "synthetic.json").read_text(encoding="utf-8")
+)
+"""By name a mixture of lognormals, cut to `[shortest, longest]` tokens.
 
-    Attributes:
-        of: the data set.
-        components: share, mean and standard deviation of the logarithm of the length, of each lognormal.
-        shortest, longest: no length is below or above, tokens.
-        fit_distance: Kolmogorov-Smirnov distance to the set: the largest gap between the cumulative distributions.
-    """
-
-    of: str
-    components: list[tuple[float, float, float]]
-    shortest: int
-    longest: int
-    fit_distance: float
-
-
-SYNTHETIC_LENGTHS: dict[str, LengthMixture] = {
-    name: LengthMixture(**row)
-    for name, row in json.loads((files(__package__) / "synthetic.json").read_text(encoding="utf-8")).items()
-}
+`of` is the data set, `components` are share, mean and standard deviation of the logarithm of the length, and
+`fit_distance` is the Kolmogorov-Smirnov distance to the set: the largest gap between the cumulative distributions.
+"""
 
 
 def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[np.int64]:
@@ -69,7 +55,7 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
         if value < least:
             raise BalanceError(f"{number} is {value!r}: it must be an integer of at least {least}.")
     generator = np.random.default_rng(seed)
-    weights, mu, sigma = np.array(mixture.components).T
+    weights, mu, sigma = np.array(mixture["components"]).T
     upper = np.cumsum(weights)
     blocks = [np.zeros(0, dtype=np.int64)]
     while sum(block.size for block in blocks) < num_samples:
@@ -79,5 +65,5 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
         logarithm = mu[component] + sigma[component] * generator.standard_normal(_BLOCK)
         lengths = np.rint(np.exp(logarithm)).astype(np.int64)
         # Redrawn rather than clipped: clipping would pile samples up on the two edges.
-        blocks.append(lengths[(lengths >= mixture.shortest) & (lengths <= mixture.longest)])
+        blocks.append(lengths[(lengths >= mixture["shortest"]) & (lengths <= mixture["longest"])])
     return np.concatenate(blocks)[:num_samples]

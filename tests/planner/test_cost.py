@@ -157,22 +157,24 @@ def test_a_rate_that_cannot_be_is_named(name: str, value: float) -> None:
 
 
 def rate_of(profile: Any) -> float:
-    return profile.attention_tflops / profile.linear_tflops
+    return profile["attention_tflops"] / profile["linear_tflops"]
 
 
 def test_a_profile_belongs_to_more_than_a_gpu() -> None:
     with pytest.raises(BalanceError, match=r"H100.*h100-fp8-nemo-24\.03.*megatron-balance fit"):
         find_profile("H100")
     for name, profile in profiles().items():
-        assert name.startswith(f"{profile.gpu.lower()}-{profile.precision}")
+        assert name.startswith(f"{profile['gpu'].lower()}-{profile['precision']}")
         assert 0.3 < rate_of(profile) < 6
-        assert profile.source
+        assert profile["source"]
     assert rate_of(find_profile("h100-fp8-nemo-24.03")) == pytest.approx(0.36, abs=0.005)
 
 
 @pytest.mark.parametrize(("models", "precision"), ATTENTION_RATES)
 def test_the_default_rate_lies_among_those_published(models: str, precision: str) -> None:
-    published = [rate_of(one) for one in profiles().values() if (one.models, one.precision) == (models, precision)]
+    published = [
+        rate_of(one) for one in profiles().values() if (one["models"], one["precision"]) == (models, precision)
+    ]
     rate = default_attention_rate(has_experts=models == "moe", fp8=precision == "fp8")
     assert 0.9 * min(published) <= rate <= 1.1 * max(published)
 

@@ -73,12 +73,12 @@ def test_plans_are_near_the_optimum_and_bounds_below_it(kind):
 def test_sizes_planned_by_a_devices_rates_are_no_slower_than_by_flops(
     device, dp_size, cp_size, ep_size, cap, lengths_of, count
 ):
-    rates, experts = profiles()[device], profiles()[device].models == "moe"
+    rates, experts = profiles()[device], profiles()[device]["models"] == "moe"
     shape = ModelShape.preset("Qwen3-30B-A3B" if experts else "Qwen3-8B")
     topology = Topology(dp_size, cp_size=cp_size, ep_size=ep_size if experts else 1, dynamic_cp=True)
-    tflops = {"linear_tflops": rates.linear_tflops, "attention_tflops": rates.attention_tflops}
+    tflops = {name: rates[name] for name in ("linear_tflops", "attention_tflops")}
     by_rates = CostModel.from_shape(shape, ep_size=topology.ep_size, **tflops)
-    launches = round(3e-4 * shape.num_layers * rates.linear_tflops * 1e12)
+    launches = round(3e-4 * shape.num_layers * rates["linear_tflops"] * 1e12)
     by_rates = replace(by_rates, per_microbatch=launches)
     lengths = draw(lengths_of, count=count, longest=cap * cp_size, seed=0, real=False)
 

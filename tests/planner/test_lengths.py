@@ -95,40 +95,40 @@ def test_documents_of_an_index_are_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", "512\n-3\n", ["a.txt, line 2", "-3 is negative", "0 or more"]),
-        ("a.txt", "nan\n", ["line 1", "nan is NaN"]),
-        ("a.txt", "7\nseven\n", ["line 2", "seven is not a number"]),
-        ("a.txt", f"{MAX_LENGTH + 1}\n", ["is above 2147483647"]),
+        ("a.txt", "512\n-3\n", ["a.txt, line 2", "line 2 is -3:", "from 0 to 2147483647", "leave the sample out"]),
+        ("a.txt", "nan\n", ["line 1 is nan:"]),
+        ("a.txt", "7\nseven\n", ["line 2 is seven:"]),
+        ("a.txt", f"{MAX_LENGTH + 1}\n", ["is 2147483648:"]),
         ("a.txt", "\n \n", ["a.txt holds no lengths", "at least one sample"]),
         ("a.txt", b"caf\xe9\n", ["is not UTF-8 text"]),
         ("a.jsonl", "7\n{broken\n", ["line 2 is not JSON"]),
-        ("a.jsonl", "7\ntrue\n", ["line 2", "True is not a number"]),
-        ("a.jsonl", "[1, 2]\n", ["line 1", "is not a number"]),
-        ("a.jsonl", "NaN\n", ["nan is NaN"]),
+        ("a.jsonl", "7\ntrue\n", ["line 2 is True:"]),
+        ("a.jsonl", "[1, 2]\n", ["line 1 is [1, 2]:"]),
+        ("a.jsonl", "NaN\n", ["line 1 is nan:"]),
         ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens'", "fields: tokens", "--key"]),
         ("a.csv", "length\n", ["a.csv holds no lengths"]),
         ("a.csv", "id,n\n1,2\n", ["2 columns: id, n", "--key"]),
         ("a.csv", "1,2\n3,4\n", ["2 columns and no header"]),
         ("a.csv", "id,length\n1,5\n2\n", ["line 3 has 1 columns"]),
-        ("a.csv", "id,length\n1,\n", ["line 2", "is not a number"]),
+        ("a.csv", "id,length\n1,\n", ["line 2 is :"]),
         ("a.dat", "1\n", ["unknown suffix '.dat'", ".npy", ".parquet"]),
         ("a.npy", "no array", ["is not an .npy array"]),
-        ("a.npy", np.array([3, -1]), ["index 1: -1 is negative"]),
-        ("a.npy", np.array([3.0, np.nan]), ["index 1: nan is NaN"]),
-        ("a.npy", np.array([2.5]), ["index 0: 2.5 is not an integer"]),
-        ("a.npy", np.array([2**63], dtype=np.uint64), ["is above 2147483647"]),
+        ("a.npy", np.array([3, -1]), ["index 1 is -1:"]),
+        ("a.npy", np.array([3.0, np.nan]), ["index 1 is nan:"]),
+        ("a.npy", np.array([2.5]), ["index 0 is 2.5:"]),
+        ("a.npy", np.array([2**63], dtype=np.uint64), ["is 9223372036854775808:"]),
         ("a.npy", np.array([], dtype=np.int64), ["holds no lengths"]),
         ("a.npy", np.ones((2, 3), dtype=np.int64), ["shape [2, 3]"]),
         ("a.npy", np.array(["3"]), ["lengths are integers"]),
         ("a.npz", "no archive", ["is not an .npz archive"]),
         ("a.parquet", "no table", ["is not a parquet file"]),
-        ("a.parquet", [3, None], ["row 1: nan is NaN"]),
+        ("a.parquet", [3, None], ["row 1 is nan:"]),
         ("a.idx", b"", ["does not begin with MMIDIDX"]),
         ("a.idx", index_of([3, 4], [0, 2])[:-1], ["is cut off"]),
         ("a.idx", index_of([3, 4], [0, 2], version=2), ["of version 2"]),
         ("a.idx", index_of([3, 4], [0, 3]), ["are not those of its sequences"]),
         ("a.idx", index_of([3, 4], [0, 2, 1, 2]), ["are not those of its sequences"]),
-        ("a.idx", index_of([3, -4], [0, 2]), ["is negative"]),
+        ("a.idx", index_of([3, -4], [0, 2]), ["document 0 is -1:"]),
         ("a.idx", index_of([], [0]), ["holds no lengths"]),
         ("a.idx", index_of([1], [0, 1])[:18] + struct.pack("<QQ", 2**62, 2**62), ["is cut off"]),
     ],
@@ -151,13 +151,13 @@ def test_a_key_without_names_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
-    with pytest.raises(BalanceError, match="does not exist"):
+    with pytest.raises(BalanceError, match=r"none\.npy cannot be read: No such file"):
         read_lengths(tmp_path / "none.npy")
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(BalanceError, match="is not a file"):
+    with pytest.raises(BalanceError, match=r"folder\.csv cannot be read: Is a directory.*synthetic:NAME"):
         read_lengths(tmp_path / "folder.csv")
     archive = write(tmp_path / "b.npz", {"length": np.array([1])})
-    with pytest.raises(BalanceError, match=r"name it \.npz"):
+    with pytest.raises(BalanceError, match=r"b\.npy is not an \.npy array"):
         read_lengths(archive.rename(tmp_path / "b.npy"))
 
 
@@ -167,11 +167,11 @@ def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name: str) -> Non
     lengths = synthetic_lengths(name, num_samples=5000, seed=3)
     assert lengths.dtype == np.int64
     assert lengths.shape == (5000,)
-    assert lengths.min() >= mixture.shortest
-    assert lengths.max() <= mixture.longest
+    assert lengths.min() >= mixture["shortest"]
+    assert lengths.max() <= mixture["longest"]
     assert np.array_equal(lengths[:100], synthetic_lengths(name, num_samples=100, seed=3))
     assert not np.array_equal(lengths, synthetic_lengths(name, num_samples=5000, seed=4))
-    assert sum(weight for weight, _, _ in mixture.components) == pytest.approx(1.0, abs=1e-3)
+    assert sum(weight for weight, _, _ in mixture["components"]) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_synthetic_lengths_have_the_published_mean() -> None:
