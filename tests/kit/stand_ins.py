@@ -182,6 +182,25 @@ def other_ties(watch: Watch) -> None:
     np.argsort = lambda of, **keywords: last_first(argsort(np.asarray(of)[::-1], **keywords))
 
 
+def slow_packs(watch: Watch) -> None:
+    """A rank that packs micro-batches more slowly than the others end."""
+    stock = Tensor.pin_memory
+
+    def pin_memory(block: Tensor, *positional: Any) -> Tensor:
+        time.sleep(2 * (block.dtype == torch.uint8))  # of a loader's tensors it is called for each
+        return stock(block, *positional)
+
+    Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
+
+
+def short_activations(watch: Watch) -> None:
+    """A model that passes on one token fewer than it was given."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    stock = GPTModel.forward
+    GPTModel.forward = lambda *positional, **keywords: stock(*positional, **keywords)[:-1]  # type: ignore[method-assign]
+
+
 def without_the_package(watch: Watch, *, flags: str) -> None:
     """No hooks of the package, nor its flags."""
     from megatron_balance.mcore import hooks

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import named_ranks, waiting_for
+from megatron_balance.runtime.failure import share
 from megatron_balance.runtime.process import close_on_undo, local_world_size
 from megatron_balance.runtime.start import Meeting, agree
 
@@ -116,7 +117,10 @@ class Layout:
     def replica_group(self, *, timeout: timedelta) -> dist.ProcessGroup | None:
         """A new group of the ranks of this model replica; None for one rank."""
         replicas = self.groups(lambda place: place.dp)
-        return make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
+        group = make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
+        # Connects its ranks. In the first step the store may be gone: with a rank of a replica that has failed.
+        share("", group=group)
+        return group
 
 
 def make_groups(
