@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,23 @@ def test_runs_as_a_module_into_a_closed_pipe() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
+
+
+def test_sizes_of_a_model_stand_in_for_its_config(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "hidden_size=4096,num_hidden_layers=36,num_attention_heads=32,num_key_value_heads=8,head_dim=128"
+    assert main(["compare", str(lengths_file), *BATCH, "--model", "Qwen3-8B"]) == 0
+    tables = [re.sub(r" *[\d.]+$", "", capsys.readouterr().out.partition("policy ")[2], flags=re.MULTILINE)]
+    words = f"{sizes},intermediate_size=12288,vocab_size=151936"
+    assert main(["compare", str(lengths_file), *BATCH, "--model", words]) == 0
+    printed = capsys.readouterr()
+    assert re.sub(r" *[\d.]+$", "", printed.out.partition("policy ")[2], flags=re.MULTILINE) == tables[0]
+    (line,) = printed.err.splitlines()
+    assert line.startswith("Warning: model_type '--model' is not known")
+
+
+def test_doctor_without_torch_says_what_to_install() -> None:
+    """Fault: a traceback, where the package was installed without extras."""
+    code = "import sys; sys.modules['torch'] = None; from megatron_balance.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"megatron-balance: torch does not load .*pip install '.\[megatron\]' .*\n", done.stderr)

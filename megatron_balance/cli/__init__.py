@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -30,8 +31,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong flag in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("argument "):  # "argument --flag: is 0"
-            message = message.removeprefix("argument ").replace(": ", " ", 1)
+        message = message.removeprefix("argument ").replace(": is ", " is ", 1)
         raise BalanceError(f"{message} (see {self.prog} --help)")
 
 
@@ -51,13 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _show_warning(message: object, *_: object, **__: object) -> None:
+    """In one line, without the line of code that warns."""
+    print(f"Warning: {message}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the result is the exit status, 2 where a flag or a file cannot be used."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        parser = build_parser()
-        args = parser.parse_args(arguments)
-        status = args.run(args)
+        args = build_parser().parse_args(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status = args.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

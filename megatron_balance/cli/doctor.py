@@ -11,6 +11,8 @@ import os
 import warnings
 from collections.abc import Iterable
 
+from megatron_balance.errors import BalanceError
+
 _EPILOG = """\
 examples:
   megatron-balance doctor
@@ -34,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")  # of packages on import: the checks report missing kernels themselves
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    from megatron_balance.mcore import doctor
+    try:
+        from megatron_balance.mcore import doctor
+    except ImportError as error:
+        raise BalanceError(f"torch does not load ({error}): pip install '.[megatron]' in a clone.") from error
 
     on_cluster = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ  # torchrun's
     silent = on_cluster and os.environ["RANK"] != "0"

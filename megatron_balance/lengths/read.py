@@ -168,9 +168,7 @@ def _read_parquet(file: Path, key: str | None) -> _RawLengths:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise BalanceError(
-            f"{file}: reading parquet needs pyarrow; install it with `pip install 'megatron-balance[report]'`."
-        ) from error
+        raise BalanceError(f"{file}: reading parquet needs pyarrow; pip install '.[report]' in a clone.") from error
     with parquet.ParquetFile(file) as table:
         name = _choose(list(table.schema_arrow.names), where=str(file), key=key, what="column")
         return table.read(columns=[name]).column(name).to_numpy(), lambda row: f"column {name!r}, row {row}"

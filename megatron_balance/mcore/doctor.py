@@ -54,7 +54,7 @@ class Finding(NamedTuple):
 def check_packages() -> Iterator[Finding]:
     """Check that the packages of a run load, and name their versions."""
     yield Finding(True, f"megatron-balance {__version__}, Python {platform.python_version()}")
-    yield (found := _loaded("torch", package="torch", remedy="pip install 'megatron-balance[megatron]'"))
+    yield (found := _loaded("torch", package="torch", remedy="pip install '.[megatron]' in a clone"))
     if not found.ok:
         return
     import torch
@@ -67,7 +67,7 @@ def check_packages() -> Iterator[Finding]:
     except BalanceError as error:
         yield Finding(False, str(error))
     else:
-        remedy = "pip install 'megatron-balance[megatron]', or set PYTHONPATH to a Megatron-LM checkout"
+        remedy = "pip install '.[megatron]' in a clone, or set PYTHONPATH to a Megatron-LM checkout"
         yield _loaded("megatron.training", package=package, remedy=remedy)
     # The local attention of Megatron refuses packed sequences; Transformer Engine's takes them.
     if torch.cuda.is_available():

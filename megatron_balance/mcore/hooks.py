@@ -283,7 +283,7 @@ def supported_version() -> str:
         from megatron.core.package_info import __version__
     except ModuleNotFoundError as error:
         raise BalanceError(
-            "megatron-core is not installed: pip install 'megatron-balance[megatron]' or set PYTHONPATH to it."
+            "megatron-core is not installed: pip install '.[megatron]' in a clone, or set PYTHONPATH to it."
         ) from error
     remedy = f"install megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*"
     return tested_version(__version__, system="megatron-core", supported=SUPPORTED_VERSIONS, remedy=remedy)

@@ -35,7 +35,7 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None) -> 
     except ModuleNotFoundError as error:
         raise BalanceError(
             f"the report is drawn with plotly and jinja2, and {error.name} is not installed: "
-            "pip install 'megatron-balance[report]'."
+            "pip install '.[report]' in a clone."
         ) from error
 
     def script(text: str) -> Markup:
