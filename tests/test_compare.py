@@ -164,8 +164,14 @@ def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pyt
     assert row is not None
     assert re.findall(r"<td>(.*?)</td>", row[1])[-1] == "-50.0%"
     printed = capsys.readouterr().out
-    assert "1 samples are longer than the cap, the longest with 150 tokens, and run alone above it" in printed
+    assert "1 of 8 sequences are longer than the cap of 100 tokens and run alone above it" in printed
     assert "raise --max-tokens-per-gpu to 150" in printed
+    # Fault: under dynamic sizes those that one rank cannot hold were said to run above the cap.
+    file = write_lengths(tmp_path, *[30, 30, 30, 900] * 2)
+    assert compare(file, *arguments[1:-2], "--policy", "dynamic-cp", "--model", "Qwen3-8B") == 0
+    printed = capsys.readouterr().out
+    assert "2 of 8 sequences are longer than the cap of 200 tokens" in printed
+    assert "raise --max-tokens-per-gpu to 450 if memory holds that, or cut them at 200" in printed
 
 
 def test_equal_lengths_need_no_flag(tmp_path: Path) -> None:
@@ -308,8 +314,11 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
         (["synthetic:gsm8k_sft", *BATCH, "--key", "length"], "which has no columns: drop --key"),
         (["RECORD", "--global-batch-size", "8"], "steps are fixed"),
         (["RECORD", "--key", "n"], "--key is given with a record"),
-        (["RECORD", "--steps", "9"], "the record has 1 steps"),
+        (["RECORD", "--steps", "9"], "the record has 1 steps with samples; --steps is 9"),
         (["RECORD", "--ep-size", "2"], "add --model, or --cost seconds.json"),
+        # Fault: groups of experts that no ranks can form, or a model without experts, were compared nevertheless.
+        (["synthetic:gsm8k_sft", *BATCH, "--ep-size", "3"], "--ep-size is 3: experts take groups of 3 ranks"),
+        (["synthetic:gsm8k_sft", *BATCH, "--ep-size", "2", "--model", "Qwen3-8B"], "Qwen3-8B has no experts; drop it"),
     ],
 )
 def test_an_error_is_one_line_and_status_2(

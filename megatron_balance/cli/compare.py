@@ -70,7 +70,8 @@ FLOPs are those this package plans by: causal attention once, 3x for a GEMM and 
 
 models:
 {textwrap.fill(", ".join(PRESETS), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
-  or the path of a Hugging Face config.json
+  or the path of a Hugging Face config.json, or its sizes: hidden_size=4096,num_hidden_layers=36,num_attention_heads=32,
+  num_key_value_heads=8,intermediate_size=12288,vocab_size=151936
 """
 
 
@@ -116,7 +117,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
         "--ep-size": (count, "E", "expert-parallel ranks (default: 1)"),
     },
     "cost": {
-        "--model": (str, "MODEL", "preset name, or a Hugging Face config.json; its FLOPs are the cost"),
+        "--model": (str, "MODEL", "preset, Hugging Face config.json, or sizes KEY=N,…; its FLOPs are the cost"),
         "--cost": (str, "COST", "tokens, flops (default with --model), or a seconds.json of megatron-balance fit"),
         "--device": (
             str,
@@ -154,7 +155,12 @@ def run(args: argparse.Namespace) -> int:
     policies = question.policies()
     names = [policy.name for policy in policies]
     if args.policy not in (None, *names):
-        raise BalanceError(f"--policy is {args.policy!r}: it must be one of {', '.join(names)}.")
+        raise BalanceError(
+            f"--policy is {args.policy!r}: it must be one of {', '.join(names)}. --model adds policies by FLOPs, "
+            "--cost seconds.json the calibrated one."
+        )
+    if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
+        raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
     batches = _batches(args, record=record, topology=topology, limits=limits)
     print(_inputs(batches, cost=costs.text(topology)))
     longest = max(int(batch.segments.max()) for batch in batches)
@@ -210,13 +216,20 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
         raise BalanceError(f"{flags} missing: compare needs them, unless LENGTHS is a record.")
     names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if record is None:
-        return Topology(**given, sequence_parallel=given.get("tp_size", 1) > 1), Limits(args.max_tokens_per_gpu)
-    cap = args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu
+    if args.tp_size is not None:  # Megatron's default: experts are split as all else is
+        given |= {"etp_size": args.tp_size, "sequence_parallel": args.tp_size > 1}
+    recorded = Topology(1) if record is None else record.info.topology
+    topology = replace(recorded.at_cp_size(recorded.cp_size), **given)
+    num_ranks, group = topology.num_leaves * topology.tp_size, topology.etp_size * topology.ep_size
+    if num_ranks % group:
+        raise BalanceError(
+            f"--ep-size is {topology.ep_size}: experts take groups of {group} ranks (--ep-size times --tp-size), which "
+            f"do not divide the {num_ranks} ranks of a pipeline stage."
+        )
+    cap = args.max_tokens_per_gpu or (record and record.info.limits.max_tokens_per_gpu)
     if cap is None:
         raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
-    recorded = record.info.topology
-    return replace(recorded.at_cp_size(recorded.cp_size), **given), Limits(cap)
+    return topology, Limits(cap)
 
 
 def _batches(
@@ -241,7 +254,7 @@ def _batches(
         if record.info.topology.dp_size != dp_size:
             batches = [replace(one, home_ranks=dealt(one.lengths.size, dp_size=dp_size)) for one in batches]
         if len(batches) < (steps or 1):
-            raise BalanceError(f"--steps is {steps or 1}: the record has {len(batches)} steps with samples.")
+            raise BalanceError(f"the record has {len(batches)} steps with samples; --steps is {steps or 1}.")
     if steps is None:
         samples = np.cumsum([batch.lengths.size for batch in batches])
         steps = max(int((samples <= MAX_SAMPLES).sum()), 1)

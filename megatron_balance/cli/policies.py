@@ -173,34 +173,32 @@ def recommend(results: Sequence[PolicyResult]) -> tuple[PolicyResult, list[str]]
 def _reasons(chosen: PolicyResult, *, results: Sequence[PolicyResult]) -> Iterator[str]:
     """The advice in sentences."""
     stock, packed = results[0], results[1]
-    topology, limits = stock.setting.topology, stock.setting.limits
     if chosen is stock:
         yield f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
     else:
         against = "" if chosen is packed else f", {chosen.speedup(packed):.2f}x that of packing alone"
         yield f"Use {chosen.policy.flags}. Expect {chosen.speedup(stock):.2f}x the speed of stock{against}."
-    held = (limits.max_tokens_per_gpu or 0) * topology.cp_size
-    lengths = np.concatenate([topology.padded_seq_len(step.segments) for step in stock.steps])
-    num_over, longest = int((lengths > held).sum()), int(lengths.max())
-    over = f"{num_over} samples are longer than the cap, the longest with {longest} tokens"
-    if num_over and chosen.fits:
-        yield f"{over}: only {chosen.policy.name} keeps every micro-batch under it."
-    elif num_over:
-        remedy = f"raise --max-tokens-per-gpu to {-(-longest // topology.cp_size)} if memory holds that"
-        remedy += f", or cut them at {held}"
-        for slower in [result for result in results if result.fits][:1]:
-            speed = slower.speedup(stock)
-            remedy += f"; {slower.policy.name} keeps under the cap, at {speed:.2f}x the speed of stock"
-        yield f"{over}, and run alone above it: {remedy}."
+    num_ranks = chosen.setting.topology.dynamic_cp_sizes[-1]  # that may share a sequence
+    at_most = chosen.setting.topology.at_cp_size(num_ranks)
+    lengths = np.concatenate([at_most.padded_seq_len(step.segments) for step in stock.steps])
+    held, longest = num_ranks * (chosen.setting.limits.max_tokens_per_gpu or 0), int(lengths.max())
+    if not chosen.fits:
+        yield (
+            f"{(lengths > held).sum()} of {lengths.size} sequences are longer than the cap of {held} tokens and run "
+            f"alone above it, the longest with {longest}: raise --max-tokens-per-gpu to {-(-longest // num_ranks)} if "
+            f"memory holds that, or cut them at {held}."
+        )
+    elif not stock.fits:
+        yield f"The longest sequence has {longest} tokens: only {chosen.policy.name} keeps under the cap."
     floor = max(step.single_sample_floor for step in chosen.metrics)
     if chosen.policy.dynamic_cp:
         best = min((result for result in results if not result.policy.dynamic_cp), key=lambda result: result.seconds)
         gain = chosen.speedup(best)
-        yield f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS names what it excludes."
+        yield f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS says which options it excludes."
     elif floor > 1.01:
         yield (
-            f"One sample costs up to {floor:.2f}x a rank's even share, and no plan at one context-parallel size takes "
-            "less time than it: take more samples a step, or cut it."
+            f"The costliest sample takes up to {floor:.2f}x a rank's even share, and no plan at this context-parallel "
+            "size is faster than it: take more samples a step, or cut it."
         )
-    if chosen.setting.cost_name == "tokens":
+    if chosen.setting.cost_name == "tokens" and all(result.policy.name != "by-flops" for result in results):
         yield "Judged by tokens alone: with --model, --balance-by-flops is compared as well."

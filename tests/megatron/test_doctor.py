@@ -81,6 +81,11 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
         (f"{BALANCED} --cuda-graph-impl local", ["--cuda-graph-impl is local: CUDA graphs replay"]),
         (f"{BALANCED} --balance-by-flop", ["--balance-by-flop is no flag of Megatron or this package"]),
         (f"{BALANCED} --balance-objective fastest", ["Megatron's parser refuses: argument --balance-objective"]),
+        # Fault: sizes that are none were rounded down in silence.
+        (
+            f"{BALANCED} --balance-context-parallel 3",
+            ["parser refuses: argument --balance-context-parallel: '3' is no power of two"],
+        ),
         (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),
         (f"{BALANCED} --balance-by-flops", []),
         ("--lr 1e-3", []),

@@ -82,7 +82,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--balance-context-parallel",
         nargs="?",
-        type=_word_or_number(ALL_RANKS, OFF, least=1, says="no number of ranks: give a power of two, or none for all"),
+        type=_word_or_number(ALL_RANKS, OFF, is_one=lambda n: n.bit_count() == 1, says="no power of two, nor off"),
         const=ALL_RANKS,
         metavar="SIZE",
         help="Give each micro-batch a context-parallel size of its own, a power of two up to SIZE or all data- and "
@@ -116,7 +116,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--balance-unpad",
-        type=_word_or_number("attention_mask", least=0, says="neither a token id nor 'attention_mask'"),
+        type=_word_or_number("attention_mask", is_one=lambda _: True, says="neither a token id nor 'attention_mask'"),
         metavar="PADDING",
         help="Take rows without cu_seqlens as samples of their true length and pack them: PADDING is the token id that "
         "rows are filled up with at their end, or attention_mask where the data has one.",
@@ -141,13 +141,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _word_or_number(*words: str, least: int, says: str) -> Callable[[str], int | str]:
-    """One of these words or an integer, for argparse, whose error `says` what another value is."""
+def _word_or_number(*words: str, is_one: Callable[[int], bool], says: str) -> Callable[[str], int | str]:
+    """One of these words or such an integer, for argparse; its error `says` what another value is."""
 
     def value(text: str) -> int | str:
         if text in words:
             return text
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal() or not is_one(int(text)):
             raise argparse.ArgumentTypeError(f"{text!r} is {says}")
         return int(text)
 
