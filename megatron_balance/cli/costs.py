@@ -96,7 +96,7 @@ class Costs:
     def shape(self) -> ModelShape | None:
         """The model of `--model`."""
         if self.model is None or "=" not in self.model:
-            return self.model and find_shape(self.model)
+            return None if self.model is None else find_shape(self.model)
         pairs = [pair.partition("=") for pair in self.model.split(",")]
         sizes = {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
         return find_shape({"model_type": "--model", **sizes})
