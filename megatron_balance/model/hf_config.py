@@ -43,14 +43,13 @@ def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int
     """Keyword arguments of ModelShape, what to warn of, and the parameters of a checkpoint beside the file."""
     whole = config if isinstance(config, Mapping) else _load(Path(config))
     text = next((whole[name] for name in ("text_config", "llm_config") if isinstance(whole.get(name), Mapping)), whole)
-    model_type = text.get("model_type", whole.get("model_type"))
-    if not isinstance(model_type, str):
-        raise BalanceError(f"model_type is {model_type!r} in the Hugging Face config: it must be a text.")
-    keys = _Keys(text, model_type)
-    notes: list[str] = []
+    model_type = str(text.get("model_type", whole.get("model_type")))
+    keys, notes, total = _Keys(text, model_type), list[str](), None
     try:
-        if model_type in _TABLE["refused"]:
-            raise keys.refusal(_TABLE["refused"][model_type])
+        keys.refuse(
+            (model_type in _TABLE["refused"], _TABLE["refused"].get(model_type)),
+            *((keys.get(key), reason) for key, reason in _TABLE["refused_keys"].items()),
+        )
         fields = _fields(keys)
         if model_type not in FAMILIES:
             notes.append(
@@ -62,22 +61,20 @@ def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int
             fields["vision"] = _encoder(_Keys(vision, str(whole.get("model_type"))))
             if fields["vision"] is None:
                 notes.append(f"the vision or audio tower of model_type {whole.get('model_type')!r} is not counted.")
-    except BalanceError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not isinstance(config, Mapping):
+            total = _num_parameters(Path(config), whole=whole, text=text)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise BalanceError(
             f"the Hugging Face config of model_type {model_type!r} has a value of a wrong kind: {error}."
         ) from error
-    total = None if isinstance(config, Mapping) else _num_parameters(Path(config), whole=whole)
     return fields, " ".join(notes), total
 
 
-def _num_parameters(path: Path, *, whole: Config) -> int | None:
+def _num_parameters(path: Path, *, whole: Config, text: Config) -> int | None:
     """From model.safetensors.index.json: bytes, where all weights have the 16 or 32 bits of the configuration."""
     index = (path if path.is_dir() else path.parent) / "model.safetensors.index.json"
     if not index.is_file() or "quantization_config" in whole or "vision_config" in whole:
         return None
-    text = whole.get("text_config", whole)
     width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(text.get("dtype", text.get("torch_dtype")))
     total = _load(index).get("metadata", {}).get("total_size")
     return total // width if width and isinstance(total, int) else None
@@ -97,15 +94,7 @@ class _Keys:
         if key is None:
             return default
         self.used.add(key)
-        if isinstance(self._values[key], bool):
-            raise BalanceError(f"{key} is {self._values[key]} in the Hugging Face config: it must be a number.")
         return self._values[key]
-
-    def flag(self, key: str, *, default: bool = False) -> bool:
-        """True where the value is neither false nor 0 nor empty."""
-        if key in self._values:
-            self.used.add(key)
-        return bool(self._values.get(key, default))
 
     def need(self, name: str) -> Any:
         value = self.get(name)
@@ -120,11 +109,21 @@ class _Keys:
         """Sizes that every layer of a kind has."""
         return {name: self.need(name) for name in NEEDED[kind]}
 
-    def refusal(self, reason: str) -> BalanceError:
-        return BalanceError(
-            f"the Hugging Face config of model_type {self.model_type!r} has {reason}, whose FLOPs are not known: "
-            "balance by tokens or by measured costs."
-        )
+    def listed(self, name: str, known: set[str]) -> list[str]:
+        """A word for each layer, of those that are known; none where the file has no list."""
+        words: list[str] = list(self.get(name, default=()))
+        unknown = sorted({*words} - known)
+        self.refuse((unknown, f"{name} {unknown}"))
+        return words
+
+    def refuse(self, *reasons: tuple[object, str]) -> None:
+        """Refuse the file for the first reason that holds."""
+        for holds, reason in reasons:
+            if holds:
+                raise BalanceError(
+                    f"the Hugging Face config of model_type {self.model_type!r} has {reason}, whose FLOPs are not "
+                    "known: balance by tokens or by measured costs."
+                )
 
 
 def _load(path: Path) -> Config:
@@ -139,9 +138,6 @@ def _load(path: Path) -> Config:
 
 
 def _fields(keys: _Keys) -> Fields:
-    for key, reason in _TABLE["refused_keys"].items():
-        if keys.flag(key):
-            raise keys.refusal(reason)
     # Nemotron-H has a symbol or a name for each layer, which is one mixer or one MLP.
     pattern = keys.get("hybrid_override_pattern") or "".join(
         _SYMBOLS.get(kind, "?") for kind in keys.get("layers_block_type", default=())
@@ -158,13 +154,16 @@ def _fields(keys: _Keys) -> Fields:
         "kv_channels": keys.get("kv_channels") or hidden_size // heads,
         "ffn_hidden_size": keys.get("ffn_hidden_size", default=0),
         "padded_vocab_size": keys.need("padded_vocab_size"),
-        "gated_linear_unit": keys.flag("gated_mlp", default=is_gated),
-        "attention_output_gate": keys.flag("attn_output_gate"),
+        "gated_linear_unit": bool(keys.get("gated_mlp", default=is_gated)),
+        "attention_output_gate": bool(keys.get("attn_output_gate")),
     }
-    if keys.get("kv_lora_rank"):
-        result |= _latent(keys, kinds)
-    elif keys.get("v_head_dim", default=result["kv_channels"]) != result["kv_channels"]:
-        raise keys.refusal("values of another width than keys")
+    latent, width = keys.get("kv_lora_rank"), result["kv_channels"]
+    keys.refuse(
+        (latent and "linear_attention" in kinds, "linear attention beside latent attention"),
+        (not latent and keys.get("v_head_dim", default=width) != width, "values of another width than keys"),
+    )
+    if latent:
+        result |= _latent(keys, len(kinds))
     if keys.get("num_experts") and (not pattern or "E" in pattern):
         result |= _experts(keys, result["num_layers"])
     if pattern or keys.get("mamba_d_state"):
@@ -188,76 +187,64 @@ def _fields(keys: _Keys) -> Fields:
 def _layer_kinds(keys: _Keys) -> list[str]:
     """The token mixer of each layer, from a list or from the family's rule."""
     num_layers = keys.need("num_hidden_layers")
-    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+    if num_layers > MAX_LAYERS:
         raise BalanceError(
             f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
         )
-    window = keys.get("sliding_window")
-    if listed := keys.get("layer_types"):
-        older = {"mamba": "linear_attention", "attention": "full_attention"}
-        kinds = [older.get(kind, kind) for kind in map(str, listed)]
-    elif interval := keys.get("full_attention_interval"):
-        kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
-    elif window and (period := keys.get("period of windows")):
-        full = period.replace("G", "0").replace("L", "1") if isinstance(period, str) else "1" * (period - 1) + "0"
-        kinds = [("full_attention", "sliding_attention")[int(full[i % len(full)])] for i in range(num_layers)]
-    elif window and keys.flag("use_sliding_window", default=True):
-        first = keys.get("max_window_layers") if keys.flag("use_sliding_window") else None
-        if first is None and not keys.flag("every_layer_windowed"):
-            raise keys.refusal("a sliding_window without layer_types, and so layers")
-        kinds = ["sliding_attention" if i >= (first or 0) else "full_attention" for i in range(num_layers)]
-    else:
-        kinds = ["full_attention"] * num_layers
+    granite = {"mamba": "linear_attention", "attention": "full_attention"}
+    known = {"full_attention", "sliding_attention", "linear_attention", "indexed_attention"}
+    listed = [granite.get(kind, kind) for kind in keys.listed("layer_types", {*known, *granite})]
+    # Without a list layers repeat a period: letters, G for attention to all, or a number, the last of which is G.
+    other, period = "linear_attention", keys.get("full_attention_interval")
+    if not period and keys.get("sliding_window") and keys.get("use_sliding_window", default=True):
+        other, period = "sliding_attention", keys.get("period of windows", default="")
+        first = keys.get("max_window_layers") if keys.get("use_sliding_window") else None
+        if first is not None:
+            period = "G" * first + "L" * (num_layers - first)
+        keys.refuse((not listed and not period, "a sliding_window without layer_types, and so layers"))
+    pattern = period if isinstance(period, str) else "L" * ((period or 1) - 1) + "G"
+    kinds = listed or ["full_attention" if pattern[i % len(pattern)] == "G" else other for i in range(num_layers)]
     if len(kinds) != num_layers:
         raise BalanceError(
             f"layer_types has {len(kinds)} entries in the Hugging Face config: num_hidden_layers is {num_layers}."
         )
-    known = {"full_attention", "sliding_attention"}
-    if keys.get("index_topk"):
-        known.add("indexed_attention")
-    if keys.get("linear_num_key_heads") or keys.get("mamba_d_state"):
-        known.add("linear_attention")
-    if unknown := set(kinds) - known:
-        raise keys.refusal(f"layer_types {sorted(unknown)}")
-    if "indexed_attention" in kinds and len(set(kinds)) > 1:
-        raise keys.refusal("sparse attention in some layers only")
-    if keys.get("mamba_d_state") and "layer_types" not in keys.used:
-        raise keys.refusal("Mamba without a list of layers")
+    sparse, mixed = "indexed_attention" in kinds, len(set(kinds)) > 1
+    keys.refuse(
+        (
+            sparse and (mixed or not keys.get("dsa_indexer_topk")),
+            "sparse attention in some layers only, or without index_topk",
+        ),
+        (not listed and keys.get("mamba_d_state"), "Mamba without a list of layers"),
+    )
     return kinds
 
 
 def _experts(keys: _Keys, num_layers: int) -> Fields:
-    freq, step = keys.get("moe_layer_freq", default=1), keys.get("decoder_sparse_step", default=1)
-    if listed := keys.get("mlp_layer_types"):
-        if unknown := set(listed) - {"dense", "sparse"}:
-            raise keys.refusal(f"mlp_layer_types {sorted(unknown)}")
+    freq = keys.get("moe_layer_freq", default=1)
+    if listed := keys.listed("mlp_layer_types", {"dense", "sparse"}):
         is_moe = [kind == "sparse" for kind in listed]
     elif isinstance(freq, list):
         is_moe = [bool(entry) for entry in cast("list[int]", freq)]
     else:
         dense, first = keys.get("mlp_only_layers", default=()), keys.get("first MoE layer", default=0)
         last = keys.get("moe_layer_end_index", default=-1) % num_layers
-        step = keys.get("moe_layer_interval", default=step)
+        step = keys.get("period of MoE layers", default=1)
         is_moe = [
             first <= i <= last and i % freq == 0 and i not in dense and (i + 1) % step == 0 for i in range(num_layers)
         ]
     width = keys.get("moe_ffn_hidden_size") or keys.need("intermediate_size" if all(is_moe) else "moe_ffn_hidden_size")
-    shared = keys.get("moe_shared_expert_intermediate_size")
-    if shared is None:
-        shared = keys.get("number of shared experts", default=0) * width
+    shared = keys.get("number of shared experts", default=0) * width
     return {
         "num_experts": keys.get("num_experts"),
         "moe_router_topk": keys.need("moe_router_topk"),
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_intermediate_size": keys.get("moe_shared_expert_intermediate_size", default=shared),
         "moe_latent_size": keys.get("moe_latent_size", default=0),
         "moe_layer_freq": () if all(is_moe) else tuple(map(int, is_moe)),
     }
 
 
-def _latent(keys: _Keys, kinds: list[str]) -> Fields:
-    if "linear_attention" in kinds:
-        raise keys.refusal("linear attention beside latent attention")
+def _latent(keys: _Keys, num_layers: int) -> Fields:
     # Keys and values are one latent vector: head_dim and num_key_value_heads mean nothing here.
     heads = keys.need("num_attention_heads")
     result: Fields = {
@@ -269,22 +256,19 @@ def _latent(keys: _Keys, kinds: list[str]) -> Fields:
         "qk_pos_emb_head_dim": keys.need("qk_pos_emb_head_dim"),
     }
     if keys.get("dsa_indexer_topk"):
-        result |= keys.needed("dsa") | {"dsa_indexer_layers": _indexer_layers(keys, len(kinds))}
+        result |= keys.needed("dsa") | {"dsa_indexer_layers": _indexer_layers(keys, num_layers)}
         result["dsa_fused"] = keys.get("dsa_kernel_backend", default="none") != "none"  # as Megatron's option
     return result
 
 
 def _indexer_layers(keys: _Keys, num_layers: int) -> tuple[int, ...]:
     """Layers that compute their own indices (GLM-5); () where all do."""
-    types, pattern = keys.get("indexer_types"), keys.get("index_topk_pattern")
-    if types is None and pattern is not None:
-        types = ["full" if kind in ("F", "full") else "shared" for kind in pattern]
-    if types is None:
+    types = keys.listed("indexer_types", {"full", "F", "shared", "S"})
+    if not types:
         freq, offset = max(keys.get("index_topk_freq", default=1), 1), keys.get("index_skip_topk_offset", default=2)
         types = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers)]
-    if unknown := set(types) - {"full", "shared"}:
-        raise keys.refusal(f"indexer_types {sorted(unknown)}")
-    return () if "shared" not in types else tuple(int(kind == "full") for kind in types)
+    own = tuple(int(kind in ("full", "F")) for kind in types)
+    return () if all(own) else own
 
 
 def _encoder(keys: _Keys) -> VisionEncoder | None:
