@@ -127,7 +127,6 @@ def _dispatches(
                 break
             window.arrange(pool, lengths=[int(lengths[sample]) for sample in pool])
             yield [pool.popleft() for _ in range(batch_size)]
-            window.leave()
 
 
 WAYS = (

@@ -19,7 +19,7 @@ batches at once and may fail on some. With a window the dispatches form again ar
 
 `try_dispatch_batch`, with a window before it:
 
-    1. with fewer samples than a dispatch takes, TorchSpec's own function returns False
+    1. with fewer samples than a dispatch takes, False is returned, as by TorchSpec's own function
     2. the pool is held back until it holds `window` dispatches' worth, unless no more would come:
        the prompts are all handed out (end of data), inference is paused by `max_sample_pool_size`,
        or nothing has come for `MAX_IDLE_CALLS` calls, whatever else blocks inference
@@ -91,11 +91,6 @@ class Settings:
         if self.bucket_batches < 1:
             raise BalanceError(f"bucket_batches is {self.bucket_batches!r}: it must be an integer of at least 1.")
 
-    @property
-    def chooses(self) -> bool:
-        """True if a dispatch is chosen among more samples than it takes."""
-        return self.approach != "A" and self.window > 1
-
 
 _REMEDY = "install it from its git repository (PyPI's is a placeholder), or train without balancing"
 adapter: Adapter[Settings] = Adapter("torchspec", versions=("0.1.0",), remedy=_REMEDY)
@@ -127,23 +122,28 @@ def install(
 
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
-    rows: list[tuple[str, str, Function, str, str]] = [
+    chooses = settings.approach != "A" and settings.window > 1
+    until = "TorchSpec chooses among the samples of its pool"
+    rows: list[tuple[bool, str, str, Function, str, str]] = [
         (
+            True,
             "_partition_results",
             "results",
             _partition_results,
             "gives the samples of a dispatch to ranks in turn, whatever their lengths",
             "TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
-        )
+        ),
+        (chooses, "try_dispatch_batch", "", _try_dispatch_batch, "takes the oldest samples of the pool", until),
+        (chooses, "get_status", "", _get_status, "reports what the choice delays", until),
+        (
+            settings.approach == "C",
+            "_prepare_dataset",
+            "skip",
+            _prepare_dataset,
+            "orders the prompts of an epoch, at random",
+            "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
+        ),
     ]
-    if settings.chooses:
-        why, until = "takes the oldest samples of the pool", "TorchSpec chooses among the samples of its pool"
-        rows.append(("try_dispatch_batch", "", _try_dispatch_batch, why, until))
-        rows.append(("get_status", "", _get_status, "reports what the choice delays", until))
-    if settings.approach == "C":
-        why = "orders the prompts of an epoch, at random"
-        until = "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)"
-        rows.append(("_prepare_dataset", "skip", _prepare_dataset, why, until))
 
     def wrapped(balanced: Function, method: Function) -> Function:
         @functools.wraps(method)
@@ -161,7 +161,8 @@ def _hooks(settings: Settings) -> list[Hook]:
             until=until,
             parameters=("self", *parameters.split()),
         )
-        for method, parameters, balanced, why, until in rows
+        for is_asked, method, parameters, balanced, why, until in rows
+        if is_asked
     ]
 
 
@@ -219,13 +220,12 @@ def _try_dispatch_batch(settings: Settings, stock: Function, controller: Any) ->
             return False
         with controller._pool_lock:
             pool = controller.sample_pool
-            if len(pool) >= controller.dispatch_batch_size:
-                window.arrange(pool, lengths=[_result_length(result) for result in pool])
+            # TorchSpec's own function would return the same; no sample may come in between.
+            if len(pool) < controller.dispatch_batch_size:
+                return False
+            window.arrange(pool, lengths=[_result_length(result) for result in pool])
     # Samples pushed from here on go to the end of the pool, behind those that leave.
-    dispatched = stock()
-    if dispatched:
-        window.leave()
-    return dispatched
+    return stock()
 
 
 def _get_status(settings: Settings, stock: Function, controller: Any) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def bucketed_order(
 
 
 class DispatchWindow:
-    """Tracks the order of arrival of the controller's pool, and chooses what leaves it.
+    """Chooses what leaves the controller's pool.
 
         1. the oldest `window * dispatch_batch_size` samples are looked at
         2. those that are `MAX_DELAY_WINDOWS * window` dispatches late leave; there are few
@@ -322,8 +322,8 @@ class DispatchWindow:
         4. with it leaves the run of neighbours in the order of length that pads the least
 
     Invariants: every sample leaves exactly once, at most `max_delay` dispatches after its turn in order of arrival;
-    what leaves depends on lengths and order of arrival alone. Arrival numbers are kept in a queue beside the
-    controller's pool, and both are rearranged in the same way.
+    what leaves depends on lengths and order of arrival alone. The pool is always in order of arrival: samples come in
+    at its end, and those that stay keep their order.
 
     Attributes:
         capacity: samples to choose among.
@@ -337,8 +337,8 @@ class DispatchWindow:
         self.max_delay = MAX_DELAY_WINDOWS * window
         self.max_delay_seen = self.num_held_calls = 0
         self._batch_size = dispatch_batch_size
-        self._arrivals: deque[int] = deque()
-        self._num_arrived = self._num_dispatches = self._sum_delay = 0
+        self._arrivals: list[int] = []  # of the samples in the pool, counted from the first that ever came
+        self._num_dispatches = self._sum_delay = 0
         self._idle_calls = self._last_pool_size = 0
 
     def holds_back(self, controller: Any) -> bool:
@@ -358,25 +358,15 @@ class DispatchWindow:
         return held
 
     def arrange(self, pool: deque[Any], *, lengths: Sequence[int]) -> None:
-        """Bring the samples that leave next to the front of the pool, oldest first; new ones were added at its end."""
-        while len(self._arrivals) > len(pool):
-            self._arrivals.popleft()  # Evaluation took samples from the front, as a dispatch does.
-        newest = self._num_arrived + len(pool) - len(self._arrivals)
-        self._arrivals.extend(range(self._num_arrived, newest))
-        self._num_arrived = newest
-
-        position_of = {arrival: position for position, arrival in enumerate(self._arrivals)}
-        seen = sorted(position_of)[: self.capacity]
-        candidates = {arrival: lengths[position_of[arrival]] for arrival in seen}
-        leaving = seen if len(seen) <= self._batch_size else sorted(self._choose(candidates))
-        positions = [position_of[arrival] for arrival in leaving]
-        _bring_to_front(pool, positions=positions)
-        _bring_to_front(self._arrivals, positions=positions)
-
-    def leave(self) -> None:
-        """Note that the samples at the front have left."""
-        left = [self._arrivals.popleft() for _ in range(min(self._batch_size, len(self._arrivals)))]
-        delays = [max(self._num_dispatches - arrival // self._batch_size, 0) for arrival in left]
+        """Bring the samples that leave now to the front of the pool, oldest first."""
+        num_left = self._num_dispatches * self._batch_size
+        self._arrivals += range(num_left + len(self._arrivals), num_left + len(pool))
+        leaving, delays = [], []
+        for position in reversed(self._choose(lengths[: self.capacity])):
+            leaving.append(pool[position])
+            delays.append(max(self._num_dispatches - self._arrivals.pop(position) // self._batch_size, 0))
+            del pool[position]
+        pool.extendleft(leaving)
         self.max_delay_seen = max(self.max_delay_seen, *delays)
         self._sum_delay += sum(delays)
         self._num_dispatches += 1
@@ -388,32 +378,20 @@ class DispatchWindow:
         """Mean over all samples that left; one that left early counts as 0."""
         return self._sum_delay / max(self._num_dispatches * self._batch_size, 1)
 
-    def _choose(self, lengths: dict[int, int]) -> list[int]:
-        """Arrival numbers of the next dispatch, in any order."""
-        count, oldest = self._batch_size, min(lengths)
-        late = [arrival for arrival in lengths if arrival // count + self.max_delay <= self._num_dispatches][:count]
-        # The oldest is the first to be late.
-        others = late[1:]
-        free = {arrival: length for arrival, length in lengths.items() if arrival not in others}
-        return [*others, *_tightest_run(free, around=oldest, count=count - len(others))]
-
-
-def _tightest_run(lengths: dict[int, int], *, around: int, count: int) -> list[int]:
-    """The run of `count` neighbours in the order of length that holds one sample and pads least for its tokens."""
-    order = sorted(lengths, key=lambda arrival: (-lengths[arrival], arrival))
-    place = order.index(around)
-    sums = [0, *accumulate(lengths[arrival] for arrival in order)]
-    starts = range(max(place - count + 1, 0), min(place, len(order) - count) + 1)
-    start = min(starts, key=lambda first: Fraction(lengths[order[first]], max(sums[first + count] - sums[first], 1)))
-    return order[start : start + count]
-
-
-def _bring_to_front(queue: deque[Any], *, positions: Sequence[int]) -> None:
-    """Move the entries at these positions to the front, in the order given; the others keep theirs."""
-    entries = [queue[position] for position in positions]
-    for position in sorted(positions, reverse=True):
-        del queue[position]
-    queue.extendleft(reversed(entries))
+    def _choose(self, lengths: Sequence[int]) -> list[int]:
+        """Positions in the pool of the samples that leave, ascending; `lengths` are those to choose among."""
+        count = self._batch_size
+        last_turn = self._num_dispatches - self.max_delay
+        num_late = sum(arrival // count <= last_turn for arrival in self._arrivals[: len(lengths)])
+        # The oldest is the first to be late, and leaves anyway.
+        late = range(1, min(num_late, count))
+        free = [position for position in range(len(lengths)) if position not in late]
+        order = sorted(free, key=lambda position: (-lengths[position], position))
+        sums = [0, *accumulate(lengths[position] for position in order)]
+        place, size = order.index(0), count - len(late)
+        starts = range(max(place - size + 1, 0), min(place, len(order) - size) + 1)
+        start = min(starts, key=lambda first: Fraction(lengths[order[first]], max(sums[first + size] - sums[first], 1)))
+        return sorted([*late, *order[start : start + size]])
 
 
 if __name__ == "__main__":
