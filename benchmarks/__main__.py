@@ -11,6 +11,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.publish import filled, made_by, publish, rounded, write_raw
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"usage: python -m benchmarks {{{','.join(BENCHMARKS)}}} [--publish] [OPTIONS]\n")
         return 0 if words[:1] in (["-h"], ["--help"]) else 2
     name = words[0]
-    benchmark = importlib.import_module(BENCHMARKS[name])
+    benchmark: Any = importlib.import_module(BENCHMARKS[name])
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
         description=benchmark.__doc__,

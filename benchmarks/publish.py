@@ -42,9 +42,11 @@ class Benchmark(Protocol):
 
     def measure(self, args: Any) -> Measured:
         """Measures."""
+        ...
 
     def section(self, figures: Mapping[str, Any]) -> str:
         """Markdown of the figures, without a heading."""
+        ...
 
 
 def made_by(command: str, *, device: str = "cpu") -> dict[str, Any]:

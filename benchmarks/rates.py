@@ -166,7 +166,7 @@ def losses_of(setup: Setup, *, folder: Path | None, by_kind: dict[str, list[list
         weighed = [_plan(batch, setup, cost_model(setup, attention=weight)) for weight in WEIGHTS]
         plans = {way: _plan(batch, setup, cost) for way, cost in others.items()} | {"FLOPs": weighed[0]}
         for truth in truths:
-            rates = {"linear": truth["linear_tflops"], "attention": truth["attention_tflops"]}
+            rates: dict[str, Any] = {"linear": truth["linear_tflops"], "attention": truth["attention_tflops"]}
             cost = cost_model(setup, **rates, fixed=True)
             best = _seconds(_plan(batch, setup, cost), cost)
             lost = [100 * (_seconds(plan, cost) / best - 1) for plan in weighed]

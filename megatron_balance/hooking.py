@@ -58,7 +58,7 @@ class Hook:
         """`bound_in` or its default."""
         return self.bound_in or (self.home,)
 
-    def is_in(self, release: tuple[int, int]) -> bool:
+    def is_in(self, release: tuple[int, ...]) -> bool:
         """True if a release has the target."""
         return self.first <= release
 

@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="in the name or the file of an error")
     parser.add_argument("--jobs", type=int, default=2, help="errors that are tried at the same time")
     options = parser.parse_args()

@@ -120,11 +120,11 @@ def train(
             micro_batch_size=1,
             forward_only=False,
         )
-        _, grad_norm, _ = optimizer.step()
+        _, grad_norm, _ = optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         row: dict[str, Any] = {"grad_norm": float(grad_norm)}
         if parallel_state.is_pipeline_last_stage():
             summed = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
-            dist.all_reduce(summed, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(summed, group=parallel_state.get_data_parallel_group())  # pyright: ignore[reportArgumentType]
             row["lm_loss"] = float(summed[0] / summed[1])
         step = getattr(forward_backward, "last_step", None)
         if step is not None:
@@ -136,7 +136,7 @@ def train(
 def _model(config: TransformerConfig) -> DistributedDataParallel:
     model = GPTModel(
         config,
-        thd_block_spec(config),
+        thd_block_spec(config),  # pyright: ignore[reportArgumentType]
         vocab_size=VOCAB_SIZE,
         max_sequence_length=2 * LONGEST + 2,
         pre_process=parallel_state.is_pipeline_first_stage(),

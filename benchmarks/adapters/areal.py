@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,9 +45,11 @@ def lengths_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
     return [batch["attention_mask"].sum(1).tolist() for batch in batches]
 
 
-def ours(**options: Any) -> Split:
+def ours(cost_model: CostModel, *, equal_count: bool = True) -> Split:
     """`balance_batch` with these options."""
-    return lambda batches, dp_size: lengths_of(balance_batch(batches, dp_size, **options))
+    return lambda batches, dp_size: lengths_of(
+        balance_batch(batches, dp_size, cost_model=cost_model, equal_count=equal_count)
+    )
 
 
 def areals(name: str) -> Split:
@@ -81,18 +82,21 @@ def coefficients_of_variation(
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Way → mean coefficient of variation of tokens at each number of ranks, then of FLOPs of Qwen3-8B."""
+    tokens, flops = CostModel.tokens(), resolve_cost("flops", model="Qwen3-8B")
     splits: dict[str, Split] = {
         "as loaded": lambda batches, _: lengths_of(batches),
         "AReaL's controller (greedy)": areals("greedy"),
         "AReaL's kk": areals("kk"),
-        "adapter": ours(),
-        "adapter, any number of rows": ours(equal_count=False),
-        "adapter by FLOPs": ours(model="Qwen3-8B"),
+        "adapter": ours(tokens),
+        "adapter, any number of rows": ours(tokens, equal_count=False),
+        "adapter by FLOPs": ours(flops),
     }
-    costs = (CostModel.tokens(), resolve_cost("flops", model="Qwen3-8B"))
-    columns = [{"dp_size": dp_size, "cost_model": cost} for cost in costs for dp_size in DP_SIZES]
     return {
-        name: [float(coefficients_of_variation(split, num_seeds=args.seeds, **column).mean()) for column in columns]
+        name: [
+            float(coefficients_of_variation(split, dp_size=dp_size, cost_model=cost, num_seeds=args.seeds).mean())
+            for cost in (tokens, flops)
+            for dp_size in DP_SIZES
+        ]
         for name, split in splits.items()
     }
 

@@ -116,7 +116,7 @@ def _run(case: Case, *, rows: Sequence[SftSample], folder: Path, revision: str, 
     record.mkdir(parents=True)
     write_rows(data, rows, order=shuffled_within_steps() if case.way == SHUFFLED else range(NUM_ROWS))
     flags = [*case.flags.split(), "--data-path", str(data)]
-    ranks = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}
+    ranks: dict[str, Any] = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}
     try:
         if case.way == TORCHRUN or device == "cuda":  # a process that has used a GPU cannot fork
             run = train(record, flags, device=device, **ranks)

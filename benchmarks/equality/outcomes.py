@@ -97,4 +97,5 @@ class OutcomeFile:
 
 def _parse(line: str) -> Outcome:
     fields: dict[str, Any] = json.loads(line)
-    return Outcome(**fields | {"case": Case(**fields["case"])})
+    fields["case"] = Case(**fields["case"])
+    return Outcome(**fields)

@@ -78,7 +78,7 @@ def _runner(tree: Path) -> speed.Runner:
     def run(flags: Sequence[str]) -> Recorded:
         script = {"TRAINING_SCRIPT": str(tree / "pretrain_gpt.py")}
         every = [*data_flags("--sft", data), *flags]
-        ranks = {"num_ranks": speed.NUM_RANKS, "timeout_seconds": TIMEOUT_SECONDS}
+        ranks: dict[str, Any] = {"num_ranks": speed.NUM_RANKS, "timeout_seconds": TIMEOUT_SECONDS}
         return train(folder / "run", every, environment=script, **ranks)
 
     return run
@@ -125,7 +125,7 @@ class Runs:
     def _run(self, case: Case, flags: Sequence[str]) -> Outcome:
         record, flags = self.folder / "run", [*case.flags(self.data), *flags]
         script = {"TRAINING_SCRIPT": str(self.tree / "pretrain_gpt.py")}
-        limits = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}
+        limits: dict[str, Any] = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}
         while True:
             shutil.rmtree(record, ignore_errors=True)
             try:
@@ -175,7 +175,7 @@ def _speed(policies: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _layouts(of_checkouts: Mapping[str, Mapping[str, Any]]) -> str:
-    kinds = dict(zip(DATA, ("`--sft`", "documents"), strict=True))
+    kinds: dict[str, str] = dict(zip(DATA, ("`--sft`", "documents"), strict=True))
     columns = [(checkout, kind) for checkout in of_checkouts for kind in DATA]
     rows: dict[str, dict[tuple[str, str], str]] = {}
     for checkout, runs in of_checkouts.items():

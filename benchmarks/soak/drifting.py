@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from sft_dataset import SftDataset, SftSample
 
@@ -46,5 +48,5 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     """Train set only; stands in for `pretrain_sft.datasets_provider`."""
     from megatron.training import get_args
 
-    args = get_args()
+    args: Any = get_args()
     return DriftingRows(num_samples=num_samples[0], seq_length=args.seq_length, seed=args.seed), None, None

@@ -33,7 +33,7 @@ class Relied(NamedTuple):
     first: tuple[int, ...]
     last: tuple[int, ...] = (999, 0)
 
-    def is_in(self, release: tuple[int, int]) -> bool:
+    def is_in(self, release: tuple[int, ...]) -> bool:
         return self.first <= release <= self.last
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 import types
 from collections import defaultdict
@@ -75,7 +76,12 @@ def share_gloo_device() -> None:
     """
     if not hasattr(distributed_c10d, "_create_gloo_process_group"):  # torch before 2.13
         return
-    device = functools.cache(ProcessGroupGloo.create_default_device)
+
+    @functools.cache
+    def device() -> Any:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")  # which the default device does not read
+        gloo = ProcessGroupGloo
+        return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
     def create(group: Any, _options: object) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()
