@@ -33,7 +33,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch, split_rollout
@@ -55,7 +55,7 @@ SPECS_DESCRIBED_BY_CHECKPOINT = (
 """Modules of slime's `--spec` whose sparse or linear attention is described by the checkpoint's config alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlimeOptions:
     """Options of the plans of rollout batches.
 
@@ -67,7 +67,6 @@ class SlimeOptions:
         objective: `auto` (from the parallel sizes), `step`, `microbatch` or `pipeline`.
     """
 
-    _: KW_ONLY
     cost: str | None = None
     model: Model | None = None
     objective: str = "auto"

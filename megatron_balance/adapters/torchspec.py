@@ -38,7 +38,7 @@ import importlib
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -68,12 +68,11 @@ MAX_IDLE_CALLS = 500
 every 10 ms, and considers the data exhausted after the same number."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The arguments of `install`; BalanceError where one is not allowed."""
 
     approach: str
-    _: KW_ONLY
     window: int
     cost: str
     bucket_batches: int
@@ -116,7 +115,7 @@ def install(
         BalanceError: an argument is not one of these; TorchSpec is missing, of another version, or not as expected; a
             controller has started; other settings are installed. Nothing is changed then.
     """
-    settings = Settings(approach, window=window, cost=cost, bucket_batches=bucket_batches)
+    settings = Settings(approach=approach, window=window, cost=cost, bucket_batches=bucket_batches)
     return adapter.hook(settings, lambda: _hooks(settings))
 
 

@@ -127,7 +127,7 @@ def gather_sample_lengths(
     schema = None
     patches = np.zeros((0, 2), dtype=np.int64) if counts_images else None
     try:
-        schema = SampleSchema.shared_by(samples)
+        schema = SampleSchema.shared_by(map(SampleSchema.of, samples))
         if counts_images:
             patches = image_patches(samples)
     except BalanceError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
@@ -143,20 +143,19 @@ class SampleSchema:
         return SampleSchema(tuple(keys))
 
     @staticmethod
-    def shared_by(samples: Sequence[Sample]) -> SampleSchema | None:
-        """The one schema of all these samples, None where there are none.
+    def shared_by(schemas: Iterable[SampleSchema]) -> SampleSchema | None:
+        """The one schema of all samples of a rank, None where there are none.
 
         Raises:
             BalanceError: two samples differ; the message names the key.
         """
-        if not samples:
-            return None
-        schema, *others = map(SampleSchema.of, samples)
-        for index, other in enumerate(others, start=1):
-            if other != schema:
-                difference = "; ".join(other.differences(schema))
+        shared: SampleSchema | None = None
+        for index, schema in enumerate(schemas):
+            shared = shared or schema
+            if schema != shared:
+                difference = "; ".join(schema.differences(shared))
                 raise BalanceError(f"Sample {index} differs from sample 0 of the same rank: {difference}.")
-        return schema
+        return shared
 
     def differences(self, other: SampleSchema) -> Iterator[str]:
         """Differences of this schema from `other`, a phrase for each key."""

@@ -63,10 +63,10 @@ def test_schema_depends_neither_on_the_order_of_keys_nor_on_numbers_of_entries()
 )
 def test_samples_share_a_schema_or_say_why_not(other, phrase):
     if phrase is None:
-        assert SampleSchema.shared_by([sample(), other]) == SampleSchema.of(sample())
+        assert SampleSchema.shared_by(map(SampleSchema.of, [sample(), other])) == SampleSchema.of(sample())
     else:
         with pytest.raises(BalanceError, match=f"Sample 1 differs.*{phrase}"):
-            SampleSchema.shared_by([sample(), other])
+            SampleSchema.shared_by(map(SampleSchema.of, [sample(), other]))
     assert SampleSchema.shared_by([]) is None
 
 

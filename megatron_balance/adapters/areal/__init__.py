@@ -14,7 +14,7 @@ Invariants: signatures and results are AReaL's; an error on one rank, head or no
 from __future__ import annotations
 
 import functools
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,12 +50,11 @@ _ROLLOUT = "areal.infra.dist_rollout"
 _CONTROLLER = "areal.infra.controller.train_controller"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ArealOptions:
     """The arguments of `install`, with the cost model of a row."""
 
     cost_model: CostModel
-    _: KW_ONLY
     single_rank_load: bool
     max_wait_hours: float
 
@@ -89,7 +88,7 @@ def install(
             other options. Nothing is changed then.
     """
     cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
-    options = ArealOptions(cost_model, single_rank_load=single_rank_load, max_wait_hours=max_wait_hours)
+    options = ArealOptions(cost_model=cost_model, single_rank_load=single_rank_load, max_wait_hours=max_wait_hours)
     return adapter.hook(options, lambda: _hooks(options))
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,15 +60,13 @@ class SingleRankLoad:
         if not self.loads:
             gather_lengths([], group=self._waiting_group)
             return []
-        problem: str | None = "it loads for all, and was stopped"
+        problem = None
         try:
-            loaded = load()
-            problem = None
-            return loaded
+            return load()
+        except BaseException as error:  # an interrupt as well: the others wait
+            problem = f"it loads for all, and failed: {type(error).__name__}: {error}"
+            raise
         finally:
-            error = sys.exc_info()[1]
-            if problem and error:
-                problem = f"it loads for all, and failed: {type(error).__name__}: {error}"
             with contextlib.suppress(BalanceError):  # its own error is the one to raise
                 gather_lengths([], group=self._waiting_group, problem=problem)
 

@@ -253,7 +253,7 @@ def redistribute(
     problem, schema, lengths, packed = None, None, [], []
     try:
         lengths = [row_lengths(trajectory) for trajectory in trajectories]
-        schema = _shared_schema(trajectories)
+        schema = SampleSchema.shared_by(map(_schema_of, trajectories))
         packed = [_pack(trimmed(trajectory)).to(device) for trajectory in trajectories]
     except BalanceError as error:
         problem = str(error)
@@ -326,20 +326,16 @@ def _unpack(packed: Tensor, *, device: torch.device | str) -> Any:
         return torch.load(io.BytesIO(packed.numpy().data), weights_only=True, map_location=device)
 
 
-def _shared_schema(trajectories: Sequence[Mapping[str, Any]]) -> SampleSchema | None:
-    """Keys and dtypes that all trajectories share: others could not be padded together later."""
-    schema: SampleSchema | None = None
-    for index, trajectory in enumerate(trajectories):
-        keys = [_BYTES]
-        for name, value in trajectory.items():
-            is_tensor = isinstance(value, Tensor)
-            kind = "per_token" if has_entry_a_token(value, mask=trajectory[MASK]) else "per_sample"
-            name, dtype = (name, value.dtype) if is_tensor else (f"{name} (no tensor)", torch.uint8)
-            # Sizes of further axes may differ, so they are left out.
-            keys.append(KeySpec(name, dtype=dtype, kind=kind))
-        found = SampleSchema(tuple(keys))
-        schema = schema or found
-        if found != schema:
-            differences = "; ".join(found.differences(schema))
-            raise BalanceError(f"trajectory {index} differs from trajectory 0 of the same rank: {differences}.")
-    return schema
+def _schema_of(trajectory: Mapping[str, Any]) -> SampleSchema:
+    """What all trajectories must share to be padded together later; sizes of further axes may differ."""
+    keys = [
+        KeySpec(
+            name,
+            dtype=value.dtype,
+            kind="per_token" if has_entry_a_token(value, mask=trajectory[MASK]) else "per_sample",
+        )
+        if isinstance(value, Tensor)
+        else KeySpec(f"{name} (no tensor)", dtype=torch.uint8, kind="per_sample")
+        for name, value in trajectory.items()
+    ]
+    return SampleSchema((_BYTES, *keys))

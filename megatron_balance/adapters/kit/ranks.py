@@ -6,7 +6,7 @@ Needs torch, which an adapter may be imported without.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -86,35 +86,26 @@ def _pack(
         )
     costs = row_costs(rows, cost_model=cost_model).reshape(-1, size).sum(axis=1)
     needed = max(least, -(-int(tokens.sum()) // max_tokens), 1)
-    planned: list[Ints] | None = None
-    for count in range(-(-needed // multiple) * multiple, tokens.size + 1, multiple):
-        # Even costs first; even tokens where those do not keep the cap, which a plan filled bin by bin may still do.
-        for values in (costs, tokens):
-            slots = even_parts(values, num_parts=count, equal_count=False)
-            if max(int(tokens[slot].sum()) for slot in slots) <= max_tokens:
-                return _rows_of(slots, size=size)
-        if planned is None:
-            planned = _planned(tokens, max_tokens=max_tokens, multiple=multiple)
-        if len(planned) == count:
-            return _rows_of(planned, size=size)
     needed = -(-needed // multiple) * multiple
+    for count in range(needed, tokens.size + 1, multiple):
+        for slots in _attempts(costs, tokens, count, multiple, max_tokens):
+            if len(slots) == count and all(slot.size and tokens[slot].sum() <= max_tokens for slot in slots):
+                return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
     raise BalanceError(
         f"{tokens.size} rows (or groups of them) for {needed} micro-batches under {flag} {max_tokens}, a multiple of "
         f"{multiple} and as many as on every rank: none may be empty. Give each rank more rows or raise {flag}."
     )
 
 
-def _planned(tokens: Ints, *, max_tokens: int, multiple: int) -> list[Ints]:
-    topology = Topology(1, microbatch_multiple=multiple)
+def _attempts(costs: Ints, tokens: Ints, count: int, multiple: int, max_tokens: int) -> Iterator[list[Ints]]:
+    """Even costs; even tokens where those do not keep the cap; a plan filled bin by bin, which may still do."""
+    for values in (costs, tokens):
+        yield even_parts(values, num_parts=count, equal_count=False)
+    topology, limits = Topology(1, microbatch_multiple=multiple), Limits(max_tokens)
     schedule = build_data_schedule(
-        tokens, cost_model=CostModel.tokens(), topology=topology, limits=Limits(max_tokens), objective="step"
+        tokens, cost_model=CostModel.tokens(), topology=topology, limits=limits, objective="step"
     )
-    slots = [np.array(slot, dtype=np.int64) for slot in schedule.ranks[0]]
-    return slots if all(slot.size for slot in slots) else []
-
-
-def _rows_of(slots: list[Ints], *, size: int) -> list[Ints]:
-    return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
+    yield [np.array(slot, dtype=np.int64) for slot in schedule.ranks[0]]
 
 
 def move_rows(

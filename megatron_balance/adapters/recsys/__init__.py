@@ -68,7 +68,6 @@ def _hooks() -> list[Hook]:
 
     def flops_of(model: str) -> Callable[..., Any]:
         def get_workloads(self: Any, seqlen: Any, num_heads: int | None = 1, head_dim: int | None = 1) -> Any:
-            del self
             cost_model = shuffler.layer_cost(model, num_heads=num_heads or 1, head_dim=head_dim or 1)
             return shuffler.workloads(seqlen, cost_model=cost_model)
 

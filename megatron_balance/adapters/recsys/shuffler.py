@@ -123,7 +123,6 @@ def finish_shuffle(
     use_all2all: bool = False,
 ) -> Any:
     """The second half: waits for the plan and moves the rows; the ranks are those of the first half."""
-    del self, pg_group, use_all2all
     device, ranks = batch.features.values().device, handle.plan.result()
     return _join(
         batch, move_rows(handle.rows, ranks=ranks, gathered=handle.gathered, group=handle.group, device=device)

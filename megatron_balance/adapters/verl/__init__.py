@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,11 @@ FACTOR_KEY = "mlp_workload_factor"
 """The key that the review of verl's `_balance_data_proto` asked for, in a `model_config`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Cost of a row, and which worker-group calls are balanced: all, none, or those of these methods."""
 
     cost_model: CostModel
-    _: KW_ONLY
     dispatch: bool | tuple[str, ...]
 
     def dispatches(self, method_name: str) -> bool:
@@ -74,6 +73,8 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     Raises:
         BalanceError: the model or the cost is not known, or the factor is not a positive integer.
     """
+    if model is None and cost is None:
+        model = {FACTOR_KEY: VERL_FACTOR}
     to_dict = getattr(model, "to_dict", None)
     model = model if to_dict is None else to_dict()
     if isinstance(model, Mapping) and FACTOR_KEY in model and cost is None:
@@ -81,8 +82,6 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 0:
             raise BalanceError(f"{FACTOR_KEY} is {factor!r}: it must be an integer of at least 0.")
         return CostModel(linear=factor, quadratic=1)
-    if model is None and cost is None:
-        return CostModel(linear=VERL_FACTOR, quadratic=1)
     if model is not None and not isinstance(model, (str, Path, Mapping, ModelShape)):
         raise BalanceError(
             f"the model is a {type(model).__name__}: it must be a name, a path, or the content of a config.json."
@@ -124,7 +123,7 @@ def install(
         BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
             other arguments. Nothing is changed then.
     """
-    return adapter.hook(Settings(choose_cost(model, cost=cost), dispatch=dispatch), _rows)
+    return adapter.hook(Settings(cost_model=choose_cost(model, cost=cost), dispatch=dispatch), _rows)
 
 
 def _rows() -> list[Hook]:

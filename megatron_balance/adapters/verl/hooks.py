@@ -184,7 +184,6 @@ def _balance_batch(
     of_keys: bool,
 ) -> Any:
     """Orders a rollout batch in place: a DataProto, or TransferQueue keys, which are padded first as verl does."""
-    del keep_minibatch
     uids = None
     if of_keys:
         from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
@@ -232,8 +231,6 @@ def _order(
 
 
 def _dp_size_of(trainer: Any) -> int:
-    """Data-parallel ranks of the actor; the worker group asks its workers once and keeps the answer."""
-    known = trainer.actor_rollout_wg._dispatch_info
-    if "actor" not in known:
-        known["actor"] = trainer.actor_rollout_wg._query_dispatch_info("actor")
-    return max(known["actor"]) + 1
+    """Data-parallel ranks of the actor, from the worker group's answer where it has asked its workers."""
+    group = trainer.actor_rollout_wg
+    return max(group._dispatch_info.get("actor") or group._query_dispatch_info("actor")) + 1

@@ -38,8 +38,6 @@ def balanced_partitions(loads: Any, *, num_parts: int, equal_size: bool) -> list
     for index, load in enumerate(listed):
         if load < 0 or load != int(load):
             raise BalanceError(f"workload {index} is {load!r}: it must be a whole number of at least 0.")
-    if not 1 <= num_parts <= len(listed):
-        raise BalanceError(f"k_partitions is {num_parts}: it must be from 1 to the {len(listed)} items.")
     return [part.tolist() for part in even_parts([*map(int, listed)], num_parts=num_parts, equal_count=equal_size)]
 
 
@@ -106,11 +104,9 @@ def row_lengths(data: DataProto | TensorDict) -> Ints | None:
 
 
 def nested_lengths(rows: torch.Tensor) -> torch.Tensor:
-    """Tokens of each row of a nested tensor, jagged or strided: int64 `[num_rows]`."""
-    if rows.layout == torch.jagged:
-        jagged: Any = rows
-        return jagged.offsets().diff().long()
-    return torch.tensor([row.shape[0] for row in rows.unbind()], dtype=torch.int64, device=rows.device)
+    """Tokens of each row of a nested tensor, which are jagged in verl: int64 `[num_rows]`."""
+    jagged: Any = rows
+    return jagged.offsets().diff().long()
 
 
 def select_rows(data: Any, rows: Ints) -> Any:

@@ -80,7 +80,7 @@ def test_62_rows_over_4_ranks():
     assert partitions(torch.tensor(loads), 4) == partitions([torch.tensor(load) for load in loads], 4) == parts
 
 
-@pytest.mark.parametrize(("loads", "says"), [([1, 2], "k_partitions is 3"), ([1.0, 0.5, 1], r"workload 1 is 0\.5")])
+@pytest.mark.parametrize(("loads", "says"), [([1, 2], "parts is 3"), ([1.0, 0.5, 1], r"workload 1 is 0\.5")])
 def test_what_cannot_be_parted_is_named(loads, says):
     with pytest.raises(BalanceError, match=says):
         partitions(loads, 3)
