@@ -19,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.scale.samples import SAMPLES_PER_RANK, item_of, planner_settings
 from benchmarks.scale.stages import STAGES, StageTimes
-from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.mcore.step.source import Fetched
+from megatron_balance.mcore.step.planner import Fetched, StepPlanner
 from megatron_balance.runtime import comm
 from megatron_balance.runtime.gather import HEADER_FIELDS
 

@@ -31,8 +31,8 @@ from megatron_balance.mcore.model_keywords import RouterPadding, called_with_pac
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import RunLog
+from megatron_balance.mcore.step.packs import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch

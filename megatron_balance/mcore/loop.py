@@ -21,7 +21,7 @@ from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import core_installation, install_core
 from megatron_balance.mcore.run import CurrentRun, build_run, run_of
 from megatron_balance.mcore.setup.flags import fill_in, parse_flags
-from megatron_balance.mcore.step.balanced_step import BalancedStep
+from megatron_balance.mcore.step.packs import BalancedStep
 from megatron_balance.model.shape import ModelShape
 
 Schedule = Callable[..., Any]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.layout import Place
-from megatron_balance.mcore.step.balanced_step import Slots
+from megatron_balance.mcore.step.packs import Slots
 from megatron_balance.samples.packing import padding_mask, sequence_starts
 from megatron_balance.topology import Topology
 

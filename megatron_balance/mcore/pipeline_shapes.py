@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import holding
-from megatron_balance.mcore.step.balanced_step import Slots
+from megatron_balance.mcore.step.packs import Slots
 from megatron_balance.topology import Topology
 
 Shape = list[int]

@@ -41,8 +41,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import Figures, RunLog, log_line, mean_figures
+from megatron_balance.mcore.step.packs import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.planner import resolve_objective
 from megatron_balance.record import RecordWriter, RunInfo, StepRecord

@@ -5,9 +5,8 @@ from megatron_balance.samples.packing import (
     padding_mask,
     with_attention_keys,
 )
-from megatron_balance.samples.padded_rows import with_row_lengths
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
-from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens
+from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
 
 __all__ = [
     "KeySpec",

@@ -1,6 +1,10 @@
 """Splits a batch of a Megatron data loader into samples: the inverse of packing.
 
-A row of a batch holds one or more sequences. Each becomes one Sample, without its trailing padding.
+A row of a packed (thd) batch holds one or more sequences. Each becomes one Sample, without its trailing padding.
+
+A padded (bshd) batch has one sequence a row and padding behind it. Stock Megatron computes the padding and masks its
+loss. Attention is causal, so no real token attends to it, and without it loss and gradients are the same: rows become
+samples of their true length.
 """
 
 from __future__ import annotations
@@ -18,14 +22,6 @@ DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Not part of a Sample: they describe the batch, and are made again with each pack."""
 
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-
-
-class RowError(BalanceError):
-    """An error in one row of a batch."""
-
-    def __init__(self, row: int, what: str) -> None:
-        super().__init__(f"Row {row}: {what}")
-        self.row = row
 
 
 def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
@@ -53,7 +49,7 @@ def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
     Raises:
         BalanceError: naming the key: labels of another length than tokens; a value that is not a tensor, or of a shape
             that fits neither rows nor sequences; NAME_lengths that do not sum to the entries, or are not one for each
-            sequence. RowError, naming the row too: cu_seqlens that does not begin at 0, falls or passes the row's end;
+            sequence. Naming the row too: cu_seqlens that does not begin at 0, falls or passes the row's end;
             sequences that leave out tokens with a loss; a negative token; NaN or infinity in loss_mask.
     """
     tensors = _checked_tensors(batch)
@@ -131,14 +127,14 @@ def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"{name} has shape {list(tensors[name].shape)} and tokens {list(tokens.shape)}: the two must be of one "
                 "length."
             )
-    if (row := first_row(tokens < 0)) is not None:
-        raise RowError(row, f"tokens holds {int(tokens[row].min())}; a token id is 0 or above.")
-    if "loss_mask" in tensors and (row := first_row(~tensors["loss_mask"].isfinite())) is not None:
-        raise RowError(row, "loss_mask holds NaN or infinity; it must be 0 or a weight.")
+    if (row := _first_row(tokens < 0)) is not None:
+        raise BalanceError(f"Row {row}: tokens holds {int(tokens[row].min())}; a token id is 0 or above.")
+    if "loss_mask" in tensors and (row := _first_row(~tensors["loss_mask"].isfinite())) is not None:
+        raise BalanceError(f"Row {row}: loss_mask holds NaN or infinity; it must be 0 or a weight.")
     return tensors
 
 
-def first_row(wrong: Tensor) -> int | None:
+def _first_row(wrong: Tensor) -> int | None:
     """The first row with any entry set, of bool `[num_rows, ...]`."""
     rows = wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist()
     return rows[0] if rows else None
@@ -158,11 +154,10 @@ def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
     starts, lengths, room = padded[:, :-1], real.diff(dim=1), padded.diff(dim=1)
     # No room: the right padding of cu_seqlens_padded, whatever cu_seqlens itself is padded with.
     present = (lengths > 0) & (room > 0)
-    if (row := first_row(present & (lengths > room))) is not None:
-        raise RowError(
-            row,
-            f"its sequences have {lengths[row].tolist()} tokens by cu_seqlens and room for {room[row].tolist()} by "
-            "cu_seqlens_padded.",
+    if (row := _first_row(present & (lengths > room))) is not None:
+        raise BalanceError(
+            f"Row {row}: its sequences have {lengths[row].tolist()} tokens by cu_seqlens and room for "
+            f"{room[row].tolist()} by cu_seqlens_padded."
         )
     found = torch.stack([present.nonzero()[:, 0], starts[present], (starts + lengths)[present]], dim=1)
     return [(row, start, stop) for row, start, stop in found.tolist()]
@@ -179,8 +174,8 @@ def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         "falls somewhere": starts.diff(dim=1) < 0,
         f"ends past the row's {num_tokens} tokens": starts[:, -1:] > num_tokens,
     }.items():
-        if (row := first_row(wrong)) is not None:
-            raise RowError(row, f"{name} {what}: it is {starts[row].tolist()}.")
+        if (row := _first_row(wrong)) is not None:
+            raise BalanceError(f"Row {row}: {name} {what}: it is {starts[row].tolist()}.")
     return starts
 
 
@@ -201,10 +196,10 @@ def _check_loss_kept(tensors: Mapping[str, Tensor], *, segments: Sequence[tuple[
     lost = (tensors["loss_mask"] != 0).reshape(*tensors["tokens"].shape, -1).any(-1)
     for row, start, stop in segments:
         lost[row, start:stop] = False
-    if (row := first_row(lost)) is not None:
-        raise RowError(
-            row,
-            f"{int(lost[row].sum())} tokens with loss_mask lie outside every sequence of cu_seqlens: they are lost.",
+    if (row := _first_row(lost)) is not None:
+        raise BalanceError(
+            f"Row {row}: {int(lost[row].sum())} tokens with loss_mask lie outside every sequence of cu_seqlens: they "
+            "are lost."
         )
 
 
@@ -248,3 +243,85 @@ def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
             rows = of_rows.view(-1, of_rows.shape[-1])
             batch[name] = torch.where(rows < 0, rows.amax(1, keepdim=True), rows)  # each row's last value fills it up
     return batch
+
+
+ATTENTION_MASK = "attention_mask"
+"""The value of `--balance-unpad` for batches whose attention_mask says what is padding."""
+
+
+def with_row_lengths(batch: Mapping[str, Any], *, padding: int | str) -> dict[str, Any]:
+    """The batch with `cu_seqlens`, one sequence a row that ends where padding begins, and without `attention_mask`.
+
+    Args:
+        batch: `tokens` `[num_rows, padded_seq_len]`, and `loss_mask` of the same shape where there is padding.
+            `attention_mask`: `[num_rows, padded_seq_len]`, nonzero for real tokens, or Megatron's
+            `[1 or num_rows, 1, padded_seq_len, padded_seq_len]`, True where a query does not attend to a key.
+        padding: the token id of padding, or ATTENTION_MASK. Tokens of that id that carry a loss or are followed by
+            others are real: to stock Megatron they are, too.
+
+    Returns:
+        The batch; a row of padding alone keeps one token.
+
+    Raises:
+        BalanceError: there is no attention_mask to read, it has another shape, or padding has no loss_mask; naming the
+            row, an attention mask with padding before real tokens, or not causal over these.
+    """
+    mask, loss_mask, tokens = (batch.get(name) for name in (ATTENTION_MASK, "loss_mask", "tokens"))
+    batch = {name: value for name, value in batch.items() if name != ATTENTION_MASK}
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
+        return batch  # refused, or empty
+    if isinstance(padding, int):
+        real = tokens != padding
+        lengths = _last_place(real if loss_mask is None else real | (loss_mask != 0)) + 1
+    elif mask is not None:
+        lengths = _lengths_by_mask(mask, tokens=tokens)
+    else:
+        raise BalanceError(
+            "--balance-unpad is attention_mask, and the data has none: give the token id of padding in its place."
+        )
+    if loss_mask is None and bool((lengths < tokens.shape[1]).any()):
+        raise BalanceError(
+            "rows are padded and have no loss_mask, so that padding is trained on: add one that is 0 there."
+        )
+    if mask is not None and mask.dim() == 4:
+        _check_causal(mask, lengths=lengths)
+    starts = torch.stack([torch.zeros_like(lengths), lengths.clamp(min=1)], dim=1)
+    return batch | {"cu_seqlens": starts.to(torch.int32)}
+
+
+def _last_place(flags: Tensor) -> Tensor:
+    """`[num_rows, num_tokens]` → the last place that is set, -1 without one: `[num_rows]`."""
+    places = torch.arange(1, flags.shape[1] + 1, device=flags.device)
+    return (flags * places).amax(1) - 1
+
+
+def _lengths_by_mask(mask: Tensor, *, tokens: Tensor) -> Tensor:
+    """`[num_rows]` tokens of each row: those that its last query may attend to, or those that are marked."""
+    num_rows, num_tokens = tokens.shape
+    if mask.dim() == 4 and mask.shape[-2:] == (num_tokens, num_tokens) and len(mask) in (1, num_rows):
+        real = ~mask[:, 0, -1].bool().expand(num_rows, -1)
+    elif mask.shape == tokens.shape:
+        real = mask != 0
+    else:
+        raise BalanceError(
+            f"attention_mask has shape {list(mask.shape)}: it must be {[num_rows, num_tokens]}, nonzero for real "
+            f"tokens, or [{num_rows} or 1, 1, {num_tokens}, {num_tokens}], True where a query does not attend to a key."
+        )
+    lengths = _last_place(real) + 1
+    if (row := _first_row(real.sum(1) != lengths)) is not None:
+        raise BalanceError(f"Row {row}: attention_mask has padding before its last real token: pad rows at their end.")
+    return lengths
+
+
+def _check_causal(mask: Tensor, *, lengths: Tensor) -> None:
+    """A mask that keeps real tokens apart otherwise than by order cannot be expressed by packing."""
+    longest = int(lengths.max())
+    later = torch.ones(longest, longest, dtype=torch.bool, device=mask.device).triu(1)
+    for row, length in enumerate(lengths.tolist()):
+        seen = mask[row % len(mask), 0, :length, :length].bool()
+        if not torch.equal(seen, later[:length, :length]):
+            raise BalanceError(
+                f"Row {row}: attention_mask is not causal over its real tokens (documents kept apart by the mask, or a "
+                "prefix that sees itself): give packed rows with cu_seqlens, or drop --balance-unpad and the balance "
+                "flags."
+            )

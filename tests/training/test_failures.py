@@ -112,9 +112,7 @@ FAULTS = {
     "the-loader-raises": Fault(
         data("raises"), r"rank 1 cannot go on: .*OSError: \[Errno 5\] the disk is gone", slow=False
     ),
-    "a-wrong-token": Fault(
-        data("negative"), r"rank 1 cannot go on: .*\(in the data set: sample 21\): .*tokens holds -7"
-    ),
+    "a-wrong-token": Fault(data("negative"), r"rank 1 cannot go on: item \d of this step: Row 0: tokens holds -7"),
     "a-rank-has-no-flags": Fault(
         flags(1, instead_of=BY_FLOPS),
         r"balancing is on on rank 0 and off \(no balance flag\) on rank 1",

@@ -50,8 +50,7 @@ class Settings:
     """What this package needs to know of a run; equal on all ranks, but for the last three.
 
     Fields that are named as a balance flag have its value. `eval_limits` is None where evaluation is Megatron's own;
-    `first_sample` is the index in the data set of the first that the run loads, where the sampler's order is known
-    (`single`); `policy` names the flags that chose the plans, for people; ranks may name `record` differently.
+    `policy` names the flags that chose the plans, for people; ranks may name `record` differently.
     """
 
     topology: Topology
@@ -66,9 +65,7 @@ class Settings:
     overlap: bool = True
     timeout: timedelta = timedelta(minutes=10)
     log_interval: int = 0
-    micro_batch_size: int = 1
     num_steps: int | None = None
-    first_sample: int | None = None
     counts_router_tokens: bool = False
     policy: str = ""
     resumes: bool = field(default=False, repr=False)
@@ -103,9 +100,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         **{name: options[f"balance_{name}"] for name in _OWN_FLAGS},
         timeout=timeout_of(options),
         log_interval=options.get("log_interval") or 0,
-        micro_batch_size=rows,
         num_steps=options.get("train_iters"),
-        first_sample=options["consumed_train_samples"] if options.get("dataloader_type") == "single" else None,
         counts_router_tokens=_routers_count_tokens(options),
         policy=policy_of(options),
         resumes=bool(options.get("load") and options.get("iteration")),

@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.balanced_step import BalancedStep
 from megatron_balance.mcore.step.figures import RunLog, figures_of
-from megatron_balance.mcore.step.packs import checksum, pack, slots_of_replica
+from megatron_balance.mcore.step.packs import BalancedStep, checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
-from megatron_balance.mcore.step.source import Fetched, SampleOrigin, split_items
 from megatron_balance.planner import DataSchedule, Images
 from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.failure import Failure, check_same_schedule
+from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
     NUM_REPORTED,
@@ -38,6 +39,7 @@ from megatron_balance.runtime.gather import (
 )
 from megatron_balance.samples.packing import check_loss_mask
 from megatron_balance.samples.sample import Sample
+from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
 from megatron_balance.topology import Limits
 
 
@@ -47,6 +49,25 @@ def warn_of(text: str) -> None:
 
 
 _NO_REPORT = (0,) * (NUM_REPORTED - 1)
+
+NOT_PACKED = (
+    "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
+    "such as --sft makes; add --balance-unpad where rows are padded at their end; or drop --use-dynamic-batch-size "
+    "and --balance-data."
+)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Items of an iterator; fewer than wanted where it raised an error in place of the next, as it does at its end."""
+
+    items: list[Any]
+    failure: Failure | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True if the iterator has no more items."""
+        return self.failure is not None and isinstance(self.failure.error, StopIteration)
 
 
 class StepPlanner:
@@ -74,11 +95,6 @@ class StepPlanner:
         # From pinned memory transfers to a GPU are asynchronous.
         self.pin_memory = torch.cuda.is_available()
         self._dp_group = dp_group
-        self._origin = None
-        if settings.first_sample is not None:
-            self._origin = SampleOrigin(
-                settings.first_sample, settings.micro_batch_size, dp_rank=self.dp_rank, dp_size=topology.dp_size
-            )
         self._ranks_per_node = None if topology.dynamic_cp else ranks_per_node
         # Plans with dynamic context-parallel sizes take no images.
         has_images = cost_model.image_linear or cost_model.image_quadratic
@@ -92,7 +108,7 @@ class StepPlanner:
     def of_evaluation(self, limits: Limits) -> StepPlanner:
         """Makes the steps of evaluation, over the same group: never at the same time as those of training."""
         other = copy.copy(self)
-        other.limits, other.report, other._origin = limits, lambda _: _NO_REPORT, None
+        other.limits, other.report = limits, lambda _: _NO_REPORT
         other._compared = {"step of": "evaluation"}
         return other
 
@@ -106,18 +122,15 @@ class StepPlanner:
         """This rank among data- and context-parallel ranks, context-parallel ones innermost."""
         return self.dp_rank * self.topology.cp_size + self.cp_rank
 
-    def make(
-        self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False, first_item: int = 0
-    ) -> BalancedStep:
+    def make(self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False) -> BalancedStep:
         """One step, on every rank of the group, of the items that were fetched where `num_items` were wanted.
 
-        The step has a number, and its `first_item` one among those of the loader. A BalanceError is raised on every
-        rank of the group; its cause is the error of other code on this rank.
+        A BalanceError is raised on every rank of the group; its cause is the error of other code on this rank.
         """
         started = time.perf_counter()
         group, dynamic = self._dp_group, self.topology.dynamic_cp
         assert group is not None, "this rank loads data"
-        samples = self._samples(fetched, num_items=num_items, first_item=first_item)
+        samples = self._samples(fetched, num_items=num_items)
         failure = samples if isinstance(samples, Failure) else None
         samples = [] if isinstance(samples, Failure) else samples
         try:
@@ -174,14 +187,12 @@ class StepPlanner:
             number=number,
         )
 
-    def _samples(self, fetched: Fetched, *, num_items: int, first_item: int) -> list[Sample] | Failure:
+    def _samples(self, fetched: Fetched, *, num_items: int) -> list[Sample] | Failure:
         """Those of this rank, or why it has none."""
-        settings, items = self.settings, fetched.items
         if fetched.ended:
-            return Failure(BalanceError(f"its data ended after {len(items)} of {num_items} items of this step."))
-        if fetched.failure is not None:
-            return fetched.failure
-        return split_items(items, unpad=settings.unpad, origin=self._origin, first_item=first_item)
+            ended = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
+            return Failure(BalanceError(ended))
+        return fetched.failure or split_items(fetched.items, unpad=self.settings.unpad)
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         return self._plans.plan(
@@ -197,3 +208,25 @@ class StepPlanner:
             move_samples=self.settings.balance_data,
             ranks_per_node=self._ranks_per_node,
         )
+
+
+def split_items(items: Sequence[Any], *, unpad: int | str | None) -> list[Sample] | Failure:
+    """The samples of a step's items on the CPU, or a failure that names the item."""
+    samples: list[Sample] = []
+    for index, item in enumerate(items):
+        of_item = attempt(_split, item, unpad=unpad)
+        if isinstance(of_item, Failure):
+            return replace(of_item, during=f"item {index} of this step")
+        samples.extend(of_item)
+    return samples
+
+
+def _split(item: Any, *, unpad: int | str | None) -> list[Sample]:
+    if not isinstance(item, Mapping):
+        raise BalanceError(NOT_PACKED)
+    item = with_cu_seqlens({key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()})
+    if item.get("cu_seqlens") is None:
+        if unpad is None:
+            raise BalanceError(NOT_PACKED)
+        item = with_row_lengths(item, padding=unpad)
+    return split_packed(item)

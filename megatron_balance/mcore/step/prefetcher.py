@@ -13,13 +13,19 @@ Invariants: the thread talks to the data-parallel ranks alone, and all else is o
 the same steps in the same order, one at a time; a step that Megatron runs again gets the same data; an item that was
 pulled ahead is returned by its own iterator, once; an error in the data of one rank is raised on every rank of its
 data-parallel group and its model replica.
+
+Megatron's rerun machine replays a step from the items that `RerunDataIterator` returned in it. Items are therefore
+pulled from the source that this iterator wraps, and returned through it when their step begins: replay and checkpoints
+see the same items as without pulling ahead. While the thread fetches, no other receives an item; an error of the loader
+is raised once, at its position among the items.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
@@ -28,10 +34,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.step.balanced_step import BalancedStep
-from megatron_balance.mcore.step.packs import pack
-from megatron_balance.mcore.step.planner import StepPlanner, warn_of
-from megatron_balance.mcore.step.source import PullAhead, Sources, pull
+from megatron_balance.mcore.step.packs import BalancedStep, pack
+from megatron_balance.mcore.step.planner import Fetched, StepPlanner, warn_of
 from megatron_balance.runtime.comm import PeerError
 from megatron_balance.runtime.failure import Failure, attempt, share
 from megatron_balance.runtime.gather import OutOfStepError
@@ -39,6 +43,78 @@ from megatron_balance.runtime.process import close_on_undo
 
 _Prepared = tuple[list[Any], BalancedStep]
 """A step that the thread made, and its items, by which the step that begins recognizes it."""
+
+
+def pull(iterator: Iterator[Any], num_items: int, *, after: Sequence[Any] = ()) -> Fetched:
+    """The items before, and as many more as are missing. Megatron's iterators have no `__iter__`."""
+    items = list(after)
+    while len(items) < num_items:
+        item = attempt(next, iterator)
+        if isinstance(item, Failure):
+            return Fetched(items, replace(item, during=f"fetching item {len(items)} of this step"))
+        items.append(item)
+    return Fetched(items)
+
+
+class PullAhead(Iterator[Any]):
+    """An iterator that another thread may fill."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self._waiting = Fetched([])
+        self._lock = threading.Lock()
+
+    def __next__(self) -> Any:
+        """The next item: one pulled ahead, else from the source. Waits while another thread pulls."""
+        with self._lock:
+            waiting = self._waiting
+            if waiting.items:
+                return waiting.items.pop(0)
+            if waiting.failure is not None:
+                self._waiting = Fetched([])
+                raise waiting.failure.error
+            return next(self.source)
+
+    @property
+    def num_waiting(self) -> int:
+        """Items pulled ahead and not returned yet; 0 once the source has ended, as they do not fill a step."""
+        waiting = self._waiting
+        return 0 if waiting.ended else len(waiting.items) + (waiting.failure is not None)
+
+    def fetch(self, num_items: int) -> Fetched:
+        """Pull until this many items wait to be returned."""
+        with self._lock:
+            if self._waiting.failure is None:
+                self._waiting = pull(self.source, num_items, after=self._waiting.items)
+            return replace(self._waiting, items=self._waiting.items[:num_items])
+
+
+class Sources:
+    """The iterators of a run, each with the items pulled ahead from it."""
+
+    def __init__(self) -> None:
+        self._known: list[PullAhead] = []
+
+    def of(self, iterator: Any) -> tuple[Iterator[Any], PullAhead]:
+        """The iterator to ask for a step's items, and where to pull the next step's. No fetch may be running.
+
+        A `PullAhead` is put between Megatron's RerunDataIterator and its source. Iterators over the same source share
+        one. One without waiting items is dropped when another iterator is passed.
+        """
+        replays = hasattr(iterator, "replaying") and hasattr(iterator, "iterable")
+        source = iterator.iterable if replays else iterator
+        ahead = source if isinstance(source, PullAhead) else None
+        ahead = ahead or next((known for known in self._known if known.source is source), None) or PullAhead(source)
+        self._known = [ahead, *(known for known in self._known if known is not ahead and known.num_waiting)]
+        if not replays:
+            return ahead, ahead
+        iterator.iterable = ahead
+        return iterator, ahead
+
+    @property
+    def num_left(self) -> int:
+        """Items pulled ahead from earlier iterators, which wait until their iterator is passed again."""
+        return sum(known.num_waiting for known in self._known[1:])
 
 
 class StepThread:
@@ -104,7 +180,6 @@ class StepPrefetcher:
         self._newest: PullAhead | None = None
         self._prepared: Future[_Prepared | None] | None = None
         self._last: BalancedStep | None = None
-        self._num_pulled = 0
         self._num_steps = 0
 
     @property
@@ -138,12 +213,12 @@ class StepPrefetcher:
         if self._prepared is not None or data_iterator is None or self._last is None or self._last.new_iterator:
             return
         _, ahead = self._sources.of(data_iterator)
-        number, first_item = self._num_steps, self._num_pulled
+        number = self._num_steps
 
         def work() -> _Prepared | None:
             fetched = ahead.fetch(num_microbatches)
             try:
-                made = self.planner.make(fetched, num_items=num_microbatches, number=number, first_item=first_item)
+                made = self.planner.make(fetched, num_items=num_microbatches, number=number)
             except (PeerError, OutOfStepError) as error:
                 warn_of(f"prepares {name}: {error}")
                 raise
@@ -161,15 +236,12 @@ class StepPrefetcher:
         self._prepared = None
         iterator, ahead = self._sources.of(data_iterator)
         new_iterator, self._newest = ahead is not self._newest, ahead
-        fetched, first_item, number = pull(iterator, num_microbatches), self._num_pulled, self._num_steps
-        self._num_pulled += num_microbatches
+        fetched, number = pull(iterator, num_microbatches), self._num_steps
         self._num_steps += 1
         # A batch size that grows pulls more.
         if prepared is not None and [*map(id, prepared[0])] == [*map(id, fetched.items)]:
             return prepared[1]
-        return self.planner.make(
-            fetched, num_items=num_microbatches, number=number, new_iterator=new_iterator, first_item=first_item
-        )
+        return self.planner.make(fetched, num_items=num_microbatches, number=number, new_iterator=new_iterator)
 
     def _received(self) -> BalancedStep:
         """The step of the ranks of the replica that load data."""
