@@ -107,13 +107,13 @@ def test_a_device_has_two_rates(lengths_file: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "at 836 TFLOPS a GPU, attention at 299 (r = 0.36; h100-fp8-nemo-24.03: NVIDIA/NeMo" in printed
     assert "--balance-by-flops --balance-attention-rate 0.36" in printed
-    assert re.search(r"were attention at half or twice that rate: \d\.\d\dx, \d\.\d\dx", printed)
+    assert re.search(r"at half or twice that rate, these plans would gain \d\.\d\dx or \d\.\d\dx", printed)
     assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", "600,360") == 0
     assert "--balance-attention-rate" not in capsys.readouterr().out  # what training takes without a flag
     assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B") == 0
     printed = capsys.readouterr().out
     assert "tokens/s" not in printed
-    assert "for seconds: --device" in printed
+    assert "For seconds add --device" in printed
 
 
 def test_training_understands_every_policys_flags(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
@@ -266,14 +266,13 @@ def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
     steps = write_record(tmp_path / "record", num_steps=4, num_samples=64, noise=0.0)
     capsys.readouterr()
     content = figures_of(tmp_path, tmp_path / "record")
-    policies, printed = content["policies"], capsys.readouterr().out
+    policies = content["policies"]
     assert list(policies)[:5] == ["stock", "as it ran", "packed", "balance-data", "by-flops"]
     assert (len(content["steps"]), content["topology"]["dp_size"]) == (4, 4)
     ran = policies["as it ran"]
     imbalances = [float(ranks.max() / ranks.mean()) for ranks in (step.costs.sum(axis=1) for step in steps)]
     assert ran["step_imbalance"] == pytest.approx(np.mean(imbalances))
     assert ran["speedup"] == pytest.approx(policies["by-flops"]["speedup"], rel=1e-3)
-    assert f"Measured in the run: slowest over mean {ran['step_imbalance']:.3f}" in printed
     # Measured as predicted, a nanosecond a unit of cost: so are the seconds that are fitted to the run.
     assert main(["fit", str(tmp_path / "record"), "--out", str(tmp_path / "seconds.json")]) == 0
     fitted = figures_of(tmp_path, tmp_path / "record", "--cost", tmp_path / "seconds.json")["policies"]["as it ran"]
@@ -312,8 +311,8 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "H100"], "give one of h100-fp8-nemo-24.03"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "-1"], "--device is '-1'"),
         (["synthetic:gsm8k_sft", *BATCH, "--key", "length"], "which has no columns: drop --key"),
-        (["RECORD", "--global-batch-size", "8"], "steps are fixed"),
-        (["RECORD", "--key", "n"], "--key is given with a record"),
+        (["RECORD", "--global-batch-size", "8"], "--global-batch-size given: a record has its own, drop it"),
+        (["RECORD", "--key", "n"], "--key given: a record has its own"),
         (["RECORD", "--steps", "9"], "the record has 1 steps with samples; --steps is 9"),
         (["RECORD", "--ep-size", "2"], "add --model, or --cost seconds.json"),
         # Fault: groups of experts that no ranks can form, or a model without experts, were compared nevertheless.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -173,19 +174,18 @@ def run(args: argparse.Namespace) -> int:
     stock = results[0]
     advised, sentences = recommend(results)
     shown = [result.line(stock=stock) for result in results]
-    ran = [] if record is None else [step for step in record.steps if step.lengths.size][: len(batches)]
     if record is not None and topology == record.info.topology.at_cp_size(record.info.topology.cp_size):
         as_it_ran = Policy("as it ran", record.info.policy, record.info.cost_model)
+        ran = [step for step in record.steps if step.lengths.size][: len(batches)]
         shown.insert(1, question.judge(as_it_ran, ran).line(stock=stock))
     timed = stock.scale.unit == "s"
     _print_policies(shown, timed=timed)
-    measured = [step.imbalance(step.seconds) for step in ran if step.is_measured]
-    if measured:
-        print(f"Measured in the run: slowest over mean {np.mean(measured):.3f}.")
     print(f"Recommendation, predicted by {'seconds' if timed else costs.name}:", *sentences, sep="\n  ")
     if costs.rates is not None and advised is not stock:
         gains = [_gain(question, advised, stock=stock, factor=factor) for factor in (0.5, 2.0)]
-        print("  Planned so, and were attention at half or twice that rate: {:.2f}x, {:.2f}x.".format(*gains))
+        print(
+            "  If attention ran at half or twice that rate, these plans would gain {:.2f}x or {:.2f}x.".format(*gains)
+        )
     chosen = advised if args.policy is None else results[names.index(args.policy)]
     if args.policy is not None:
         _print_plan(chosen)
@@ -209,11 +209,10 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
     """Those of the flags, else of the record; a flag that has no place here, or is missing, is told before any work."""
     others = ("dp_size", "max_tokens_per_gpu") if record is None else ("key", "shuffle")
     wrong = [name for name in ("global_batch_size", *others) if (getattr(args, name) is None) == (record is None)]
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-    if wrong and record is not None:
-        raise BalanceError(f"{flags} is given with a record, whose steps are fixed: drop it.")
     if wrong:
-        raise BalanceError(f"{flags} missing: compare needs them, unless LENGTHS is a record.")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        remedy = "compare needs it, unless LENGTHS is a record" if record is None else "a record has its own, drop it"
+        raise BalanceError(f"{flags} {'missing' if record is None else 'given'}: {remedy}.")
     names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.tp_size is not None:  # Megatron's default: experts are split as all else is
@@ -282,10 +281,9 @@ def _lengths(args: argparse.Namespace, *, most: int) -> NDArray[np.int64]:
 
 def _inputs(batches: Sequence[Problem], *, cost: str) -> str:
     lengths = np.concatenate([batch.segments for batch in batches])
-    sizes = sorted({batch.lengths.size for batch in batches})
-    size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    num_samples = sum(batch.lengths.size for batch in batches)
     return (
-        f"{len(batches)} step{'s' * (len(batches) > 1)} of {size} samples. Lengths: mean {lengths.mean():.0f}, median "
+        f"{num_samples} samples in {len(batches)} steps. Lengths: mean {lengths.mean():.0f}, median "
         f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: {cost}."
     )
 
@@ -314,25 +312,23 @@ def _print_policies(shown: Sequence[dict[str, Any]], *, timed: bool) -> None:
 
 
 def _print_plan(result: PolicyResult) -> None:
-    """Print the ranks of the first step; with dynamic CP how many of a rank's micro-batches have each size."""
+    """Print the ranks of the first step: how many micro-batches of each context-parallel size, and what is in them."""
     step = result.steps[0]
-    costs, dynamic = step.costs.sum(axis=1), step.topology.dynamic_cp
-    rows: list[list[str]] = []
+    costs = step.costs.sum(axis=1)
+    rows: list[list[object]] = []
     for rank, slots in enumerate(step.samples()):
         held = step.lengths[[sample for slot in slots for sample in slot]]
-        sizes, counts = np.unique(step.cp_size_grid[rank], return_counts=True)
-        of_sizes = " ".join(f"{count}x{size}" for size, count in zip(sizes, counts, strict=True) if size)
-        figures = [sum(map(bool, slots)), held.size, held.sum(), held.max(initial=0)]
+        sizes = Counter(size for size, slot in zip(step.cp_size_grid[rank].tolist(), slots, strict=True) if slot)
+        of_sizes = " ".join(f"{count}x{size}" for size, count in sorted(sizes.items()))
         over_mean = f"{costs[rank] / max(costs.mean(), 1e-300):.3f}"
-        rows.append([str(rank), *([of_sizes] if dynamic else []), *map(str, figures), over_mean])
+        rows.append([rank, of_sizes, held.size, held.sum(), held.max(initial=0), over_mean])
     print(f"Step 1 under {result.policy.name}:")
-    sizes = ["micro-batches x CP"] if dynamic else []
-    print_table(["rank", *sizes, "micro-batches", "samples", "tokens", "longest", "cost over mean"], rows)
+    print_table(["rank", "micro-batches x CP", "samples", "tokens", "longest", "cost over mean"], rows)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their column names; the first column is text, the others are numbers."""
-    cells = [list(columns), *map(list, rows)]
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows under their column names, the first column to the left."""
+    cells = [list(map(str, row)) for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
     print("\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]]))

@@ -151,7 +151,7 @@ class Costs:
         if known or self.shape is None:
             return known
         try:
-            return exchange_flops_per_token(self.shape, bytes_per_second=_link(topology)[0], tflops=tflops)
+            return exchange_flops_per_token(self.shape, bytes_per_second=_link(topology)[0] * 1e9, tflops=tflops)
         except BalanceError:  # it has layers that pass no keys and values around a ring
             return 0
 
@@ -176,15 +176,15 @@ class Costs:
         said = {"flops": f"FLOPs of {self.model}" if self.model else "FLOPs", "seconds": "seconds of a run"}
         text = said.get(self.name, self.name)
         if self.rates is not None:
-            linear, attention, source = self.rates
-            text += f" at {linear:g} TFLOPS a GPU, attention at {attention:g} (r = {self.attention_rate:g}; {source})"
-        elif self.name != "seconds":
-            text += " (for seconds: --device, or --cost seconds.json)"
-        if self.name == "flops" and self.rates is None and self.record is None:
+            text += " at {:g} TFLOPS a GPU, attention at {:g} (r = {:g}; {})".format(
+                *self.rates[:2], self.attention_rate, self.rates[2]
+            )
+        elif self.name == "flops" and self.record is None:
             text += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
+        if self.rates is None and self.name != "seconds":
+            text += ". For seconds add --device, or --cost seconds.json"
         if self.shape is not None and self._exchange(topology):
-            bytes_per_second, where = _link(topology)
-            text += f". Context-parallel ranks receive {bytes_per_second / 1e9:g} GB/s, an assumption for {where}"
+            text += ". Context-parallel ranks receive {:g} GB/s, an assumption for {}".format(*_link(topology))
         return text
 
 
@@ -204,7 +204,7 @@ def num_gpus(topology: Topology) -> int:
 
 
 def _link(topology: Topology) -> tuple[float, str]:
-    """Bytes a second between context-parallel ranks, and what they are assumed for."""
+    """GB/s between context-parallel ranks, and what they are assumed for."""
     if num_gpus(topology) <= GPUS_PER_NODE:
-        return WITHIN_NODE, f"at most {GPUS_PER_NODE} GPUs"
-    return BETWEEN_NODES, "several nodes"
+        return WITHIN_NODE / 1e9, f"at most {GPUS_PER_NODE} GPUs"
+    return BETWEEN_NODES / 1e9, "several nodes"

@@ -6,6 +6,7 @@ Prints a line for each check, `ok` or `problem` and its remedy. Exits with 0, or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import warnings
@@ -46,23 +47,21 @@ def run(args: argparse.Namespace) -> int:
     problems: list[str] = []
 
     def section(title: str, findings: Iterable[doctor.Finding]) -> None:
-        lines = [f"\n{title}"]
+        print(f"\n{title}")
         for finding in findings:
             says = " ".join(finding.says.split())  # one line, whatever a library has put into its message
             if not finding.ok:
                 problems.append(says)
-            lines.append(f"  {'ok' if finding.ok else 'problem':8} {says}")
-        if not silent:
-            print(*lines, sep="\n", flush=True)
+            print(f"  {'ok' if finding.ok else 'problem':8} {says}", flush=True)
 
-    section("packages", doctor.check_packages())
-    section("hooks into Megatron", doctor.check_hooks())
-    if args.megatron_args:
-        section("your flags", doctor.check_flags(args.megatron_args))
-    elif not silent:
-        print("\nyour flags: put your script's after -- to check them")
-    if on_cluster:
-        section("all ranks", doctor.check_cluster(flags=args.megatron_args, found=tuple(problems)))
-    if not silent:
+    with contextlib.redirect_stdout(None) if silent else contextlib.nullcontext():
+        section("packages", doctor.check_packages())
+        section("hooks into Megatron, and why each is there", doctor.check_hooks())
+        if args.megatron_args:
+            section("your flags", doctor.check_flags(args.megatron_args))
+        else:
+            print("\nyour flags: put your script's after -- to check them")
+        if on_cluster:
+            section("all ranks", doctor.check_cluster(flags=args.megatron_args, found=tuple(problems)))
         print("\nno problem" if not problems else f"\nproblems: {len(problems)}")
     return 1 if problems and not silent else 0

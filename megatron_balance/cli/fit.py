@@ -24,6 +24,7 @@ from megatron_balance.cost.calibration import (
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import RunInfo, RunRecord, StepRecord, read_record
+from megatron_balance.report.page import amount
 
 _EPILOG = """\
 examples:
@@ -62,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
     costs.write(args.out)
     num_steps = np.unique(measured.steps).size
     per = costs.costs  # attoseconds
-    squared = f", {per.quadratic / 1e6:.3g} ps a squared token" if per.quadratic else ""
+    times = (per.per_microbatch, per.linear + per.expert_linear, per.quadratic)
+    launch, token, squared = (amount(attoseconds / UNITS_PER_SECOND, unit="s") for attoseconds in times)
     print(
-        f"Fitted to {measured.seconds.size} micro-batches of {num_steps} steps. A micro-batch takes "
-        f"{per.per_microbatch / 1e15:.3g} ms, and {(per.linear + per.expert_linear) / 1e12:.3g} us a token{squared}."
+        f"Fitted to {measured.seconds.size} micro-batches of {num_steps} steps: {launch} a micro-batch, {token} a "
+        f"token, {squared} a squared token."
     )
-    print(f"On steps that were not fitted it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
+    print(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
         print("Warning: that is much. Record more steps, on ranks with nothing else to do, or plan by FLOPs.")
     if rates := _rates(fit, info=record.info):

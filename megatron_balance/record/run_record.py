@@ -20,7 +20,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,11 +46,10 @@ _MAX_LINE = 2**26
 """Bytes at the end of a file in which its last line begins."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """The properties that all steps of a run share."""
 
-    _: KW_ONLY
     topology: Topology
     limits: Limits
     cost_model: CostModel
@@ -101,12 +100,8 @@ def line_of(step: StepRecord) -> dict[str, Any]:
 
 def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     """The step that `line_of` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
-    topology, iteration, given = info.topology, line["iteration"], {"slot_of": line["slot_of"]}
-    given |= {name: line[name] for name in ("cp_sizes", "image_sums") if name in line}
-    for name, values in given.items():
-        if not isinstance(values, list):
-            raise ValueError(f"{name} is {values!r}: it must be a list of integers")
-    arrays = {name: as_integers(values, name=name) for name, values in given.items()}
+    topology, iteration, names = info.topology, line["iteration"], ("slot_of", "cp_sizes", "image_sums")
+    arrays = {name: as_integers(line[name], name=name) for name in names if name in line}
     problem = Problem.of(
         line["segment_lengths"],
         num_segments=line.get("num_segments"),
@@ -184,13 +179,10 @@ def read_record(path: Path) -> RunRecord:
 
 def is_record(path: Path) -> bool:
     """True for a folder, and for a file that begins as a record does."""
-    if path.is_dir():
-        return True
-    try:
-        with path.open("rb") as file:
-            return file.read(64).startswith(f'{{"kind": "run", "format": "{FORMAT[:-1]}'.encode())
-    except OSError:
-        return False
+    if not path.is_file():
+        return path.is_dir()
+    with path.open("rb") as file:
+        return file.read(64).startswith(f'{{"kind": "run", "format": "{FORMAT[:-1]}'.encode())
 
 
 def _take_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -> None:

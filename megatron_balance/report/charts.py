@@ -1,4 +1,4 @@
-"""Draws the charts of the page with plotly: imbalance and packing over steps, lengths, predicted against measured.
+"""Draws the charts of the page with plotly: imbalance over the steps, lengths, predicted against measured.
 
 Charts have no theme: the page adds plotly's own for light and dark. A colour means the same in all charts and stands
 out from both: orange is stock, blue is planned, green is measured. Stock is dotted as well, for readers
@@ -7,12 +7,10 @@ with colour blindness.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.report.figures import RunFigures
 
@@ -44,52 +42,28 @@ class Chart:
 
 def charts_of(figures: RunFigures) -> list[Chart]:
     """The charts of the page, in order."""
-    fit = [_fit(figures)] if figures.predictions.size else []
-    return [_imbalance(figures), _lengths(figures), *fit, _packing(figures)]
+    return [_imbalance(figures), _lengths(figures), *([_fit(figures)] if figures.predictions.size else [])]
 
 
 def _imbalance(figures: RunFigures) -> Chart:
-    lines = {name: (TITLES[name], policy.imbalance) for name, policy in figures.policies.items()}
-    text = ", ".join(f"{label} {np.nanmean(values):.3f}" for label, values in lines.values())
+    figure = _figure(x="step", y="slowest / mean")
+    for name, policy in figures.policies.items():
+        figure.add_scatter(
+            x=np.array([step.iteration for step in figures.record.steps], dtype=np.int32),
+            y=policy.imbalance.astype(np.float32),
+            name=TITLES[name],
+            mode="lines+markers" if policy.imbalance.size < 40 else "lines",
+            line={"color": COLOURS[name], "dash": "dot" if name == "stock" else "solid", "width": 1.8},
+        )
+    text = ", ".join(f"{TITLES[name]} {np.nanmean(one.imbalance):.3f}" for name, one in figures.policies.items())
     in_slots = figures.record.info.objective == "microbatch"
     slowest = "The slowest rank's time in each micro-batch, summed," if in_slots else "The busiest rank's time"
     return Chart(
         "imbalance",
         "Imbalance over the steps",
         f"{slowest} over the mean rank's; 1 is even. Means over the steps: {text}.",
-        _over_steps(figures, lines, title="slowest / mean", tickformat=".2f"),
+        figure.update_layout(yaxis_tickformat=".2f"),
     )
-
-
-def _packing(figures: RunFigures) -> Chart:
-    metrics = figures.planned.metrics
-    padding = np.array([step.padding_fraction for step in metrics])
-    lines = {"neutral": ("padding", padding)}
-    caption = f"Padding is {padding.mean():.2%} of the tokens run, on the mean."
-    headroom = np.array([np.nan if step.cap_headroom is None else step.cap_headroom for step in metrics])
-    if not np.isnan(headroom).all():
-        lines["planned"] = ("room under the cap", headroom)
-        caption += (
-            f" The fullest micro-batch of a step leaves {headroom.mean():.2%} of the token cap free, "
-            f"{headroom.min():.2%} at least"
-            + ("; below zero one sample alone is longer than the cap." if headroom.min() < 0 else ".")
-        )
-    return Chart("packing", "Padding and headroom", caption, _over_steps(figures, lines, title="", tickformat=".1%"))
-
-
-def _over_steps(
-    figures: RunFigures, lines: Mapping[str, tuple[str, NDArray[np.float64]]], *, title: str, tickformat: str
-) -> Figure:
-    figure = _figure(x="step", y=title)
-    for name, (label, values) in lines.items():
-        figure.add_scatter(
-            x=np.array([step.iteration for step in figures.record.steps], dtype=np.int32),
-            y=values.astype(np.float32),
-            name=label,
-            mode="lines+markers" if values.size < 40 else "lines",
-            line={"color": COLOURS[name], "dash": "dot" if name == "stock" else "solid", "width": 1.8},
-        )
-    return figure.update_layout(yaxis_tickformat=tickformat)
 
 
 def _lengths(figures: RunFigures) -> Chart:
@@ -122,7 +96,7 @@ def _fit(figures: RunFigures) -> Chart:
     """Predicted against measured seconds, both axes logarithmic, beside the diagonal."""
     num_points = figures.predictions.shape[1]
     predicted, measured = figures.predictions[:, np.unique(np.linspace(0, num_points - 1, MAX_POINTS).astype(int))]
-    figure = _figure(x="predicted", y="measured")
+    figure = _figure(x="predicted, s", y="measured, s")
     ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
     figure.add_scatter(x=ends, y=ends, mode="lines", name="equal", line={"color": COLOURS["neutral"], "width": 1})
     figure.add_scatter(
@@ -132,7 +106,7 @@ def _fit(figures: RunFigures) -> Chart:
         name="micro-batches",
         marker={"color": COLOURS["measured"], "size": 5, "opacity": 0.7},
     )
-    axis = {"type": "log", "tickformat": "~s", "ticksuffix": "s"}
+    axis = {"type": "log", "tickformat": "~s", "dtick": "D2"}  # labels at 1, 2 and 5
     figure.update_layout(xaxis=axis, yaxis=axis)
     caption = f"Off by {figures.median_error:.1%} (median) over {num_points:,} micro-batches. "
     caption += (
@@ -148,5 +122,5 @@ def _fit(figures: RunFigures) -> Chart:
 def _figure(*, x: str, y: str) -> Figure:
     from plotly import graph_objects as go
 
-    legend: dict[str, Any] = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
     return go.Figure(layout={"template": "none", "xaxis_title": x, "yaxis_title": y, "legend": legend})

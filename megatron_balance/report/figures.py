@@ -153,12 +153,6 @@ class RunFigures:
         """As the run planned it."""
         return self.policies["planned"]
 
-    @property
-    def latest(self) -> Floats:
-        """`[num_steps]` imbalance measured, or where it was not, planned."""
-        planned, last = self.planned.imbalance, list(self.policies.values())[-1].imbalance
-        return np.where(np.isnan(last), planned, last)
-
     @cached_property
     def predictions(self) -> Floats:
         """`[2, n]` predicted and measured seconds of the micro-batches that waited for no other rank."""

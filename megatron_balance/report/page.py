@@ -75,10 +75,8 @@ def amount(value: float, *, unit: str) -> str:
     """A time or a cost with a readable unit: 12.3 ms, 4.56 PFLOP, 8,192 tokens."""
     if unit == "tokens":
         return f"{value:,.0f} tokens"
-    if value == 0:
-        return f"0 {unit}"
     prefixes = {-9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", 21: "Z"}
-    power = min(max(3 * math.floor(math.log10(abs(value)) / 3), -9), 0 if unit == "s" else 21)
+    power = min(max(3 * math.floor(math.log10(abs(value) or 1) / 3), -9), 0 if unit == "s" else 21)
     return f"{value / 10**power:.3g} {prefixes[power]}{unit}"
 
 
@@ -94,7 +92,11 @@ def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
     add("imbalance, worst step", lambda one: f"{np.nanmax(one.imbalance):.3f}", predicted=False)
     add("step, mean", lambda one: amount(float(np.nanmean(one.times)), unit=one.scale.unit), predicted=False)
     if peak is not None:
-        add(f"MFU at {peak:g} TFLOP/s", lambda one: _known(figures.mfu(one, peak=peak)), predicted=False)
+        add(
+            f"MFU at {peak:g} TFLOP/s",
+            lambda one: f"{figures.mfu(one, peak=peak):.1%}".replace("nan%", NONE),
+            predicted=False,
+        )
     add("above the lower bound, mean", lambda one: f"{one.mean('over_bound') - 1:+.2%}")
     add("micro-batches of a rank, mean", lambda one: f"{one.mean('num_microbatches'):.1f}")
     add("padding, mean", lambda one: f"{one.mean('padding_fraction'):.2%}")
@@ -106,10 +108,6 @@ def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
         if spent.any():
             rows.append([f"{what}, mean", *[NONE] * (len(rows[0]) - 2), amount(float(spent.mean()), unit="s")])
     return rows
-
-
-def _known(part: float) -> str:
-    return NONE if math.isnan(part) else f"{part:.1%}"
 
 
 def _moved_part(policy: PolicyFigures) -> str:

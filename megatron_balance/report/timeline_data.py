@@ -1,6 +1,6 @@
 """Encodes the timelines of selected steps as compact integers for the page.
 
-Of a long run the page shows the worst, median, first and last step, and others at even distances up to `MAX_BYTES`.
+Of a long run the page shows the worst, median, first and last step, and others at even distances up to `MAX_STEPS`.
 
 Invariant: times are integers (`RESOLUTION` steps of the longest timeline), so that a step of 64 ranks takes tens of
 kilobytes.
@@ -22,7 +22,9 @@ RESOLUTION = 50_000
 """Integer time at the end of a step's longest timeline."""
 
 MAX_STEPS = 40
-MAX_BYTES = 3_500_000
+MAX_DRAWN = 50_000
+"""Most samples and micro-batches of all steps drawn, so that the page stays below 10 MB."""
+
 MAX_SLICES = 4096
 """Most micro-batches drawn in one timeline; beyond, only some ranks are drawn."""
 
@@ -36,37 +38,32 @@ _TITLES = {
 
 
 def timeline_data(figures: RunFigures) -> tuple[str, str]:
-    """The timelines of selected steps as JSON within `MAX_BYTES`, and the selection of steps and ranks in words."""
-    chosen: dict[int, str] = {}
-    size, num_steps = 0, len(figures.record.steps)
-    num_rows = drawn = len(figures.planned.steps[0].cp_size_grid)
-    for index, label in _by_interest(figures).items():
-        step = _step(index, label=label, figures=figures)
-        text = json.dumps(step, separators=(",", ":"))
-        if chosen and size + len(text) > MAX_BYTES:
-            break
-        size, drawn = size + len(text), min(drawn, len(step["ranks"]))
-        chosen[index] = text
-    order, note = sorted(chosen), ""
-    if len(order) < num_steps:
-        note = f"{len(order)} of {num_steps:,} steps: the worst, the median, the last, and others evenly. "
+    """The timelines of selected steps as JSON, and the selection of steps and ranks in words."""
+    labels, num_steps = _by_interest(figures), len(figures.record.steps)
+    steps = [_step(index, label=labels[index], figures=figures) for index in sorted(labels)]
+    num_rows, drawn = len(figures.planned.steps[0].cp_size_grid), min(len(step["ranks"]) for step in steps)
+    note = ""
+    if len(steps) < num_steps:
+        note = f"{len(steps)} of {num_steps:,} steps: the worst, the median, the last, and others evenly. "
     if drawn < num_rows:
         note += f"At least {drawn} of {num_rows:,} ranks are drawn: the busiest of each timeline, and others evenly. "
-    first = order.index(next(iter(chosen)))
-    steps = ",".join(chosen[index] for index in order)
-    return f'{{"unit":{json.dumps(figures.planned.scale.unit)},"first":{first},"steps":[{steps}]}}', note
+    first = sorted(labels).index(next(iter(labels)))
+    content = {"unit": figures.planned.scale.unit, "first": first, "steps": steps}
+    return json.dumps(content, separators=(",", ":")), note
 
 
 def _by_interest(figures: RunFigures) -> dict[int, str]:
-    """Labels of steps by index, by falling interest; the page opens with the first."""
-    order = np.argsort(figures.latest, kind="stable")
-    word, last = list(figures.policies)[-1], order.size - 1
-    median = int(order[last // 2])
-    labels = {median: f"median {word} imbalance"}
+    """Labels of the steps drawn, by index; the page opens with the first, the median."""
+    latest = list(figures.policies)[-1]
+    measured, planned = figures.policies[latest].imbalance, figures.planned.imbalance
+    order = np.argsort(np.where(np.isnan(measured), planned, measured), kind="stable").tolist()
+    last, step = len(order) - 1, figures.planned.steps[order[-1]]
+    labels = {order[last // 2]: f"median {latest} imbalance"}
     # A step with several labels keeps the first: the worst step is labelled so even if it is the last.
-    for index, label in ((int(order[-1]), f"worst {word} imbalance"), (last, "last"), (0, "first")):
+    for index, label in ((order[-1], f"worst {latest} imbalance"), (last, "last"), (0, "first")):
         labels.setdefault(index, label)
-    for index in np.linspace(0, last, MAX_STEPS - len(labels) + 1).astype(int).tolist():
+    others = max(min(MAX_STEPS, MAX_DRAWN // (step.lengths.size + step.cp_size_grid.size)) - len(labels), 0)
+    for index in np.linspace(0, last, others + 1).astype(int).tolist():
         labels.setdefault(index, "")
     return labels
 
@@ -89,8 +86,8 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
                 "total": round(line.total / tick),
                 "idle": round(1 - float(line.durations.sum()) / ((line.total or 1.0) * len(line.durations)), 4),
                 "imbalance": round(float(shown[name].imbalance[index]), 4),
-                "starts": _ticks(line.starts[ranks], tick=tick),
-                "ends": _ticks((line.starts + line.durations)[ranks], tick=tick),
+                "starts": np.rint(line.starts[ranks] / tick).astype(np.int64).ravel().tolist(),
+                "ends": np.rint((line.starts + line.durations)[ranks] / tick).astype(np.int64).ravel().tolist(),
                 "counts": [len(ids) for ids in drawn],
                 "ids": [sample for ids in drawn for sample in ids],
                 "sizes": line.sizes[ranks].ravel().tolist() if figures.record.info.topology.dynamic_cp else [],
@@ -116,7 +113,3 @@ def _drawn_ranks(lines: Mapping[str, Timeline]) -> NDArray[np.int64]:
     busiest = [int(one.sum(axis=1).argmax()) for one in durations]
     evenly = np.linspace(0, num_rows - 1, max(num_drawn - len(busiest), 1)).astype(int).tolist()
     return np.unique(busiest + evenly)
-
-
-def _ticks(times: NDArray[np.float64], *, tick: float) -> list[int]:
-    return np.rint(times / tick).astype(np.int64).ravel().tolist()

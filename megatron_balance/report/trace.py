@@ -43,10 +43,11 @@ def _events(figures: RunFigures) -> Iterator[dict[str, Any]]:
     begin = 0.0
     for index, step in enumerate(figures.record.steps):
         measured, predicted = step.is_measured, figures.planned.timeline(index)
-        line = figures.policies["measured"].timeline(index) if measured else predicted
+        shown = figures.policies["measured" if measured else "planned"]
+        line = shown.timeline(index)
         times = {
             "planned_imbalance": float(figures.planned.imbalance[index]),
-            "measured_imbalance": float(figures.latest[index]) if measured else None,
+            "measured_imbalance": float(shown.imbalance[index]) if measured else None,
             "plan_ms": step.plan_seconds * 1e3,
             "exchange_ms": step.exchange_seconds * 1e3,
             "exposed_ms": step.exposed_seconds * 1e3,

@@ -78,7 +78,7 @@ def test_the_page_is_whole_in_one_file_and_texts_of_the_run_stay_texts(tmp_path:
     assert "<script>alert" not in page
     assert "<img src=x" not in page
     charts = re.findall(r'<div id="(\w+)" class="chart"', page)
-    assert charts == ["timeline", "imbalance", "lengths", "fit", "packing"]
+    assert charts == ["timeline", "imbalance", "lengths", "fit"]
 
 
 DYNAMIC = run_info(
